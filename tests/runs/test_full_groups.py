@@ -94,6 +94,7 @@ async def test_source_that_ends_gives_fewer() -> None:
         assert run.summary.flat == 2
 
 
+@pytest.mark.asyncio_alone  # trio warns of iterations that are left
 async def test_tasks_that_began_before_the_call_stay_for_the_reader() -> None:
     async with run_of("s" * 20, concurrency=Concurrency(episodes=8)) as run:
         first = await anext(run.groups())
@@ -103,6 +104,7 @@ async def test_tasks_that_began_before_the_call_stay_for_the_reader() -> None:
     assert sorted(everything) == sorted(f"t{number}" for number in range(20))
 
 
+@pytest.mark.asyncio_alone  # trio warns of iterations that are left
 async def test_iteration_that_ends_early_loses_no_group() -> None:
     async with run_of("s" * 6, concurrency=Concurrency(episodes=4)) as run:
         ids = []

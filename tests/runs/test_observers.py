@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from runner import BadOption, Group, Run, RunFile, RunObserver, Summary, Trajectory, Turn
+from runner import BadOption, Conversation, Group, Run, RunFile, RunObserver, Summary, Trajectory, Turn
 from runner.runs import observers
 from tests.playing import Plain, play_all, recording, talking, tasks, twice
 
@@ -64,10 +64,18 @@ async def test_observer_receives_every_event_in_order() -> None:
 
 
 async def test_observer_receives_new_weights() -> None:
-    kept, engine = Keeps(), recording("Yes")
-    async with Run(Plain, engine, tasks=tasks(3), observers=[kept]) as run:
+    kept, engine, updated = Keeps(), recording("Yes"), anyio.Event()
+
+    class Waits(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            if self.task.id != "t1":
+                await updated.wait()
+            await conversation.generate()
+
+    async with Run(Waits, engine, tasks=tasks(3), observers=[kept]) as run:
         await anext(run)
         await engine.update_weights({})
+        updated.set()
         async for _ in run:
             pass
     assert "weights 1" in kept.events
