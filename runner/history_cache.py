@@ -119,7 +119,7 @@ class _Spelled:
     def __eq__(self, other: object) -> bool:
         return self._json == canonical_json(other)
 
-    __hash__ = None  # type: ignore[assignment]  # it is an item of a list or a value of a dict
+    __hash__ = None  # type: ignore[assignment]  # equal values may have other JSON, and none is a key
 
 
 _PLAIN: Final = frozenset({str, type(None), list, dict})

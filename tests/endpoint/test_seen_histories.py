@@ -167,7 +167,7 @@ def test_an_episode_answers_a_seen_history_as_a_new_one(data: st.DataObject) -> 
 
 
 async def played(draw: Any) -> list[Any]:
-    """What became of each request of a client that takes the answers into its histories, and edits them."""
+    """Return the result of each request. The client adds the answers to its histories, and edits them."""
     told: list[Any] = []
 
     class Served(Plain):

@@ -50,10 +50,18 @@ class OwnWorker(WeightWorker):
 
         self.reload_weights(weights_iterator=some())
 
-    def other_models(self) -> int:
-        """Return the number of models in memory besides the running one."""
-        model = self.model_runner.model
-        return sum(type(each) is type(model) and each is not model for each in gc.get_objects())
+    def switch_collector(self, on: bool) -> None:
+        """Let the collector begin by itself, or not."""
+        (gc.enable if on else gc.disable)()
+
+    def tensors_in_cycles(self) -> int:
+        """Return the number of tensors that only a collection frees, and free them."""
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        found = sum(issubclass(type(each), torch.Tensor) for each in gc.garbage)  # it may be a dead proxy
+        gc.garbage.clear()
+        return found
 
     def apply_no_adapter_to(self, module: str) -> None:
         """Leave a layer as if vLLM had not wrapped it for adapters."""

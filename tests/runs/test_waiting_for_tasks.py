@@ -23,7 +23,7 @@ from runner.runs.event_loop import on_event_loop
 from runner.runs.live_stats import StatsReader, in_words
 from runner.runs.reporter import PlainReporter
 from runner.runs.summary import Summary
-from tests.playing import Plain
+from tests.playing import Plain, until
 
 
 @pytest.fixture
@@ -127,12 +127,11 @@ async def test_run_that_waits_for_the_next_task_is_shown(released: threading.Eve
 
     for environment in (Waits, Sleeps):
         async with Run(environment(), ScriptedEngine("Yes")) as run:
-            with anyio.fail_after(60):
-                async for _ in run:
-                    # The display reads the run at intervals too: no event tells it.
-                    while "0 running (waiting for tasks())" not in list(in_words(StatsReader().read(run))):  # noqa: ASYNC110  # as above
-                        await anyio.sleep(0.01)
-                    run.cancel()
+            async for _ in run:
+                await until(
+                    lambda run=run: "0 running (waiting for tasks())" in list(in_words(StatsReader().read(run)))
+                )
+                run.cancel()
         assert run.summary.episodes == 1
 
 

@@ -262,7 +262,7 @@ def _refusal(test: str) -> str:
 
 
 UNANSWERED = "messages[-1].tool_calls"
-"""What templates of Mistral and Nemotron Nano 2 refuse: a conversation that ends with calls."""
+"""Condition on a conversation that ends with calls. Templates of Mistral and Nemotron Nano 2 refuse it."""
 
 CALLS = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments | tojson }}"
@@ -375,7 +375,7 @@ _ARGUMENTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 
 
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""What is a single id in some vocabularies."""
+"""Tokens that some vocabularies have, each as one id."""
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ class Written:
     template: str
     conversations: list[list[Message]]
     added: tuple[str, ...] = ()
-    """What is a single id, besides ChatML's control tokens."""
+    """Tokens of the vocabulary besides ChatML's control tokens."""
 
 
 @st.composite

@@ -199,9 +199,4 @@ ONLY_ODD = (
 
 
 def test_the_close_of_the_next_message_is_not_taken_for_the_turns() -> None:
-    conversation: list[Message] = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "a"},
-    ]
-    check_bridges(Written(template=ONLY_ODD, conversations=[conversation]))
+    check_bridges(Written(ONLY_ODD, [[QUESTION, says("words"), MORE]]))

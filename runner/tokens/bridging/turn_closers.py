@@ -51,7 +51,7 @@ class TurnClosers:
         return None
 
     @cached_property
-    def _first(self) -> frozenset[int]:
+    def _first_openers(self) -> frozenset[int]:
         """The control tokens before the first question, except one that ends a user's text or a turn."""
         with suppress(Unbridgeable):
             text = self._renderer.render([QUESTION], ()).partition(QUESTION["content"])[0]
@@ -78,7 +78,7 @@ class TurnClosers:
             if tail.alone is not None:
                 opens = not self._holds(tail.alone, token_id)
             else:
-                opens = token_id in self._first or not self._holds(self._before_question(turn, past), token_id)
+                opens = token_id in self._first_openers or not self._holds(self._before_question(turn, past), token_id)
             if opens and self._holds(before, token_id):
                 return True
             second: Message = {**message, "content": words(1)[0]}

@@ -73,8 +73,8 @@ def _finish(model: Any, model_config: Any) -> None:
             copies.add(name, first_modules[name], module)
         copies.apply()
     del second, copies, first_modules, module
-    # Layers and the loaders of their weights refer to each other, so only a collection frees the second model. By
-    # itself, none is due for many updates: new objects are counted, not their memory.
+    # Some layers of the second model are in reference cycles with what loads their weights, so only a collection frees
+    # them. By itself, none is due for many updates: new objects are counted, not their memory.
     gc.collect()
 
 
