@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,10 @@ async def test_start_that_waits_for_tasks_is_shown(released: threading.Event) ->
     await until_said(Run(Loads(), ScriptedEngine("Yes")), "waiting for lifespan()")
 
 
+def shows(run: Run, line: str) -> bool:
+    return line in list(in_words(StatsReader().read(run)))
+
+
 @pytest.mark.anyio
 async def test_run_that_waits_for_the_next_task_is_shown(released: threading.Event) -> None:
     class Waits(Plain):
@@ -128,9 +133,7 @@ async def test_run_that_waits_for_the_next_task_is_shown(released: threading.Eve
     for environment in (Waits, Sleeps):
         async with Run(environment(), ScriptedEngine("Yes")) as run:
             async for _ in run:
-                await until(
-                    lambda run=run: "0 running (waiting for tasks())" in list(in_words(StatsReader().read(run)))
-                )
+                await until(partial(shows, run, "0 running (waiting for tasks())"))
                 run.cancel()
         assert run.summary.episodes == 1
 
