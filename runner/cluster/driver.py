@@ -47,7 +47,7 @@ END_SECONDS: Final = 30.0
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class _OpenedRun:
     packed: bytes
     clock: datetime
     is_draining: bool = False
@@ -85,7 +85,7 @@ class Driver:
         self._attempts = itertools.count()
         self._run_numbers = itertools.count()
         self._handles: dict[WorkerSlot, WorkerHandle] = {}
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _OpenedRun] = {}
         self._slot_queue = SlotQueue(fleet)
         self._width_listeners: dict[object, Callable[[], None]] = {}
         self._event_listeners: dict[object, Callable[[str], None]] = {}
@@ -441,7 +441,7 @@ class Driver:
         Raises:
             BadInput: a worker cannot play it.
         """
-        run = _Run(packed, clock)
+        run = _OpenedRun(packed, clock)
         async with self.settled:
             _, errors = await gather(self.members, lambda handle: self._open_on(handle, number, run))
             if errors:
@@ -449,7 +449,7 @@ class Driver:
                 raise next(iter(errors.values()))
             self._runs[number] = run
 
-    async def _open_on(self, handle: WorkerHandle, number: int, run: _Run) -> None:
+    async def _open_on(self, handle: WorkerHandle, number: int, run: _OpenedRun) -> None:
         handle.process.send("keep_run", number, run.packed, run.clock)
         with suppress(WorkerLost):  # the task that runs this worker handles it
             await handle.process.send("run_opened", number)

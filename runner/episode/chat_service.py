@@ -74,7 +74,7 @@ class _UsableTools:
 
 
 @dataclass(slots=True, eq=False)
-class _OpenRequest:
+class _PendingRequest:
     """A request that is being answered."""
 
     asked: ChatCall
@@ -113,7 +113,7 @@ class ChatService:
         self._tools: dict[str, _UsableTools] = {}
         self._group: TaskGroup | None = None
         self._context: Context
-        self._answering: dict[_OpenRequest, None] = {}
+        self._answering: dict[_PendingRequest, None] = {}
 
     @property
     def is_open(self) -> bool:
@@ -155,7 +155,7 @@ class ChatService:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
             BadInput: the messages, the tools or the sampling cannot be used, or the template cannot write the messages.
         """
-        request = _OpenRequest(asked, sink)
+        request = _PendingRequest(asked, sink)
         try:
             if self._group is not None:
                 await self._hand_over(request, self._group)
@@ -204,7 +204,7 @@ class ChatService:
         except Unbridgeable as missing:
             raise _unwritable(missing, messages, asked, chat) from None
 
-    async def _hand_over(self, request: _OpenRequest, group: TaskGroup) -> None:
+    async def _hand_over(self, request: _PendingRequest, group: TaskGroup) -> None:
         self._answering[request] = None
         # The caller may be under no clock of the episode; a task has the clocks of the task that starts it.
         self._context.copy().run(group.start_soon, self._serve, request)
@@ -216,7 +216,7 @@ class ChatService:
     def _is_over(self) -> EpisodeOver:
         return EpisodeOver(f"{self._episode.key.id} is not being played: no request can be answered")
 
-    async def _serve(self, request: _OpenRequest) -> None:
+    async def _serve(self, request: _PendingRequest) -> None:
         request.error = self._is_over()  # if it is cut
         try:
             with request.scope, Asking():
@@ -233,7 +233,7 @@ class ChatService:
 
     # --- one request
 
-    async def _answer(self, request: _OpenRequest) -> Turn:
+    async def _answer(self, request: _PendingRequest) -> Turn:
         asked = request.asked
         offered = await self._tools_of(asked.tools)
         tools = list(offered.callable)  # a copy: it becomes the list of a cursor, which authors may change
@@ -364,7 +364,7 @@ class ChatService:
         chat = self._episode.shared.chat_of(MAIN)
         return chat.systems if isinstance(chat, ChatModel) else TAKES_ALL
 
-    def _replay(self, request: _OpenRequest, found: RequestAlignment, turn: Turn, seconds: float) -> Turn:
+    def _replay(self, request: _PendingRequest, found: RequestAlignment, turn: Turn, seconds: float) -> Turn:
         assert found.before is not None
         request.request_node = found.before
         record = request.record = self._record(found.before.thread, request.asked, found, seconds)

@@ -170,7 +170,7 @@ class Conversation:
 
     def __init__(self, state: ConversationState) -> None:
         self._state = state
-        self._generation: _Generation | None = None
+        self._generation: _GenerateBlock | None = None
         self._closed = False
 
     @property
@@ -455,7 +455,7 @@ class Conversation:
             raise BadOption(f"{turn!r} is not a turn of conversation {self.name!r}: give one of its turns.")
         return node
 
-    def _speaking(self) -> _Generation:
+    def _speaking(self) -> _GenerateBlock:
         """Allow one `generate` at a time, which `close` may cut from any task."""
         if self._closed:
             raise self._is_over()
@@ -464,13 +464,13 @@ class Conversation:
                 f"conversation {self.name!r} is already generating: two turns of one agent cannot be sampled at once. "
                 f"Open a second one: self.episode.conversation('another name')."
             )
-        return _Generation(self)
+        return _GenerateBlock(self)
 
     def _is_over(self) -> EpisodeOver:
         return EpisodeOver(f"{self._state.episode.key.id} is over, and with it the conversation of {self.name!r}")
 
 
-class _Generation:
+class _GenerateBlock:
     """The block of a `generate`, which another task may cut."""
 
     def __init__(self, conversation: Conversation) -> None:

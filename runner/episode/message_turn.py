@@ -33,7 +33,7 @@ __all__ = ["MessageTurn"]
 
 
 @dataclass(slots=True)
-class _Answer:
+class _StreamedAnswer:
     """The result of one request. It is filled in while the request streams, so that a cancellation loses nothing."""
 
     sinks: TurnSinks
@@ -95,7 +95,7 @@ class MessageTurn:
             # A copy: while the server answers, the author may add messages for the turn after this one.
             queued = list(self._cursor.queued)
             request, ceiling = self._request(settings, choice, [*self._history(), *queued])
-            said, node = _Answer(sinks, sinks.handle_of(self._turn_context.number)), None
+            said, node = _StreamedAnswer(sinks, sinks.handle_of(self._turn_context.number)), None
             stream = self._engine.stream(request)
             try:
                 await self._sample(stream, said)
@@ -157,7 +157,7 @@ class MessageTurn:
         )
         return request, ceiling
 
-    async def _sample(self, stream: MessageStream, said: _Answer) -> None:
+    async def _sample(self, stream: MessageStream, said: _StreamedAnswer) -> None:
         """Record the server's answer. Its errors are kept and not raised."""
         state = self._state
         state.episode.report_activity(f"{state.name}: engine")
@@ -211,7 +211,9 @@ class MessageTurn:
             return cursor.whole or "start"
         return BRANCH if cursor.again is not None else "environment"
 
-    def _recorded(self, segment: Segment, queued: Sequence[Message], said: _Answer, seed: int | None) -> TurnNode:
+    def _recorded(
+        self, segment: Segment, queued: Sequence[Message], said: _StreamedAnswer, seed: int | None
+    ) -> TurnNode:
         """Add the prompt to its segment, and the answer as a turn after it."""
         cursor, before = self._cursor, self._cursor.node
         calls_before = 0 if before is None else before.calls
@@ -250,7 +252,7 @@ class MessageTurn:
         )
 
 
-async def _read(pieces: MessageStream, said: _Answer, silence: Clock, began: float) -> None:
+async def _read(pieces: MessageStream, said: _StreamedAnswer, silence: Clock, began: float) -> None:
     patience = math.inf if silence.seconds is None else silence.seconds
     received = loop_time()
     first: float | None = None

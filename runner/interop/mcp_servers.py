@@ -80,7 +80,7 @@ class McpServers:
         tools: dict[str, Tool] = {}
         owners: dict[str, str] = {}
         for name, server in self._servers.items():
-            connection = _Connection(self._mcp, name, server)
+            connection = _McpConnection(self._mcp, name, server)
             await exit_stack.enter_async_context(connection.opened())
             for tool in await connection.tools(f"{name}_" if self._prefix else ""):
                 if tool.name in tools:
@@ -181,7 +181,7 @@ def _parsed(servers: str) -> Any:
         raise BadEnvironment(f"servers={servers!r:.80}: not JSON ({error}).") from None
 
 
-class _Connection:
+class _McpConnection:
     """A connection to one server."""
 
     def __init__(self, mcp: Any, name: str, server: Any) -> None:

@@ -95,14 +95,14 @@ def scorer_of(score: Any) -> TextScorer:
         optional_package("math_verify", package="math-verify", extra="math", least="0.8")
         return _MathScorer()
     if name in _COMPARED and not colon:
-        return _Comparison(*_COMPARED[ScoreName(name)])
+        return _ComparisonScorer(*_COMPARED[ScoreName(name)])
     if not colon:
         raise BadOption(f"score={score!r:.60}: give {_NAMES}.")
     return _FunctionScorer(_function(name, rest, score))
 
 
 @dataclass(frozen=True, slots=True)
-class _Comparison:
+class _ComparisonScorer:
     """A comparison by a plain function."""
 
     equal: Callable[[str, str], bool]

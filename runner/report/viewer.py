@@ -145,7 +145,7 @@ class Viewer:
         self.key = secrets.token_urlsafe(18)
         handler = type("Handler", (_Handler,), {"viewer": self})
         try:
-            self._server = _Server(("127.0.0.1", port), handler)
+            self._server = _ViewerServer(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
             raise BadOption(f"--port {port}: it cannot be listened on ({error}). Give another one.") from error
 
@@ -321,7 +321,7 @@ def _whole(text: str, name: str) -> int:
 # --- HTTP
 
 
-class _Server(ThreadingHTTPServer):
+class _ViewerServer(ThreadingHTTPServer):
     """A server whose threads do not keep the process."""
 
     daemon_threads = True

@@ -312,7 +312,7 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The immutable sandbox, with a fast path for the most frequent reads: keys of messages and `loop.first`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -331,7 +331,9 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 @functools.cache
 def environment() -> jinja2.Environment:
     """Return the sandbox of transformers' `apply_chat_template`, so that a template behaves as it does there."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
+    environment = _TemplateEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment

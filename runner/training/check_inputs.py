@@ -124,18 +124,18 @@ def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path
         case "file":
             from runner.engines.vllm.worker.file_transfer import FileTransferInfo
 
-            return LocalTransfer(FileTransferInfo(str(folder), rank=0), _Source(model, device="cpu"))
+            return LocalTransfer(FileTransferInfo(str(folder), rank=0), _ModelTensors(model, device="cpu"))
         case "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            return LocalTransfer(IPCTrainerInitInfo(rank=0), _Source(model, device="cuda"))
+            return LocalTransfer(IPCTrainerInitInfo(rank=0), _ModelTensors(model, device="cuda"))
         case "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
             workers = math.prod(int(engine_arguments.get(size) or 1) for size in sizes)
             info = NCCLTrainerInitInfo(LOOPBACK, _free_port(), 1 + workers, rank=0)
-            return LocalTransfer(info, _Source(model, device="cuda"))
+            return LocalTransfer(info, _ModelTensors(model, device="cuda"))
     raise BadOption(
         f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): transfers are tried with 'file', 'ipc' "
         "and 'nccl'."
@@ -149,7 +149,7 @@ def _free_port() -> int:
         return port
 
 
-class _Source:
+class _ModelTensors:
     """The model's tensors as a `WeightSource` of vLLM, on a device."""
 
     def __init__(self, model: Any, *, device: str) -> None:

@@ -387,7 +387,7 @@ class AnsweringActor:
         return answers
 
 
-class _Packer(pickle.Pickler):
+class _ArgumentPickler(pickle.Pickler):
     """Leaves references to Ray's store to Ray, which counts them."""
 
     def persistent_id(self, value: Any) -> None:
@@ -399,7 +399,7 @@ def _wrapped(arguments: tuple[Any, ...]) -> Any:
     """Pickle the arguments of each call by itself, so that an unreadable one fails only its own call."""
     buffer = io.BytesIO()
     try:
-        _Packer(buffer).dump(arguments)
+        _ArgumentPickler(buffer).dump(arguments)
     except Exception:
         return arguments
     packed = buffer.getvalue()

@@ -82,7 +82,7 @@ class VllmCallReader:
         """Format as the user named it."""
         self._parser_class = _parser_class(tool_format)
         self._tokenizer = tokenizer
-        self._vocabulary = _Vocabulary(tokenizer)
+        self._vocabulary = _TokenizerAdapter(tokenizer)
         self._try()
 
     def _try(self) -> None:
@@ -213,7 +213,7 @@ def _request(schemas: Schemas) -> Any:
     return ChatCompletionRequest(messages=[], model="", tools=tools, tool_choice="auto", skip_special_tokens=False)
 
 
-class _Names(Mapping[str, int]):
+class _TokenIds(Mapping[str, int]):
     """Ids of tokens by name: every token can be looked up, and control tokens are listed."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -233,12 +233,12 @@ class _Names(Mapping[str, int]):
         return len(self._control)
 
 
-class _Vocabulary:
+class _TokenizerAdapter:
     """The runner's vocabulary with the methods of a transformers tokenizer that vLLM's parsers use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._names = _Names(tokenizer)
+        self._names = _TokenIds(tokenizer)
         self.all_special_ids = sorted(tokenizer.special_ids)
         self.all_special_tokens = [tokenizer.decode([token_id]) for token_id in self.all_special_ids]
 
