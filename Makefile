@@ -1,4 +1,4 @@
-# `make run` and `make test` do all of their own set-up in .venv, once.
+# `make run` and `make test` set up .venv on first use.
 
 PYTHON ?=
 ENGINE ?= cpu
@@ -12,12 +12,12 @@ export PYTHONDONTWRITEBYTECODE =
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
 	@echo "make check   format, lint, layers, plain English and types: some seconds"
-	@echo "make test-quick  the quick tests, without an engine: for while one works, under 3 minutes"
+	@echo "make test-quick  the quick tests, without an engine, while you work: under 3 minutes"
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 17 minutes on two cores"
 	@echo "make test-all  the same with whole sweeps, both event loops, wheels, the site and test-interop: before a release"
 	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.8 GB at its first time"
 	@echo "make test-interop  data sets and games of other projects play, with the real packages"
-	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
+	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof trains three times"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make weight-conformance  new weights of 40 architectures, tiny; writes docs/weight-conformance.md"
 	@echo "make screenshots  the pictures of the pages in docs/images; needs Chromium"

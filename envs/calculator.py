@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator: every turn is a call, the last one gives the answer."""
+"""Arithmetic with a calculator: every turn is a call, and the last one is the answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Calculator(Environment[Question]):
             first: the number of the first one; questions of other numbers differ.
             examples: solved questions that are shown before each one.
             inner: operators that may stand in the parentheses, of + - *; a small model does best with one.
-            outer: operators that may stand behind them.
+            outer: operators that may follow them.
         """
         for name, operators in (("inner", inner), ("outer", outer)):
             if not operators or not set(operators) <= set(OPERATORS):

@@ -19,7 +19,7 @@ class GuessNumber(Environment):
         """Choose the game.
 
         Args:
-            highest: the largest number that may be thought of.
+            highest: the largest possible number.
             games: how many tasks there are.
         """
         self.highest = highest
@@ -37,7 +37,7 @@ class GuessNumber(Environment):
     def step(self, turn: Turn) -> str | None:
         number = re.search(r"-?\d+", turn.text)
         if number is None:
-            return "That is no number. Guess a number."
+            return "That is not a number. Guess a number."
         self.guesses.append(int(number[0]))
         if self.guesses[-1] == self.secret:
             return None

@@ -34,7 +34,7 @@ from runner.training import GrammarMasks, Saving, Selection, TokenMasks, TokenTr
 from runner.training.tree_attention import TREE_ATTENTION
 from runner.training.tree_torch import tree_head_logprobs
 
-HELD_OUT = 1_000_000_000  # the number of the first question that is never trained on
+HELD_OUT_BASE = 1_000_000_000  # the number of the first question that is never trained on
 WARM_UP, CLIP_NORM, RATIO = 3, 1.0, (0.8, 1.25)  # steps; of the gradient; beyond it an old id has no more to teach
 TURNS, NODES = 3, 4096  # of an episode: two calls and the answer; of a token tree: what 4 GB hold
 
@@ -134,7 +134,9 @@ class Trainer:
 
 def questions(settings: Settings) -> tuple[list[Question], Iterator[Question]]:
     """The held-out questions, all different, and as many others as are wanted: none is among those held out."""
-    different = {task.prompt: task for task in map(question, range(HELD_OUT, HELD_OUT + 2 * settings.held_out))}
+    different = {
+        task.prompt: task for task in map(question, range(HELD_OUT_BASE, HELD_OUT_BASE + 2 * settings.held_out))
+    }
     held_out = dict(itertools.islice(different.items(), settings.held_out))
     others = map(question, itertools.count((settings.seed + 1) * 1_000_000))  # after those of `deltarunner run`
     return list(held_out.values()), (task for task in others if task.prompt not in held_out)

@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from envs.calculator import Calculator, Question
 from examples.progress import TrainingProgress, TrainingRecord, TrainingStep
-from examples.train_grpo import CLIP_NORM, HELD_OUT, TURNS, WARM_UP, Settings, questions
+from examples.train_grpo import CLIP_NORM, HELD_OUT_BASE, TURNS, WARM_UP, Settings, questions
 from runner import BackgroundPlayer, Limits, Sampling, VllmEngine
 from runner.models import resolve_model
 from runner.trainers.trl import episode_reward, rollout_func
@@ -71,7 +71,7 @@ class OneTree(GRPOTrainer):  # type: ignore[misc]  # trl is not installed here
 
 
 def row_of(ids: Any, prompt: int) -> TrainingRow:
-    """A row of ids, trained behind its prompt; it has no trajectory, since TRL has only ids."""
+    """A row of ids; those after the prompt are trained. It has no trajectory, since TRL has only ids."""
     trained, zeros = np.arange(len(ids)) >= prompt, np.zeros(len(ids), np.int32)
     none: Any = None
     return TrainingRow(none, 0, ids.astype(np.int32), trained, zeros.astype(np.float32), zeros, ())
@@ -83,7 +83,7 @@ class HeldOut(Calculator):
     limits = Limits(turns=TURNS)
 
     def setup(self) -> None:
-        if int(self.task.id.rpartition("-")[2]) >= HELD_OUT:
+        if int(self.task.id.rpartition("-")[2]) >= HELD_OUT_BASE:
             self.sampling = Sampling(temperature=0)
 
 

@@ -8,7 +8,7 @@ __all__ = ["__version__", "installed_version"]
 __version__ = version("deltarunner")
 
 
-@functools.cache  # reading what is said of a distribution takes milliseconds, and it stays the same for a process
+@functools.cache  # reading a distribution's metadata takes milliseconds, and it does not change during a process
 def installed_version(distribution: str) -> str | None:
     """The version of a distribution, or None where it is not installed."""
     try:

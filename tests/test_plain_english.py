@@ -28,7 +28,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ('class A:\n    x: int\n    """Whether it is."""', 0),
         ("# It goes on.", 1),
         ('x = "this is no number"', 1),
+        ('x = f"{n} goes on"', 1),
+        ('x = f"{n:>{width}} goes " "on"', 1),
+        ("x = f\"{n or 'nobody'}\"", 1),
         ("LIMIT_OF_ALL = 3 * 2", 2),
+        ("class A:\n    LONGEST_OPEN = 16", 2),
     ],
 )
 def test_fault_of_each_rule_is_found(text: str, rule: int, folder: Path) -> None:
@@ -43,6 +47,7 @@ def test_fault_of_each_rule_is_found(text: str, rule: int, folder: Path) -> None
         'x = f"{told} and {self.behind}"',
         "MAX_IDS = 3\nWAIT_SECONDS = 1.5",
         "DEBUG = True",
+        "class Kind(enum.IntEnum):\n    CALL = 2",
     ],
 )
 def test_plain_text_and_names_pass(text: str, folder: Path) -> None:
@@ -53,6 +58,42 @@ def test_long_name_of_a_test_is_found(folder: Path) -> None:
     longest = "test_" + "a" * plain_english.MAX_TEST_NAME_CHARS
     (folder / "test_names.py").write_text(f"def {longest}(): ...\n\nasync def {longest}b(): ...\n", encoding="utf-8")
     assert plain_english.long_test_names(folder) == [f"test_names.py: {longest}b"]
+
+
+def test_avoided_word_of_a_page_is_found(folder: Path) -> None:
+    page = folder / "page.md"
+    page.write_text("# A page\n\nIt goes on.\n", encoding="utf-8")
+    assert [(fault.rule, fault.where) for fault in plain_english.faults_of(page)] == [(1, "page.md:3")]
+
+
+def test_classes_that_differ_only_in_an_underscore_are_found(folder: Path) -> None:
+    (folder / "public.py").write_text("class Run: ...\nclass Driver: ...\n", encoding="utf-8")
+    (folder / "private.py").write_text("def f():\n    class _Run(Driver): ...\n", encoding="utf-8")
+    assert plain_english.repeated_classes(folder) == ["Run"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "printed"),
+    [
+        ({}, "envs: headless docstrings, avoided words, constants: (0, 1, 0), budget (0, 0, 0)"),
+        ({"envs": (0, 1, 0)}, ""),
+        ({"envs": (1, 2, 0)}, "envs: lower the budget in tests/plain_english.py from (1, 2, 0) to (0, 1, 0)"),
+    ],
+    ids=["above", "equal", "below"],
+)
+def test_count_that_differs_from_the_budget_fails(
+    budget: dict[str, tuple[int, int, int]],
+    printed: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "envs").mkdir()
+    (folder / "envs" / "game.py").write_text("# It goes on.\n", encoding="utf-8")
+    monkeypatch.setattr(plain_english, "BUDGET", budget)
+    monkeypatch.setattr("sys.argv", ["plain_english"])
+    assert plain_english.main() == bool(printed)
+    assert capsys.readouterr().out.startswith(printed)
 
 
 @pytest.mark.whole  # `make test` has run it before
@@ -66,4 +107,4 @@ def test_unknown_package_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit) as left:
         plain_english.main()
     assert left.value.code == 2
-    assert "no package or module of runner/: runner/cluster" in capsys.readouterr().err
+    assert "no part of the repository: runner/cluster" in capsys.readouterr().err

@@ -145,7 +145,7 @@ class _WindowSteps:
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")
 
     # A character has at most as many ids as bytes, so a longer open end is not a character.
-    LONGEST_OPEN = 16
+    MAX_OPEN_IDS = 16
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -156,7 +156,7 @@ class _WindowSteps:
     def feed(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)
         text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd") and len(self._ids) - self._settled < self.LONGEST_OPEN:
+        if text.endswith("\ufffd") and len(self._ids) - self._settled < self.MAX_OPEN_IDS:
             return ""
         return self._show(text)
 

@@ -44,7 +44,7 @@ def measure() -> Iterator[Figure]:
     yield Figure("  125k against 1k", "x", ratios, under=1.5)
     yield Figure("  of that encoding its ids", "us", tail)
     for name, case in cases.items():
-        yield Figure(f"everything rendered and encoded anew, {name}", "us", _timed(case.render_anew, 1))
+        yield Figure(f"everything rendered and encoded again, {name}", "us", _timed(case.render_anew, 1))
     for name, case in cases.items():
         yield Figure(f"renderers 0.1.12, Qwen3's bridge, {name}", "us", _timed(case.peer, 20))
     by_clock, by_processor = zip(*(on_event_loop(_turns) for _ in range(ROUNDS)), strict=True)

@@ -1,4 +1,4 @@
-"""New weights for two workers with real engines, under running episodes: the call, and how long each stood still."""
+"""New weights for two workers with real engines, under running episodes: the call, and how long each was paused."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def measure() -> Iterator[Figure]:
         model = demo_model() if LAYERS is None else small_model(Path(folder), demo_model(), layers=LAYERS)
         size = (model / "model.safetensors").stat().st_size / 1e6
         seconds, pauses, loads = zip(*on_event_loop(_updates, model), strict=True)
-    yield Figure(f"two workers take {size:.0f} MB of weights, all told", "s", seconds, under=1.5)
-    yield Figure("of that, the longest that turns stood still before", "s", pauses)
+    yield Figure(f"two workers take {size:.0f} MB of weights, in total", "s", seconds, under=1.5)
+    yield Figure("of that, the longest that turns were paused before loading", "s", pauses)
     yield Figure("and while they were loaded", "s", loads)
     paused = tuple(pause + load for pause, load in zip(pauses, loads, strict=True))
-    yield Figure("each engine stood still, at most", "s", paused, under=0.5)
+    yield Figure("longest pause of an engine", "s", paused, under=0.5)
 
 
 async def _updates(model: Path) -> list[tuple[float, float, float]]:

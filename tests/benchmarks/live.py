@@ -51,7 +51,7 @@ async def _measure() -> list[Figure]:
     return [
         Figure("a live episode, without its tokens", "kB", (kilobytes - tokens,), under=30),
         Figure("  its tokens at that moment", "kB", (tokens,)),
-        Figure("ids that come in meanwhile, one a delta", "ids/s", (rate,)),
+        Figure("ids that come in at the same time, one a delta", "ids/s", (rate,)),
         Figure("lag of the loop, 99th percentile", "ms", (_percentile(by_clock, 99),), under=10),
         Figure("  median", "ms", (_percentile(by_clock, 50),)),
         Figure("  a round of the loop by processor time, 99th percentile", "ms", (_percentile(by_processor, 99),)),

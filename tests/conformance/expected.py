@@ -64,7 +64,7 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     tail = whole[begin:]
     shown = [tool["function"]["description"] for tool in case.tools]
     if any(words in tail and words not in whole[:begin] for words in shown):
-        raise NotApplicable("the tools are printed behind the turn", must_refuse=True)
+        raise NotApplicable("the tools are printed after the turn", must_refuse=True)
     if case.cut is Cut.IN_CALL:
         return Expected(case.history, said, "", tail, anchored=False)
     spoken, rest = _said(case, renderer, prompt)
@@ -76,7 +76,7 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     if stop in spoken:
         raise NotApplicable("the turn is closed more than once")
     if _own_words(rest) > (30 if case.history[-1].get("tool_calls") else 3):
-        raise NotApplicable("the template's own words stand behind the conversation")
+        raise NotApplicable("the template's own words stand after the conversation")
     if case.cut is Cut.AFTER_CALL:
         return Expected(case.history, spoken + close.rstrip(), "", _behind_call(stop, between, tail), anchored=False)
     close = _common(close, tail)
@@ -116,7 +116,7 @@ def _borders(case: Case, whole: str) -> tuple[int, int]:
             "a new message stands before the turn" if moved else "the turn is not shown", must_refuse=moved
         )
     if any(word in whole[first_new:] for word in _words(case.history[-1])):
-        raise NotApplicable("the turn is repeated behind a new message", must_refuse=True)
+        raise NotApplicable("the turn is repeated after a new message", must_refuse=True)
     return end, first_new
 
 

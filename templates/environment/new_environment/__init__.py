@@ -1,4 +1,4 @@
-"""Find a hidden word: ask about letters with a tool, say a guess, hear whether it is right."""
+"""Find a hidden word: ask about letters with a tool, and guess until the word is right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS = ("heron", "raven", "eagle", "birch", "maple", "cedar", "nickel", "copper
 
 
 class NewEnvironment(Environment):
-    """Find a hidden word; a tool tells where a letter stands in it, and each guess is answered."""
+    """Find a hidden word; a tool returns the positions of a letter, and each guess is answered."""
 
     system_prompt = "Find the hidden word. Ask about letters with the tool. To guess, say one word and nothing else."
     limits = Limits(turns=12)
@@ -47,7 +47,7 @@ class NewEnvironment(Environment):
             letter: one letter.
         """
         if len(letter) != 1:
-            raise ToolError("Ask about one letter.")  # the model reads this and goes on
+            raise ToolError("Ask about one letter.")  # the model reads this and continues
         self.asked.append(letter)
         return [place for place, there in enumerate(self.secret, start=1) if there == letter.lower()]
 
@@ -57,7 +57,7 @@ class NewEnvironment(Environment):
         self.guessed.append(word[0] if word else "")
         if self.found() or len(self.guessed) >= self.guesses:
             return None
-        return "No, it is another one." if word else "That is no word. Guess one."
+        return "No, it is another one." if word else "That is not a word. Guess one."
 
     @reward
     def found(self) -> bool:

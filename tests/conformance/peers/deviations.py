@@ -330,7 +330,7 @@ DEVIATIONS: Final[Mapping[Kind, Make]] = {
     Kind.SQUEEZED: lambda form: _relaid(form, _squeezed),
     Kind.SPREAD: lambda form: _relaid(form, _spread),
     Kind.WORDS_BEFORE: _words_before,
-    Kind.WORDS_BEHIND: _words_behind,
+    Kind.WORDS_AFTER: _words_behind,
     Kind.WORDS_BETWEEN: _words_between,
     Kind.TWICE: _twice,
     Kind.UNOPENED: _unopened,

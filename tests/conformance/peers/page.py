@@ -25,7 +25,7 @@ BETTER: Final[Mapping[Kind, str]] = {
     Kind.MENTIONED: "by choice: a mark sampled as its own token, or one that is not a token, makes a call, which is "
     "reported as unreadable; in letters it is content",
     Kind.OPEN_ARGUMENT: "by the template: it writes one string with the rest in this way",
-    Kind.WORDS_BEHIND: "by choice: without a trigger, text is a call only if the turn ends with it",
+    Kind.WORDS_AFTER: "by choice: without a trigger, text is a call only if the turn ends with it",
     Kind.FENCED: "not tolerated: the model reads that no value begins there",
     Kind.TOGETHER: "not tolerated: the model reads that the close is missing",
     Kind.LISTED: "not tolerated: the model reads that a call must be an object",
@@ -136,7 +136,7 @@ def page(calls: Sequence[CallRow], thoughts: Sequence[ThoughtRow]) -> str:
         "",
         "## Thoughts",
         "",
-        f"Where a thought ends was told by both for the {len(thoughts)} ways in which templates mark it, gpt-oss left",
+        f"Both parsers find the end of a thought for the {len(thoughts)} ways in which templates mark it, gpt-oss left",
         "out: turns with a thought and an answer, with one of them, cut, and with the marks in prose. Each of vLLM's",
         "parsers was tried with the options that ask a template for thoughts, and without; the better counts.",
         "",
