@@ -18,12 +18,15 @@ from runner.cluster.broadcast import ask, gather
 from runner.cluster.engine_process import require_like_the_first, require_like_this_process
 from runner.cluster.fleet import Assignment, Fleet, SlotQueue, WorkerSlot, WorkerSlotState
 from runner.cluster.protocol import EngineKnown, FleetSnapshot, Heartbeat, Launcher, WorkerInfo, WorkerLost
-from runner.cluster.worker_handle import WorkerHandle, answer_within, idle_reason
+from runner.cluster.worker_handle import WorkerHandle, answer_within, idle_reason, live
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, EngineDead, unwrapped
+from runner.logs import logger_for
 from runner.runs.player import IdleReason
 
 __all__ = ["Driver"]
+
+log = logger_for("cluster")
 
 HEARTBEAT_SECONDS: Final = 1.0
 """Seconds between two heartbeats of a worker."""
@@ -202,6 +205,7 @@ class Driver:
         async def bring_in(handle: WorkerHandle) -> None:
             await handle.process.send("hello")
             handle.placed, self._not_placed = True, ""
+            log.info("%s starts; %d were lost in its slot before it", handle.name, len(handle.slot.deaths))
             steps.start_soon(until_lost, self._watch_start)
             await self._meet(handle)
             # Read its heartbeats from here on: calls to all workers include it.
@@ -209,7 +213,7 @@ class Driver:
             await self._admit(handle)
 
         async with anyio.create_task_group() as steps:
-            steps.start_soon(until_lost, _live)
+            steps.start_soon(until_lost, live)
             steps.start_soon(until_lost, bring_in)
         return WorkerLost(handle.why) if handle.why else errors[0]
 
@@ -237,6 +241,7 @@ class Driver:
             self._note_event(f"{handle.name} was not started: {why}")
 
     def _note_event(self, event: str) -> None:
+        log.warning("%s", event)
         self.events.append(event)
         for listener in list(self._event_listeners.values()):
             listener(event)
@@ -334,6 +339,7 @@ class Driver:
             # Twice as many episodes as requests, as in a run of one process: while some wait for tools, others are
             # sampled.
             self.fleet.mark_ready(handle.slot, 2 * handle.info.places)
+            log.info("%s plays, with weights %r", handle.name, version)
             self._change()
 
     async def _watch_start(self, handle: WorkerHandle) -> None:
@@ -490,8 +496,3 @@ class Driver:
     def done(self, assignment: Assignment) -> None:
         """Release the slot of an episode that is over or no longer wanted."""
         self._slot_queue.done(assignment)
-
-
-async def _live(handle: WorkerHandle) -> None:
-    await handle.process.send("live")
-    raise WorkerLost("it ended")

@@ -12,9 +12,12 @@ import anyio
 from runner.cluster.fleet import WorkerSlot, WorkerSlotState
 from runner.cluster.protocol import Heartbeat, PlayingNow, WorkerInfo, WorkerLost, WorkerProcess
 from runner.errors import BadInput
+from runner.logs import logger_for
 from runner.runs.player import IdleReason
 
-__all__ = ["HeartbeatListener", "WorkerHandle", "answer_within", "idle_reason"]
+__all__ = ["HeartbeatListener", "WorkerHandle", "answer_within", "idle_reason", "live"]
+
+log = logger_for("cluster")
 
 SILENCE_STEP_SECONDS: Final = 3.0
 """Seconds of one step of a silence. Each step counts at most once, however long this process itself was suspended."""
@@ -92,6 +95,7 @@ class WorkerHandle:
 
     def dismiss(self, why: str) -> None:
         """End the worker; others play its episodes again."""
+        log.warning("%s is dismissed: %s", self.name, why)
         self.why = self.why or why
         self.process.kill()
 
@@ -114,6 +118,16 @@ def idle_reason(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | N
     return _IDLE_REASONS.get(slot.state)
 
 
+async def live(handle: WorkerHandle) -> None:
+    """Wait until a worker's process ends.
+
+    Raises:
+        WorkerLost: it ended.
+    """
+    await handle.process.send("live")
+    raise WorkerLost("it ended")
+
+
 async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") -> Any:
     """Return the answer of a worker.
 
@@ -126,4 +140,4 @@ async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") ->
     for _ in range(math.ceil(limit / SILENCE_STEP_SECONDS)):
         with anyio.move_on_after(SILENCE_STEP_SECONDS):
             return await answer
-    raise WorkerLost(f"it has said nothing for {limit:g} s{when}")
+    raise WorkerLost(f"it has sent nothing for {limit:g} s{when}")

@@ -29,8 +29,11 @@ from runner.endpoint.request_body import check_size, decode_body, number
 from runner.endpoint.responses import Responses
 from runner.endpoint.streaming import Send, answer, send_json, send_refusal
 from runner.endpoint.wire_form import Headers, WireForm, WireRequest
+from runner.logs import logger_for
 
 __all__ = ["Application", "Receive"]
+
+log = logger_for("endpoint")
 
 T = TypeVar("T")
 
@@ -142,7 +145,7 @@ class Application:
         try:
             await self._dispatch(scope, headers, receive, send)
         except _ClientDisconnected:
-            return
+            log.info("a client disconnected before its request was complete")
         except (Refused, RecursionError) as error:
             path = scope["path"]
             form = next((each for end, each in _FORMS.items() if path.endswith(end)), form)
@@ -198,7 +201,7 @@ class Application:
 
 
 class _ClientDisconnected(Exception):
-    """The client disconnected before its request was complete."""
+    """The client disconnected before its request was complete, or before its ids were counted."""
 
 
 async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep: bool = True) -> bytes:
@@ -277,7 +280,7 @@ async def _count(route: EpisodeRoute, asked: ChatCall, receive: Receive, send: S
                 error = raised
             group.cancel_scope.cancel()
     if gone:
-        return
+        raise _ClientDisconnected
     if error is not None:
         raise refusal_of(error) from error
     if tokens is None:

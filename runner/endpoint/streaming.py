@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,13 @@ import orjson
 from runner.endpoint.episode_route import EpisodeRoute
 from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
 from runner.endpoint.wire_form import Answered, AnswerWriter, Restarted, WireForm, WireRequest
+from runner.logs import logger_for
 from runner.trajectory import Turn
 from runner.turn_events import IdsSampled, TurnProgress
 
 __all__ = ["Send", "answer", "send_json", "send_refusal"]
 
+log = logger_for("endpoint")
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends a message of ASGI."""
@@ -125,7 +128,9 @@ async def answer(
             except Exception as raised:  # a task group would wrap it
                 error = raised
                 scope.cancel()
-    if error is not None and not connection.gone and not isinstance(error, ClientGone | Restarted):
+    if connection.gone:
+        log.info("a client disconnected before its answer was complete; its turn is cut")
+    elif error is not None and not isinstance(error, ClientGone | Restarted):
         await _refuse(connection, form, writer, route, error)
 
 
@@ -248,6 +253,7 @@ async def _refuse(
         route.on_over()
     try:
         if connection.begun:
+            log.info("an answer was cut: %s", refused.reason)
             await connection.write(writer.write_refusal(refused), more=False)
         else:
             await send_refusal(connection.begin, connection.write, form, refused)
@@ -260,7 +266,9 @@ async def _refuse(
 async def send_refusal(
     begin: Callable[..., Awaitable[None]], write: Callable[..., Awaitable[None]], form: WireForm, refused: Refused
 ) -> None:
-    """Send a refusal."""
+    """Send a refusal. The log has its reason alone, since the message may quote the body."""
+    level = logging.WARNING if refused.reason is Reason.FAILED else logging.INFO
+    log.log(level, "a request was refused with %d: %s", refused.reason.status, refused.reason)
     body = orjson.dumps(form.refusal(refused))
     headers = [*_json_headers(body), (b"x-should-retry", b"true" if refused.reason.retry else b"false")]
     if refused.reason is Reason.BUSY:

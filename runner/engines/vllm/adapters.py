@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,13 +17,14 @@ from runner.engines.vllm.adapter_files import AdapterRules, check_adapter, keep_
 from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.weights import TensorForm, read_folder
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError
+from runner.logs import logger_for
 from runner.models import ResolvedModel
 
 __all__ = ["VllmAdapters"]
 
 MAX_SHOWN_COUNT: Final = 4
 """Number of modules that an error names."""
-_log = logging.getLogger("deltarunner.engines")
+_log = logger_for("engines")
 
 Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 """Function that waits for vLLM's answer to a call of that name, or for its death."""
