@@ -1,0 +1,56 @@
+"""Files beside the code agree with each other: version, Python versions, hooks and workflows."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from packaging.specifiers import SpecifierSet
+
+from tests.repository import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WORKFLOWS = ROOT / ".github" / "workflows"
+
+# Not the changelog, whose headings are versions, nor the template, which is a project with a version of its own.
+TEXTS = (
+    *("*.md", "*.cff", "*.yml", "Makefile", "docs/**/*.md", ".ci/*", ".github/**/*.yml"),
+    *("runner/**/*.py", "envs/**/*.py", "examples/**/*.py"),
+)
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def commands(text: str, folder: str) -> set[str]:
+    """The programs of a virtual environment that a text starts, with a subcommand or a module."""
+    return set(re.findall(rf"{re.escape(folder)}/([\w-]+(?: -m [\w.]+| \w+)?)", text))
+
+
+def test_version_is_in_pyproject_alone() -> None:
+    version = re.compile(rf"(?<![\w.]){re.escape(PROJECT['version'])}(?![\w.])")
+    files = {path for pattern in TEXTS for path in ROOT.glob(pattern) if path.name != "CHANGELOG.md"}
+    assert {ROOT / "CITATION.cff", ROOT / "docs" / "scale.md", ROOT / "runner" / "version.py"} <= files
+    assert [str(path.relative_to(ROOT)) for path in files if version.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_classifiers_and_tests_have_the_pythons_that_are_supported() -> None:
+    supported = {minor for minor in range(30) if f"3.{minor}" in SpecifierSet(PROJECT["requires-python"])}
+    named = {int(minor) for line in PROJECT["classifiers"] for minor in re.findall(r":: 3\.(\d+)$", line)}
+    (matrix,) = re.findall(r"python: \[(.*)\]", (WORKFLOWS / "test.yml").read_text(encoding="utf-8"))
+    assert named == supported == {int(minor) for minor in re.findall(r'"3\.(\d+)"', matrix)}
+
+
+def test_hooks_are_the_commands_of_make_check() -> None:
+    recipe = text_of("Makefile").partition("\ncheck: ")[2].partition("\n\n")[0]
+    hooks = "\n".join(re.findall(r"entry: (.*)", text_of(".pre-commit-config.yaml")))
+    assert commands(hooks, ".venv/bin") == commands(recipe, "$(BIN)")
+
+
+def test_release_publishes_after_the_tests_of_all_pythons() -> None:
+    release = (WORKFLOWS / "release.yml").read_text(encoding="utf-8")
+    publish = release.partition("\n  publish:\n")[2]
+    assert "needs: [test, build]" in publish
+    assert "\n  test:\n    uses: ./.github/workflows/test.yml\n" in release
+    assert "\n  workflow_call:\n" in (WORKFLOWS / "test.yml").read_text(encoding="utf-8")
