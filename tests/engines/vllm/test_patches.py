@@ -26,7 +26,8 @@ def test_every_patch_of_vllm_is_in_the_table_with_its_test() -> None:
     assert not missing
 
 
-def test_table_has_a_condition_for_the_removal_of_each_patch() -> None:
+def test_table_has_a_version_and_a_condition_for_each_patch() -> None:
     rows = [line.split("|")[1:-1] for line in (worker.__doc__ or "").splitlines() if line.startswith("| `")]
     assert rows
-    assert all(len(row) == 4 and all(cell.strip() for cell in row) for row in rows)
+    assert all(len(row) == 5 and all(cell.strip() for cell in row) for row in rows)
+    assert not [row for row in rows if not re.fullmatch(r" (vLLM|xgrammar) \d+(\.\d+)+ ", row[2])]
