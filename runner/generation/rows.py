@@ -50,7 +50,7 @@ class RowSetting:
     seed: tuple[str | int, ...] | None
     """The base of each row's seed, combined with its index; None leaves it to the engine."""
     stall_seconds: float | None
-    """Seconds of silence after which an engine that admitted a row has failed."""
+    """Seconds without a new id after which an admitted row fails."""
     retries: int
     """Number of times that a row is sampled again after an engine's failure."""
 

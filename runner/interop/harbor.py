@@ -237,7 +237,7 @@ def supported_tasks(folder: Path, *, skip: bool = False) -> dict[str, HarborTask
         named = [f"{name} needs {', '.join(needed)}" for name, needed in list(refused.items())[:MAX_NAMED_COUNT]]
         more = f"; and {len(refused) - len(named)} more" if len(refused) > len(named) else ""
         raise BadTask(
-            f"harbor:{folder}: {len(refused)} of {len(folders)} tasks need what is not supported: {'; '.join(named)}"
+            f"harbor:{folder}: {len(refused)} of {len(folders)} tasks need unsupported features: {'; '.join(named)}"
             f"{more}. Leave them out with --set skip_unsupported=true."
         )
     return {name: read_task(path) for name, path in folders.items() if name not in refused}

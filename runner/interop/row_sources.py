@@ -22,7 +22,7 @@ __all__ = ["RowSource", "source_of"]
 BATCH_ROWS = 256
 """Rows of a Parquet file that are decoded at once."""
 MIN_SHUFFLED_ROWS = 10_000
-"""Rows of a Parquet file that are shuffled among each other, if it has so many."""
+"""Minimum shuffle window of a Parquet file, in rows."""
 MAX_SHUFFLED_BYTES = 256 << 20
 """Size of a row group that is still shuffled whole; a larger one is shuffled in parts, in its order."""
 READ_BYTES = 1 << 20
@@ -279,7 +279,7 @@ class _ParquetRows(_FileRows):
 
 
 def _windows(file: Any, columns: list[str], rng: random.Random) -> Iterator[tuple[Any, Sequence[int]]]:
-    """Tables of rows that are shuffled among each other, with their numbers in the file."""
+    """Shuffle windows: tables of rows, with their numbers in the file."""
     counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     sizes = [_bytes_of(file.metadata.row_group(group), columns) for group in range(file.num_row_groups)]
     starts = list(itertools.accumulate(counts, initial=1))

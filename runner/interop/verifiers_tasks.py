@@ -49,7 +49,7 @@ class Verifiers(Environment):
             config: the fields of its config.
 
         Raises:
-            BadEnvironment: the package is missing, or the task set needs what is not supported.
+            BadEnvironment: the package is missing, or the task set needs an unsupported feature.
             BadOption: the config is invalid.
         """
         _verifiers("verifiers.v1")

@@ -60,7 +60,7 @@ class Labels:
 
 
 def read_labels(run_file: Path) -> Labels:
-    """The labels beside a run file. A damaged line costs only itself."""
+    """The labels beside a run file. A damaged line is skipped."""
     path = labels_path(run_file)
     try:
         lines = path.read_bytes().splitlines()

@@ -40,7 +40,7 @@ class Attempt(Protocol):
 
     @property
     def permanent(self) -> bool:
-        """True if a repetition would end the same."""
+        """True if another attempt would fail in the same way."""
 
     def cancel(self, ending: Ending | None = None) -> None:
         """End it now; it is closed and kept, as partial unless another ending is given."""

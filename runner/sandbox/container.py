@@ -27,7 +27,7 @@ from runner.sandbox.sandbox import EXEC_SECONDS, FILE_BYTES, OUTPUT_BYTES, Execu
 __all__ = ["ContainerSandbox"]
 
 MAX_OUTPUT_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of both outputs after which a command is ended."""
+"""Maximum bytes of stdout and stderr together; a command that writes more is ended."""
 
 KILL_SECONDS: Final = 10.0
 """Time to end the processes of a command from inside; after it, the container is restarted."""

@@ -344,9 +344,9 @@ def check_round_trip(tokenizer: Tokenizer, *, name: str = "the vocabulary") -> N
         kept = tokenizer.decode(tokenizer.encode(text))
         if kept != tokenizer.normalize(text):
             raise BadModel(
-                f"{name} loses text: {text!r} comes back as {kept!r}. A class that rebuilds a tokenizer from the "
-                "model's type does that when it takes it for another type: put the tokenizer.json that the model was "
-                "published with in its place, or save one with PreTrainedTokenizerFast(tokenizer_file=...)."
+                f"{name} loses text: {text!r} comes back as {kept!r}. transformers may have rebuilt the tokenizer as "
+                "a wrong type: restore the published tokenizer.json, or save one with "
+                "PreTrainedTokenizerFast(tokenizer_file=...)."
             )
 
 

@@ -170,7 +170,7 @@ async def test_a_version_that_would_stand_for_an_adapter_is_refused() -> None:
     from runner import BadOption
 
     async with recording("Yes") as engine:
-        with pytest.raises(BadOption, match="would name an adapter"):
+        with pytest.raises(BadOption, match="separates the version from an adapter's name"):
             await engine.update_weights(None, version="run+lr@3")
 
 

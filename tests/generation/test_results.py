@@ -79,7 +79,7 @@ async def test_results_that_were_closed_are_not_taken_for_a_whole_batch(begun: b
             await anext(results)
         await results.aclose()
         for use in (results.all, results.__aenter__):
-            with pytest.raises(RuntimeError, match="these results were closed"):
+            with pytest.raises(RuntimeError, match="the results were closed"):
                 await use()
 
 

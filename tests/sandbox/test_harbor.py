@@ -289,7 +289,7 @@ def test_unsupported_tasks_are_refused_by_name(tmp_path: Path, change: str, file
     write_task(tmp_path / "good", _small())
     with pytest.raises(BadTask) as refused:
         Harbor(str(tmp_path)).tasks()
-    assert f"1 of 2 tasks need what is not supported: odd needs {needed}" in str(refused.value)
+    assert f"1 of 2 tasks need unsupported features: odd needs {needed}" in str(refused.value)
     assert "--set skip_unsupported=true" in str(refused.value)
     assert [task.id for task in Harbor(str(tmp_path), skip_unsupported=True).tasks()] == ["good"]
 

@@ -136,7 +136,7 @@ class ExternalProcess(VllmProcess):
                 f"start it with {_EXTENSION}, or with enable_chunked_prefill=False."
             )
         self.settings = VllmSettings({"logprobs_mode": mode}, {}, {})
-        # Fills vLLM's cache: the first request would ask, and wait for ever if an engine core died.
+        # Fill vLLM's cache now; else the first request asks the engine core, and waits for ever if it is dead.
         await llm.get_supported_tasks()
         return llm
 

@@ -172,7 +172,7 @@ class VllmProcess:
             await self._thread.call(job := Job(self._start, "the start of vLLM"))
             if job.error is not None:
                 raise job.error
-            # Fills vLLM's cache: the first request would ask, and wait for ever if an engine core died.
+            # Fill vLLM's cache now; else the first request asks the engine core, and waits for ever if it is dead.
             await self.llm.get_supported_tasks()
         except BaseException:
             await self.stop()

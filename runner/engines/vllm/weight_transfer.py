@@ -154,9 +154,11 @@ class VllmTransfers:
             with anyio.fail_after(seconds):
                 await join()
         except TimeoutError as error:
-            raise BadWeights(f"{name}: engine and trainer do not meet: not within {seconds:g} s") from error
+            raise BadWeights(
+                f"{name}: engine and trainer did not connect within {seconds:g} s: check that both use the same address"
+            ) from error
         except Exception as error:  # vLLM may raise anything; no weight changed
-            raise BadWeights(f"{name}: engine and trainer do not meet: {worker_error(error)}") from error
+            raise BadWeights(f"{name}: engine and trainer did not connect: {worker_error(error)}") from error
 
     async def _join(self, init: Mapping[str, Any]) -> None:
         await self.meet(init)

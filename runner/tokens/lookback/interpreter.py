@@ -42,7 +42,7 @@ MAX_PASSES = 12
 """Passes of a loop over earlier messages within which a fixpoint must be reached; nearly all take two or three."""
 
 MAX_RECURSION = 30
-"""Depth of recursion of a macro that is followed with known arguments."""
+"""Maximum recursion depth of a macro whose arguments are known."""
 
 
 class Interpreter(Evaluator):

@@ -90,7 +90,7 @@ async def test_failed_connection_leaves_the_weights_unchanged(model: Path) -> No
     weights = VllmWeights(llm, "the model")
     llm.fails = "init"
     for _ in range(2):
-        with pytest.raises(BadWeights, match="do not meet: RuntimeError: the worker failed in init"):
+        with pytest.raises(BadWeights, match="did not connect: RuntimeError: the worker failed in init"):
             await weights.check(WeightTransfer(announced(tensors()), init={"a": 1}))
     assert llm.asked == [("init", {"a": 1})] * 2, "tried again, since they have not met"
 
@@ -123,7 +123,7 @@ async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Pa
     llm.asked.clear()
     llm.fails = "init"
     for _ in range(2):
-        with pytest.raises(BadWeights, match=r"LocalTransfer: engine and trainer do not meet: .*failed in init"):
+        with pytest.raises(BadWeights, match=r"LocalTransfer: engine and trainer did not connect: .*failed in init"):
             await weights.check(LocalTransfer(here, Source(tensors())))
     assert llm.asked == [met, met]
     llm.fails = ""
@@ -145,8 +145,8 @@ class OnGpu(Llm):
     ("trainer", "told"),
     [
         ("7", r"LocalTransfer: trainer and engine are both on GPU-7, .*\"ipc\".*another GPU"),
-        ("8", "LocalTransfer: engine and trainer do not meet"),
-        (None, "LocalTransfer: engine and trainer do not meet"),
+        ("8", "LocalTransfer: engine and trainer did not connect"),
+        (None, "LocalTransfer: engine and trainer did not connect"),
     ],
 )
 async def test_nccl_on_a_shared_gpu_is_refused_before_it_connects(

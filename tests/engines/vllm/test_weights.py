@@ -252,7 +252,10 @@ async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any]
     version = engine.weight_version
     for refused, told in (
         (WeightTransfer(parcels(folder, new)), "are not joined"),
-        (WeightTransfer(parcels(folder, new), init={"folder": "/nowhere"}), "do not meet: /nowhere is not a folder"),
+        (
+            WeightTransfer(parcels(folder, new), init={"folder": "/nowhere"}),
+            "did not connect: /nowhere is not a folder",
+        ),
         (WeightTransfer(parcels(folder, new)[:1], init=meeting), "missing '"),
     ):
         with pytest.raises(BadWeights, match=told):
@@ -289,7 +292,10 @@ async def local_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[str,
     here = FileTransferInfo(str(place), rank=0)
     for refused, told in (
         (LocalTransfer(here, Tensors({**new, NORM: new[NORM][1:]})), rf"LocalTransfer: the tensor '{NORM}' has shape"),
-        (LocalTransfer(FileTransferInfo("/nowhere", rank=0), Tensors(new)), "do not meet: /nowhere is not a folder"),
+        (
+            LocalTransfer(FileTransferInfo("/nowhere", rank=0), Tensors(new)),
+            "did not connect: /nowhere is not a folder",
+        ),
     ):
         with pytest.raises(BadWeights, match=told):
             await engine.update_weights(refused)
