@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.name_values import parse_values
-from runner.cli.report import make_console
+from runner.cli.report import make_console, plain_table
 from runner.cli.tool_format_check import ToolFormatCheck
 from runner.cli.turn_view import turn_document, turn_lines
 from runner.errors import BadInput, BadOption, BadTemplate
@@ -302,7 +302,7 @@ _REWRITES = (
 
 
 def _traits(profile: TemplateProfile) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for column in ("property", "value", "meaning"):
         table.add_column(column, overflow="fold", min_width=20)
     for trait, value, sentence in profile.traits():
@@ -311,7 +311,7 @@ def _traits(profile: TemplateProfile) -> Table:
 
 
 def _turn(findings: TemplateReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for column in ("turns", "format", "meaning"):
         table.add_column(column, overflow="fold", min_width=16)
     named = findings.named.lines() if findings.named is not None else ()
@@ -339,7 +339,7 @@ def _shown(value: TraitValue) -> str:
 
 
 def _appends(verdicts: Sequence[AppendVerdict]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for column in ("append", "bridge", "attached after", "close", "work follows", ""):
         table.add_column(column)
     for verdict in verdicts:

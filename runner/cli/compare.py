@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.report import make_console
+from runner.cli.report import make_console, plain_table
 from runner.errors import BadOption
 from runner.quantities import counted
 from runner.report.comparison import RunComparison, compare
@@ -92,7 +92,7 @@ def _others(console: Console, count: int, shown: int = MAX_SHOWN_TASKS) -> None:
 
 def _table(differences: Sequence[MetricDifference], *names: str) -> Table:
     """A row per difference; `names` are the attributes that name it."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for name in (*names, "A", "B", "B - A", "95% interval", "p", "tasks", "result"):
         table.add_column(name, justify="left" if name in (*names, "result") else "right")
     for each in differences:

@@ -25,7 +25,7 @@ from runner.runs.reporter import START_INTERVAL_SECONDS, discard
 from runner.tokens.junction import Result
 from runner.transcript import printable, printable_line
 
-__all__ = ["lag_lines", "make_console", "naming_slow_code", "own_command", "quoted", "summary_table"]
+__all__ = ["lag_lines", "make_console", "naming_slow_code", "own_command", "plain_table", "quoted", "summary_table"]
 
 MAX_FAULTS = 3
 """Faults and causes that are shown; the others are counted."""
@@ -84,6 +84,11 @@ def make_console(file: TextIO | None = None, *, reader_optional: bool = False) -
     """
     kind = _ReaderOptionalConsole if reader_optional else _PipedConsole
     return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
+
+
+def plain_table() -> Table:
+    """Return a table without lines, with dim headers."""
+    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
 
 
 def summary_table(summary: Mapping[str, Any], *, earlier: int = 0, verbose: bool = False) -> Table:

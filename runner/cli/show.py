@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.chat_requests import ChatRequest, Delivery
-from runner.cli.report import make_console, summary_table
+from runner.cli.report import make_console, plain_table, summary_table
 from runner.errors import BadOption
 from runner.report.labels import read_labels
 from runner.report.overview import interval_of
@@ -143,7 +143,7 @@ def _listed(rows: Iterable[EpisodeRow]) -> tuple[list[EpisodeRow], int]:
 def _table_by(run_file: RunFile, chosen: RowOptions) -> Table:
     """Mean rewards by a field of the tasks."""
     assert chosen.by is not None
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for name in (chosen.by, "reward", "95% interval", "failed", "episodes", "tasks"):
         table.add_column(printable_line(name), justify="left" if name == chosen.by else "right")
     for value, (reward, failed) in means_by(run_file, _rows(run_file, chosen)[0], chosen.by).items():
@@ -156,7 +156,7 @@ def _table_by(run_file: RunFile, chosen: RowOptions) -> Table:
 
 
 def _cost_table(costs: Sequence[Cost]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for name in ("cost of", "prompt", "cached", "sampled", "cost"):
         table.add_column(name, justify="left" if name == "cost of" else "right")
     for each in costs:
@@ -190,7 +190,7 @@ def _shortened(text: str) -> str:
 
 
 def _table(rows: Iterator[EpisodeRow]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for name in ("episode", "agent", "outcome", "reward", "turns", "sampled", "seconds", ""):
         table.add_column(name, justify="right" if name in ("reward", "turns", "sampled", "seconds") else "left")
     several = False
@@ -271,7 +271,7 @@ def show_requests(run_file: RunFile, console: Console, episode: EpisodeRow | str
     if not requests:
         console.print("No requests: its environment neither uses Episode.chat nor serves a program.", style="dim")
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in FIGURES else "left")
     for request, thread in requests:

@@ -68,8 +68,7 @@ class HostedEngine(Engine):
         """
 
     async def __aenter__(self) -> Self:
-        if self.running:
-            raise RuntimeError("this engine is already running")
+        self._require_not_entered()
         async with AsyncExitStack() as exit_stack:
             try:
                 process = await self._reach(exit_stack)

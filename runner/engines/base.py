@@ -273,6 +273,10 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Return whether the engine can answer, as far as is known without a request; a paused or sleeping one can."""
         return self.running
 
+    def _require_not_entered(self) -> None:
+        if self.running:
+            raise RuntimeError("this engine is already running: enter it once, and share it")
+
     health_interval: float = 1.0
     """Seconds between two calls of `health` while a run uses the engine."""
 

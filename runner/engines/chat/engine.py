@@ -114,8 +114,7 @@ class ChatEngine(MessageEngine):
         Raises:
             BadOption: openai is not installed, or OpenAI's own server needs a key.
         """
-        if self.running:
-            raise RuntimeError("this engine is already running")
+        self._require_not_entered()
         # In a thread, since the import takes a second, and other episodes may run.
         await anyio.to_thread.run_sync(require_openai, abandon_on_cancel=True)
         self.retries = Retries(self._policy, again=_AGAIN)

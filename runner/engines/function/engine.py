@@ -102,8 +102,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
-        if self.running:
-            raise RuntimeError("this engine is already running")
+        self._require_not_entered()
         if isinstance(self._given, str | os.PathLike):
             # In a thread, since it takes some tenths of a second, and other episodes may run.
             await anyio.to_thread.run_sync(self._load_folder, self._given, abandon_on_cancel=True)

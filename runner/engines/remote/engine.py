@@ -126,8 +126,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             BadOption: the server refuses, or has no endpoint for token ids; or the event loop is trio's.
             EngineError: the server does not answer.
         """
-        if self.running:
-            raise RuntimeError("this engine is already running")
+        self._require_not_entered()
         if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
             raise BadOption("RemoteEngine works on asyncio alone, and this is trio: run on asyncio.")
         # In a thread, since it takes some tenths of a second, and other episodes may run.

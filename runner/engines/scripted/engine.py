@@ -139,8 +139,7 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         )
 
     async def __aenter__(self) -> Self:
-        if self._tasks is not None:
-            raise RuntimeError("this engine is running already: enter it once, and share it")
+        self._require_not_entered()
         await self._model.open()
         self._reset()
         self._tasks = anyio.create_task_group()

@@ -157,8 +157,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             BadModel: the model does not exist, vLLM cannot load it, or vLLM is not installed.
             BadOption: an engine argument is invalid, or the event loop is trio's.
         """
-        if self.running:
-            raise RuntimeError("this engine is already running")
+        self._require_not_entered()
         if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
             raise BadOption(
                 "vLLM works on asyncio alone, and this is trio: run on asyncio (anyio.run(main, backend='asyncio'); in "

@@ -169,7 +169,7 @@ async def test_a_session_of_another_engine_is_refused() -> None:
 
 async def test_entering_twice_is_refused() -> None:
     async with ScriptedEngine("one") as engine:
-        with pytest.raises(RuntimeError, match="running already"):
+        with pytest.raises(RuntimeError, match="already running"):
             await engine.__aenter__()
 
 
