@@ -1,4 +1,4 @@
-"""What tests of `deltarunner check` have in common: an environment without a mistake, and the command."""
+"""Helpers for tests of `deltarunner check`: an environment without a mistake, and the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tests share: how much is played, on which event loop, in which order, and the engines.
+"""Shared by all tests: their sample, event loop and order, and the engines.
 
 `make test` plays the tests in three processes: many wait, for an engine that starts or for a process, and two of them
 leave a third of two cores unused. Those that share a real engine are one group, in one process, and begin with the
@@ -200,7 +200,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def _shared_by(item: pytest.Item) -> str:
-    """Whose tests those are that share something of the kind with this one; "" where none do."""
+    """The name of the group of tests that share something of the kind with this one; "" without a group."""
     if item.get_closest_marker("ray"):
         return "ray"
     return "engine" if item.get_closest_marker("engine") and not item.get_closest_marker("apart") else ""
@@ -254,7 +254,7 @@ def doomed_engine(session_engine: VllmEngine) -> VllmEngine:
 
 @pytest.fixture(scope="session")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the engine in float32 writes its profiles."""
+    """The folder of the profiles of the engine in float32."""
     return tmp_path_factory.mktemp("profiles")
 
 

@@ -1,4 +1,4 @@
-"""Which process of pytest-xdist plays which test: those on a real engine are together in one, and so are timed ones.
+"""Assigns tests to processes of pytest-xdist: those on a real engine are together in one, and so are timed ones.
 
 Those that start an engine of their own, for themselves, are together as well, so that two engines at most are alive.
 
@@ -94,6 +94,6 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _folder(config: Any) -> Path:
-    """Where this process has its temporary files; those of the others lie in that of the first."""
+    """The folder of this process's temporary files; those of the others lie in that of the first."""
     folder: Path = config._tmp_path_factory.getbasetemp()
     return folder

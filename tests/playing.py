@@ -1,4 +1,4 @@
-"""What tests of runs have in common: a plain environment, engines that keep what they were asked, and played runs."""
+"""Helpers for tests of runs: a plain environment, engines that record their requests, and played runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Talk = Callable[[Conversation], Awaitable[None]]
-"""What an agent does in its conversation."""
+"""Behaviour of an agent in its conversation."""
 
 
 class Plain(Environment):
@@ -64,7 +64,7 @@ async def play_all(
 
 
 async def until_end(run: Run, got: list[Trajectory]) -> None:
-    """What a run gives before the error that it ends with."""
+    """The trajectories of a run before the error that it ends with."""
     async with run:
         async for trajectory in run:
             got.append(trajectory)  # noqa: PERF401  # it raises in the end

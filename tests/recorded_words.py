@@ -1,4 +1,4 @@
-"""What of a recording is no filler: the words of wire forms, in their places, and identifiers as keys."""
+"""Words of a recording that are not filler: the words of wire forms, in their places, and identifiers as keys."""
 
 from __future__ import annotations
 
@@ -69,4 +69,4 @@ STAYS: Final[dict[str, re.Pattern[str]]] = {
     "required": IDENTIFIER,
     "$ref": re.compile(r"#(/[$\w]{1,40}){1,4}", re.ASCII),
 }
-"""What stays under a key of a schema."""
+"""Values that stay under a key of a schema."""

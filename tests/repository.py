@@ -1,4 +1,4 @@
-"""Where the repository and its pages are, for tests that read or run them."""
+"""Paths of the repository and its pages, for tests that read or run them."""
 
 from pathlib import Path
 

@@ -37,5 +37,5 @@ def times(whole: int, sampled: int) -> int:
 
 
 def random_of(name: str) -> random.Random:
-    """What random cases are drawn from: the same for the same seed, which the head of every test run prints."""
+    """The source of random cases: the same for the same seed, which the head of every test run prints."""
     return random.Random(f"{name} {_seed}")

@@ -162,15 +162,15 @@ WITHIN = (
     "runner.runs.player.Attempt",
     "runner.runs.run_setup.RunSetup",
 )
-"""What annotations name and nobody outside meets: what the library gives its own classes, the `RunOptions` by name, and
-a run file as engines know it."""
+"""Names in annotations that users do not meet: arguments of the library's own classes, the `RunOptions` by name, and a
+run file as engines know it."""
 ROWS = ("runner.store.reader.EpisodeRow",)
-"""Whose fields the table of columns explains, and so docs/run-file.md."""
+"""Classes whose fields the table of columns explains, and so docs/run-file.md."""
 REFERENCE = DOCS / "reference"
 
 
 def in_the_reference() -> list[str]:
-    """What the pages of the reference name, package and all."""
+    """Names in the pages of the reference, with their package."""
     pages = (page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page, flags=re.MULTILINE)]
 
@@ -201,14 +201,14 @@ def test_reference_has_every_public_name_and_no_other(
 
 
 def defined_as(documented: griffe.Module, name: str) -> griffe.Object:
-    """What a name of the package stands for, where it is defined."""
+    """The definition of a name of the package."""
     named = documented[name.removeprefix("runner.")]
     assert isinstance(named, griffe.Object | griffe.Alias)
     return named.final_target if isinstance(named, griffe.Alias) else named
 
 
 def is_said(thing: griffe.Object, on_pages: set[str]) -> bool:
-    """Whether a reader need not look for it: it is private, a type variable, or a kind of something on a page."""
+    """True if a reader need not look for it: it is private, a type variable, or a kind of something on a page."""
     if isinstance(thing, griffe.Attribute):
         return thing.name.startswith("_") or str(thing.value).startswith("TypeVar(")
     return isinstance(thing, griffe.Class) and any(base.path in on_pages for base in thing.mro())
@@ -257,7 +257,7 @@ def test_every_name_of_the_reference_and_each_member_says_what_it_is(documented:
 
 
 def is_documented(thing: griffe.Class, name: str) -> bool:
-    """Whether the class, or one that it inherits from, says what its member is."""
+    """True if the class, or one that it inherits from, documents its member."""
     owners = [owner for owner in (thing, *thing.mro()) if name in owner.members]
     return any(owner.members[name].docstring is not None for owner in owners)
 

@@ -1,4 +1,4 @@
-"""What docs/branches.md shows plays as it stands."""
+"""The code of docs/branches.md plays unchanged."""
 
 from __future__ import annotations
 

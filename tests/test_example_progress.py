@@ -1,4 +1,4 @@
-"""How training is shown: lines, a curve, a picture, and what is read back of it."""
+"""Display of training: lines, a curve, a picture, and reading it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/lanes.py promises: a group of tests is in one process, and one that ends takes no tests along.
+"""Promises of tests/lanes.py: a group of tests is in one process, and one that ends takes no tests along.
 
 And what tests/lasting.py promises: a process of tests is ended by nothing of ours, and by nothing without a word.
 """

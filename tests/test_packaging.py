@@ -1,4 +1,4 @@
-"""What `pip install deltarunner` and its extras bring along, by what is installed here; nothing is downloaded."""
+"""Distributions that `pip install deltarunner` and its extras install, by the installed ones; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def taken_by_text(code: str) -> Iterator[str]:
 
 
 def is_below(path: Path, name: str) -> bool:
-    """Whether the row of the module with this name is below that of the file."""
+    """True if the row of the module with this name is below that of the file."""
     row_of = {each: number for number, row in enumerate(ROWS) for each in re.split(" [:|] ", row)}
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
     return name.count(".") > 0 and row_of[own] < row_of.get(name.split(".")[1], -1)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass
 class Hand:
-    """What a player holds; nothing is frozen here."""
+    """Values of a player; nothing is frozen here."""
 
     cards: list[int]
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_copied_is_shared_and_the_rest_is_not() -> None:
 
 
 class World:
-    """What an author's own class may hold: things that can be copied beside one that cannot."""
+    """Values in an author's own class: some that can be copied beside one that cannot."""
 
     def __init__(self) -> None:
         self.deck = [1, 2, 3]

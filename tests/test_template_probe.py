@@ -1,4 +1,4 @@
-"""What a template does is found by rendering; what never ends, or never begins, is named."""
+"""Traits of a template are found by rendering; one that never ends, or never begins, is named."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What an endpoint costs: the time that it adds to a turn, the loop's time for a long history, and a chunk of a stream.
+"""Costs of an endpoint: the time that it adds to a turn, the loop's time for a long history, and a chunk of a stream.
 
 Clients are a process of their own, as agent programs are: what they need of a core is not ours, but for the latencies,
 which have it in them. Beside each load the same conversations are held without HTTP, heard while they are sampled.
@@ -63,7 +63,7 @@ CLIENTS = Path(__file__).with_name("endpoint_clients.py")
 
 
 def measure() -> Iterator[Figure]:
-    """What an endpoint adds to a turn, and costs a chunk."""
+    """Time that an endpoint adds to a turn, and cost of a chunk."""
     alone = [(_median_alone(served=True), _median_alone(served=False)) for _ in range(ROUNDS)]
     yield Figure("added to a turn, 20 kB: p50", "ms", tuple(with_it - bare for with_it, bare in alone), under=1)
     yield Figure("  the same turn without HTTP: p50", "ms", tuple(bare for _, bare in alone))
@@ -121,7 +121,7 @@ class _Load:
         self.beside: list[float] = []
         """The same without those that the engine took, where turns are asked for at once."""
         self.chunks = 0
-        """How many chunks clients were told."""
+        """Number of chunks that clients received."""
         self.processor = 0.0
         """Seconds of this process, while they were asked."""
         self.clock = 0.0
@@ -151,7 +151,7 @@ class _Load:
 
     @property
     def of_a_core(self) -> float:
-        """How much of a core was used, in percent."""
+        """Share of a core that was used, in percent."""
         return 100 * self.processor / self.clock
 
     async def _rollout(self, episode: Any, conversation: Conversation) -> None:

@@ -9,7 +9,7 @@ from runner import Environment, Task, reward, tool
 __all__ = ["REPLIES", "AsyncSums", "SyncSums"]
 
 REPLIES = ["[add(a=17, b=25)]"] * 3 + ["The answer is 42."]
-"""What the model says in the four turns of an episode."""
+"""Replies of the model in the four turns of an episode."""
 
 
 class _Sums(Environment):

@@ -22,7 +22,7 @@ class Figure:
     """One measurement."""
 
     name: str
-    """What was measured."""
+    """The measured quantity."""
     unit: str
     """The unit of the values."""
     values: tuple[float, ...]
@@ -38,7 +38,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median is what it should be; None where nothing is promised."""
+        """True if the median meets its limit; None without a limit."""
         if self.at_least is not None:
             return self.median >= self.at_least
         return None if self.under is None else self.median < self.under

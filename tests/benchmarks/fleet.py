@@ -92,7 +92,7 @@ class NoDesk:
 
 
 class ReplayingEngines(RayEngines):
-    """What a driver takes is measured on its own core: playing would take both."""
+    """A driver is measured on its own core: playing would take both."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngine(REPLIES), workers=1)

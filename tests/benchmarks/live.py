@@ -59,7 +59,7 @@ async def _measure() -> list[Figure]:
 
 
 async def _lags() -> tuple[list[float], list[float]]:
-    """How late a timer comes, in ms; and how long the round of the loop takes that follows it."""
+    """Delays of a timer in ms, and the time of the round of the loop after it."""
     by_clock: list[float] = []
     by_processor: list[float] = []
     end = time.perf_counter() + SECONDS

@@ -1,4 +1,4 @@
-"""How soon the driver of a fleet notices that a worker or a whole machine is gone, and has another in its place."""
+"""Time until the driver of a fleet notices a lost worker or machine, and has replaced it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class _Bench:
     def figures(
         self, name: str, enforced: Constraint | None, text: str, under: tuple[float, float] = (50, 600)
     ) -> Iterator[Figure]:
-        """What a mask costs and what compiling does, and under how many us and ms they should be."""
+        """Costs of a mask and of compiling, with their limits in us and ms."""
         assert enforced is not None
         ids = self._ids(text)
         compiling, filling = [], []

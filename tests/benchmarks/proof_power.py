@@ -1,4 +1,4 @@
-"""Which planted faults proofs of weights find, and how many right updates they refuse.
+"""Planted faults that proofs of weights find, and right updates that they refuse.
 
 `python -m tests.benchmarks.proof_power [--model demo] [--dtype float32] [--updates 200]`
 

@@ -1,4 +1,4 @@
-"""What the scripted engine itself costs, which every other figure on it contains: a turn, and a token, on one core."""
+"""Cost of the scripted engine itself, which every other figure on it contains: a turn, and a token, on one core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLING = Sampling.defaults()
 
 
 def measure() -> Iterator[Figure]:
-    """What the scripted engine itself costs."""
+    """Cost of the scripted engine itself."""
     on_one_core()
     trickle = Latency(between=1)
     kinds = {

@@ -1,4 +1,4 @@
-"""How soon something happens: `import runner`, and an answer of the command line."""
+"""Start times: `import runner`, and an answer of the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDS = 9
 
 
 def measure() -> Iterator[Figure]:
-    """How soon something happens, as a new process each time."""
+    """Start times, as a new process each time."""
     command = str(Path(sys.executable).with_name("deltarunner"))
     nothing = _milliseconds([sys.executable, "-c", "pass"])
     imported = _milliseconds([sys.executable, "-c", "import runner"])

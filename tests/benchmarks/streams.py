@@ -1,4 +1,4 @@
-"""What an id costs at 1,000 streams, from vLLM's wire format to the token log, on one core.
+"""Cost of an id at 1,000 streams, from vLLM's wire format to the token log, on one core.
 
 Everything of vLLM that runs in this process runs here: the decoder of its messages, `AsyncLLM`'s own output loop,
 its output processor and collectors; then ours. Only the core is missing: one encoded step is answered again and again.
@@ -42,7 +42,7 @@ ROUNDS = 3
 
 
 def measure() -> Iterator[Figure]:
-    """What an id costs at 1,000 streams through AsyncLLM's own output path."""
+    """Cost of an id at 1,000 streams through AsyncLLM's own output path."""
     on_one_core()
     kinds = {
         "an id at 1,000 streams, each a delta": (_stream, 1, True),

@@ -59,9 +59,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 VLLM = ("streams", "turn_cost", "together", "parity", "ranks", "proofs", "verifiers")
-"""Those that load vLLM."""
+"""Benchmarks that load vLLM."""
 RAY = ("fleet", "losses", "hosted", "fleet_weights")
-"""Those that start workers."""
+"""Benchmarks that start workers."""
 CONTAINERS = ("sandboxes",)
 """Benchmarks that start containers."""
 

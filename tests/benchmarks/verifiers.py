@@ -50,9 +50,9 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "logprobs_mode": "processed_logprobs",
 }
-"""How the engine is started, in the process and as the server."""
+"""Arguments of the engine, in the process and as the server."""
 RETURNS = "{%- if 'return' in function -%}"
-"""Where our template writes what a tool returns, for which OpenAI's form of a tool, and so verifiers, has no place."""
+"""The part of our template with the return type of a tool, which OpenAI's form of a tool, and so verifiers, lacks."""
 
 Turns = Sequence[tuple[list[int], list[int]]]
 """Of each turn of an episode the prompt's ids and the sampled ones."""
@@ -97,7 +97,7 @@ class Way:
 
 
 def continuing(episodes: Sequence[Turns]) -> tuple[int, int]:
-    """How many prompts continue an episode, and how many of them do not begin with the prompt and the turn before."""
+    """Numbers of prompts that continue an episode, and of those that do not begin with the earlier prompt and turn."""
     pairs = [pair for turns in episodes for pair in pairwise(turns)]
     return len(pairs), sum(
         prompt[: len(before) + len(sampled)] != [*before, *sampled] for (before, sampled), (prompt, _) in pairs

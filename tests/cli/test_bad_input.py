@@ -1,4 +1,4 @@
-"""Whatever is wrong with what was typed is told in one clear message with the fix, and by an exit code of its kind.
+"""Each wrong command line leads to one clear message with the fix, and to an exit code of its kind.
 
 All of it in this process; that processes end with these codes is seen in tests/faults/test_command_line.py.
 """

@@ -1,4 +1,4 @@
-"""What is shown of a run while it plays."""
+"""The live display of a run."""
 
 import io
 import math

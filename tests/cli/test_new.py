@@ -55,7 +55,7 @@ def pip(python: Path, command: str, *arguments: object) -> None:
 
 
 def said(*command: object, folder: Path | None = None) -> str:
-    """What a command printed, in an environment without settings of ours."""
+    """Output of a command, in an environment without settings of ours."""
     ours = ("PYTEST_", "PYTHON", "VIRTUAL_ENV", "COV_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What runs and checks refuse: modules and tasks that cannot be had, group rewards, options that fit no file."""
+"""Refusals of runs and checks: missing modules and tasks, group rewards, options that fit no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live display and plain lines show of workers."""
+"""Workers in the live display and in plain lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may befall a request on its way: a door in front of a run's endpoints that lets one of them go wrong."""
+"""Faults of a request on its way: a proxy in front of a run's endpoints that damages one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Trouble", "Troubled", "troubled"]
 
 
 class Trouble(enum.StrEnum):
-    """What goes wrong."""
+    """The kind of fault."""
 
     FAILS = "a 500 before anything is sampled"
     BUSY = "a 429 that says when to come again"

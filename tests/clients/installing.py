@@ -26,7 +26,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """How a client is installed, and where it is then."""
+    """The installation of a client, and its path."""
 
     name: str
     packages: tuple[str, ...]
@@ -40,7 +40,7 @@ class Install:
 
     @property
     def missing(self) -> str:
-        """Why it cannot be played with; "" where it can."""
+        """The reason why it cannot be played with; "" if it can."""
         if self._stamp.is_file() and json.loads(self._stamp.read_text()) == list(self.packages):
             return ""
         if self.npm and (shutil.which("node") is None or shutil.which("npm") is None):

@@ -38,7 +38,7 @@ PROMPT = "Write hello into hello.txt with the tools that you have, and say what 
 WROTE = "hello.txt"
 
 Says: TypeAlias = Callable[[ModelCall], Answer]
-"""What the model says to a request."""
+"""Function from a request to the model's answer."""
 
 Argv: TypeAlias = Callable[[Endpoint], Sequence[str]]
 """The command line of a program."""
@@ -46,18 +46,18 @@ Argv: TypeAlias = Callable[[Endpoint], Sequence[str]]
 
 @dataclass(slots=True)
 class Played:
-    """What an episode of a program left."""
+    """Results of an episode of a program."""
 
     folder: Path
     """The folder in which the program worked."""
     file: Path
     """The run file."""
     finished: FinishedProgram | None = None
-    """How the program ended."""
+    """The end of the program."""
     threads: list[ChatThread] = field(default_factory=list)
     """Its conversations, those that are not trained as well."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """What is trained on."""
+    """The trained trajectories."""
 
     @property
     def main(self) -> Trajectory:
@@ -76,7 +76,7 @@ class Played:
         return {each.value for request in self.requests for each in request.tolerated}
 
     def told(self) -> str:
-        """What came of it, for whoever has to find out why a test fails."""
+        """The result in words, for the message of a failed test."""
         lines = [] if self.finished is None else [f"ended with {self.finished.returncode}"]
         lines += [each[-2000:] for each in (self.finished.stdout, self.finished.stderr)] if self.finished else []
         for thread in self.threads:
@@ -180,7 +180,7 @@ async def play_program(
 
 
 async def assert_good(played: Played, engine: ScriptedEngine, model: Path) -> None:
-    """What holds of every episode that a program played to its end, whatever it did on its way."""
+    """Assert the properties of every episode that a program played to its end."""
     assert played.finished is not None, played.told()
     assert played.finished.ok, played.told()
     assert (played.folder / WROTE).read_text().strip() == "hello", played.told()

@@ -35,13 +35,13 @@ class Program:
     form: str = "chat"
     """The form of its requests."""
     last: Sequence[Any] = ("It holds hello.",)
-    """What is said in the end."""
+    """The last replies."""
     verdicts: Sequence[str] = ("new", "append", "append")
-    """What its requests are found to be."""
+    """The verdicts on its requests."""
     tolerated: frozenset[str] = frozenset()
-    """What it changes in what it sends back."""
+    """Its tolerated changes to the messages that it sends back."""
     asides: int = 0
-    """How many threads of it are not trained."""
+    """Number of its threads that are not trained."""
 
     def argv(self, endpoint: Endpoint) -> list[str]:
         command = shlex.split(KNOWN[self.client].command) or ["python", *self.script, "{prompt}"]

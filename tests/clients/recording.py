@@ -112,7 +112,7 @@ def captured() -> Iterator[list[Captured]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What a program is made to do."""
+    """The task of a program."""
 
     program: Program
     says: Says
@@ -152,7 +152,7 @@ def cut(name: str, begun: str = "", tick: float = 0.002) -> Scenario:
 
 
 def scenarios() -> dict[str, Scenario]:
-    """What is recorded, by name: the client, and what it was made to do."""
+    """The recordings by name: the client, and its task."""
     made = {
         f"{name.replace(' ', '-')}.tools": Scenario(program=each, says=in_order(*each.says()))
         for name, each in PROGRAMS.items()

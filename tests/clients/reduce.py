@@ -24,7 +24,7 @@ CAP: Final = 400
 """A text is no longer than this: the ids of longer ones cost time and tell nothing more."""
 
 DESCRIPTION: Final = 40
-"""What describes a tool is no longer than this."""
+"""Maximum length of a tool's description, in characters."""
 
 _LEAST: Final = 4
 """So long a line has to be for another one to be told to begin with it."""
@@ -50,23 +50,23 @@ class SentRequest:
     body: Mapping[str, Any]
     """Its body."""
     says: str
-    """What was sampled for it, as text with all marks; "" where nothing was."""
+    """The sampled text for it, with all marks; "" if nothing was sampled."""
     handle: str
-    """What names the turn that answered it."""
+    """The handle of the turn that answered it."""
     ends: str
-    """How far the answer came: `delivered`, `cut` or `undelivered`."""
+    """Delivery of the answer: `delivered`, `cut` or `undelivered`."""
     trained: bool
-    """Whether its thread is trained."""
+    """True if its thread is trained."""
     verdict: str
-    """What it was found to be."""
+    """The verdict on it."""
     again: str
-    """What was done where it had been asked before."""
+    """Handling of a repeated request."""
     tolerated: Sequence[str]
-    """What it changed without meaning it."""
+    """Its changes without a meaning."""
     parent: int | None
     """The request whose turn it goes on from, by its place in the list."""
     cause: str
-    """Why the segment was begun in which its turn stands."""
+    """The cause of the segment with its turn."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class _Marks:
         return self.known[line]
 
     def _tail(self, text: str, length: int) -> str:
-        """What a text that is too long ends with, which no other one does."""
+        """The end of a text that is too long; unique."""
         key = length, text
         if self.settled and key not in self._tails:
             self._tails[key] = self._new(length)
@@ -227,7 +227,7 @@ class _Reducer:
         return _STRING.sub(put, text)
 
     def _said(self, text: str) -> str:
-        """What a model said: its tags stay, and what is between those of a call is JSON."""
+        """Output of a model: its tags stay, and the text between those of a call is JSON."""
         parts, kept = _SAID.split(text), list[str]()
         for place, part in enumerate(parts):
             if place % 2:

@@ -23,11 +23,11 @@ FURTHER = {
     "qwen": ["-y", "-p", PROMPT],
     "pi": ["-p", PROMPT],
 }
-"""What is typed behind what is shown."""
+"""Arguments after the shown ones."""
 
 
 def typed(lines: list[str], name: str) -> list[str]:
-    """What is exported, then the line of a program, or its name where it has none of its own."""
+    """The exports, then the command line of a program, or its name without one."""
     exported = next(line for line in lines if " export " in line).partition(" export ")[2]
     own = next((line.split(maxsplit=1)[1] for line in lines if line.split()[0] == name), name)
     words = shlex.split(own.replace("'PROMPT'", shlex.quote(PROMPT)))

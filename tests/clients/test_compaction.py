@@ -24,13 +24,13 @@ class Outgrown:
 
     context: int
     steps: int
-    """How often it prints some 5,000 ids."""
+    """Number of times that it prints some 5,000 ids."""
     verdicts: tuple[tuple[str, ...], ...]
     """Of the threads that are trained, but for the appends that follow."""
     asides: int
-    """How many threads are not trained, a title among them where the program asks for one."""
+    """Number of threads that are not trained, including a title if the program asks for one."""
     often: bool = False
-    """Whether it may do so again: how much of an output it shows is drawn by lot."""
+    """True if it may do so again: the shown part of an output is random."""
 
 
 OUTGROWN = {

@@ -15,7 +15,7 @@ ASKED = chat_body([user("One.")], tools=[RUN], stream=True)
 
 
 async def ask(client: httpx.AsyncClient) -> str:
-    """What comes of a request: its status, or that nothing more came, and whether its end did."""
+    """Result of a request: its status, or the lack of an answer, and whether its end arrived."""
     try:
         async with client.stream("POST", "/chat/completions", json=ASKED) as answer:
             text = "".join([part async for part in answer.aiter_text()])

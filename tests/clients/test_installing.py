@@ -1,4 +1,4 @@
-"""Where a client cannot be played with, its tests say why."""
+"""Tests of a client that cannot be played with name the reason."""
 
 from __future__ import annotations
 

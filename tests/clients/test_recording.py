@@ -1,4 +1,4 @@
-"""What is recorded of a program is what it sends today."""
+"""The recording of a program equals the requests that it sends today."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a request of somebody else's program: its shape, and not a word."""
+"""Reduced requests of external programs: the shape stays, and no word does."""
 
 from __future__ import annotations
 

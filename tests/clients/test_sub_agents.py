@@ -27,7 +27,7 @@ SENDS: dict[str, Callable[[], ToolCall]] = {
     "opencode": lambda: call("task", description="Look", prompt=ERRAND, subagent_type="general"),
     "qwen": lambda: call("agent", description="Look", prompt=ERRAND, subagent_type="general-purpose"),
 }
-"""How each program is told to send a sub-agent."""
+"""Instructions by which each program sends a sub-agent."""
 
 
 def param(name: str) -> Any:

@@ -20,7 +20,7 @@ TRIED = ("mini-swe-agent", "pi", "opencode", "qwen", "codex", "claude")
 """The programs that are tried."""
 
 ENDS = {("qwen", Trouble.CUT), ("qwen", Trouble.LOST_END)}
-"""What a program does not survive."""
+"""Faults that a program does not survive."""
 
 
 def programs() -> list[Any]:

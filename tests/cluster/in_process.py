@@ -95,13 +95,13 @@ class InProcessWorker:
         self.killed = False
         self.why = ""
         self.silent = False
-        """Whether it answers to nothing any more, as a machine that was unplugged."""
+        """True if it answers no more calls, as an unplugged machine."""
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        """What was asked of it, in order."""
+        """Its calls, in order."""
         self.fail_in: dict[str, Exception] = {}
-        """What calls of a name raise instead of being made."""
+        """Errors of calls, by the name of the call."""
         self.held_in: dict[str, anyio.Event] = {}
-        """What calls of a name wait for before they are made."""
+        """Events that calls wait for, by the name of the call."""
         self.killed_in = ""
         """The call in which it dies."""
         self._launcher = launcher

@@ -1,4 +1,4 @@
-"""What tests of fleets have in common: an environment that can be sent, an engine, and trajectories to be compared."""
+"""Helpers for tests of fleets: an environment that can be sent, an engine, and trajectories to be compared."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Grouped(Dice):
 
 
 class Judged(Dice):
-    """What was thrown is judged by an agent on an engine of its own, in two turns."""
+    """An agent on another engine judges the throws, in two turns."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
@@ -62,7 +62,7 @@ class Judged(Dice):
 
 
 def throws(call: ModelCall) -> str:
-    """What the model says: of another length in every turn of every episode, always the same in the same one."""
+    """Replies of the model: the length differs in every turn of every episode, and is the same in each repetition."""
     return f"I throw for {call.request.name}" + "!" * (sum(call.request.name.encode()) % 17)
 
 

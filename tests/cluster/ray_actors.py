@@ -15,7 +15,7 @@ __all__ = ["Counting"]
 
 
 class Object:
-    """What is called."""
+    """The called object."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []

@@ -1,4 +1,4 @@
-"""What workers play in tests: environments that are importable there; also a process that plays them.
+"""Environments that workers play in tests, importable there; also a process that plays them.
 
 Usage: python -m tests.cluster.ray_games FILE WORKERS
 """

@@ -29,7 +29,7 @@ class Parts:
     met: list[int] = field(default_factory=list)
     """The size of the world at each meeting."""
     hangs: bool = False
-    """Whether the first sending hangs once all parts were asked for, as a broadcast whose receiver died."""
+    """True if the first sending hangs after all parts were requested, as a broadcast whose receiver died."""
     fails: bool = False
     ends_early: bool = False
 

@@ -67,7 +67,7 @@ def sizes(launcher: InProcess, *counts: int) -> None:
 
 
 def inits(launcher: InProcess) -> list[Any]:
-    """What each worker was given last to meet its trainer by."""
+    """The latest init info of each worker."""
     met = [[arguments[0] for call, arguments in worker.calls if call == "meet"] for worker in launcher.alive]
     return [each[-1] if each else None for each in met]
 

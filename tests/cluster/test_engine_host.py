@@ -22,9 +22,9 @@ LET_GO = SILENT_SECONDS + 3 * STATS_SECONDS
 
 
 class Line:
-    """How a guest reaches the host; once it is cut, the host hears nothing more, as of a process that died or stands.
+    """The connection from a guest to the host; after a cut the host receives nothing, as from a dead process.
 
-    What was said meanwhile arrives when it goes on.
+    Messages of that time arrive when the connection continues.
     """
 
     def __init__(self, process: InProcessWorker, group: TaskGroup) -> None:

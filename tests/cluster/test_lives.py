@@ -1,4 +1,4 @@
-"""How runs on fleets begin, wait, grow and end; what they leave and what they say of themselves."""
+"""Begin, wait, growth and end of runs on fleets; their remains and their events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.playing import until
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 EVENTS: list[str] = []
-"""What environments of this module did; workers are in this process."""
+"""Events of this module's environments; workers are in this process."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What docs/scale.md shows is played, on a fleet without Ray."""
+"""The code of docs/scale.md is played, on a fleet without Ray."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def on_two_workers(model: Path) -> RayEngines:
 
 
 def left_by(worker: int) -> list[Path]:
-    """What the processes of this worker's engine leave in memory and on disk where they are all killed."""
+    """Memory and files that the processes of this worker's engine leave if all are killed."""
     named = {process.environ().get(FOLDER) for process in psutil.Process(worker).children(recursive=True)}
     (folder,) = (path for path in named if path is not None)
     left = [Path(folder), *(Path("/dev/shm", name) for name in shared_memory_of(worker))]

@@ -1,4 +1,4 @@
-"""What else may happen on a real cluster of Ray, in full: kills at random moments, silence, too few workers, memory."""
+"""Further faults on a real cluster of Ray, in full: kills at random moments, silence, too few workers, memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _nothing_is_left() -> Iterator[None]:
 async def assert_as_one_process(
     announced: list[Trajectory], file: Path, tasks: int, *, interrupted: bool = False
 ) -> None:
-    """What was announced of a crowd is what was committed and what one process gives, and nothing came twice.
+    """Assert that the announced episodes are the committed ones and those of one process, without duplicates.
 
     What was announced when the run ended before its group could be compared has its reward in the file alone.
     """

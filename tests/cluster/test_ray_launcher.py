@@ -1,4 +1,4 @@
-"""What a launcher makes of Ray's words, what it asks of a cluster, and when it leaves one."""
+"""Interface to Ray of a launcher: its answers to Ray's words, its requests, and its end."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ async def test_workers_with_too_few_gpus_for_other_engines_are_refused(ray: Any)
 
 
 async def reserved_by(launcher: Any, ray: Any) -> float:
-    """How many GPUs a worker of this launcher reserves."""
+    """Number of GPUs that a worker of this launcher reserves."""
     await launcher.open()
     launcher.start(ScriptedEngine("hi"), 0)
     reserved: float = ray.remote().options.call_args.kwargs["num_gpus"]

@@ -1,4 +1,4 @@
-"""Which token a process shows to a cluster of Ray, and that none is left for other clusters."""
+"""Tokens that a process shows to a cluster of Ray, and no other cluster gets."""
 
 from __future__ import annotations
 

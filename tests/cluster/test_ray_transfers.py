@@ -47,7 +47,7 @@ class Model:
 
 
 def announced(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trainer elsewhere says that it sends, in this order."""
+    """Announcement of a remote trainer: the tensors that it sends, in this order."""
     return {
         "names": list(tensors),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],

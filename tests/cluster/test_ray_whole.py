@@ -1,4 +1,4 @@
-"""What may happen to workers on a real cluster of Ray, in full: machines that die and come, loops that hang, poison."""
+"""Faults of workers on a real cluster of Ray, in full: machines that die and come, loops that hang, poison."""
 
 from __future__ import annotations
 

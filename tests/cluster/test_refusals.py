@@ -1,4 +1,4 @@
-"""What a fleet refuses by name, before anything is played."""
+"""Refusals of a fleet, before anything is played."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_silent_worker_is_lost_and_its_episodes_play_elsewhere() -> None:
 
 
 def kept(file: RunFile) -> list[Trajectory]:
-    """What the file holds of episodes that are over."""
+    """Rows of finished episodes in the file."""
     return [file.trajectory(row) for row in file if not row.superseded and not row.outcome.cut_short]
 
 

@@ -1,4 +1,4 @@
-"""What streams said arrives as it was said: every id, every bit of a log-probability, in the order of each stream."""
+"""Deltas of streams arrive unchanged: every id, every bit of a log-probability, in the order of each stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who dies while a trainer sends weights to a whole fleet, who comes meanwhile, and with which weights they play."""
+"""Workers that die or join while a trainer sends weights to a whole fleet, and the weights that they play with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of workers while a run plays: which they are, what each does, what happened to those lost."""
+"""The view of workers while a run plays: identity, work of each, and faults of those lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run on a fleet waits for workers, and what ends the waiting."""
+"""Waiting of a run on a fleet for workers, and its end."""
 
 from __future__ import annotations
 

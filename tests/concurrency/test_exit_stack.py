@@ -60,7 +60,7 @@ class Opens(Plain):
 
 
 async def finished(environment: Environment[Any], **options: Any) -> tuple[list[Trajectory], list[str]]:
-    """What becomes of a run, and its faults."""
+    """Outcome of a run, and its faults."""
     async with Run(environment, recording("Yes"), **options) as run:
         return [trajectory async for trajectory in run], list(run.summary.faults)
 

@@ -1,4 +1,4 @@
-"""What is said of an error in the author's code."""
+"""Messages about an error in the author's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.concurrency.user_code import describe_error
 
 
 def failing(file: str, source: str, **names: Any) -> BaseException:
-    """What the function `fail` of a file of that name raises, without this file's own frames."""
+    """The error of the function `fail` of a file of that name, without this file's own frames."""
     exec(compile(source, file, "exec"), names)
     with pytest.raises(Exception) as raised:  # noqa: PT011  # whichever it is
         names["fail"]()

@@ -16,7 +16,7 @@ from runner.tokens.template import ChatTemplate, Renderer
 __all__ = ["VARIABLES", "Entry", "control_tokens", "control_tokens_of", "corpus", "every_control_token", "is_special"]
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-"""What templates read by name; the vocabulary that serves all of them has these four."""
+"""Variables of templates; the vocabulary for all of them has these four."""
 
 CLOCK = datetime(2026, 3, 14, 15, 9, 26)
 

@@ -1,4 +1,4 @@
-"""What must stand between two turns, read off full renders of the real conversation, without the bridger.
+"""The expected text between two turns, read off full renders of the real conversation, without the bridger.
 
 Every content of a case ends with a word that stands nowhere else, so the end of the last turn and the beginning of
 what follows are found in the render itself, with the model's real words in it. Three renders are compared: the
@@ -27,12 +27,12 @@ class NotApplicable(Exception):
     def __init__(self, why: str, *, must_refuse: bool = False) -> None:
         super().__init__(why)
         self.must_refuse = must_refuse
-        """Whether no bridge is right, whatever the turn was."""
+        """True if any bridge is wrong, for any turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What happens at the junction, by the template's own word."""
+    """The expected junction, by the template's own output."""
 
     history: tuple[Message, ...]
     """The case's history, as far as it was sampled."""
@@ -41,9 +41,9 @@ class Expected:
     stop: str
     """The control token that ends the turn, or "" for a cut turn."""
     text: str
-    """What follows the stop, up to the end of the next generation prompt."""
+    """The text after the stop, up to the end of the next generation prompt."""
     anchored: bool
-    """Whether the stop stands in the render with the new messages; else `text` follows the template's own close."""
+    """True if the stop stands in the render with the new messages; else `text` follows the template's own close."""
 
 
 def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
@@ -87,7 +87,7 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
 
 
 def _own_words(rest: str) -> int:
-    """How many words stand behind the last turn: the name of a role, the end of a call, or a guard's instructions."""
+    """Number of words after the last turn: the name of a role, the end of a call, or a guard's instructions."""
     for token in control_tokens(rest):
         rest = rest.replace(token, " ")
     return len(rest.split())
@@ -101,7 +101,7 @@ def _render(renderer: Renderer, case: Case, messages: Sequence[Message], *, prom
 
 
 def _borders(case: Case, whole: str) -> tuple[int, int]:
-    """Where the last turn's words end and the first new content begins."""
+    """Index of the end of the last turn's words, and of the begin of the first new content."""
     word = case.new[0]["content"].split(" ", 1)[0]
     # Some templates print a system message at the top as well.
     first_new = whole.find(word, max(0, whole.find(case.last_word)))
@@ -121,7 +121,7 @@ def _borders(case: Case, whole: str) -> tuple[int, int]:
 
 
 def _end_of_turn(case: Case, text: str) -> int:
-    """Where the last of the turn's words ends, a call's or those beside it, or -1 where its last word is not there."""
+    """Index after the last of the turn's words, a call's or those beside it; -1 without its last word."""
     if case.last_word not in text:
         return -1
     words = [case.last_word, *_words(case.history[-1])]
@@ -196,14 +196,14 @@ def _behind_call(stop: str, between: str, tail: str) -> str:
 
 
 def _common(one: str, other: str) -> str:
-    """What two texts begin with alike, no control token cut in two."""
+    """The common prefix of two texts, without a part of a control token."""
     common = os.path.commonprefix([one, other])  # noqa: RUF071  # these are texts
     last = _control_at(one, len(common))
     return common[:last]
 
 
 def _control_at(text: str, index: int) -> int:
-    """Where the control token begins in whose middle `index` lies, else `index`."""
+    """Index of the begin of the control token around `index`, else `index`."""
     near = max(0, index - 40)
     for token in control_tokens(text[near : index + 40]):
         at = text.find(token, near)

@@ -63,14 +63,14 @@ PAIRS = tuple(Pair(name, template) for name, templates in _TEMPLATES.items() for
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What became of the cases of a pair."""
+    """Results of the cases of a pair."""
 
     pair: Pair
     """The vocabulary and the template."""
     anchors: Mapping[str, int]
-    """How many bridges were exact, by their anchor."""
+    """Number of exact bridges, by their anchor."""
     refused: Mapping[str, int]
-    """How many were refused, by name."""
+    """Number of refusals, by name."""
     wrong: Sequence[str]
     """A line for each wrong one."""
 

@@ -1,4 +1,4 @@
-"""What became of every case, a line for each template: what any part of the sweep is compared with."""
+"""Results of every case, a line for each template, to which any part of the sweep is compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is kept of a template."""
+    """The record of a template."""
 
     name: str
     traits: str
@@ -46,7 +46,7 @@ class Recorded:
 
 
 def fresh(entry: Entry) -> Recorded:
-    """What is to be kept of a template, which is played now."""
+    """The new record of a template, which is played now."""
     return _recorded(entry.name, traits(entry), play(entry))
 
 
@@ -80,13 +80,13 @@ def chosen() -> list[str]:
 
 
 def read() -> Mapping[str, Recorded]:
-    """What was recorded, by the names of the templates."""
+    """The records by the names of the templates."""
     lines = (line.split() for line in FILE.read_text(encoding="utf-8").splitlines())
     return {name: Recorded(name, *kept) for name, *kept in lines}
 
 
 def rows_of(outcomes: Iterable[Outcome], *, processes: int) -> list[Recorded]:
-    """What is to be kept of a whole sweep."""
+    """The records of a whole sweep."""
     by_name = {name: list(of_it) for name, of_it in groupby(outcomes, key=lambda outcome: outcome.template)}
     profiles = spread(traits, corpus(), processes)
     return [_recorded(entry.name, of_it, by_name[entry.name]) for entry, of_it in zip(corpus(), profiles, strict=True)]

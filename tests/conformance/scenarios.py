@@ -19,7 +19,7 @@ Filler: TypeAlias = Callable[[random.Random], str]
 
 
 class Scenario(enum.StrEnum):
-    """What the model did last, and what follows."""
+    """The last step of the model, and the messages after it."""
 
     TOOL_RESULT = "tool result"
     TEXT_AND_CALL = "text + tool call"
@@ -41,7 +41,7 @@ class Scenario(enum.StrEnum):
 
 
 class Past(enum.StrEnum):
-    """What came before the last turn."""
+    """The messages before the last turn."""
 
     SHORT = "short"  # one user message
     TURNS = "turns"  # a system message and an earlier answer, long ones
@@ -52,7 +52,7 @@ class Past(enum.StrEnum):
 
 
 class Cut(enum.Enum):
-    """Where the last turn ends without a stop."""
+    """The place where the last turn ends without a stop."""
 
     NO = enum.auto()
     IN_TEXT = enum.auto()
@@ -65,20 +65,20 @@ class Case:
     """One conversation at the moment when a bridge is wanted."""
 
     scenario: Scenario
-    """What happens."""
+    """The scenario."""
     past: Past
-    """What came before."""
+    """The earlier messages."""
     history: tuple[Message, ...]
     """The messages up to the assistant message of the last turn; for a turn that is cut inside a call, with the whole
     call, of which `expected` takes a part."""
     new: tuple[Message, ...]
-    """What is appended; each content begins with one word and ends with another that stand nowhere else."""
+    """The appended messages; each content begins with one word and ends with another that stand nowhere else."""
     tools: tuple[ToolSchema, ...]
     """The tools in OpenAI's form."""
     last_word: str
     """The last word of the last turn: of its content, or of the last argument of its last call."""
     cut: Cut
-    """Where the turn is cut."""
+    """The place where the turn is cut."""
 
 
 _WITHOUT_TOOLS = frozenset({Scenario.AFTER_REASONING, Scenario.AFTER_ANSWER, Scenario.CUT_ANSWER, Scenario.SYSTEM})
@@ -183,7 +183,7 @@ TOOLS: tuple[ToolSchema, ...] = tuple(
     }
     for name in _NAMES
 )
-"""What the model is shown in every case with tools."""
+"""The tools of every case with tools."""
 
 _COMMON = ("rivers", "run", "blue", "twelve", "stones", "north", "of", "here", "and", "slowly", "over", "a", "bridge")
 

@@ -24,7 +24,7 @@ class Shown:
     written: int
     """The number of kinds of which it shows every field, value and type, as their schemas are written."""
     unseen: tuple[str, ...]
-    """What it does not show all the same, each with its kind."""
+    """The parts that it does not show in spite of that, each with its kind."""
 
 
 def capable() -> list[Entry]:
@@ -44,7 +44,7 @@ def look(entry: Entry) -> Shown:
 
 
 def look_all(processes: int = 1) -> list[Shown]:
-    """What all of them show."""
+    """The shown parts of all of them."""
     return spread(look, capable(), processes)
 
 

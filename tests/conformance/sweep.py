@@ -23,7 +23,7 @@ __all__ = ["Judgement", "Outcome", "Verdict", "is_tool_capable", "judge", "play"
 
 
 class Verdict(enum.StrEnum):
-    """What became of a case."""
+    """The verdict on a case."""
 
     EXACT = "exact"
     WRONG = "wrong"
@@ -33,7 +33,7 @@ class Verdict(enum.StrEnum):
 
 
 class Judgement(NamedTuple):
-    """What became of a case, and why."""
+    """The verdict on a case, and its reason."""
 
     verdict: Verdict
     detail: str
@@ -51,13 +51,13 @@ class Outcome:
     family: str
     """The family of its models."""
     scenario: Scenario
-    """What happened."""
+    """The scenario."""
     past: Past
-    """What came before."""
+    """The earlier messages."""
     judgement: Judgement
-    """What became of it, and why."""
+    """The verdict and its reason."""
     tools: bool
-    """Whether the template is tool-capable."""
+    """True if the template is tool-capable."""
 
     @property
     def verdict(self) -> Verdict:
@@ -105,7 +105,7 @@ def play(entry: Entry) -> list[Outcome]:
 def judge(
     cases: Sequence[Case], renderer: Renderer, vocabulary: VocabularyTokenizer, end_of_text: str
 ) -> list[Judgement]:
-    """What becomes of each case, all bridged by one bridger in that order."""
+    """The verdict on each case, all bridged by one bridger in that order."""
     truths: list[Expected | NotApplicable] = []
     for made in cases:
         try:
@@ -153,7 +153,7 @@ def _judged(
 
 
 def _not_applicable(made: Case, why: NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer) -> Judgement:
-    """Where the template's renders have no tail, any bridge is a wrong one."""
+    """Without a tail in the template's renders, any bridge is wrong."""
     if not why.must_refuse:
         return Judgement(Verdict.NOT_APPLICABLE, str(why))
     sampled = vocabulary.encode("Some words")
@@ -165,7 +165,7 @@ def _not_applicable(made: Case, why: NotApplicable, bridger: Bridger, vocabulary
 
 
 def _fault(truth: Expected, bridge: Bridge, vocabulary: VocabularyTokenizer) -> str:
-    """What is wrong with a bridge, or ""."""
+    """The fault of a bridge, or ""."""
     ids = vocabulary.encode(truth.stop + truth.text)[1 if truth.stop else 0 :]
     # SentencePiece writes a space behind each control token, so that only what it makes of the text can be compared.
     text = truth.text if vocabulary.pieces is not None else vocabulary.decode(ids)

@@ -41,10 +41,10 @@ RENDERABLE = {
     Scenario.CUT_AFTER_CALL: 357,
     Scenario.SYSTEM: 502,
 }
-"""How many templates at least render a scenario after a short past."""
+"""Minimum number of templates that render a scenario after a short past."""
 
 MISSED = dict.fromkeys(Scenario, 0) | {Scenario.SYSTEM: 1}
-"""How many of them at most are refused, though there is a right bridge."""
+"""Maximum number of them that are refused in spite of a right bridge."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""How every public template writes calls and thoughts: the record holds, and the page says what it says."""
+"""The way in which every public template writes calls and thoughts: the record holds, and the page agrees with it."""
 
 from __future__ import annotations
 

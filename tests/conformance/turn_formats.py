@@ -1,4 +1,4 @@
-"""What is learnt of every template's turns: played over the corpus, kept as a record, written as a page."""
+"""Learnt formats of every template's turns: played over the corpus, kept as a record, written as a page."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ RECORD = Path(__file__).with_name("turn_formats.txt")
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one template that can serve an environment with tools."""
+    """Results of one template that can serve an environment with tools."""
 
     template: str
     verdict: str
     enforced: bool
-    """Whether a call can be required."""
+    """True if a call can be required."""
     strict: bool
-    """Whether calls that the model begins by itself can be held to the schemas."""
+    """True if calls that the model begins by itself can be held to the schemas."""
     streamed: bool
-    """Whether every case of the battery says the same, read piece by piece, as read at once."""
+    """True if every case of the battery reads the same piece by piece as at once."""
     traits: tuple[str, ...]
     missing: str
     thought: str
-    """What opens and closes a thought, and who opens it; "" where none is shown."""
+    """The marks around a thought, and the author of the opening one; "" if none is shown."""
 
     @classmethod
     def of(cls, entry: Entry) -> Self:
@@ -82,7 +82,7 @@ class Row:
 
 
 def streams(entry: Entry, form: TurnFormat) -> bool:
-    """Whether a battery of turns says the same, whatever pieces it comes in."""
+    """True if a battery of turns reads the same in any pieces."""
     assert form.calls is not None
     prober = FormatProber(entry.renderer(), CutPoints())
     if not form.harmony:
@@ -111,17 +111,17 @@ def capable() -> list[Entry]:
 
 
 def learn(entry: Entry) -> Row:
-    """What came of one template."""
+    """Results of one template."""
     return Row.of(entry)
 
 
 def learn_all(processes: int = 2) -> list[Row]:
-    """What came of all that can serve an environment with tools."""
+    """Results of all templates that can serve an environment with tools."""
     return spread(learn, capable(), processes)
 
 
 def recorded() -> list[Row]:
-    """What came of them when the record was written."""
+    """The recorded results."""
     return [Row.read(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
 
 

@@ -84,7 +84,7 @@ def ask(headers: Mapping[str, str] | None = None, /, **body: Any) -> WireRequest
 
 
 def asked(items: Sequence[Any], **body: Any) -> ChatCall:
-    """What a request with these items asks."""
+    """The call of a request with these items."""
     return ask(input=items, **body).asked
 
 
@@ -125,7 +125,7 @@ class Told:
     turn: Turn
     parts: Sequence[Part]
     progress: Sequence[Sequence[TurnProgress]]
-    """What is there at each look."""
+    """The events of each look."""
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -141,7 +141,7 @@ calls = st.one_of(
 
 @st.composite
 def spoken(draw: st.DrawFn) -> list[Part]:
-    """What a turn says: perhaps a thought, then contents and calls in any order."""
+    """Parts of a turn: perhaps a thought, then contents and calls in any order."""
     parts: list[Part] = draw(st.lists(st.builds(ReasoningPiece, texts), max_size=1))
     return parts + draw(st.lists(st.builds(ContentPiece, texts) | calls, max_size=4))
 
@@ -202,7 +202,7 @@ def deltas(events: Iterable[Mapping[str, Any]], kind: str) -> str:
 
 
 def joined(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
-    """What stands beside the events, one after the other."""
+    """The texts beside the events, one after the other."""
     return [each for event in events for each in event.get(name, ())]
 
 

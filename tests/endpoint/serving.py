@@ -1,4 +1,4 @@
-"""What tests of endpoints have in common: an episode that is served to a loop, and requests as bytes."""
+"""Helpers for tests of endpoints: an episode that is served to a loop, and requests as bytes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ CALLS = [call("run", command="ls"), call("run", command="pwd"), "Done."]
 
 
 async def tool_loop(endpoint: Endpoint, *, stream: bool, **further: Any) -> list[str]:
-    """What a client of OpenAI's does that runs tools until there are no more calls; what was said to it."""
+    """A loop of OpenAI's client that runs tools until there are no more calls; returns the replies to it."""
     async with openai_client(endpoint) as client:
         return [said async for said in _said(client, stream=stream, **further)]
 

@@ -19,7 +19,7 @@ WRONG = "sk-ant-of-another-server"
 
 
 async def statuses(endpoint: Endpoint, *headers: dict[str, str]) -> list[int]:
-    """How requests with these headers, and without a key in the address, are answered."""
+    """Statuses of requests with these headers, and without a key in the address."""
     url = endpoint.base_url.partition("/e/")[0] + "/v1/models"
     async with httpx.AsyncClient() as client:
         return [(await client.get(url, headers=each)).status_code for each in headers]

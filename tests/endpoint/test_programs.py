@@ -51,7 +51,7 @@ def alive(pid: int) -> bool:
 
 
 def numbered(pid: int) -> bool:
-    """Whether a process has this number, also one that has ended and was not asked for its code."""
+    """True if a process has this number, also one that has ended without its code being read."""
     return Path(f"/proc/{pid}").exists()
 
 
@@ -366,7 +366,7 @@ async def test_program_path_is_relative_to_its_folder_then_to_ours(tmp_path: Pat
 
 
 async def test_programs_of_one_episode_run_side_by_side_and_each_ends_alone(tmp_path: Path) -> None:
-    """What a program leaves behind ends with it, and another program is none of that."""
+    """The remains of a program end with it, and another program is not one of them."""
     ends = tmp_path / "ends"
 
     async def loop(endpoint: Endpoint) -> None:

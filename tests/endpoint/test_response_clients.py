@@ -89,7 +89,7 @@ async def played(loop: Any, says: Sequence[Any]) -> list[Trajectory]:
 
 
 def answers(output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a client found by the calls of an answer."""
+    """The results of a client for the calls of an answer."""
     return [
         {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "three files"}
         for item in output
@@ -225,7 +225,7 @@ def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_items(request: RecordedRequest, handles: Mapping[int, str]) -> ChatCall:
-    """What a client of chat asked, as a client of Responses would ask it."""
+    """A chat request in the form of Responses."""
     chat = request.asked(handles)
     body: dict[str, Any] = {
         "input": items_of(chat.messages),

@@ -49,7 +49,7 @@ def asked(form: str, **fields: Any) -> ChatCall:
 
 
 def sampled(form: str, **fields: Any) -> dict[str, Any]:
-    """What the request says of sampling, without the limit that one of the forms has to give."""
+    """The sampling of the request, without the limit that one of the forms requires."""
     sampling = asked(form, **fields).sampling
     given = {} if sampling is None else sampling.given()
     return {name: value for name, value in given.items() if (name, value) != ("max_tokens", 50)}

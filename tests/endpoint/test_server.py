@@ -33,7 +33,7 @@ def address_of(endpoint: Endpoint) -> tuple[str, int]:
 
 
 async def raw(endpoint: Endpoint, sent: bytes, *, seconds: float = 20) -> bytes:
-    """What comes back for bytes, until the server closes."""
+    """The answer to bytes, until the server closes."""
     got = b""
     async with await anyio.connect_tcp(*address_of(endpoint)) as stream:
         await stream.send(sent)

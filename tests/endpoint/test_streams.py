@@ -38,7 +38,7 @@ def _recorded(endpoint: Endpoint) -> int:
 
 
 async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
-    """What was sampled first has arrived while the turn goes on."""
+    """The first sampled text arrives while the turn continues."""
     heard: list[int] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -121,7 +121,7 @@ def _asked(endpoint: Endpoint, text: str, *, stream: bool) -> Iterator[None]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", ["chat/completions", "responses", "messages"])
 async def test_undelivered_answer_is_replayed_byte_for_byte(form: str, stream: bool, monkeypatch: Any) -> None:
-    """What the first client was about to be told at the end is what the second one is told, and nothing is sampled."""
+    """The second client receives the undelivered end of the first one's answer, and nothing is sampled."""
     engine = ScriptedEngine(["The answer.", "Another one."], record=True)
     ends: list[bytes] = []
     for module in (chat_completions, response_events):

@@ -1,4 +1,4 @@
-"""What a run says of its tools before anything is sampled: calls that its template cannot carry as they were meant."""
+"""Messages of a run about its tools before anything is sampled: calls that its template cannot carry as meant."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def of_family(name: str) -> ScriptedEngine:
 
 
 async def told(environment: Any, engine: ScriptedEngine) -> list[str]:
-    """What a run says of tools that plays three episodes."""
+    """Messages of a run of three episodes about its tools."""
     async with Run(environment, engine) as run:
         begun = list(run.summary.faults)
         assert [trajectory.error async for trajectory in run] == [""] * 3

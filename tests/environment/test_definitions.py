@@ -1,4 +1,4 @@
-"""What is wrong with an environment's class is an error when the class is defined, with the fix in it."""
+"""A mistake in an environment's class is an error when the class is defined, with the fix in it."""
 
 from __future__ import annotations
 

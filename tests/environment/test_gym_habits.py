@@ -1,4 +1,4 @@
-"""What authors of Gymnasium environments return from their methods is refused with what belongs there."""
+"""Values that Gymnasium's methods return are refused with the right ones."""
 
 from __future__ import annotations
 

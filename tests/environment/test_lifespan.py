@@ -1,4 +1,4 @@
-"""What a run gets from the environment object: its shared resources, of either colour, on their way in and out."""
+"""Resources that a run gets from the environment object, of either colour, on their way in and out."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ class Source:
 async def test_value_of_a_source_is_refused_before_its_first_episode(
     tmp_path: Path, source: Callable[[], Any], own: bool
 ) -> None:
-    """What was begun is played to its end, and the same run goes on once the task is right."""
+    """Begun episodes are played to their end, and the same run continues once the task is right."""
     environment, tasks = (Lists(source), None) if own else (Plain(), source())
     run_file = tmp_path / "run.db"
     got: list[Trajectory] = []

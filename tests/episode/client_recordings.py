@@ -1,4 +1,4 @@
-"""What agent programs were seen to send back and no installed one does today: their histories, in words of our own.
+"""Histories that agent programs once sent back and no installed one does today, in words of our own.
 
 2 is of Qwen Code, which does so where reasoning ends with white space, as ours never does. 11 is of Claude Code behind
 a result, where it speaks as the system only behind the first message today. 12 is of openai-agents for JavaScript, in
@@ -42,7 +42,7 @@ class Request:
     tools: Sequence[Any] = (RUN,)
     tolerated: frozenset[str] = frozenset()
     cut: bool = False
-    """Whoever asks goes away before the turn is there."""
+    """True if the client leaves before the turn is there."""
     parent: int | None = None
     """The turn that it goes on from, as a number."""
 
@@ -55,7 +55,7 @@ class Recording:
     requests: list[Request]
     says: list[Any] = field(default_factory=lambda: [LOOKS, "Done.", "Really."])
     causes: tuple[str, ...] = ("start",)
-    """Why the segments of the thread that answers the last request were begun."""
+    """The causes of the segments of the thread that answers the last request."""
 
 
 def filled_in(given: Any, turns: Sequence[Any]) -> Any:
@@ -75,7 +75,7 @@ LOOKS: Any = Reply(
     "<think>\nI look first.\n</think>\n\n\n\nI will look.  \n", calls=[call("run", command="ls  -l", seconds=2.0)]
 )
 SENT = 12
-"""How many ids come of a turn that is cut."""
+"""Number of ids of a turn that is cut."""
 CUT = Reply("It was a long way to where the files are.", fault=Fault.stall(at=SENT), chunks=1)
 TWO = [call("run", command="one"), call("run", command="two")]
 
@@ -186,4 +186,4 @@ RECORDINGS: dict[str, Recording] = {
         causes=("start", "foreign"),
     ),
 }
-"""What agent programs do to the histories that they send back, each with its verdict, made by hand."""
+"""Changes of agent programs to the histories that they send back, each with its verdict, made by hand."""

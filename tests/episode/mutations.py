@@ -1,4 +1,4 @@
-"""What agent programs do to the histories that they send back, by number, and the recordings in which they do it.
+"""Changes of agent programs to the histories that they send back, by number, and the recordings in which they do it.
 
 Those that no program does today which is installed for tests are in `client_recordings`, made by hand.
 """
@@ -15,7 +15,7 @@ from tests.episode.recorded import RecordedRequest
 __all__ = ["MUTATIONS", "Mutation"]
 
 Shows = Callable[[Sequence[RecordedRequest]], bool]
-"""Whether requests show it."""
+"""Function that returns True if requests show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def begins_anew(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def summary_by(role: str) -> Shows:
-    """What begins anew has the summary as a message of this role."""
+    """A new beginning has the summary as a message of this role."""
 
     def shows(requests: Sequence[RecordedRequest]) -> bool:
         own = [each for each in requests if each.trained]
@@ -134,7 +134,7 @@ def asks_for_sampling(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def asks_otherwise(requests: Sequence[RecordedRequest]) -> bool:
-    """What is asked again is asked by another transport, and so by another body."""
+    """A repeated request comes by another transport, and so with another body."""
     retries = [place for place, each in enumerate(requests) if each.again == "taken_back"]
     return any(
         requests[place].body.get("stream") != requests[place - 1].body.get("stream")

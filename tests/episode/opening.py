@@ -289,7 +289,7 @@ REPLIES = [call("first"), call("second"), "Done"]
 
 
 async def played(environment: Environment[Any], replies: Any = REPLIES, **options: Any) -> tuple[list[Trajectory], Run]:
-    """What came of it: the trajectories by task, and the run. Nothing is left of it."""
+    """The result: the trajectories by task, and the run. Nothing is left of it."""
     before = {task.id for task in anyio.get_running_tasks()}
     run = Run(environment, ScriptedEngine(lambda turn: replies[min(turn.turn, len(replies) - 1)]), **options)
     async with run:

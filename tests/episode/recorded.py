@@ -46,7 +46,7 @@ _PLACEHOLDER: Final = re.compile(r"\$(\d+)\$")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a request was found to be."""
+    """The verdict on a request."""
 
     verdict: str
     again: str
@@ -54,7 +54,7 @@ class Found:
     parent: int | None
     """The request whose turn it goes on from."""
     cause: str
-    """Why the segment was begun in which its turn stands."""
+    """The cause of the segment with its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class RecordedRequest:
     headers: Mapping[str, str]
     body: Mapping[str, Any]
     says: str
-    """What the model said to it; up to the cut, where it was cut."""
+    """The model's reply to it; up to the cut, if it was cut."""
     ends: str
-    """Whether the answer was delivered, undelivered, or cut while it was sampled."""
+    """The delivery of the answer: delivered, undelivered, or cut while it was sampled."""
     trained: bool
     verdict: str
     again: str
@@ -76,14 +76,14 @@ class RecordedRequest:
     cause: str
 
     def asked(self, handles: Mapping[int, str]) -> ChatCall:
-        """What it asks, with what names the turns of this time."""
+        """Its call, with the names of this time's turns."""
         body, headers = _filled((self.body, self.headers), handles)
         asked = _FORMS[self.form].read(body, headers).asked
         return replace(asked, train=self.trained)
 
     @property
     def found(self) -> Found:
-        """What it was found to be."""
+        """The verdict on it."""
         return Found(self.verdict, self.again, self.tolerated, self.parent, self.cause)
 
 
@@ -116,17 +116,17 @@ def _filled(value: Any, handles: Mapping[int, str]) -> Any:
 
 @dataclass(slots=True)
 class Replayed:
-    """What came of a recording."""
+    """Results of a recording."""
 
     trajectories: list[Trajectory]
     found: list[Found]
-    """What each request was found to be, in order."""
+    """The verdict on each request, in order."""
     forms: list[str]
     """The form of each."""
 
 
 class _Gone(Exception):
-    """Whoever asked went away."""
+    """Raised if the client left."""
 
 
 async def replay(
@@ -169,7 +169,7 @@ async def replay(
 
 
 def replies(requests: Sequence[RecordedRequest]) -> list[Reply]:
-    """What the model says to the requests, but for those that are answered with what it had said before."""
+    """Replies of the model to the requests, except for those that are answered with an earlier reply."""
     return [_reply(each) for each in requests if each.again != "replayed"]
 
 

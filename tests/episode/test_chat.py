@@ -367,7 +367,7 @@ async def test_client_may_omit_or_repeat_results(answered: list[int], tmp_path: 
 
 
 async def test_assistant_messages_in_a_row_are_joined_in_linear_time(monkeypatch: Any) -> None:
-    """What a turn could have been is looked for only where turns were said."""
+    """Possible turns are looked for only at places with turns."""
     looked: list[int] = []
 
     def counted(messages: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What agent programs do to the histories that they send back, each with its verdict, from reduced recordings."""
+"""Changes of agent programs to the histories that they send back, each with its verdict, from reduced recordings."""
 
 from __future__ import annotations
 

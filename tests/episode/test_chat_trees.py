@@ -31,7 +31,7 @@ batches = st.lists(st.builds(Ask, st.integers(-1, 12), st.sampled_from("ab")), m
 
 @dataclass
 class Known:
-    """What the model of the forest knows of a turn: the messages of its prompt, and the turn before."""
+    """The model's view of a turn: the messages of its prompt, and the turn before."""
 
     messages: list[Any]
     turn: Turn

@@ -1,4 +1,4 @@
-"""How the past of a conversation is kept: policies, forks, replaced histories, and stand-ins that proved wrong."""
+"""The past of a conversation: policies, forks, replaced histories, and stand-ins that proved wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat model's template does to a turn: reasoning that the prompt opens, stop ids that no template knows."""
+"""Effects of a chat model's template on a turn: reasoning that the prompt opens, stop ids that no template knows."""
 
 from __future__ import annotations
 

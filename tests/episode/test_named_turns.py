@@ -24,7 +24,7 @@ THINKS = f"<think>\nHm, the files.\n</think>\n{TEXT}"
 CALLS = [call("run", command="ls"), call("run", command="pwd")]
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
-"""What a client makes of an assistant message."""
+"""Change of a client to an assistant message."""
 
 
 def without(name: str) -> Change:

@@ -1,4 +1,4 @@
-"""What one hook opens and another one closes, or none: it works, or that episode alone fails."""
+"""Blocks that one hook opens and another one closes, or none: they work, or that episode alone fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an episode ends: every row of the table of limits and faults that needs no clock."""
+"""Ends of an episode: every row of the table of limits and faults that needs no clock."""
 
 from __future__ import annotations
 

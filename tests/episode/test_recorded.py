@@ -35,14 +35,14 @@ OWN = {
     "tolerated": {*Tolerated},
     "cause": {"start", "branch", "again", "retry", "environment", "tools", "foreign", "retold", "edited"},
 }
-"""What a recording says of a request, beside what that was."""
+"""The facts of a recording about a request, beside its verdict."""
 
 TAGS = re.compile(r"<think>|</think>|<tool_call>|</tool_call>")
 PLACEHOLDER = re.compile(r"[a-z]+_\$\d+\$(_\d+j?)?")
 
 
 def strays(value: Any, key: str = "") -> Iterator[str]:
-    """What of a recorded value is no filler, nor a word that may stay where it stands."""
+    """The parts of a recorded value that are neither filler nor words that may stay where they stand."""
     match value:
         case dict():
             for name, each in value.items():

@@ -57,7 +57,7 @@ def called(events: list[TurnEvent]) -> list[ToolCall]:
 
 
 def assert_heard(events: list[TurnEvent], turn: Turn) -> None:
-    """What was heard is what the turn says; white space in front of a content that calls something counts as none."""
+    """Assert that the events equal the turn; white space in front of a content that calls something counts as none."""
     assert joined(events, ReasoningPiece) == turn.reasoning
     content = joined(events, ContentPiece)
     assert (content.lstrip() if turn.tool_calls else content) == (turn.text.lstrip() if turn.tool_calls else turn.text)
@@ -67,7 +67,7 @@ def assert_heard(events: list[TurnEvent], turn: Turn) -> None:
 async def heard(
     engine: ScriptedEngine, *stop: str, cut_before: int = 0, **options: Any
 ) -> tuple[list[TurnEvent], Turn]:
-    """What one turn said while it was sampled, and the turn; the message may have been cut once before."""
+    """The events of one turn while it was sampled, and the turn; the message may have been cut once before."""
     events, turns = list[TurnEvent](), list[Turn]()
 
     class Hears(Adds):

@@ -426,7 +426,7 @@ HOOKS = {
 
 
 def asking(environment: Asks, **options: Any) -> tuple[Trajectory, list[str]]:
-    """What becomes of an episode whose other agent is slow, and the faults."""
+    """Outcome of an episode whose other agent is slow, and the faults."""
     called = {"tool": "hand_off", "sync tool": "hand_off_from_a_thread"}.get(environment.hook)
     engine = ScriptedEngine({"main": [call(called), "Done"] if called else ["Done"], "other": SLOW}, tick=1.0)
 

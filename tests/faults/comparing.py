@@ -14,7 +14,7 @@ TIMES = {"seconds", "align_seconds", "waited", "timings"}
 
 
 def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str], Any]:
-    """What each agent of each episode did, bit for bit, by (task, visit, index, agent)."""
+    """Results of each agent of each episode, bit for bit, by (task, visit, index, agent)."""
     made = {}
     for trajectory in trajectories:
         key = trajectory.task.id, trajectory.visit, trajectory.index, trajectory.agent
@@ -37,7 +37,7 @@ def differing(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def stored(file: Path) -> dict[tuple[str, int, int, str], Any]:
-    """What a run file holds of each agent, those that are not trained included, attempts that were retried not."""
+    """Rows of each agent in a run file, including those that are not trained, without attempts that were retried."""
     with RunFile(file) as run_file:
         return by_key([run_file.trajectory(row) for row in run_file.rows(trained=None)])
 

@@ -39,7 +39,7 @@ def speak(turn: ModelCall) -> Answer:
 
 
 class Weird(BaseException):
-    """What `except Exception` does not catch."""
+    """An error that `except Exception` does not catch."""
 
 
 released = threading.Event()

@@ -21,7 +21,7 @@ WATCHDOG = 600.0
 
 
 class Bedroom:
-    """How many are asleep, and what wakes them."""
+    """The number of sleepers, and the event that wakes them."""
 
     def __init__(self) -> None:
         self.asleep = threading.Semaphore(0)
@@ -109,7 +109,7 @@ class BlockingTheLoop(Computing):
 async def blockers_until_named(
     make: Callable[[threading.Event], Environment], name: str, engine: ScriptedEngine
 ) -> list[Blocker]:
-    """Who was named, once somebody of this name was."""
+    """The named blockers, once one has this name."""
     named = threading.Event()
     run = Run(make(named), engine)
 

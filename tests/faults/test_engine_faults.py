@@ -38,7 +38,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 async def play_until_death(run: Run) -> tuple[list[Trajectory], EngineDead]:
-    """What the run gave, and the error that it ended with."""
+    """Trajectories of the run, and the error that ended it."""
     played: list[Trajectory] = []
     try:
         await read(run, played)

@@ -30,7 +30,7 @@ def start(file: Path) -> subprocess.Popen[bytes]:
 
 
 def kill_after(process: subprocess.Popen[bytes], lines: int) -> list[bytes]:
-    """What was announced, in whole lines, until the process was killed at or after this many."""
+    """The announcements in whole lines, until the process was killed at or after this many."""
     assert process.stdout is not None
     announced = [process.stdout.readline() for _ in range(lines)]
     os.kill(process.pid, signal.SIGKILL)

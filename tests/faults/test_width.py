@@ -1,4 +1,4 @@
-"""How wide a run is changes no result, and neither does another run beside it."""
+"""The width of a run changes no result, and neither does another run beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of batches have in common: padded batches of texts, of either kind, and a model that says them loudly."""
+"""Helpers for tests of batches: padded batches of texts, of either kind, and a model that writes them in capitals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.testing import ModelCall, ScriptedEngine
 from tests.playing import assert_nothing_open
 
 EOS: Final = 257
-"""What ends a row of the scripted engine's bytes."""
+"""The id that ends a row of the scripted engine's bytes."""
 
 Kind = Literal["torch", "numpy"]
 
@@ -52,7 +52,7 @@ async def generating(
 
 
 async def collect(results: BatchResults[Any], into: list[tuple[int, Any]]) -> None:
-    """What the results give before the error that they end with."""
+    """The results before the error that they end with."""
     async for pair in results:
         into.append(pair)  # noqa: PERF401  # it raises in the end
 
@@ -64,7 +64,7 @@ def rows_of(output: Any) -> list[list[int]]:
 
 
 def texts_of(output: Any) -> list[str]:
-    """What was sampled in each row, as text, without the id that ended it."""
+    """The sampled text of each row, without the id that ended it."""
     starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
     sampled = [row[start:] for row, start in zip(rows_of(output), starts, strict=True)]
     return [bytes(token_id for token_id in row if token_id != EOS).decode() for row in sampled]

@@ -28,7 +28,7 @@ PAD = 0
 
 
 async def streamed(engine: VllmEngine, ids: list[int]) -> tuple[list[int], list[float]]:
-    """What a plain stream samples greedily on these ids."""
+    """The ids that a plain stream samples greedily after these ids."""
     sampling = Sampling(max_tokens=LIMIT, temperature=0).over(Sampling.defaults())
     request = GenerationRequest(name="plain/main/0", prompt=ids, sampling=sampling, stop_ids=engine.stop_ids)
     async with engine.stream(request) as stream:

@@ -42,7 +42,7 @@ NEMO = json.loads("""
     "_debug_payload_metrics": false
 }
 """)
-"""What NeMo RL's own example of GRPO hands its generation, with every key that it adds."""
+"""The generation settings of NeMo RL's own example of GRPO, with every key that it adds."""
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "a mapping of the trainer's own"])

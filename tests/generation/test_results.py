@@ -23,7 +23,7 @@ WATCHDOG = 600.0
 
 
 class Boom(Exception):
-    """What a trainer's code raises."""
+    """An error of a trainer's code."""
 
 
 def in_turn(asked: ModelCall) -> Reply:

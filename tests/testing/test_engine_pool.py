@@ -34,7 +34,7 @@ def pytest_unconfigure():
 
 
 class Tests:
-    """Who runs."""
+    """The runner of the tests."""
 
     name = "one"
 

@@ -86,15 +86,15 @@ class Said:
     """One turn as it is forced, and what becomes of it."""
 
     ids: list[int]
-    """What is sampled."""
+    """The sampled ids."""
     cut: bool = False
-    """Whether it ends by its length."""
+    """True if it ends by its length."""
     answered: bool = True
-    """Whether the environment adds something; else the next turn goes on with it."""
+    """True if the environment adds something; else the next turn continues it."""
     called: tuple[str, ...] = ()
     """The names of the calls that are read in it."""
     owed: str = "\n"
-    """What is left for the template to write of the turn's close."""
+    """The rest of the turn's close, which the template writes."""
 
 
 def awkward(engine: VllmEngine) -> list[Said]:
@@ -184,7 +184,7 @@ async def play(engine: Engine, said: Sequence[Said], *, stop_ids: tuple[int, ...
 
 
 def added(messages: Sequence[Message]) -> Iterator[str]:
-    """What ChatML makes of each run of messages that was put before the model, the first run left out."""
+    """ChatML's text of each run of messages that was put before the model, the first run left out."""
     runs = [
         list(run) for spoken, run in groupby(messages, lambda message: message["role"] == "assistant") if not spoken
     ]
@@ -287,7 +287,7 @@ def teacher(hugging_face_model: Any) -> Teacher:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a sequence is from the one that was sampled on."""
+    """Differences of a sequence from the one that was sampled on."""
 
     unaligned: int
     """The number of sampled ids that it does not have."""

@@ -1,4 +1,4 @@
-"""What is given wrongly is told in one message that says what to give, and shows nothing of the kit's inside."""
+"""A wrong argument leads to one message that names the right one, and shows nothing of the kit's inside."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ SAYS: Any = [[call("add", a=1, b=2), call("add", a=3, b=4)], "It is 3 and 7", "Y
 
 
 class Adds(Environment):
-    """What all of them are but for their mistake."""
+    """The common part of all of them, without a mistake."""
 
     def __init__(self) -> None:
         self.sums: list[int] = []
@@ -71,7 +71,7 @@ class Adds(Environment):
             conversation.add(self.sent(reply))
 
     def sent(self, reply: list[Message]) -> list[Message]:
-        """What is put before the model."""
+        """The prompt of the model."""
         return reply
 
     def step(self, turn: Turn) -> str | None:

@@ -1,4 +1,4 @@
-"""What plays the model in `deltarunner check` says values that fit."""
+"""Random values in place of the model in `deltarunner check` fit their schemas."""
 
 from __future__ import annotations
 

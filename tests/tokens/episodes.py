@@ -36,7 +36,7 @@ class Adds(Plain):
 
 
 def bridges(trajectory: Trajectory, engine: ScriptedEngine) -> list[str]:
-    """What stands between the turns of a trajectory of one segment, after seeing that every prompt extends the last."""
+    """The ids between the turns of a trajectory of one segment, after a check that every prompt extends the last."""
     assert [segment.cause for segment in trajectory.segments] == ["start"], trajectory.error
     texts = []
     for before, turn in pairwise(trajectory.turns):

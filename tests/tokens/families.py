@@ -51,7 +51,7 @@ ADD: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one model brings."""
+    """The files of one model."""
 
     template: str
     """The template's name in the corpus."""
@@ -62,7 +62,7 @@ class Family:
     further: tuple[str, ...] = ()
     """Control tokens that the template writes in parts, or that only the model writes."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What the template reads by name."""
+    """The variables that the template reads by name."""
 
 
 _QWEN = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
@@ -162,7 +162,7 @@ class Model:
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
     ) -> str:
-        """What the template makes of it."""
+        """The template's render of it."""
         return self.renderer.render(messages, tools=tools, generation_prompt=generation_prompt)
 
     def after(
@@ -206,7 +206,7 @@ def model(name: str, **options: Any) -> Model:
 
 
 def family(name: str) -> Family:
-    """What the family brings."""
+    """The files of the family."""
     return FAMILIES[name]
 
 
@@ -236,5 +236,5 @@ QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</to
 
 
 def call_stop(name: str) -> str:
-    """What ends a turn of the family that calls a tool."""
+    """The stop of a turn of the family that calls a tool."""
     return CALL_STOPS.get(name, FAMILIES[name].stops[0])

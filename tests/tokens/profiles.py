@@ -22,7 +22,7 @@ BEGIN, END = "<!-- counts -->\n", "<!-- /counts -->\n"
 
 
 def profile(entry: Entry) -> TemplateProfile | TemplateFault:
-    """What a template of the corpus does, or why it cannot be used."""
+    """Profile of a template of the corpus, or the reason why it cannot be used."""
     template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
     try:
         return profile_of(usable_renderer(template, {}, CLOCK))
@@ -31,7 +31,7 @@ def profile(entry: Entry) -> TemplateProfile | TemplateFault:
 
 
 def traits(entry: Entry) -> str:
-    """What a template of the corpus does, in words."""
+    """Traits of a template of the corpus, in words."""
     found = profile(entry)
     return (
         found.value if isinstance(found, TemplateFault) else " ".join(_word(getattr(found, trait)) for trait in TRAITS)

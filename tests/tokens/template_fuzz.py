@@ -1,4 +1,4 @@
-"""What a bridge promises, looked at for templates and conversations that nobody wrote.
+"""The promise of a bridge, checked for random templates and conversations.
 
 A bridge that is given is exact: what it appends behind the turn is what the template writes there in a render of the
 whole conversation, with the real words of every turn. `python -m tests.tokens.template_fuzz MINUTES` looks for one

@@ -12,7 +12,7 @@ from runner.messages import Message
 __all__ = ["Written", "conversations", "templates", "written"]
 
 TEXTS = ("", " ", "\n", " \n", "a", " a", "a ", "a\n", "\n\na", "A.", "b", "ab", "</think>", "<think>a", "0", "None")
-"""What is said: nothing, white space, words with it at either end, and what templates look for."""
+"""Contents: nothing, white space, words with it at either end, and texts that templates look for."""
 
 LITERALS = ("A", "\n", " ", ".", "\\n\\n", "</think>", "<think>\\n", "x: ", "")
 STRIPPED = ("", "'\\n'", "' '", "'.'", "'a'")
@@ -209,7 +209,7 @@ def condition(draw: st.DrawFn) -> str:
 
 @st.composite
 def value(draw: st.DrawFn) -> str:
-    """What is kept of a message."""
+    """The kept part of a message."""
     return draw(
         st.one_of(
             condition().map(lambda test: f"({test})"),

@@ -87,7 +87,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
 
 
 def spoken(renderer: Renderer, history: Sequence[Message], turn: Message, tools: Sequence[dict[str, Any]]) -> str:
-    """What a model would say to make the template write `turn`, without the stop."""
+    """The reply with which a model would make the template write `turn`, without the stop."""
     asked = renderer.render(history, tools=tools)
     whole = renderer.render([*history, turn], tools=tools, generation_prompt=False)
     assert whole.startswith(asked)

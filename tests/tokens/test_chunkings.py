@@ -39,7 +39,7 @@ class Case:
     finish: FinishReason = FinishReason.STOP
     """The finish of the reply."""
     kept: int | None = None
-    """How many of the ids are in the trajectory; None for all."""
+    """Number of the ids that are in the trajectory; None for all."""
     text: str = ""
     """The turn's text, once it is read."""
     reasoning: str = ""
@@ -47,11 +47,11 @@ class Case:
     calls: tuple[dict[str, Any], ...] = ()
     """The turn's calls."""
     reason: FinishReason = FinishReason.STOP
-    """Why the turn ended."""
+    """The finish reason of the turn."""
     cause: str | int | None = None
-    """What stopped the turn."""
+    """The stop of the turn."""
     broken: bool = False
-    """Whether a call was opened that does not parse."""
+    """True if a call was opened that does not parse."""
 
 
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Which event loop it is changes no id."""
+    """One event loop is enough: it changes no id."""
     return "asyncio"
 
 

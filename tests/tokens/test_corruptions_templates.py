@@ -1,4 +1,4 @@
-"""What single templates do of their own, where other systems were met corrupting tokens: gpt-oss, Gemma, DeepSeek, BOS.
+"""Quirks of single templates, where other systems were met corrupting tokens: gpt-oss, Gemma, DeepSeek, BOS.
 
 Each test says a promise; the comment under it names where the case was met.
 """
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Which event loop it is changes no id."""
+    """One event loop is enough: it changes no id."""
     return "asyncio"
 
 

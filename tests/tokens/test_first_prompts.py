@@ -30,7 +30,7 @@ def public(name: str) -> Bridger:
 
 
 def occurrences(made: Bridger, messages: list[Message]) -> int:
-    """How often EVIL stands in the first prompt as a control id."""
+    """Number of times that EVIL stands in the first prompt as a control id."""
     evil = made.tokenizer.token_id(EVIL)
     assert evil is not None
     return list(made.first_prompt(messages)).count(evil)

@@ -39,13 +39,13 @@ TALK_ONLY = ("mistral-small", "deepseek-v3", "smollm2", "smollm3")
 """Their templates show no calls, or none without conditions."""
 ONE_CALL = ("llama-3.1", "llama-3.2", "gpt-oss")
 FORMATS = ("pythonic", "hermes", "qwen2.5", "qwen3", "pythonic on bytes", "hermes on bytes")
-"""Those whose calls the runner reads."""
+"""Formats whose calls the runner reads."""
 
 CALL_STOPS = {"glm-4.5": "<|observation|>", "glm-4.6": "<|observation|>", "gpt-oss": "<|call|>"}
 CALL_STOPS |= {"gemma-4": "<|tool_response>"}
 TALK_STOPS = {"glm-4.5": "<|user|>", "glm-4.6": "<|user|>"}
 WRITTEN = {"<|return|>": "<|end|>"}
-"""What history writes for a stop."""
+"""The text of a stop in a history."""
 LAST_WORD = "Willowqkz"
 """Ends what the model says or calls, and stands nowhere else."""
 
@@ -79,7 +79,7 @@ class Speaker:
         return Bridger(self.tokenizer, self.renderer, self.stop_ids)
 
     def stop(self, turn: Message) -> str:
-        """What the template ends such a turn with."""
+        """The end that the template writes after such a turn."""
         own = CALL_STOPS if turn.get("tool_calls") else TALK_STOPS
         return own.get(self.name) or self.tokenizer.decode([self.stop_ids[0]])
 
@@ -134,7 +134,7 @@ PIECES = (
 
 
 def contents(controls: Sequence[str]) -> st.SearchStrategy[str]:
-    """What users and tools say: any text, control tokens, and fragments of those."""
+    """Contents of users and tools: any text, control tokens, and fragments of those."""
     whole = st.sampled_from([*controls, *PIECES])
     fragment = st.builds(
         lambda token, begin, end: token[begin : len(token) - end],
@@ -151,7 +151,7 @@ SPOKEN = ORDINARY.filter(lambda text: "<" not in text and "[" not in text and "]
 
 @st.composite
 def turns(draw: st.DrawFn, name: str) -> Message:
-    """What the model says; its last word is the last of its content, or of its last call."""
+    """Turns of the model; its last word is the last of its content, or of its last call."""
     thought = draw(st.sampled_from(["", "", "Carry the one."]))
     most = 0 if name in TALK_ONLY else 1 if name in ONE_CALL else 3
     numbers = draw(st.lists(st.integers(-9, 99), max_size=most))
@@ -224,7 +224,7 @@ def bridged(
 
 
 def rest_of(own: Speaker, history: list[Message], new: list[Message]) -> str:
-    """What the template writes behind the last word of the last turn."""
+    """The template's text after the last word of the last turn."""
     return own.render([*history, *new]).rpartition(LAST_WORD)[2]
 
 

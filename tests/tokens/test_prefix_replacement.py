@@ -400,7 +400,7 @@ def test_joined_prompts_of_public_templates_follow_the_close() -> None:
 
 
 def joined_on(name: str, text: str) -> PrefixResult | None:
-    """What became of two turns and a new message in that template; None where it has no EOS, or drops the words."""
+    """The junction of two turns and a new message in that template; None without an EOS, or if it drops the words."""
     renderer = ChatTemplate(text, name, {"bos_token": "<s>", "eos_token": "</s>"}).renderer()
     try:
         before, after = renderer.render(HISTORY, generation_prompt=False), renderer.render([*HISTORY, NEW])

@@ -1,4 +1,4 @@
-"""What separates two turns: it stands behind whatever ended the first, and is the bridge's, never the model's."""
+"""The separator of two turns: it stands after the stop of the first, and is the bridge's, never the model's."""
 
 import functools
 import json

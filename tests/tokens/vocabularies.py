@@ -248,7 +248,7 @@ def _package(name: str) -> Path:
 
 
 def _kept(name: str, build: Callable[[], str]) -> str:
-    """What `build` makes, kept in the temporary folder between sessions: finding the merges takes seconds."""
+    """The result of `build`, kept in the temporary folder between sessions: finding the merges takes seconds."""
     made_by = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     file = Path(tempfile.gettempdir()) / f"deltarunner-vocabularies-{os.getuid()}" / f"{name}-{made_by}.json"
     if not file.is_file():

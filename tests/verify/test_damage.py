@@ -1,4 +1,4 @@
-"""Whatever is changed in a run file is found and named: ids, messages, tools, what stands where."""
+"""Each change in a run file is found and named: ids, messages, tools, places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is changed beside prompts and turns is found: log-probabilities, seeds, rewards, whole episodes."""
+"""Each change beside prompts and turns is found: log-probabilities, seeds, rewards, whole episodes."""
 
 from __future__ import annotations
 

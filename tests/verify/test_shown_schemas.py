@@ -1,4 +1,4 @@
-"""What a model was shown of its tools is made again by verification, also where the template needed other schemas."""
+"""Verification makes the shown schemas of tools again, also for a template that needed other schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Which event loop it is changes no prompt."""
+    """One event loop is enough: it changes no prompt."""
     return "asyncio"
 
 

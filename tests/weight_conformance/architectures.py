@@ -16,7 +16,7 @@ class Architecture:
     config: str
     """The class of its configuration in transformers."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """What differs from a usual configuration."""
+    """Differences from a usual configuration."""
     tied: tuple[bool, ...] = (False, True)
     """The kinds of output layer that it has: one of its own, or the embedding."""
     model: str = ""

@@ -4,6 +4,6 @@ import subprocess
 
 
 def run(command: str) -> str:
-    """What a command prints."""
+    """Output of a command."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr or "(nothing)"

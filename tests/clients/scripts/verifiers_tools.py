@@ -55,7 +55,7 @@ class Sums(vf.ToolEnv):
 
 
 async def exact(completion, answer) -> float:
-    """Whether the last call gives the right answer."""
+    """True if the last call returns the right answer."""
     calls = [call for message in completion if message.role == "assistant" for call in message.tool_calls or ()]
     given = [json.loads(call.arguments).get("value") for call in calls if call.name == "answer"]
     return float(given[:1] == [int(answer)])

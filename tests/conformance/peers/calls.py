@@ -30,33 +30,33 @@ RECORD: Final = Path(__file__).with_name("calls.jsonl")
 OURS: Final = "ours"
 
 Faults = Mapping[str, Mapping[str, str]]
-"""What is wrong, by kind and case: names of `Kind` and of `Fault`."""
+"""Faults by kind and case: names of `Kind` and of `Fault`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """What came of one format of calls."""
+    """Results of one format of calls."""
 
     template: str
     """The template of most models that writes it."""
     templates: int
-    """How many write it."""
+    """Number of templates with it."""
     models: int
-    """How many models these have."""
+    """Number of models with these templates."""
     shown: str
     """One call in it."""
     trials: Mapping[str, int]
-    """How many there were, by the name of their `Kind`."""
+    """Number of trials, by the name of their `Kind`."""
     readers: Mapping[str, Faults]
-    """What each reader had wrong: ours, then vLLM's parsers, that with the fewest faults first."""
+    """Faults of each reader: ours, then vLLM's parsers, the one with the fewest faults first."""
 
     def wrong(self, reader: str, *, as_written: bool = False) -> int:
-        """How many trials a reader had wrong, of those that a template writes so or of the others."""
+        """Number of trials that a reader had wrong, of those that a template writes so or of the others."""
         faults = self.readers[reader]
         return sum(len(cases) for kind, cases in faults.items() if Kind[kind].is_written is as_written)
 
     def tried(self, *, as_written: bool) -> int:
-        """How many trials there were of these."""
+        """Number of these trials."""
         return sum(number for kind, number in self.trials.items() if Kind[kind].is_written is as_written)
 
     @property
@@ -75,7 +75,7 @@ class CallRow:
 
 
 def recorded() -> list[CallRow]:
-    """What came of them when the record was written."""
+    """The recorded results."""
     return [CallRow.read(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
 
 
@@ -85,7 +85,7 @@ def write(rows: Iterable[CallRow]) -> None:
 
 
 def play_all(turns: Sequence[tuple[Entry, TurnFormat]], processes: int = 2) -> list[CallRow]:
-    """What comes of every distinct format, in the order of their templates' names."""
+    """Results of every distinct format, in the order of their templates' names."""
     return spread(play, grouped(turns, key), processes)
 
 
@@ -95,7 +95,7 @@ def key(turn: TurnFormat) -> str:
 
 
 def play(group: Group) -> CallRow:
-    """What comes of the format of one group of templates."""
+    """Results of the format of one group of templates."""
     # Here, since it takes seconds, and pages are made of records without it.
     from tests.conformance.peers.readers import our_calls, vllm_calls
 
@@ -133,7 +133,7 @@ def _plain(form: CallFormat, said: ProbeCall) -> Trial:
 
 
 def _fit(form: CallFormat, plain: Sequence[Trial], readers: Mapping[str, CallsReader]) -> dict[str, CallsReader]:
-    """Those that read one plain call right; where none does, those that do but for marks that they leave."""
+    """Readers that read one plain call right; without one, those that do except for remaining marks."""
     faults = {name: [judge(form, trial, reader) for trial in plain] for name, reader in readers.items()}
     right = {name: readers[name] for name, found in faults.items() if None in found}
     return right or {

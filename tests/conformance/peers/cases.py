@@ -1,4 +1,4 @@
-"""What every reader of a format is given: the battery as the template writes it, and answers without a call."""
+"""Trials of every reader of a format: the battery as the template writes it, and answers without a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NOT_TRIED", "PLAIN", "Kind", "Trial", "schemas_of", "written"]
 
 
 class Kind(enum.StrEnum):
-    """What a trial is about: first what templates write themselves, then the ways in which models stray."""
+    """The subject of a trial: first the texts that templates write themselves, then the ways in which models stray."""
 
     STRINGS = "strings"
     MARKS = "a mark of the format in a string"
@@ -143,7 +143,7 @@ def _trial(
 
 
 def _kind(case: FormatCase) -> Kind:
-    """What a case of the battery is about."""
+    """The kind of a case of the battery."""
     said = case.calls[0]
     if case.what == WHOLE_CLOSING:
         return Kind.CLOSING
@@ -193,4 +193,4 @@ _ANSWERS: Final = (
     '{"name": "Ada", "arguments": "none"}',
     "<b>so</b> & <i>so</i>",
 )
-"""What is said without a call; none of it names a tool or a mark of a format."""
+"""Texts without a call; none of them names a tool or a mark of a format."""

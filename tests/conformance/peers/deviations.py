@@ -26,7 +26,7 @@ WORDS: Final = "I look it up."
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """What a model wrote, and what it meant."""
+    """A text of a model, and its meaning."""
 
     text: str
     calls: tuple[ProbeCall, ...]
@@ -51,7 +51,7 @@ def strayed(form: CallFormat, tokens: Collection[str]) -> Iterator[Trial]:
 
 
 def _calls(form: CallFormat) -> tuple[ProbeCall, ...]:
-    """What is said in most of them."""
+    """The calls of most of them."""
     return (FIRST, SECOND) if form.between is not None else (FIRST,)
 
 

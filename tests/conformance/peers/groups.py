@@ -25,17 +25,17 @@ class Group:
 
 
 def learnt(processes: int = 2) -> list[tuple[Entry, TurnFormat]]:
-    """What is learnt of all that can serve an environment with tools."""
+    """Learnt formats of all templates that can serve an environment with tools."""
     return list(zip(capable(), spread(turn_of, capable(), processes), strict=True))
 
 
 def turn_of(entry: Entry) -> TurnFormat:
-    """What is learnt of one template."""
+    """The learnt format of one template."""
     return learn_format(entry.renderer()).format
 
 
 def grouped(turns: Sequence[tuple[Entry, TurnFormat]], key: Callable[[TurnFormat], str]) -> list[Group]:
-    """Those with the same key, by their templates' names; those whose key is "" are left out."""
+    """Groups with the same key, by their templates' names; those whose key is "" are left out."""
     groups: dict[str, list[Entry]] = {}
     for entry, form in turns:
         if key(form):

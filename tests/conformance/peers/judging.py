@@ -33,7 +33,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a reader made of a text."""
+    """The result of a reader for a text."""
 
     content: str
     calls: list[Call]
@@ -44,7 +44,7 @@ CallsReader: TypeAlias = Callable[[Trial], Read]
 
 
 class Fault(enum.StrEnum):
-    """What is wrong with a reading."""
+    """The fault of a reading."""
 
     RAISES = "raises"
     LOST = "reads no call"
@@ -68,7 +68,7 @@ SLIGHT: Final = frozenset({Fault.CONTENT_LOST, Fault.CONTENT_MORE, Fault.ID, Fau
 
 
 def judge(form: CallFormat, trial: Trial, reader: CallsReader) -> Fault | None:
-    """What is wrong with what is read of a trial; None where it is what was said, or cannot be told from it.
+    """The fault of a reading of a trial; None if it is right, or cannot be distinguished from a right one.
 
     It cannot be told where a template writes this text for what was read too, and the schemas allow it.
     """

@@ -32,7 +32,7 @@ BETTER: Final[Mapping[Kind, str]] = {
     Kind.UNLISTED: "not tolerated: the model reads how calls begin; without a trigger, it is content",
     Kind.SQUEEZED: "not tolerated: the words of the trigger are written without the space between them",
 }
-"""Why ours differs, for every kind in which a parser of vLLM's reads better what some format has."""
+"""The reason for our reading, for every kind in which a parser of vLLM's reads better what some format has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _kinds(rows: Sequence[CallRow], *, as_written: bool) -> Iterator[Sequence[ob
 
 
 def _counted(whose: str, faults: Sequence[Fault | None]) -> str:
-    """Whose faults these are, and how often each."""
+    """The readers of these faults, and the number of each."""
     counted = ", ".join(f"{fault} {number}" for fault, number in Counter(faults).most_common())
     return f"{whose} {counted}" if faults else ""
 
@@ -301,7 +301,7 @@ def _thought(row: ThoughtRow) -> Sequence[object]:
 
 
 def _of_all(rows: Sequence[CallRow], reader: str, *, as_written: bool) -> str:
-    """What a reader has right, of all trials of these formats."""
+    """The right readings of a reader, of all trials of these formats."""
     tried = sum(row.tried(as_written=as_written) for row in rows)
     return f"{tried - sum(row.wrong(reader, as_written=as_written) for row in rows):,} of {tried:,}"
 

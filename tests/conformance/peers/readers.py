@@ -76,7 +76,7 @@ def reasoning_parsers() -> list[str]:
 
 
 def _names(registered: Collection[str], class_of: Callable[[str], type]) -> list[str]:
-    """What is registered and can be tried; names of one parser stand together, as in `hermes, qwen3_json`."""
+    """Registered parsers that can be tried; names of one parser stand together, as in `hermes, qwen3_json`."""
     parsers: dict[type, list[str]] = {}
     for name in registered:
         if name not in NOT_TRIED:
@@ -116,7 +116,7 @@ def _calls(made: type[Parser], tokenizer: PreTrainedTokenizerFast, trial: Trial)
 
 
 def vllm_split(names: str, tokens: tuple[str, ...], *, thinking: bool) -> Callable[[str, str], tuple[str, str]] | None:
-    """How one of vLLM's splits a turn behind a prompt into thought and rest; `thinking` is asked of the template.
+    """A parser of vLLM that splits a turn into thought and rest; `thinking` is an option of the template.
 
     None where it needs a token that no template of the corpus has.
     """

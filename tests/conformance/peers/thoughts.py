@@ -28,7 +28,7 @@ Split: TypeAlias = Callable[[str, str], tuple[str, str]]
 
 
 class Miss(enum.StrEnum):
-    """What is wrong with a split."""
+    """The fault of a split."""
 
     RAISES = "raises"
     THOUGHT_LOST = "drops the thought"
@@ -50,20 +50,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtRow:
-    """What came of one way to mark thoughts."""
+    """Results of one way to mark thoughts."""
 
     template: str
     """The template of most models that has it."""
     templates: int
-    """How many have it."""
+    """Number of templates with it."""
     models: int
-    """How many models these have."""
+    """Number of models with these templates."""
     marks: str
-    """What opens and closes a thought, and who opens it."""
+    """The marks around a thought, and the author of the opening one."""
     trials: int
-    """How many turns were split."""
+    """Number of turns that were split."""
     readers: Mapping[str, Mapping[str, str]]
-    """What each had wrong, by case: the name of a `Miss`; ours, then vLLM's parsers, the best first."""
+    """Faults of each by case: the name of a `Miss`; ours, then vLLM's parsers, the best first."""
 
     def line(self) -> str:
         """The row as the record has it."""
@@ -76,7 +76,7 @@ class ThoughtRow:
 
 
 def recorded() -> list[ThoughtRow]:
-    """What came of them when the record was written."""
+    """The recorded results."""
     return [ThoughtRow.read(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
 
 
@@ -86,12 +86,12 @@ def write(rows: Iterable[ThoughtRow]) -> None:
 
 
 def play_all(turns: Sequence[tuple[Entry, TurnFormat]], processes: int = 2) -> list[ThoughtRow]:
-    """What comes of all ways, in the order of their templates' names."""
+    """Results of all ways, in the order of their templates' names."""
     return spread(play, grouped(turns, marks), processes)
 
 
 def marks(form: TurnFormat) -> str:
-    """What stands around a thought and a content, in words; "" where the template shows no thought.
+    """The marks around a thought and a content, in words; "" if the template shows no thought.
 
     gpt-oss is left out: a turn of channels is more than a thought and a rest.
     """
@@ -104,13 +104,13 @@ def marks(form: TurnFormat) -> str:
 
 
 def single_marks(form: TurnFormat) -> list[str]:
-    """What opens and closes a thought, as far as a vocabulary can have it as one token, where parsers look for it."""
+    """The marks around a thought, as far as a vocabulary can have each as one token, where parsers look for it."""
     marked = [] if form.reasoning is None else [form.reasoning.open, form.reasoning.close]
     return [mark for mark in marked if len(CutPoints().split(mark)) == 1]
 
 
 def _content_open(form: TurnFormat) -> str:
-    """What stands between a thought and a content, beside the close."""
+    """The text between a thought and a content, beside the close."""
     assert form.reasoning is not None
     return form.content.open if form.content.open != form.reasoning.close else ""
 
@@ -144,7 +144,7 @@ def turns(form: TurnFormat) -> Iterator[Turn]:
 
 
 def play(group: Group) -> ThoughtRow:
-    """What comes of the thoughts of one group of templates."""
+    """Results of the thoughts of one group of templates."""
     # Here, since it takes seconds, and pages are made of records without it.
     from tests.conformance.peers.readers import reasoning_parsers, vllm_split
 
