@@ -196,8 +196,12 @@ def long_test_names(folder: Path) -> list[str]:
 
 def repeated_classes(folder: Path) -> list[str]:
     """Names that several classes have, nested ones too; `Run` and `_Run` are one name."""
-    pattern = re.compile(r"^ *class _*(\w+)", re.MULTILINE)
-    names = Counter(name for path in folder.rglob("*.py") for name in pattern.findall(path.read_text(encoding="utf-8")))
+    names = Counter(
+        node.name.lstrip("_")
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
     return sorted(name for name, count in names.items() if count > 1 and name not in ALLOWED_TWICE)
 
 

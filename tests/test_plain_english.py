@@ -68,7 +68,9 @@ def test_avoided_word_of_a_page_is_found(folder: Path) -> None:
 
 def test_classes_that_differ_only_in_an_underscore_are_found(folder: Path) -> None:
     (folder / "public.py").write_text("class Run: ...\nclass Driver: ...\n", encoding="utf-8")
-    (folder / "private.py").write_text("def f():\n    class _Run(Driver): ...\n", encoding="utf-8")
+    (folder / "private.py").write_text(
+        "'''\nclass Driver: ...\n'''\ndef f():\n    class _Run(Driver): ...\n", encoding="utf-8"
+    )
     assert plain_english.repeated_classes(folder) == ["Run"]
 
 
