@@ -18,6 +18,7 @@ from runner.parsing.roundtrip import ambiguities, losses
 from runner.scoring import ScorerKind
 from runner.tokens.shown_arguments import unseen_of
 from runner.tools.modern_schema import modern
+from runner.tools.schema_faults import uncallable
 from runner.tools.tool import Tool
 
 __all__ = ["as_environment", "check_playable", "check_tools", "common_system_prompt"]
@@ -90,7 +91,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
 def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
     chat.require_calls()
     template, form = f"template {chat.renderer.template.name!r}", chat.parser.format
-    warnings = list(_unseen(tools, chat))
+    warnings = [*_unseen(tools, chat), *uncallable(tools)]
     if not chat.parser.writes_as_read or form.calls is None:  # the written format is unknown
         return warnings
     lost = list(losses(form, tools))

@@ -40,7 +40,7 @@ from runner.parsing.schema_grammar import not_enforced
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.system_support import TAKES_ALL, SystemSupport
 from runner.tools.external_tools import tool_of, tools_of
-from runner.tools.modern_schema import modern
+from runner.tools.schema_faults import schema_faults
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 from runner.turn_events import DeliverTurn, TurnEventSink
@@ -327,11 +327,8 @@ class ChatService:
                 until = time.perf_counter() + LOOP_SLICE_SECONDS
 
     def _say_unchecked(self, tools: Sequence[Tool]) -> None:
-        """Add a fault, once a run, with the keywords of the tools' schemas that are not checked."""
-        for tool in tools:
-            notes = ", ".join(map(str, modern(tool.parameters).notes))
-            if notes and self._episode.shared.is_new(f"{tool.name}: {notes}"):
-                self._episode.faults.append(f"the schema of the tool {tool.name!r} is not checked whole: {notes}")
+        """Add a fault, once a run, for each tool whose schema is not checked whole or refuses every call."""
+        self._episode.faults.extend(filter(self._episode.shared.is_new, schema_faults(tools)))
 
     async def _aligned(self, asked: ChatCall, tools: Sequence[Tool]) -> tuple[RequestAlignment, float]:
         schemas = [tool.as_openai() for tool in tools]

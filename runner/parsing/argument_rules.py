@@ -62,9 +62,10 @@ class ArgumentRules:
             NoGrammar: the format cannot write these arguments.
         """
         shapes = shapes_of(parameters)
+        why = shapes.why_uncallable()
+        if why is not None:
+            raise _unsatisfiable(name, why)
         arguments = shapes.arguments()
-        if not arguments:
-            raise _unsatisfiable(name, "no object fits its schema")
         try:
             if isinstance(self._form.arguments, TaggedArguments):
                 tagged = partial(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Self, TypeAlias
 
 import orjson
 
 from runner.errors import BadOption
 from runner.options import Constraint, ConstraintKind, ToolChoice
-from runner.parsing.argument_rules import ArgumentRules, NoGrammar
+from runner.parsing.argument_rules import ArgumentRules, GrammarRequirement, NoGrammar
 from runner.parsing.ebnf import NOTHING, Rules, either, literal, text_without
 from runner.parsing.harmony import NEXT_MESSAGE
 from runner.parsing.turn_format import CallFormat, LiteralText, Piece, ReasoningFormat, Slot
@@ -42,7 +42,8 @@ def constraint(
     "required" and a tool's name allow only calls. "auto" allows any text, and constrains each call to a tool and its
     schema, for strict arguments. A format without a trigger cannot have "auto", since the begin of a call is unknown.
 
-    A turn may have several calls only if `parallel` is true and every allowed tool is parallel.
+    A turn may have several calls only if `parallel` is true and every allowed tool is parallel. Tools without any
+    call in this format are left out while another one remains. If none remains, "auto" is not constrained.
 
     Args:
         form: format of the calls.
@@ -54,7 +55,7 @@ def constraint(
         stops: control tokens that end a turn; the grammar ends before the first one.
 
     Raises:
-        BadOption: a call is required and no tool is allowed, or the format cannot write the arguments of a tool.
+        BadOption: a call is required and no tool is allowed, or none that can be called.
     """
     allowed = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
     if tool_choice == "none" or (tool_choice == "auto" and not (form.trigger and allowed)):
@@ -73,6 +74,8 @@ def constraint(
             return Constraint(ConstraintKind.STRUCTURAL_TAG, _tag(keyed, signatures, many, thought))
         return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought))
     except NoGrammar as error:
+        if tool_choice == "auto" and error.requirement is not GrammarRequirement.STRINGS_END:
+            return None  # each call is answered with what is wrong with it
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
 
 
@@ -120,7 +123,7 @@ def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
     try:
         arguments.of(tool.name, tool.parameters_text)
     except NoGrammar:
-        return []  # such a call is refused with an error
+        return []  # `schema_faults` and `losses` say that it cannot be called
     return arguments.left_out.sentences()
 
 
@@ -149,9 +152,38 @@ class _Format:
         return cls(orjson.dumps([form, control_tokens]), form, control_tokens)
 
 
+def _of_callable(make: Callable[[Signatures], str], form: CallFormat, signatures: Signatures) -> str:
+    """Return what is made for these tools, or for those that can be called, since the others must not block them.
+
+    Raises:
+        NoGrammar: no tool can be called, or the format has no end of strings.
+    """
+    try:
+        return make(signatures)
+    except NoGrammar as error:
+        if error.requirement is GrammarRequirement.STRINGS_END:
+            raise
+        kept = tuple(each for each in signatures if _why_left_out(form, *each) is None)
+        if not kept:
+            raise
+    return make(kept)
+
+
+def _why_left_out(form: CallFormat, name: str, parameters: str) -> NoGrammar | None:
+    try:
+        ArgumentRules(Rules(NO_TOKENS), form).of(name, parameters)
+    except NoGrammar as error:
+        return error
+    return None
+
+
 # Every turn of every episode uses one of a few grammars.
 @lru_cache(maxsize=256)
 def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
+    return _of_callable(partial(_grammar_of, keyed, many, thought), keyed.form, signatures)
+
+
+def _grammar_of(keyed: _Format, many: bool, thought: ReasoningFormat | None, signatures: Signatures) -> str:
     rules, form = Rules(keyed.control_tokens), keyed.form
     calls = f"{rules.written(form.begin)} {_calls(rules, form, signatures, many)}"
     return rules.grammar(calls if thought is None else f"{_thinking(rules, thought)} {calls}")
@@ -160,6 +192,10 @@ def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought: Reason
 @lru_cache(maxsize=256)
 def _tag(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
     """Return a structural tag: free text in which the trigger begins calls."""
+    return _of_callable(partial(_tag_of, keyed, many, thought), keyed.form, signatures)
+
+
+def _tag_of(keyed: _Format, many: bool, thought: ReasoningFormat | None, signatures: Signatures) -> str:
     rules, form = Rules(keyed.control_tokens), keyed.form
     after_trigger = rules.written(form.begin[len(form.trigger) :])
     grammar = rules.grammar(f"{after_trigger} {_calls(rules, form, signatures, many)}")

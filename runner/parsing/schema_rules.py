@@ -175,7 +175,9 @@ class SchemaRules:
                 body = self._rules.add("pattern", pattern_rule(pattern, characters, self._rules))
             except UnsupportedPattern:
                 continue
-            return (keyword,), f"{quote} {body} {quote}"
+            # A rule holds one format; of several, the others are left to the report.
+            said = () if keyword == "format" and len(shape.formats) > 1 else (keyword,)
+            return said, f"{quote} {body} {quote}"
         if shape.most is not None and shape.most <= MAX_COUNTED:
             first = [characters.one_of(EVERY)] * shape.least
             rest = characters.at_most(shape.most - shape.least, quote)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
 
 from runner.tools.ecma_patterns import BadPattern, python_pattern
+from runner.tools.listed_values import without_contradictions
 
 __all__ = ["ModernSchema", "Note", "as_shown", "modern", "resolved"]
 
@@ -123,6 +124,8 @@ class _SchemaConverter:
     _named: dict[int, str] = field(default_factory=dict)
     """Names of referenced schemas, by identity."""
     _defs: dict[str, Any] = field(default_factory=dict)
+    _is_condition: bool = False
+    """True inside of `not` and `if`, where a schema that nothing fits has a meaning."""
 
     def result(self) -> ModernSchema:
         self._resources[""] = self.root
@@ -262,6 +265,10 @@ class _SchemaConverter:
             if convert is not None:
                 convert(self, schema, key, path, made)
         self._required_properties(schema, path, made)
+        if not self._is_condition:
+            made, contradictions = without_contradictions(made)
+            for each in contradictions:
+                self._note(path, each.keyword, each.why)
         if schema.get("nullable") is True:
             return _nullable(made)
         return made
@@ -306,7 +313,10 @@ class _SchemaConverter:
             if not made["prefixItems"]:
                 del made["prefixItems"]
             return
+        before = self._is_condition
+        self._is_condition = before or key in ("not", "if")
         made[key] = self._schema(schema[key], f"{path}[]" if key in ("items", "contains") else path)
+        self._is_condition = before
 
     def _list(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]

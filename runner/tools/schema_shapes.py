@@ -78,6 +78,15 @@ class SchemaShapes:
         """Return the shapes of a tool's arguments, which are objects."""
         return tuple(shape for shape in self.of(self.whole) if shape.kind == "object")
 
+    def why_uncallable(self) -> str | None:
+        """Return why no arguments of a tool satisfy the schema, as a clause; None if some do."""
+        if self.arguments():
+            return None
+        objects = [shape for shape in self._every(self.whole) if shape.kind == "object"]
+        unfit = (name for one in objects for name in one.required if not self.is_satisfiable(one.member(name)))
+        name = next(unfit, None)
+        return "no object fits its schema" + ("" if name is None else f", since no value fits its argument {name!r}")
+
     def argument(self, name: str) -> tuple[ValueShape, ...]:
         """Return the shapes of the argument with this name, in any combination with others."""
         if name not in self._arguments:

@@ -76,3 +76,11 @@ def test_check_names_a_reference_that_leads_nowhere() -> None:
         "look(given=) refers to '#/$defs/Missing', which is not in its schema, so the model is not shown what to write "
         "there: put it into $defs."
     ]
+
+
+def test_check_names_a_tool_that_nothing_fits() -> None:
+    schema = {"type": "object", "properties": {"given": {"minimum": 2, "maximum": 1, "type": "integer"}}}
+    free = Tool(lambda given: None, name="free", description="Look.", parameters=schema)
+    held = Tool(lambda given: None, name="held", description="Look.", parameters={**schema, "required": ["given"]})
+    (text,) = [finding.text for finding in tool_findings([free, held])]
+    assert text.startswith("no call of the tool 'held' passes its check: no object fits its schema")

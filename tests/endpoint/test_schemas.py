@@ -41,6 +41,24 @@ async def test_tool_of_another_dialect_refuses_no_request() -> None:
     assert all(trajectory.outcome is Outcome.COMPLETED for trajectory in trajectories)
 
 
+async def test_tool_that_nothing_fits_refuses_no_request() -> None:
+    bad: Any = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
+    tools: Any = [{"type": "function", "function": {"name": "bad", "parameters": bad}}, *TOOLS]
+
+    async def loop(endpoint: Endpoint) -> None:
+        async with openai_client(endpoint) as client:
+            await client.chat.completions.create(
+                model="m", messages=[user("Call it.")], tools=tools, tool_choice="required"
+            )
+            with pytest.raises(openai.BadRequestError, match="no value fits its argument 'a'"):
+                await client.chat.completions.create(
+                    model="m", messages=[user("Call it.")], tools=tools[:1], tool_choice="required"
+                )
+
+    (trajectory,) = await served(loop, [call("odd", point=[1.5, 2])])
+    assert [each.name for turn in trajectory.turns for each in turn.tool_calls] == ["odd"]
+
+
 async def test_keywords_that_hold_no_answer_are_told_with_the_request() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "required": ["b"]}
 

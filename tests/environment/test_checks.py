@@ -251,3 +251,16 @@ async def test_keyword_that_is_not_checked_is_named_for_free_calls_too() -> None
     assert warning.startswith(
         "the schema of the tool 'tag' is not checked completely: pattern of tags (Python has no \\p{L}"
     )
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_tool_that_nothing_fits_is_named_and_plays_on(choice: str) -> None:
+    class Two(holding({"not": {}}, tool_choice=choice)):  # type: ignore[misc]  # a class that a function made
+        def bound_tools(self) -> list[Tool]:
+            return [*super().bound_tools(), *Putting().bound_tools()[1:]]
+
+    (warning,) = await told(Two, of_family("Qwen3"))
+    assert warning == (
+        "no call of the tool 'tag' passes its check: no object fits its schema, since no value fits its argument "
+        "'tags'. Mend its schema. Calls that are required or strict leave the tool out."
+    )

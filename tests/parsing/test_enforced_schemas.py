@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,9 @@ import xgrammar
 from runner.errors import BadOption
 from runner.parsing.argument_rules import GrammarRequirement, NoGrammar, ends_of_strings
 from runner.parsing.call_grammar import constraint, enforceable
+from runner.parsing.schema_grammar import answer_constraint
 from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.tools.schema_faults import uncallable
 from runner.tools.tool import Tool
 from tests.parsing.enforced import (
     ADD,
@@ -41,6 +44,35 @@ def test_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -> N
     form, enforced = form_of(name), required(form_of(name), [tool])
     taken = [number for number in range(-1, 12) if accepts(enforced, written(form, ("pick", {"number": number})))]
     assert taken == [1, 2, 3]
+
+
+RARE: dict[str, tuple[list[str], list[str]]] = {
+    # The page lists these valid values as ones that no grammar allows.
+    "date": (["2024-02-28", "2024-01-30"], ["2024-02-29"]),
+    "time": (["12:00:00Z", "12:00:00.123456+01:00"], ["12:00:00z", "12:00:00.1234567Z", "23:59:60Z"]),
+    "date-time": (["2024-02-28T12:00:00Z"], ["2024-02-28t12:00:00Z", "2024-02-29T12:00:00Z"]),
+    "email": (["a+b.c_d-e@f.org"], ["a!b@f.org", "a#b@f.org", "a$b@f.org", "a%b@f.org"]),
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_rare_values_of_a_format_cannot_be_written(name: str) -> None:
+    enforced = answer_constraint({"type": "string", "format": name})
+    common, rare = RARE[name]
+    assert [text for text in (*common, *rare) if accepts(enforced, json.dumps(text))] == common
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth > 1 else []
+
+
+def test_indented_calls_end_at_a_depth_and_answers_do_not() -> None:
+    form, tool = form_of("JSON list, indented"), schema_tool("f", {"properties": {"a": {}}})
+    enforced = required(form, [tool])
+    taken = [depth for depth in (1, 8, 9, 10) if accepts(enforced, written(form, ("f", {"a": nested(depth)})))]
+    assert taken == [1, 8]
+    for indent in (None, 2):
+        assert accepts(answer_constraint({}), json.dumps(nested(20), indent=indent))
 
 
 @every_class
@@ -189,6 +221,36 @@ def test_argument_that_a_template_cannot_write_is_named() -> None:
     nothing = schema_tool("f", {"properties": {"a": False}, "required": ["a"]})
     with pytest.raises(BadOption, match="f takes what nothing fits"):
         constraint(form_of("JSON object"), [nothing], "required")
+
+
+NOTHING_FITS: list[dict[str, Any]] = [
+    {"properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}, "required": ["a"]},
+    {"properties": {"a": {"not": {}}}, "required": ["a"]},
+    {"properties": {"b": {}}, "required": ["a"], "additionalProperties": False},
+    {"properties": {"b": {}}, "allOf": [{"required": ["a"]}], "additionalProperties": False},
+]
+
+
+@pytest.mark.parametrize("schema", NOTHING_FITS, ids=str)
+def test_tool_that_nothing_fits_blocks_no_other_tool(schema: dict[str, Any]) -> None:
+    form, bad = form_of("JSON object"), schema_tool("bad", schema)
+    for choice in ("required", "auto"):
+        alone = constraint(form, ADD, choice)
+        assert alone is not None
+        assert constraint(form, [bad, *ADD], choice) == alone
+    assert constraint(form, [bad], "auto") is None
+    for tools, choice in (([bad], "required"), ([bad, *ADD], "bad")):
+        with pytest.raises(BadOption, match="since no value fits its argument 'a'"):
+            constraint(form, tools, choice)
+    (sentence,) = uncallable([*ADD, bad])
+    assert sentence.startswith("no call of the tool 'bad' passes its check: no object fits its schema, since")
+
+
+def test_tool_that_a_template_cannot_write_blocks_no_other_tool() -> None:
+    form, stop = tagged(none=None), TOOLS[-1]
+    assert required(form, [stop, *ADD]) == required(form, ADD)
+    with pytest.raises(BadOption, match="stop takes no arguments"):
+        constraint(form, [stop], "required")
 
 
 def test_unwritable_optional_argument_is_omitted() -> None:

@@ -137,7 +137,11 @@ def test_unsatisfiable_argument_of_a_required_call_is_refused() -> None:
     def odd(a: Any) -> None:
         raise NotImplementedError
 
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "const": 1}}, "required": ["a"]}
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 1, "maximum": 0}},
+        "required": ["a"],
+    }
     tool = Tool(odd, description="Do something.", parameters=parameters)
     with pytest.raises(BadOption, match="odd takes what nothing fits: no object fits its schema"):
         bundled("hermes").constraint([tool], "required")

@@ -169,6 +169,31 @@ OTHER_DIALECTS: dict[str, tuple[Any, list[Any], list[Any], list[str]]] = {
         ["minLength of a"],
     ),
     "enum that is none": (taking({"enum": "x"}), [{"a": 1}], [{}], ["enum of a"]),
+    "enum of nothing": (taking({"enum": []}), [{"a": 1}, {"a": "x"}], [{}], ["enum of a (it lists no value)"]),
+    "numbers that a string lists": (
+        taking({"type": "string", "enum": [1, 2.5]}),
+        [{"a": "1"}, {"a": "2.5"}],
+        [{"a": 1}, {"a": "3"}],
+        ["enum of a (no value is of type 'string', read as '1', '2.5')"],
+    ),
+    "integers in quotes": (
+        taking({"type": ["integer", "null"], "enum": ["1", "2", None]}),
+        [{"a": 2}, {"a": None}],
+        [{"a": "2"}, {"a": 3}],
+        ["read as 1, 2, None)"],
+    ),
+    "values of the items at a list": (
+        taking({"type": "array", "items": {"type": "string"}, "enum": ["x", "y"]}),
+        [{"a": ["x", "y"]}, {"a": []}],
+        [{"a": ["z"]}, {"a": "x"}],
+        ["enum of a (no value is a list, read as values of the items)"],
+    ),
+    "constant of another type": (
+        taking({"type": "boolean", "const": "x"}),
+        [{"a": True}, {"a": False}],
+        [{"a": "x"}],
+        ["const of a (no value is of type 'boolean')"],
+    ),
     "anyOf of nothing": (taking({"anyOf": []}), [{"a": 1}], [{}], ["anyOf of a"]),
     "property that is a word": (taking("string"), [{"a": 1}], [{}], ["schema of a ('string' is not a schema)"]),
     "properties that are a list": ({"type": "object", "properties": ["a"]}, [{}], [], ["properties of the whole"]),
@@ -190,6 +215,12 @@ def test_schema_of_another_dialect_is_converted(name: str) -> None:
     notes = notes_of(schema)
     assert len(notes) == bool(words)
     assert all(word in notes[0] for word in words)
+
+
+@pytest.mark.parametrize("keyword", ["not", "if"])
+def test_condition_that_nothing_fits_is_kept(keyword: str) -> None:
+    schema = {keyword: {"enum": []}, "then": False}
+    assert (modern(schema).schema, notes_of(schema)) == (schema, [])
 
 
 @each_dialect

@@ -24,6 +24,7 @@ from runner.tasks import Task
 from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tool_forms import unresolved
 from runner.tools.modern_schema import modern
+from runner.tools.schema_faults import uncallable
 from runner.tools.tool import Tool
 from runner.trajectory import Outcome, Trajectory
 
@@ -111,6 +112,8 @@ def tool_findings(tools: Sequence[Tool]) -> Iterator[Finding]:
                 "afterwards.",
                 fatal=False,
             )
+    for text in uncallable(tools):
+        yield Finding(text, fatal=False)
     for unclear in ambiguities(tools):
         yield Finding(
             f"{unclear} takes strings and other values. Many chat templates write strings without quotes (untyped), "
