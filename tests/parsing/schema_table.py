@@ -10,11 +10,12 @@ from jsonschema_specifications import REGISTRY
 
 from runner.parsing.call_grammar import not_enforced as not_enforced_of_tool
 from runner.parsing.schema_grammar import answer_constraint, not_enforced
+from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.tools.external_tools import tools_of
 from runner.tools.modern_schema import modern
 from runner.tools.validators import validator_of
 from tests.parsing.enforced import accepts, form_of, required, written
-from tests.parsing.test_schema_agreement import as_json
+from tests.parsing.expected_values import as_json
 
 __all__ = ["IGNORED", "PROBES", "keywords", "table"]
 
@@ -25,6 +26,10 @@ class Probe(NamedTuple):
     schema: Any
     wrong: Any
     remark: str = ""
+    more: Any = None
+    """Keywords that the schema of the arguments themselves needs beside it."""
+    wrong_arguments: Any = None
+    """Arguments that are forbidden, if others than `wrong`."""
 
 
 _OBJECT: Final = {"type": "object"}
@@ -110,8 +115,11 @@ PROBES: Final[dict[str, Probe]] = {
         {**_OBJECT, "patternProperties": {"^b": {"type": "integer"}}, "additionalProperties": False},
         {"b": True},
         "several, beside others, or one that matches a named member with a schema of its own: names are checked",
+        wrong_arguments={"c": 1},  # the name
     ),
-    "propertyNames": Probe({**_OBJECT, "propertyNames": {"pattern": "^[a-c]+$"}}, {"d": 1}),
+    "propertyNames": Probe(
+        {**_OBJECT, "propertyNames": {"pattern": "^[a-c]+$"}}, {"d": 1}, more={"additionalProperties": True}
+    ),
     "minProperties": Probe(
         {**_OBJECT, "properties": {"b": {}, "c": {}}, "minProperties": 1},
         {},
@@ -160,25 +168,24 @@ def table() -> list[str]:
     return [line.replace("|  |", "| |") for line in lines]
 
 
-def _of_call(form: Any, keyword: str, probe: Probe) -> str:
-    definitions = probe.schema.get("$defs")
+def _of_call(form: CallFormat, keyword: str, probe: Probe) -> str:
     parameters = {"type": "object", "properties": {"a": probe.schema}, "required": ["a"]}
-    (tool,) = tools_of(
-        [
-            {
-                "type": "function",
-                "function": {
-                    "name": "f",
-                    "parameters": {**parameters, **({"$defs": definitions} if definitions else {})},
-                },
-            }
-        ]
-    )
-    enforced = required(form, [tool])
-    lets_through = accepts(enforced, written(form, ("f", {"a": probe.wrong})))
+    definitions = {"$defs": probe.schema["$defs"]} if "$defs" in probe.schema else {}
+    inside = _of_arguments(form, keyword, {**parameters, **definitions}, {"a": probe.wrong})
+    if probe.schema.get("type") != "object" or not isinstance(form.arguments, TaggedArguments):
+        return inside
+    # Arguments between tags have rules of their own. Objects inside of them are written by the rules of JSON.
+    wrong = probe.wrong if probe.wrong_arguments is None else probe.wrong_arguments
+    whole = _of_arguments(form, keyword, {**probe.schema, **(probe.more or {})}, wrong)
+    return inside if whole == inside else f"{inside} (arguments: {whole})"
+
+
+def _of_arguments(form: CallFormat, keyword: str, parameters: Any, wrong: Any) -> str:
+    (tool,) = tools_of([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    lets_through = accepts(required(form, [tool]), written(form, ("f", wrong)))
     unenforced = _named(keyword, not_enforced_of_tool(form, tool))
     assert unenforced or not lets_through, (keyword, form)
-    checked = not validator_of(modern(tool.parameters).schema).is_valid({"a": probe.wrong})
+    checked = not validator_of(modern(tool.parameters).schema).is_valid(wrong)
     return "enforced" if not lets_through else "checked" if checked else "not"
 
 
