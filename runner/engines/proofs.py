@@ -22,10 +22,13 @@ MIN_SCORES: Final = 8
 """Minimum number of log-probabilities of a proof; the median of fewer means little."""
 BASELINE_FACTOR: Final = 3.0
 """Allowed difference, as a multiple of the difference with the starting weights."""
-MIN_ARRIVED: Final = 0.5
-"""Share of a change that has to arrive. Rounding hides some of it: with experts in bfloat16 up to a quarter."""
+BASELINE_MARGIN: Final = 1.5
+"""Allowed median difference, as a multiple of the one with the starting weights, where that exceeds the table's: an
+engine that was off from the start must not hide a stale tensor."""
 MISSING_STANDARD_ERRORS: Final = 4.0
-"""A change counts as missing if its share is this many standard errors below `MIN_ARRIVED`."""
+"""A change counts as missing if its share is this many standard errors below `ProofTolerance.min_arrived`."""
+SHOWN_SHARE: Final = 0.5
+"""A change shows if certainly more than this share of it arrived."""
 MAX_ERROR: Final = 0.125
 """Maximum standard error of a usable share."""
 MIN_SIGNAL: Final = 4.0
@@ -78,21 +81,23 @@ class ProofTolerance:
     outlier_share: float = 0.0
     """Share of the ids that may differ by more than `largest`: rounding in half precision routes some ids to other
     experts."""
+    min_arrived: float = 0.5
+    """Share of a change that has to arrive. Rounding hides some of it: with experts in bfloat16 up to a quarter."""
 
     def in_steps(self) -> ProofTolerance:
         """Return the tolerance for the few ids that are scored in steps."""
         if not self.outlier_share:
             return self
-        return ProofTolerance(STEP_MEDIAN_FACTOR * self.median, self.largest, STEP_OUTLIER_SHARE)
+        return replace(self, median=STEP_MEDIAN_FACTOR * self.median, outlier_share=STEP_OUTLIER_SHARE)
 
 
 # Measured: float32 on CPUs 3e-5 for dense models; bfloat16 on an H200 0.022 in the median and 0.336 at most (10,918
 # ids). Tiny mixtures of experts in bfloat16 on an H200: 0.026 in the median, single ids of 95 beyond 2.
 _TOLERANCES: Final[Mapping[str, ProofTolerance]] = {
-    "float64": ProofTolerance(5e-4, 0.05),
-    "float32": ProofTolerance(5e-4, 0.05),
-    "float16": ProofTolerance(0.03, 1.0, 0.05),
-    "bfloat16": ProofTolerance(0.08, 2.0, 0.05),
+    "float64": ProofTolerance(5e-4, 0.05, min_arrived=0.9),
+    "float32": ProofTolerance(5e-4, 0.05, min_arrived=0.9),
+    "float16": ProofTolerance(0.03, 1.0, 0.05, min_arrived=0.7),
+    "bfloat16": ProofTolerance(0.08, 2.0, 0.05, min_arrived=0.7),
 }
 _COARSEST: Final = ProofTolerance(0.15, 4.0, 0.05)
 """Tolerance of quantized weights, and of number types that are unknown, as a server's, or outside of the table."""
@@ -221,7 +226,7 @@ class Accepted:
     version: str = ""
     """Version of the weights that it scored."""
     by_pass: ScoresByPass | None = None
-    """Scores of every pass; None if turns ran beside them, whose batch changes the rounding."""
+    """Scores of every pass; None if turns ran at the same time: another batch size changes the rounding."""
 
     def is_of(self, proof: WeightProof, version: str) -> bool:
         """Return whether its scores are of the ids of a proof, with the weights of a version."""
@@ -237,20 +242,19 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
         baseline: figures of a proof of the starting weights, of the same ids and number types; they replace the table.
 
     Returns:
-        The tolerance of the coarser type. With a baseline: three times its median, and the larger of three times its
-        largest difference and the table's value.
+        The tolerance of the coarser type. With a baseline: three times its median, but at most the table's value or one
+        and a half times the baseline's median; and the larger of three times its largest difference and the table's
+        value. A type outside of the table, as of quantized weights, has no such maximum.
     """
     names = [engine_dtype, *([proof.dtype] if proof.dtype is not None else [])]
     known = max((_TOLERANCES.get(name, _COARSEST) for name in names), key=lambda each: each.median)
     if baseline is None:
         return known
-    floor = _TOLERANCES["float32"]
-    return ProofTolerance(
-        max(BASELINE_FACTOR * baseline.median, floor.median / 5),
-        # At least the table's value: with experts, rounding alone can send an id to another expert.
-        max(BASELINE_FACTOR * baseline.largest, known.largest),
-        known.outlier_share,
-    )
+    median = max(BASELINE_FACTOR * baseline.median, _TOLERANCES["float32"].median / 5)
+    if known is not _COARSEST:
+        median = min(median, max(known.median, BASELINE_MARGIN * baseline.median))
+    # At least the table's value: with experts, rounding alone can send an id to another expert.
+    return replace(known, median=median, largest=max(BASELINE_FACTOR * baseline.largest, known.largest))
 
 
 def compare_scores(
@@ -305,9 +309,9 @@ def has_moved(before: ScoresByPass, now: ScoresByPass, noise: float) -> bool:
 
 
 def shows_arrival(figures: ProofFigures) -> bool:
-    """Return whether a part of the trainer's change certainly shows: the share is above 0 by more than its error."""
+    """Return whether certainly more than half of the trainer's change shows."""
     share, error = figures.arrived, figures.arrived_error
-    return share is not None and error is not None and share > MISSING_STANDARD_ERRORS * error
+    return share is not None and error is not None and share - MISSING_STANDARD_ERRORS * error > SHOWN_SHARE
 
 
 def number_types(proof: WeightProof) -> tuple[str | None, str | None]:
@@ -358,7 +362,7 @@ def failure_reason(figures: ProofFigures, proof: WeightProof, scores: Sequence[f
         stale = "; its scores are those of the old weights, so the new ones did not arrive" if unmoved else ""
         return f"the engine's log-probabilities differ from the trainer's: {figures}{stale}"
     share, error = figures.arrived, figures.arrived_error
-    if share is not None and error is not None and share + MISSING_STANDARD_ERRORS * error < MIN_ARRIVED:
+    if share is not None and error is not None and share + MISSING_STANDARD_ERRORS * error < figures.tolerance.min_arrived:
         return (
             f"only {share:.0%} of the trainer's change shows in the engine's scores ({figures}): it "
             "still computes with old weights"

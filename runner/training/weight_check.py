@@ -79,15 +79,15 @@ class Way(enum.StrEnum):
     """A `LocalTransfer`, twice with different changes: through a file, or through the backend of
     `weight_transfer_config`."""
     SAME = "same"
-    """The engine's current weights."""
+    """The starting weights, and then the same ones again."""
     ADAPTER = "adapter"
     """A LoRA adapter of random values on each kind of linear layer, compared with PEFT's forward pass."""
 
 
 BY_TENSOR: Final = (Way.FOLDER, Way.STATE_DICT, Way.ADAPTER)
 """Ways that change one kind of tensor at a time. The others change all kinds at once."""
-IN_A_ROW: Final = (Way.TWICE, Way.TRANSFER)
-"""Ways that update twice with different changes, each of which is checked."""
+IN_A_ROW: Final = (Way.TWICE, Way.TRANSFER, Way.SAME)
+"""Ways that update twice and check each update: with different changes, or with the same weights again."""
 
 
 class TensorVerdict(enum.StrEnum):
@@ -407,12 +407,14 @@ class _Trial:
         figures = self._compared(proof, scores[ScoredPass()], self._accepted)
         why = self._reason(proof, scores, figures, self._accepted)
         verdict = TensorVerdict.WRONG if why else TensorVerdict.RIGHT
-        if not why and way is not Way.SAME and not shows_arrival(figures) and not self._shows(proof):
+        if not why and way is not Way.SAME and not self._is_seen(figures, proof):
             verdict = TensorVerdict.UNSEEN
         return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
 
-    def _shows(self, proof: WeightProof) -> bool:
-        """Return whether the proof would have failed without the change."""
+    def _is_seen(self, figures: ProofFigures, proof: WeightProof) -> bool:
+        """Return whether the change certainly shows; if its share is unknown, whether the old weights would have failed."""
+        if figures.arrived is not None:
+            return shows_arrival(figures)
         return not self._compared(proof, self._accepted.scores, None).holds
 
     def _compared(self, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> ProofFigures:

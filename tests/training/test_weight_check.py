@@ -293,7 +293,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
         check_weights(tmp_path / "nothing", tiny=True)
 
 
-@pytest.mark.parametrize(("share", "seen"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize(("share", "seen"), [(0.0, False), (0.5, False), (1.0, True)])
 def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, tiny_llama: Any, tmp_path: Path) -> None:
     """Random movement within rounding correlates with the change of the trainer by chance."""
     trial, verdicts = _Trial(tmp_path, tiny_llama, tmp_path, {}), set()

@@ -69,8 +69,8 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         model: a folder, a Hugging Face id, or `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         stream_interval: ids in a delta, unless the caller acts on single ids; the first id is sent at once.
-        reload_check: load the engine's own weights again before its first update, and end the engine if its scores
-            change; default for models with experts or recurrent layers.
+        reload_check: load the engine's own weights again before its first update or sleep, and end the engine if its
+            scores change; default for models with experts or recurrent layers.
         engine_arguments: arguments of vLLM's `AsyncEngineArgs`. `describe()["chosen"]` has the defaults that differ
             from vLLM's. Without `dtype` a CPU uses the fastest one of its processor: float32 if oneDNN has no bfloat16
             instructions, unless the weights are quantized or too large for the memory. `notes` has a line about it.

@@ -22,7 +22,7 @@ from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.own_scores import OwnScores
 from runner.engines.vllm.parallel import call_all_workers, stale_tensors
 from runner.engines.vllm.start import VllmProcess
-from runner.engines.vllm.weight_loading import VllmWeights
+from runner.engines.vllm.weight_loading import VllmWeights, moves_keys
 from runner.engines.vllm.worker import turn_hold
 from runner.engines.weights import Checkpoint
 from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
@@ -83,7 +83,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         self.scores_in_steps = False
         """True if the workers can score given ids in steps, as turns sample them."""
         self.reload_check = False
-        """True if the next update is the first one and loads the engine's own weights before, from their files."""
+        """True until the first update or sleep, before which the engine loads its own weights again, from their files."""
         self._as_vllm = as_vllm
         self._stopped = False
         self._death: EngineDead | None = None
@@ -201,14 +201,13 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         )
 
     async def load_and_compare(self, checked: Any, version: str, *, compares: bool) -> bool | None:
-        own, reloads, self.reload_check = self.own_scores, self.reload_check, False
+        own = self.own_scores
         if own is None or self.asleep or self.weights_discarded:
             if own is not None:
                 own.forget()
             await self.load_weights(checked, version)
             return None
-        if reloads:
-            await self._load_own_weights(own)
+        await self._check_reload(own)
         compares = compares and await own.take()
         await self.load_weights(checked, version)
         if not compares:
@@ -226,10 +225,19 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             self.warn_unmoved(version)
         return moved
 
-    async def _load_own_weights(self, own: OwnScores) -> None:
-        """Load the engine's own weights again; end the engine if its scores change."""
+    async def _check_reload(self, own: OwnScores) -> None:
+        """Load the engine's own weights again, once and if `reload_check` is set; end it if its scores change."""
+        if not self.reload_check:
+            return
+        self.reload_check = False
         checked = await self.answered("update_weights()", self.weights.check_own())
-        if checked is None or not await own.take():
+        if checked is None:
+            _log.warning(
+                "the engine's own weights are not loaded again before the first update, since their files changed: give "
+                "each update a proof, or save new weights to another folder"
+            )
+            return
+        if not await own.take():
             return
         with self._ended_by_failure("its own weights could not be loaded again"):
             await self.answered("update_weights()", self.weights.load(checked))
@@ -310,8 +318,10 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return self.death_error(None, why)
 
     async def reset_prefix_cache(self) -> None:
-        # Without this argument vLLM drops nothing while a request runs, and returns False.
-        reset = self.llm.reset_prefix_cache(reset_running_requests=True)
+        # Without the first argument vLLM drops nothing while a request runs, and returns False. Without the second one
+        # a connector keeps the keys and values that it moved out of vLLM's cache.
+        moved = moves_keys(self.llm.vllm_config)
+        reset = self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=moved)
         if not await self.answered("reset_prefix_cache()", reset):
             raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts")
 
@@ -326,6 +336,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         # After a partial sleep it is unknown which memory is released.
         with self._ended_by_failure("it could not be put to sleep"):
             await self._pause(PauseMode.ABORT)  # also turns that an earlier pause kept
+            if self.own_scores is not None and not self.asleep:
+                await self._check_reload(self.own_scores)  # ids cannot be scored while the engine sleeps
             await self.answered("sleep()", self.llm.sleep(level))
 
     async def wake(self, tags: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from runner.engines.transfers import RelayedTransfer
 from runner.engines.vllm.shared_weights import SharedWeights, form_of
 from runner.engines.vllm.tied_weights import compare_tied, equal_in_folder, equal_in_memory
 from runner.engines.vllm.trainer_endpoint import worker_error
-from runner.engines.vllm.transformers_names import compare_with_checkpoint, to_checkpoint_names
+from runner.engines.vllm.transformers_names import compare_with_checkpoint, is_in_form_of, to_checkpoint_names
 from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.weights import (
@@ -31,7 +31,7 @@ from runner.engines.weights import (
 )
 from runner.errors import BadWeights, EngineError
 
-__all__ = ["CheckedWeights", "VllmWeights"]
+__all__ = ["CheckedWeights", "VllmWeights", "moves_keys"]
 
 _EXTENSION = f"{WeightWorker.__module__}.{WeightWorker.__qualname__}"
 
@@ -151,6 +151,12 @@ class VllmWeights:
     def _refuse_stale_copies(self) -> None:
         """Check that a load would not leave packed copies of the old weights on a CPU."""
         config = self._llm.vllm_config
+        if keeping := list(_connectors_that_keep(getattr(config, "kv_transfer_config", None))):
+            raise BadWeights(
+                f"the connector {keeping[0]} (kv_transfer_config) cannot drop the keys and values that it stores, so "
+                "turns would go on reading those of the old weights: start the engine without it, or with "
+                "kv_offloading_size=GIB, which vLLM can clear."
+            )
         if config.device_config.device_type != "cpu":
             return
         if not self.extended:
@@ -204,9 +210,10 @@ class VllmWeights:
                 f"a state dict is loaded by our worker extension, and the engine was started with "
                 f"worker_extension_cls={extension!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
-        if not given.keys() <= model.forms.keys():
-            given = to_checkpoint_names(self._llm.vllm_config.model_config.hf_config, given) or given
         forms = {name: form_of(name, tensor) for name, tensor in given.items()}
+        if not is_in_form_of(forms, model):
+            given = to_checkpoint_names(self._llm.vllm_config.model_config.hf_config, given) or given
+            forms = {name: form_of(name, tensor) for name, tensor in given.items()}
         compare(forms, model, given_as="the state dict")
         self._compare_tied(forms, model, lambda one, other: equal_in_memory(given[one], given[other]), "the state dict")
         loaded = {name: given[name] for name in model.forms if name in given}
@@ -229,6 +236,26 @@ class VllmWeights:
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
         return WeightWorker in resolve_obj_by_qualname(given).__mro__
+
+
+def moves_keys(config: Any) -> bool:
+    """Return whether an engine of a vLLM configuration moves keys and values out of vLLM's own cache."""
+    return getattr(config, "kv_transfer_config", None) is not None
+
+
+def _connectors_that_keep(transfer: Any) -> Iterator[str]:
+    """Yield the names of connectors that have no method to drop their keys and values, from a KVTransferConfig."""
+    if transfer is None or transfer.kv_connector is None:
+        return
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if transfer.kv_connector == "MultiConnector":
+        for part in transfer.kv_connector_extra_config.get("connectors", ()):
+            yield from _connectors_that_keep(KVTransferConfig(**part))
+    elif KVConnectorFactory.get_connector_class(transfer).reset_cache is KVConnectorBase_V1.reset_cache:
+        yield transfer.kv_connector
 
 
 def _signature(folder: Path) -> tuple[tuple[str, int, int], ...]:

@@ -201,7 +201,7 @@ class Loaded(Weights):
         super().__init__(llm)
         self.loads: list[str] = []
 
-    async def check_own(self) -> str:
+    async def check_own(self) -> Any:
         return "own"
 
     async def load(self, checked: str) -> None:
@@ -211,6 +211,18 @@ class Loaded(Weights):
     async def score(self, ids: Sequence[int]) -> ScoresByPass:
         last = ["own", "new", "newer"].index(self.loads[-1]) if self.loads else 0
         return {ScoredPass(): [-1.0 - last - each / 1e6 for each in ids[1:]]}
+
+
+class Garbled(Loaded):
+    """The model computes something else after each load, also of its own weights."""
+
+    async def score(self, ids: Sequence[int]) -> ScoresByPass:
+        return {ScoredPass(): [-1.0 - len(self.loads) - each / 1e6 for each in ids[1:]]}
+
+
+class Overwritten(Loaded):
+    async def check_own(self) -> Any:
+        return None
 
 
 def engine_with(weights: Loaded) -> VllmEngine:
@@ -223,25 +235,35 @@ def engine_with(weights: Loaded) -> VllmEngine:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_own_weights_are_not_loaded_over_newer_ones(level: Literal[1, 2]) -> None:
+async def test_own_weights_are_loaded_again_before_the_first_sleep(level: Literal[1, 2]) -> None:
+    """A trainer that shares the GPU updates while the cache sleeps, when ids cannot be scored."""
     weights = Loaded(Llm())
     engine = engine_with(weights)
     await engine.sleep(level)
+    assert weights.loads == ["own"]
     await engine.wake(["weights"])
     await engine.update_weights("new")
     await engine.wake(["kv_cache"])
-    await engine.update_weights("newer")
-    assert weights.loads == ["new", "newer"]
-
-
-async def test_own_weights_are_loaded_again_after_a_sleep_that_kept_them() -> None:
-    weights = Loaded(Llm())
-    engine = engine_with(weights)
-    await engine.sleep(1)
+    await engine.sleep(level)
     await engine.wake()
-    await engine.update_weights("new")
     await engine.update_weights("newer")
     assert weights.loads == ["own", "new", "newer"]
+
+
+async def test_reload_that_changes_scores_ends_the_engine_at_its_sleep() -> None:
+    weights = Garbled(Llm())
+    engine = engine_with(weights)
+    with pytest.raises(EngineDead, match="a reload of its own weights before the first update changed"):
+        await engine.sleep(2)
+    assert "sleep 2" not in weights.llm.asked
+
+
+async def test_own_weights_whose_files_changed_are_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    weights = Overwritten(Llm())
+    engine = engine_with(weights)
+    await engine.update_weights("new")
+    assert weights.loads == ["new"]
+    assert any("since their files changed: give each update a proof" in each.message for each in caplog.records)
 
 
 @pytest.mark.parametrize(("load_format", "checked"), [("auto", True), ("safetensors", True), ("dummy", False)])

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
@@ -239,6 +241,38 @@ def test_other_function_with_a_layer_is_refused() -> None:
     old, new = layer_with(closure), layer_with(closure_in_a_closure)
     with pytest.raises(RuntimeError, match=r"layer.kernel is another function in the running model"):
         _Copies().add("layer", old, new)
+
+
+def test_number_in_a_tuple_is_renewed() -> None:
+    old, new = layer_with(closure, scales=(0.5, "all")), layer_with(closure, scales=(0.25, "all"))
+    copies = _Copies()
+    copies.add("layer", old, new)
+    copies.apply()
+    assert old.scales == (0.25, "all")
+
+
+@pytest.mark.parametrize(
+    ("mine", "made", "place"),
+    [
+        (np.zeros(2), np.ones(2), "layer.values"),
+        ([np.zeros(2)], [np.ones(2)], r"layer.values\[0\]"),
+        ([torch.zeros(2)], [torch.zeros(2), torch.ones(2)], "layer.values"),
+        ({}, {"packed": torch.ones(2)}, r"layer.values\['packed'\]"),
+        (None, (torch.ones(2),), "layer.values"),
+    ],
+    ids=["array", "array in a list", "other length", "other key", "other type"],
+)
+def test_copy_of_an_unknown_kind_is_refused(mine: Any, made: Any, place: str) -> None:
+    old, new = layer_with(closure, values=mine), layer_with(closure, values=made)
+    with pytest.raises(RuntimeError, match=rf"^{place} is a \w+ that may hold old weights"):
+        _Copies().add("layer", old, new)
+
+
+def test_settings_of_a_layer_are_left_as_they_are() -> None:
+    settings = {"sizes": np.array([1, 2]), "names": ["q", "k"], "kinds": {1, 2}, "more": {"a": None}}
+    old, new = layer_with(closure, values=dict(settings)), layer_with(closure, values={**settings, "new": [1]})
+    _Copies().add("layer", old, new)
+    assert old.values == settings
 
 
 def test_handle_of_packed_weights_is_renewed_with_its_scales() -> None:

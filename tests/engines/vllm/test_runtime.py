@@ -119,8 +119,9 @@ class Llm:
         await self._asked(f"{method} {kwargs}", "load")
         return ["GPU-1", "GPU-2"] if method == "device_name" else []
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        answer: bool = await self._asked(f"reset running={reset_running_requests}", "reset", self.reset)
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        also = " connector=True" if reset_connector else ""
+        answer: bool = await self._asked(f"reset running={reset_running_requests}{also}", "reset", self.reset)
         return answer
 
     async def sleep(self, level: int) -> None:
@@ -247,6 +248,13 @@ async def test_an_update_does_it_all_in_the_one_order_that_is_right(kind: type[L
         "resume",
     ]
     assert engine.weight_version == "1"
+
+
+async def test_an_update_drops_keys_that_a_connector_stores() -> None:
+    llm = Llm()
+    llm.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
+    await engine_of(llm).update_weights("folder")
+    assert "reset running=True connector=True" in llm.asked
 
 
 # --- what fails

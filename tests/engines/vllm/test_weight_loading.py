@@ -443,3 +443,33 @@ def test_what_is_loaded_in_a_worker_leaves_out_what_the_model_ignores(model: Pat
     worker.reload_weights = lambda weights_iterator: loaded.update(weights_iterator)
     worker.load_weight_files([str(model / "model.safetensors")], [UP])
     assert same(loaded, {name: tensor for name, tensor in load_file(model / "model.safetensors").items() if name != UP})
+
+
+# --- keys and values outside of vLLM's cache
+
+
+@pytest.mark.parametrize(
+    ("connectors", "keeping"),
+    [
+        (["ExampleConnector"], "ExampleConnector"),
+        (["OffloadingConnector", "ExampleConnector"], "ExampleConnector"),
+        (["OffloadingConnector"], None),
+        (["OffloadingConnector", "SimpleCPUOffloadConnector"], None),
+    ],
+)
+async def test_connector_that_keeps_old_keys_is_refused_by_name(
+    connectors: list[str], keeping: str | None, model: Path
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    parts = [{"kv_connector": name, "kv_role": "kv_both"} for name in connectors]
+    several: Any = {"kv_connector_extra_config": {"connectors": parts}}
+    given: Any = parts[0] if len(parts) == 1 else {**parts[0], "kv_connector": "MultiConnector", **several}
+    llm = Llm(model)
+    llm.vllm_config.kv_transfer_config = KVTransferConfig(**given)
+    weights = VllmWeights(llm, "the model")
+    if keeping is None:
+        (await weights.check(tensors())).close()
+        return
+    with pytest.raises(BadWeights, match=f"the connector {keeping} .*kv_offloading_size"):
+        await weights.check(tensors())

@@ -141,12 +141,19 @@ class _Copies:
             for name, value in new.items():
                 if name in old:
                     self._add_value(f"{place}[{name!r}]", old, name, value)
+                else:
+                    _refuse_weights(f"{place}[{name!r}]", None, value)
         elif isinstance(new, list | tuple) and type(old) is type(new) and len(new) == len(old):
-            items = old if isinstance(old, list) else list(old)
+            items, count = old if isinstance(old, list) else list(old), len(self._planned)
             for index, value in enumerate(new):
                 self._add_value(f"{place}[{index}]", items, index, value)
+            if isinstance(new, tuple) and len(self._planned) > count:
+                as_tuple = getattr(type(new), "_make", type(new))
+                self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
         elif type(new) is type(old) and _is_part(new):
             self.add(place, old, new)
+        else:
+            _refuse_weights(place, old, new)
 
     def _keep_tensors(self, new: Any) -> None:
         """Keep the tensors of the second model's layer as long as a handle of it: it has addresses of its scales."""
@@ -177,6 +184,30 @@ def _is_part(value: Any) -> bool:
         and not isinstance(value, enum.Enum | torch.nn.Module | type)
         and hasattr(value, "__dict__")
     )
+
+
+def _refuse_weights(place: str, old: Any, new: Any) -> None:
+    """Check that an object that is not renewed holds no values of weights.
+
+    Raises:
+        RuntimeError: it may hold some, so the running model would go on with those of the old weights.
+    """
+    import numpy as np
+
+    same = isinstance(new, np.ndarray) and isinstance(old, np.ndarray) and np.array_equal(old, new)
+    if not same and _may_hold_weights(new):
+        raise RuntimeError(f"{place} is a {type(new).__name__} that may hold old weights and cannot be renewed")
+
+
+def _may_hold_weights(value: Any) -> bool:
+    import numpy as np
+    import torch
+
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_may_hold_weights, value))
+    return isinstance(value, torch.Tensor | torch.ScriptObject | np.ndarray)
 
 
 def _is_function(value: Any) -> bool:
