@@ -41,21 +41,22 @@ setup-train:
 run: setup-run
 	@$(BIN)/deltarunner run calculator --episodes 64 --temperature 0 --show 3
 
-# Some seconds, or half a minute if mypy has not seen this tree before.
+# Some seconds, or half a minute if mypy has not seen this tree before; it runs beside the others.
 check: setup
 	@echo "check: format, lint, layers, plain English, types"
-	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
-	@$(BIN)/python -m tests.plain_english
-	@$(BIN)/mypy
+	@$(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; \
+	$(BIN)/ruff format --check --quiet . && \
+	$(BIN)/ruff check --quiet . && \
+	{ $(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; false; }; } && \
+	$(BIN)/python -m tests.plain_english || { kill $$types; exit 1; }; \
+	wait $$types; ended=$$?; cat .venv/types.log; exit $$ended
 
 test-quick: setup
 	@$(BIN)/python -m pytest -q -n 2 -m "not engine and not slow"
 
-# Three processes on two cores, since many tests wait; those with the real engine are together in one (tests/lanes.py).
+# Four processes on two cores, since many tests wait; those with the real engine are together in one (tests/lanes.py).
 test: check
-	@$(BIN)/python -m pytest -n 3 --durations=25
+	@$(BIN)/python -m pytest -n 4 --durations=25
 
 test-all: check docs
 	@$(BIN)/python -m pytest -n 3 --durations=25 --sweeps=whole
