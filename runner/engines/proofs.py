@@ -362,7 +362,11 @@ def failure_reason(figures: ProofFigures, proof: WeightProof, scores: Sequence[f
         stale = "; its scores are those of the old weights, so the new ones did not arrive" if unmoved else ""
         return f"the engine's log-probabilities differ from the trainer's: {figures}{stale}"
     share, error = figures.arrived, figures.arrived_error
-    if share is not None and error is not None and share + MISSING_STANDARD_ERRORS * error < figures.tolerance.min_arrived:
+    if (
+        share is not None
+        and error is not None
+        and share + MISSING_STANDARD_ERRORS * error < figures.tolerance.min_arrived
+    ):
         return (
             f"only {share:.0%} of the trainer's change shows in the engine's scores ({figures}): it "
             "still computes with old weights"

@@ -412,7 +412,7 @@ class _Trial:
         return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
 
     def _is_seen(self, figures: ProofFigures, proof: WeightProof) -> bool:
-        """Return whether the change certainly shows; if its share is unknown, whether the old weights would have failed."""
+        """Return whether the change certainly shows or, if its share is unknown, old weights would have failed."""
         if figures.arrived is not None:
             return shows_arrival(figures)
         return not self._compared(proof, self._accepted.scores, None).holds

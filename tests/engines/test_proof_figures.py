@@ -141,7 +141,9 @@ def test_tenth_of_a_change_may_be_missing_in_float32() -> None:
         assert bool(failure_reason(figures, update.proof, scores, update.before)) == fails
 
 
-@pytest.mark.parametrize(("dtype", "start", "allowed"), [("bfloat16", 0.02, 0.06), ("bfloat16", 0.07, 0.105), ("int8", 0.1, 0.3)])
+@pytest.mark.parametrize(
+    ("dtype", "start", "allowed"), [("bfloat16", 0.02, 0.06), ("bfloat16", 0.07, 0.105), ("int8", 0.1, 0.3)]
+)
 def test_wide_start_does_not_hide_a_stale_tensor(dtype: str, start: float, allowed: float) -> None:
     """An output layer with its old weights differs by 0.12 nats and more."""
     proof = WeightProof(IDS, [-1.0] * 39)

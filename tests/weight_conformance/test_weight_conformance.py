@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.weight_conformance.__main__ import PAGE, Case, cases, play, read_results
+from tests.weight_conformance.__main__ import PAGE, Case, cases, is_current, play, read_results
 from tests.weight_conformance.architectures import ARCHITECTURES
 from tests.weight_conformance.page import page
 
-SAMPLE = ("Llama, untied, float32", "Qwen3-MoE, untied, float32", "GPT-NeoX, untied, float32")
+SAMPLE = ("Llama, untied, float32", "Llama, tied, float32", "Qwen3-MoE, untied, float32", "GPT-NeoX, untied, float32")
 
 REFUSED_SINCE = {("Qwen2-MoE, untied, bfloat16, GPU", "adapter", "model.layers.*.mlp.shared_expert_gate")}
 """Found by these cases and refused by name since; they need a GPU to be played again."""
@@ -29,6 +29,13 @@ def test_results_are_of_known_cases_and_thirty_architectures() -> None:
     played = {key.split(",")[0] for key, result in results.items() if "rows" in result}
     assert len(played) >= 30
     assert played <= {architecture.name for architecture in ARCHITECTURES}
+
+
+def test_results_of_an_older_check_are_played_again() -> None:
+    new = {"rows": [], "changes_differ": True, "steps": True}
+    assert is_current(new)
+    assert is_current({"not_run": "vLLM does not have it"})
+    assert not any(map(is_current, (None, {"rows": []}, {**new, "steps": False}, {**new, "changes_differ": False})))
 
 
 def test_no_tensor_is_wrong() -> None:

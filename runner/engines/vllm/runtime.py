@@ -83,7 +83,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         self.scores_in_steps = False
         """True if the workers can score given ids in steps, as turns sample them."""
         self.reload_check = False
-        """True until the first update or sleep, before which the engine loads its own weights again, from their files."""
+        """True until the first update or sleep, before which the engine loads its own weights again, from files."""
         self._as_vllm = as_vllm
         self._stopped = False
         self._death: EngineDead | None = None
@@ -233,8 +233,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         checked = await self.answered("update_weights()", self.weights.check_own())
         if checked is None:
             _log.warning(
-                "the engine's own weights are not loaded again before the first update, since their files changed: give "
-                "each update a proof, or save new weights to another folder"
+                "the engine's own weights are not loaded again before the first update, since their files changed: "
+                "give each update a proof, or save new weights to another folder"
             )
             return
         if not await own.take():

@@ -144,16 +144,19 @@ class _Copies:
                 else:
                     _refuse_weights(f"{place}[{name!r}]", None, value)
         elif isinstance(new, list | tuple) and type(old) is type(new) and len(new) == len(old):
-            items, count = old if isinstance(old, list) else list(old), len(self._planned)
-            for index, value in enumerate(new):
-                self._add_value(f"{place}[{index}]", items, index, value)
-            if isinstance(new, tuple) and len(self._planned) > count:
-                as_tuple = getattr(type(new), "_make", type(new))
-                self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
+            self._add_items(place, held, key, new)
         elif type(new) is type(old) and _is_part(new):
             self.add(place, old, new)
         else:
             _refuse_weights(place, old, new)
+
+    def _add_items(self, place: str, held: Any, key: Any, new: Any) -> None:
+        items, count = list(held[key]) if isinstance(new, tuple) else held[key], len(self._planned)
+        for index, value in enumerate(new):
+            self._add_value(f"{place}[{index}]", items, index, value)
+        if isinstance(new, tuple) and len(self._planned) > count:
+            as_tuple = getattr(type(new), "_make", type(new))
+            self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
 
     def _keep_tensors(self, new: Any) -> None:
         """Keep the tensors of the second model's layer as long as a handle of it: it has addresses of its scales."""
