@@ -393,6 +393,8 @@ class SlowToConstruct(Dice):
 
 
 async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() -> None:
+    for event in (SlowToConstruct.held, SlowToConstruct.go):
+        event.clear()  # set by the same test on another event loop
     environment = SlowToConstruct()
     async with fleet(2) as (engine, launcher), engine, anyio.create_task_group() as group:
 

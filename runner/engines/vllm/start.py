@@ -249,6 +249,8 @@ class VllmProcess:
                 raise
             except Exception as error:  # vLLM may raise anything about the model or its arguments
                 cause = parent_watch.read_failure(self.folder.failures) or one_line(error)
+                if "triton" in cause and self.given.get("enable_lora"):
+                    cause = f"vLLM has adapters on experts only for GPUs; leave out enable_lora on a CPU ({cause})"
                 raise BadModel(f"vLLM cannot run the model {self.model.name!r}: {cause}") from error
             finally:
                 started = self._started()

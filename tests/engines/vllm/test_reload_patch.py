@@ -18,7 +18,7 @@ from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker.reload_patch import _Copies
-from runner.errors import BadWeights, EngineDead
+from runner.errors import BadModel, BadWeights, EngineDead
 from runner.options import Sampling
 from runner.training import weight_proof
 from runner.training.tiny_model import random_model
@@ -160,6 +160,16 @@ async def test_two_swapped_experts_hold_no_proof(demo_model_folder: Path, tmp_pa
             experts[[0, 1]] = experts[[1, 0]]
         with pytest.raises(EngineDead, match=r"the proof of the weights .* does not hold"):
             await engine.update_weights(model.state_dict(), proof=right)
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
+async def test_adapters_on_experts_are_refused_on_a_cpu(demo_model_folder: Path, tmp_path: Path) -> None:
+    start = _save(_tiny("qwen3 moe", 1000), tmp_path / "start", demo_model_folder)
+    with pytest.raises(BadModel, match="vLLM has adapters on experts only for GPUs; leave out enable_lora"):
+        async with VllmEngine(str(start), template="hermes", dtype="float32", max_model_len=512, enable_lora=True):
+            pass
 
 
 async def test_compiled_model_on_a_cpu_is_refused(tmp_path: Path) -> None:
