@@ -13,7 +13,7 @@ from typing import Any
 from runner.engines.weights import Checkpoint, TensorForm, compare
 from runner.errors import BadWeights
 
-__all__ = ["CheckpointSource", "compare_with_checkpoint", "is_in_form_of", "tied_names", "to_checkpoint_names"]
+__all__ = ["CheckpointSource", "compare_with_checkpoint", "tied_names", "to_checkpoint_names"]
 
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # of most models
 
@@ -33,17 +33,8 @@ def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, An
     from transformers.core_model_loading import revert_weight_conversion
 
     given = {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
-    try:
-        converted: dict[str, Any] = revert_weight_conversion(model, dict(given))
-    except (IndexError, RuntimeError, ValueError):  # shapes of another model, which the comparison then names
-        return None
-    same = converted.keys() == given.keys() and all(converted[name].shape == given[name].shape for name in given)
-    return None if same else converted
-
-
-def is_in_form_of(forms: Mapping[str, TensorForm], model: Checkpoint) -> bool:
-    """Return whether tensors have names and shapes of a checkpoint; transformers transposes some under equal names."""
-    return all(name in model.forms and form.shape == model.forms[name].shape for name, form in forms.items())
+    converted: dict[str, Any] = revert_weight_conversion(model, dict(given))
+    return None if converted.keys() == given.keys() else converted
 
 
 def compare_with_checkpoint(
@@ -66,14 +57,14 @@ def compare_with_checkpoint(
     try:
         compare(forms, model, given_as=given_as)
     except BadWeights as error:
-        if is_in_form_of(forms, model):
+        if forms.keys() <= model.forms.keys():
             raise
         dtypes = {name: getattr(torch, form.dtype, torch.float32) for name, form in forms.items()}
         empty = {name: torch.empty(form.shape, dtype=dtypes[name], device="meta") for name, form in forms.items()}
         converted = to_checkpoint_names(config, empty)
         if converted is None or not converted.keys() <= model.forms.keys():
             raise
-        raise BadWeights(f"{error} These are the names or shapes of transformers' own model: {remedy}.") from None
+        raise BadWeights(f"{error} These are the names of transformers' own model: {remedy}.") from None
 
 
 def tied_names(config: Any) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from runner.engines.transfers import RelayedTransfer
 from runner.engines.vllm.shared_weights import SharedWeights, form_of
 from runner.engines.vllm.tied_weights import compare_tied, equal_in_folder, equal_in_memory
 from runner.engines.vllm.trainer_endpoint import worker_error
-from runner.engines.vllm.transformers_names import compare_with_checkpoint, is_in_form_of, to_checkpoint_names
+from runner.engines.vllm.transformers_names import compare_with_checkpoint, to_checkpoint_names
 from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.weights import (
@@ -210,10 +210,9 @@ class VllmWeights:
                 f"a state dict is loaded by our worker extension, and the engine was started with "
                 f"worker_extension_cls={extension!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
-        forms = {name: form_of(name, tensor) for name, tensor in given.items()}
-        if not is_in_form_of(forms, model):
+        if not given.keys() <= model.forms.keys():
             given = to_checkpoint_names(self._llm.vllm_config.model_config.hf_config, given) or given
-            forms = {name: form_of(name, tensor) for name, tensor in given.items()}
+        forms = {name: form_of(name, tensor) for name, tensor in given.items()}
         compare(forms, model, given_as="the state dict")
         self._compare_tied(forms, model, lambda one, other: equal_in_memory(given[one], given[other]), "the state dict")
         loaded = {name: given[name] for name in model.forms if name in given}

@@ -13,7 +13,7 @@ from runner.engines.transfers import RelayedTransfer, TransferStep, send_parts
 from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.vllm.tied_weights import compare_tied, equal_in_source
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
-from runner.engines.vllm.transformers_names import CheckpointSource, compare_with_checkpoint, is_in_form_of
+from runner.engines.vllm.transformers_names import CheckpointSource, compare_with_checkpoint
 from runner.engines.weights import Checkpoint, LocalTransfer, TensorForm, WeightTransfer, compare, forms_of_transfer
 from runner.errors import BadWeights, EngineError
 
@@ -52,7 +52,7 @@ def fitting_source(transfer: LocalTransfer, model: Checkpoint, config: Any) -> t
     """
     name, source = type(transfer).__name__, transfer.source
     forms = given = forms_of_source(source)
-    if not is_in_form_of(forms, model):
+    if not forms.keys() <= model.forms.keys():
         source = CheckpointSource(config, source, model)
         forms = forms_of_source(source)
     compare(forms, model, given_as=name)

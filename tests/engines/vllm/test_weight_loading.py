@@ -448,6 +448,7 @@ def test_what_is_loaded_in_a_worker_leaves_out_what_the_model_ignores(model: Pat
 # --- keys and values outside of vLLM's cache
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while vLLM is imported
 @pytest.mark.parametrize(
     ("connectors", "keeping"),
     [
