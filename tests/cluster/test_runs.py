@@ -261,6 +261,7 @@ def place(number: int) -> str:
     return f"worker {number} on {socket.gethostname()}"
 
 
+@pytest.mark.asyncio_alone  # as a player
 async def test_sampling_of_a_players_call_reaches_the_worker() -> None:
     async with fleet() as (engine, _), Player(Dice, engine, sampling=Sampling(max_tokens=77)) as player:
         (task,) = game_tasks(1)
