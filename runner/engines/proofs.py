@@ -22,7 +22,7 @@ MIN_SCORES: Final = 8
 """Minimum number of log-probabilities of a proof; the median of fewer means little."""
 BASELINE_FACTOR: Final = 3.0
 """Allowed difference, as a multiple of the difference with the starting weights."""
-BASELINE_MARGIN: Final = 1.5
+WIDE_BASELINE_FACTOR: Final = 1.5
 """Allowed median difference, as a multiple of the one with the starting weights, where that exceeds the table's: an
 engine that was off from the start must not hide a stale tensor."""
 MISSING_STANDARD_ERRORS: Final = 4.0
@@ -252,7 +252,7 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
         return known
     median = max(BASELINE_FACTOR * baseline.median, _TOLERANCES["float32"].median / 5)
     if known is not _COARSEST:
-        median = min(median, max(known.median, BASELINE_MARGIN * baseline.median))
+        median = min(median, max(known.median, WIDE_BASELINE_FACTOR * baseline.median))
     # At least the table's value: with experts, rounding alone can send an id to another expert.
     return replace(known, median=median, largest=max(BASELINE_FACTOR * baseline.largest, known.largest))
 

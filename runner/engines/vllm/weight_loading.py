@@ -154,7 +154,7 @@ class VllmWeights:
         if keeping := list(_connectors_that_keep(getattr(config, "kv_transfer_config", None))):
             raise BadWeights(
                 f"the connector {keeping[0]} (kv_transfer_config) cannot drop the keys and values that it stores, so "
-                "turns would go on reading those of the old weights: start the engine without it, or with "
+                "turns would still read those of the old weights: start the engine without it, or with "
                 "kv_offloading_size=GIB, which vLLM can clear."
             )
         if config.device_config.device_type != "cpu":

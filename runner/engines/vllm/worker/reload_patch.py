@@ -193,7 +193,7 @@ def _refuse_weights(place: str, old: Any, new: Any) -> None:
     """Check that an object that is not renewed holds no values of weights.
 
     Raises:
-        RuntimeError: it may hold some, so the running model would go on with those of the old weights.
+        RuntimeError: it may hold some, so the running model would keep those of the old weights.
     """
     import numpy as np
 
