@@ -167,7 +167,7 @@ class _TaggedRules:
         others = [each for _, each in self.shape.of_patterns]
         if any(part.has_additional for part in self.shape.objects) or self.shape.least > named:
             others.append(self.shape.others)
-        if not others or (self.shape.names and self._names_nothing()):
+        if not others or not self.shapes.allows_unnamed(self.shape):
             return None
         shapes = [shape for each in others for shape in self.shapes.of(each)]
         values = self._values(shapes, "*")
@@ -187,9 +187,6 @@ class _TaggedRules:
             return f"{none_of(NOT_IN_KEYS + first)}+"
         every = characters_but(NOT_IN_KEYS + first)
         return text_but(["", *self.shape.named], self.rules, literal, lambda each: [character_class(each)], every)
-
-    def _names_nothing(self) -> bool:
-        return not any(each.kind == "string" for each in self.shapes.of(self.shape.names))
 
     def _values(self, shapes: Sequence[ValueShape], path: str) -> list[str]:
         """Return an expression for each form in which a value may be written after its key; empty if missing."""

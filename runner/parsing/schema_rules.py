@@ -248,7 +248,7 @@ class SchemaRules:
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
         """Return a rule for unnamed members, if the schema describes them, names none, or needs more than it names."""
         inner = _below(path, "*")
-        if shape.names and not any(each.kind == "string" for each in self._shapes.of(shape.names)):
+        if not self._shapes.allows_unnamed(shape):
             return None
         values = [
             (pattern, self.value(each, depth + 1, inner))
@@ -290,9 +290,10 @@ class SchemaRules:
     def _other_key(self, shape: ValueShape, path: str) -> str:
         """Return an expression for a key that the schema does not name."""
         if self._shapes.key(shape.names):
-            if shape.named:
-                self._left_out.add(path, ("additionalProperties",))
             return self._key_of_names(shape, path)
+        return self._unnamed_key(shape, path)
+
+    def _unnamed_key(self, shape: ValueShape, path: str) -> str:
         if not shape.named:
             return self._dialect.key(self._rules, self._dialect.after_strings)
         if self._dialect.other_key is None or sum(map(len, shape.named)) > MAX_EXCLUDED:
@@ -307,11 +308,17 @@ class SchemaRules:
 
     def _key_of_names(self, shape: ValueShape, path: str) -> str:
         choices: list[str] = []
+        meets_named = any(self._shapes.fits(name, shape.names) for name in shape.named)
         for each in self._shapes.of(shape.names):
             if each.kind != "string":
                 continue
             if each.values is not None:
-                choices += [self._written(self._key(name, 0)) for name in each.values]
+                choices += [self._written(self._key(name, 0)) for name in each.values if name not in shape.named]
+                continue
+            if meets_named:
+                # Otherwise a named member could be written once more, or although other keywords forbid it.
+                self._left_out.add(path, ("propertyNames",))
+                choices.append(self._unnamed_key(shape, path))
                 continue
             said, rule = self._limited(each, self._dialect.after_strings)
             left = [keyword for keyword in (*string_keywords(each), *each.unexpressed) if keyword not in said]

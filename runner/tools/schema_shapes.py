@@ -144,9 +144,16 @@ class SchemaShapes:
             return all(self.is_satisfiable(shape.item(n), above) for n in range(min(shape.least, shape.listed + 1)))
         return True
 
+    def allows_unnamed(self, shape: ValueShape) -> bool:
+        """Return whether a name that the schema does not list fits its schema of names."""
+        if not self.key(shape.names):
+            return True
+        names = (each for each in self.of(shape.names) if each.kind == "string")
+        return any(each.values is None or not set(each.values) <= set(shape.named) for each in names)
+
     def _has_room(self, shape: ValueShape, above: frozenset[tuple[str, ...]]) -> bool:
         """Return whether an object may have its minimum number of members."""
-        unnamed = (shape.others, *(each for _, each in shape.of_patterns))
+        unnamed = (shape.others, *(each for _, each in shape.of_patterns)) if self.allows_unnamed(shape) else ()
         if any(self.is_satisfiable(each, above) for each in unnamed):
             return True
         named = [name for name in shape.named if not shape.names or self.fits(name, shape.names)]

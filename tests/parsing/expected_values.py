@@ -147,6 +147,9 @@ def repeats_a_key(text: str) -> bool:
 def unexplained(schema: Any, value: Any, unenforced: Sequence[str]) -> list[str]:
     """Return the errors of a value that a grammar allowed, without those of keywords that are reported."""
     named = {each.partition(" ")[0] for each in unenforced}
+    if "patternProperties" in named:
+        # The names of members are checked afterwards, so that one that another keyword forbids may be written.
+        named |= {"properties", "additionalProperties", "dependentRequired", "dependentSchemas", "not"}
     errors = validator_of(modern(schema).schema).iter_errors(value)
     return [f"{error.validator}: {error.message}" for error in errors if not _is_explained(error, named)]
 

@@ -147,6 +147,21 @@ def test_pattern_of_a_named_member_is_enforced_or_reported(schema: dict[str, Any
         assert named or fits(schema, json.loads(text)), text
 
 
+LISTED_NAMES = {"propertyNames": {"enum": ["a", "kind", "x"]}, "additionalProperties": INTEGER, "type": "object"}
+
+
+def test_member_that_is_forbidden_has_no_unnamed_form() -> None:
+    for schema, named in (
+        ({**LISTED_NAMES, "dependentRequired": {"kind": ["a"]}}, []),
+        ({**LISTED_NAMES, "properties": {"a": {}, "kind": False}}, []),
+        ({**LISTED_NAMES, "propertyNames": {"maxLength": 4}, "properties": {"kind": False}}, ["propertyNames"]),
+    ):
+        assert not_enforced(schema) == named
+        enforced = answer_constraint(schema)
+        assert accepts(enforced, '{"a": 1, "x": 2}')
+        assert not accepts(enforced, '{"kind": 1}')
+
+
 @pytest.mark.parametrize("second", ["time", "uri", "uuid"])
 def test_second_format_of_a_string_is_reported(second: str) -> None:
     form = form_of("JSON object")
