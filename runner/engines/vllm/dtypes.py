@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ChosenDtype", "choose_dtype", "gives_dtype", "is_fast", "machine_memory", "weight_bytes"]
+__all__ = [
+    "ChosenDtype",
+    "choose_dtype",
+    "emulates_bfloat16",
+    "gives_dtype",
+    "is_fast",
+    "machine_memory",
+    "weight_bytes",
+]
 
 _AUTO: Final = "auto"
 _HALVES: Final = ("bfloat16", "float16")
@@ -18,6 +26,10 @@ _BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES: Final = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "double": "float64"}
 """Other names of dtypes."""
 _ASKED: Final = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
+_MULTIPLIES_BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "avx_ne_convert")
+"""Instructions of x86 that multiply or convert bfloat16, by their names in torch."""
+_LIMITS_BELOW_BFLOAT16: Final = ("AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of oneDNN's `ONEDNN_MAX_CPU_ISA` that allow AVX-512 but not its instructions for bfloat16."""
 _TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 _QUANTIZED: Final = ("quantization_config", "compression_config")
 
@@ -43,7 +55,7 @@ def choose_dtype(
     """Return the fastest dtype for a model on a CPU; `auto` if vLLM's own choice is as fast, or the only one.
 
     vLLM computes in the checkpoint's dtype, and in bfloat16 for float32 checkpoints. On a processor without bfloat16
-    instructions this takes several times as long as float32.
+    instructions this takes up to several times as long as float32.
 
     Args:
         folder: the model's folder, with config.json.
@@ -77,7 +89,25 @@ def is_fast(dtype: str) -> bool:
     asked = getattr(torch.ops.mkldnn, _ASKED.get(dtype, ""), None)
     if asked is None or not torch.backends.mkldnn.is_available():
         return True  # unknown: keep vLLM's choice
-    return bool(asked())
+    if not asked():
+        return False
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    return dtype != "bfloat16" or not emulates_bfloat16(torch.cpu.get_capabilities(), limit)
+
+
+def emulates_bfloat16(capabilities: Mapping[str, Any], limit: str) -> bool:
+    """Return whether oneDNN computes bfloat16 by AVX-512 instructions for float32, which is slower than float32.
+
+    oneDNN supports bfloat16 on every processor with AVX-512. Only some have instructions for it: Cooper Lake, Sapphire
+    Rapids, Zen 4 and later ones.
+
+    Args:
+        capabilities: the processor's instructions as torch names them.
+        limit: the value of `ONEDNN_MAX_CPU_ISA`, or "".
+    """
+    if not capabilities.get("avx512_f"):
+        return False
+    return limit.upper() in _LIMITS_BELOW_BFLOAT16 or not any(capabilities.get(name) for name in _MULTIPLIES_BFLOAT16)
 
 
 def machine_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:

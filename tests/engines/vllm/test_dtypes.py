@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,21 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.dtypes import ChosenDtype, choose_dtype, gives_dtype, machine_memory, weight_bytes
+from runner.engines.vllm.dtypes import (
+    ChosenDtype,
+    choose_dtype,
+    emulates_bfloat16,
+    gives_dtype,
+    machine_memory,
+    weight_bytes,
+)
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import BINDING, UNIPROC, single_process_variables
 from runner.engines.vllm.settings import choose_settings
 
 KNOWN = frozenset({"dtype", "distributed_executor_backend", "tensor_parallel_size", "data_parallel_size"})
-MODERN = frozenset({"bfloat16", "float32"})  # AVX-512
-OLD = frozenset({"float32"})  # AVX2
+MODERN = frozenset({"bfloat16", "float32"})  # AVX-512 with bfloat16
+OLD = frozenset({"float32"})  # AVX2, and AVX-512 without bfloat16
 NEWEST = frozenset({"bfloat16", "float16", "float32"})  # AMX with float16
 GIGABYTE = 1_000_000_000
 
@@ -162,7 +170,42 @@ def test_a_gpu_engine_is_given_no_dtype_and_no_executor() -> None:
     assert settings.arguments.keys().isdisjoint({"dtype", "distributed_executor_backend"})
 
 
-@pytest.mark.parametrize("isa", ["AVX2", None], ids=["AVX2", "this processor"])
+SKYLAKE = {"architecture": "x86_64", "avx2": True, "avx512_f": True}
+ICE_LAKE = {**SKYLAKE, "avx512_vnni": True, "avx512_bf16": False, "amx_bf16": False}
+ZEN_4 = {**ICE_LAKE, "avx512_bf16": True}
+SAPPHIRE_RAPIDS = {**ZEN_4, "amx_bf16": True}
+ARROW_LAKE = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx_ne_convert": True}
+GRACE = {"architecture": "aarch64", "neon": True, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("processor", "limit", "emulates"),
+    [
+        (SKYLAKE, "", True),
+        (ICE_LAKE, "", True),
+        (ZEN_4, "", False),
+        (ZEN_4, "AVX512_CORE_BF16", False),
+        (ZEN_4, "AVX512_CORE", True),
+        (ZEN_4, "avx512_core_vnni", True),
+        (SAPPHIRE_RAPIDS, "", False),
+        (SAPPHIRE_RAPIDS, "AVX512_CORE_VNNI", True),
+        (ARROW_LAKE, "", False),
+        (GRACE, "", False),
+        (GRACE, "AVX512_CORE", False),
+    ],
+)
+def test_avx512_without_bfloat16_emulates_it(processor: dict[str, Any], limit: str, *, emulates: bool) -> None:
+    assert emulates_bfloat16(processor, limit) is emulates
+
+
+ON_X86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN has no limit here")
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param("AVX2", marks=ON_X86), pytest.param("AVX512_CORE", marks=ON_X86), None],
+    ids=["AVX2", "AVX-512", "this processor"],
+)
 def test_onednn_is_asked_for_this_processor(isa: str | None) -> None:
     script = (
         "from runner.engines.vllm.dtypes import is_fast; import torch;"
@@ -172,8 +215,14 @@ def test_onednn_is_asked_for_this_processor(isa: str | None) -> None:
     command = [sys.executable, "-c", script]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
     half, full, supported = said.stdout.split()
-    assert (half, full) == (supported, "True")
-    assert isa is None or half == "False"
+    assert full == "True"
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    if isa is not None:
+        assert half == "False"
+    elif "avx512f" in flags:
+        assert half == str(not flags.isdisjoint({"avx512_bf16", "amx_bf16"}))
+    else:
+        assert half == supported
 
 
 def test_the_package_and_the_engine_are_imported_without_torch() -> None:
