@@ -420,7 +420,7 @@ def check_weights(
     ] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Update each kind of tensor of an engine and compare with transformers. Exit code 7 if one is wrong."""
+    """Update each kind of tensor, and compare with transformers. Exit code 7 if one is wrong or none is right."""
     from runner.cli.check_weights import check_weights_command
 
     return check_weights_command(

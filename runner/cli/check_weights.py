@@ -22,7 +22,7 @@ from runner.training.weight_check import CheckedTensor, TensorVerdict, Way, Weig
 __all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
 
 WRONG_WEIGHTS_CODE = 7
-"""Exit code if new weights are wrong, or the check ended early."""
+"""Exit code if new weights are wrong, none is right, or the check ended early."""
 LOG = Path("runs/check-weights.log")
 _STYLES = {
     TensorVerdict.RIGHT: "green",
@@ -36,7 +36,7 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
     """Check the weights of a model, and print a row for each kind of tensor and way of updating.
 
     Returns:
-        `WRONG_WEIGHTS_CODE` if a row is wrong or rows are missing, else 0.
+        `WRONG_WEIGHTS_CODE` if a row is wrong, none is right or rows are missing, else 0.
     """
     wrong = [way for way in ways if way not in list(Way)]
     if wrong:
@@ -55,7 +55,9 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
             terminal.stdout.write(json.dumps(report.as_dict()) + "\n")
         else:
             show(report, make_console(terminal.stdout))
-    return WRONG_WEIGHTS_CODE if report.wrong or report.failure else 0
+        if not report.right and not report.wrong:
+            terminal.stderr.write("No row is right, so nothing is proven about new weights of this engine.\n")
+    return 0 if report.right and not report.wrong and not report.failure else WRONG_WEIGHTS_CODE
 
 
 def show(report: WeightReport, console: Console) -> None:

@@ -139,6 +139,11 @@ class WeightReport:
     """Difference between the checked model and the given one; empty without one."""
 
     @property
+    def right(self) -> list[CheckedTensor]:
+        """Rows with right results."""
+        return [row for row in self.rows if row.verdict is TensorVerdict.RIGHT]
+
+    @property
     def wrong(self) -> list[CheckedTensor]:
         """Rows with wrong results."""
         return [row for row in self.rows if row.verdict is TensorVerdict.WRONG]
