@@ -13,7 +13,17 @@ import anyio
 import numpy as np
 import pytest
 
-from runner import BadControl, BadWeights, EngineDead, Outcome, RequestRejected, Run, Sampling, WeightProof
+from runner import (
+    BadControl,
+    BadWeights,
+    EngineDead,
+    Outcome,
+    RequestRejected,
+    Run,
+    Sampling,
+    Trajectory,
+    WeightProof,
+)
 from runner.engines.base import GenerationRequest
 from runner.engines.proofs import ScoredPass, ScoresByPass, ids_in_steps, tolerance_of
 from runner.engines.state import EngineState, PauseMode
@@ -322,15 +332,16 @@ async def test_first_proofs_of_several_sets_of_ids_count() -> None:
         assert tolerances == pytest.approx([1e-4, 3e-4])
 
 
-async def play(engine: ScriptedEngine, outcomes: list[Outcome]) -> None:
+async def play(engine: ScriptedEngine, ended: list[Trajectory]) -> None:
     async with Run(Plain, engine, tasks=tasks(3)) as run:
-        outcomes += [trajectory.outcome async for trajectory in run]
+        async for trajectory in run:  # no comprehension: the run raises after the last one
+            ended.append(trajectory)  # noqa: PERF401
 
 
 async def test_episodes_of_an_engine_that_a_proof_ended_fail_with_its_cause() -> None:
     slow = Latency(first=1000, between=1)
     engine = ScriptedEngine("A long answer.", scores=Model(), latency=slow, tick=0.01)
-    ended: list[Outcome] = []
+    ended: list[Trajectory] = []
 
     async def update() -> None:
         await until(lambda: engine.running and engine.stats().open == 3)
@@ -341,7 +352,8 @@ async def test_episodes_of_an_engine_that_a_proof_ended_fail_with_its_cause() ->
         group.start_soon(update)
         with pytest.raises(EngineDead, match="the proof of the weights '1' does not hold"):
             await play(engine, ended)
-    assert set(ended) <= {Outcome.ENGINE_ERROR}
+    assert [each.outcome for each in ended] == [Outcome.ENGINE_ERROR] * 3
+    assert all("the proof of the weights '1' does not hold" in each.error for each in ended)
 
 
 # --- many engines
