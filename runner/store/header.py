@@ -176,6 +176,12 @@ class Header:
         engine: Mapping[str, Any] = self.engines.get(agent, self.engine)
         return engine.get("takes") != "messages"
 
+    def parts(self) -> list[str]:
+        """The names of the environments of a mixture, which its task ids begin with; none for other environments."""
+        # The names in `Mixture.construction()`; arguments of other environments have no dots.
+        names = [*self.arguments, *self.unrecorded]
+        return [name for name in self.arguments if f"{name}.weight" in names]
+
     def to_json(self) -> str:
         """The header as JSON text for the file."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}

@@ -189,7 +189,7 @@ class RunFile:
         header = self.header
         try:
             with storage_faults(self.path):
-                return summarize(self._connection, group_size=header.group_size, group_rewards=header.group_rewards)
+                return summarize(self._connection, header)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             cause = f"{type(error).__name__}: {error}"
             raise RunFileError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -13,6 +13,7 @@ from typing import Any, Final
 from runner.engines.base import FinishReason
 from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_all_k, pass_at_k
 from runner.store.columns import decode_text
+from runner.store.header import Header
 from runner.store.json_values import decode_json
 from runner.trajectory import Outcome
 
@@ -50,6 +51,7 @@ _OF_THE_LAUNCH: Final[Mapping[str, Any]] = {
     "seconds": None,
     "tokens_per_second": None,
     "retried": 0,
+    "retry_causes": {},
     "stale": 0,
     "flat": 0,
     "faults": [],
@@ -57,7 +59,7 @@ _OF_THE_LAUNCH: Final[Mapping[str, Any]] = {
 """The values that no row holds, with their defaults without a finished launch."""
 
 
-def summarize(connection: sqlite3.Connection, *, group_size: int, group_rewards: Collection[str]) -> dict[str, Any]:
+def summarize(connection: sqlite3.Connection, header: Header) -> dict[str, Any]:
     """The summary of the episodes in the file, with the keys of `Summary.as_dict()`.
 
     Superseded attempts are left out; episodes cut short count under their outcome. All is read from one state of the
@@ -65,12 +67,12 @@ def summarize(connection: sqlite3.Connection, *, group_size: int, group_rewards:
 
     Args:
         connection: a connection without an open transaction.
-        group_size: the number of episodes of each task.
-        group_rewards: the names of the group rewards; rewards of groups without them are not counted.
+        header: the file's; rewards of groups without their group rewards are not counted.
     """
     connection.execute("BEGIN")
     try:
-        episodes = _Episodes(group_size, bool(group_rewards))
+        parts = {name: Mean() for name in header.parts()}
+        episodes = _Episodes(header.group_size, bool(header.group_rewards), environments=parts)
         for _, rows in groupby(connection.execute(_EPISODES), key=itemgetter("task_id")):
             episodes.add_task(list(rows))
         turns = _turns(connection)
@@ -97,6 +99,7 @@ class _Episodes:
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     reward: Mean = field(default_factory=Mean)
     agents: dict[str, Mean] = field(default_factory=dict)
+    environments: dict[str, Mean] = field(default_factory=dict)
     rewards: dict[str, Mean] = field(default_factory=dict)
     metrics: dict[str, Mean] = field(default_factory=dict)
     solved: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -109,7 +112,8 @@ class _Episodes:
                 self._add_episode(agents, task)
             if group[0][0]["group_scored"] or not self.has_group_rewards:
                 self._add_rewards(group, task)
-        for mean in (self.reward, *self.agents.values(), *self.rewards.values(), *self.metrics.values()):
+        named = (self.agents, self.environments, self.rewards, self.metrics)
+        for mean in (self.reward, *(mean for means in named for mean in means.values())):
             mean.close(task)
 
     def _add_episode(self, agents: Sequence[sqlite3.Row], task: str) -> None:
@@ -128,6 +132,8 @@ class _Episodes:
                     self.agents.setdefault(decode_text(row["agent"]), Mean()).add(row["reward"], task)
             main = next((row for row in agents if row["trained"]), agents[0])
             self.reward.add(main["reward"], task)
+            if (environment := self.environments.get(task.partition("/")[0])) is not None:
+                environment.add(main["reward"], task)
             for name, value in decode_json(main["rewards"]).items():
                 if value is not None:
                     self.rewards.setdefault(name, Mean()).add(value, task)
@@ -144,6 +150,7 @@ class _Episodes:
             "outcomes": {outcome.value: count for outcome, count in sorted(self.outcomes.items())},
             "reward": self.reward.as_dict(),
             "agents": {agent: mean.as_dict() for agent, mean in self.agents.items()},
+            "environments": {name: mean.as_dict() for name, mean in self.environments.items()},
             "rewards": {name: mean.as_dict() for name, mean in self.rewards.items()},
             "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
             "pass_at": {str(k): pass_at_k(self.solved, k) for k in powers},

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from runner import Conversation, Environment, Outcome, Run, RunFile, Task, Traje
 from runner.cli.app import app
 from runner.errors import RunFileError
 from runner.estimates import Mean
+from runner.interop import Mixture
 from runner.testing import Fault, ScriptedEngine
 from runner.trajectory import Group
 from tests import sweeps
@@ -215,6 +217,72 @@ async def until_some_are_there(file: Path) -> None:
         async for _ in run:
             if run.summary.episodes >= 20:
                 run.drain()
+
+
+class Halves(Plain):
+    def tasks(self) -> list[Task]:
+        return tasks(6)
+
+    @reward
+    def half(self) -> float:
+        return self.episode.rng.randrange(3) / 2
+
+
+def mixture() -> Mixture:
+    return Mixture({"plain": Plain(), "halves": (Halves(), 2), "crowd": Crowd(4)})
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import anyio
+from runner import Run
+from tests.faults.crowd import GROUP_SIZE, engine
+from tests.store.test_stored_summary import mixture
+
+async def main():
+    async with Run(mixture(), engine(), group_size=GROUP_SIZE, file=Path(sys.argv[1]), seed=9) as run:
+        async for _ in run:
+            if run.summary.episodes >= 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.slow
+def test_summary_of_a_killed_mixture_has_its_environments(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(file)], cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    killed = check(file)
+    assert stored_summary(file) == (None,)
+    expected: dict[str, Mean] = {name: Mean() for name in ("plain", "halves", "crowd")}
+    with RunFile(file) as run_file:
+        scored = {(group.task_id, group.visit) for group in run_file.groups() if group.scored}
+        for row in run_file.rows(trained=None):
+            if row.agent == "main" and (row.task_id, row.visit) in scored:
+                expected[row.task_id.partition("/")[0]].add(row.reward, row.task_id)
+    assert killed["environments"] == {name: mean.as_dict() for name, mean in expected.items()}
+    assert sum(each["count"] for each in killed["environments"].values()) == killed["reward"]["count"] > 0
+    shown = CliRunner().invoke(app, ["show", str(file)])
+    assert set(expected) <= {line.split()[0] for line in shown.output.splitlines() if line.strip()}
+    last = anyio.run(partial(played, mixture(), engine(), file, group_size=GROUP_SIZE, seed=9))
+    assert set(killed) == set(last)
+    assert_alike(summary_of(file), last)
+
+
+async def test_summary_of_rows_without_the_launchs_is_as_complete(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    live = await played(mixture(), engine(), file, group_size=GROUP_SIZE)
+    assert live["environments"]["halves"]["count"] == 6 * GROUP_SIZE
+    assert_alike(summary_of(file), live)
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE run SET complete = 0, summary = NULL")  # as a killed launch leaves it
+        connection.commit()
+    told = summary_of(file)
+    assert set(told) == set(live)
+    assert_alike(told, live, without=OF_THE_LAUNCH)
 
 
 FULL = """
