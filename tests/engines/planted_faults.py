@@ -70,6 +70,17 @@ def swapped_blocks(*names: str, size: int = 1, axis: int = 0) -> Fault:
     return plant
 
 
+def stale_block(*names: str) -> Fault:
+    """The first block of the first axis keeps its old values: one expert."""
+
+    def plant(new: Tensors, old: Tensors) -> None:
+        for name in names:
+            new[name] = new[name].clone()
+            new[name][0] = old[name][0]
+
+    return plant
+
+
 def half_loaded(name: str) -> Fault:
     """The second half of the rows keeps its old values."""
 
@@ -114,6 +125,7 @@ EXPERT_FAULTS: Final[Mapping[str, Fault]] = {
     "two experts are swapped": swapped_blocks(f"{_EXPERTS}gate_up_proj", f"{_EXPERTS}down_proj"),
     "two experts are swapped in one tensor": swapped_blocks(f"{_EXPERTS}down_proj"),
     "the halves of all experts of a layer are swapped": swapped_blocks(f"{_EXPERTS}gate_up_proj", size=128, axis=1),
+    "one expert of one layer is stale": stale_block(f"{_EXPERTS}gate_up_proj", f"{_EXPERTS}down_proj"),
     "the experts of one layer are stale": stale(_EXPERTS),
     "the experts of all layers are stale": stale(".experts."),
     "one router is stale": stale(_ROUTER),
