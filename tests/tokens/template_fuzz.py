@@ -1,7 +1,7 @@
 """The promise of a bridge, checked for random templates and conversations.
 
 A bridge that is given is exact: what it appends behind the turn is what the template writes there in a render of the
-whole conversation, with the real words of every turn. `python -m tests.tokens.template_fuzz MINUTES` looks for one
+whole conversation, with the real words of every turn. `python -m tests.tokens.template_fuzz MINUTES SEED` looks for one
 that is not, with other templates in every round.
 """
 
@@ -24,7 +24,7 @@ from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised
 from tests.tokens.bridging import ADD
 from tests.tokens.template_grammar import Written, written
 
-__all__ = ["WrongBridge", "check_bridges"]
+__all__ = ["WrongBridge", "check_bridges", "look_at_new_templates"]
 
 TOOLS = [ADD]
 STOP = "<|im_end|>"
@@ -117,8 +117,16 @@ def _check(
 ANY_SIZE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
-def main(minutes: float, first: int = 0) -> None:
-    """Look at new templates for these minutes of processor time; the first wrong bridge ends it."""
+def look_at_new_templates(minutes: float, first: int = 0) -> Counter[str]:
+    """Look at new templates for these minutes of processor time, and return what became of each turn.
+
+    Args:
+        minutes: after them no further round of templates begins.
+        first: the seed of the first round; each further round has the next one.
+
+    Raises:
+        WrongBridge: a bridge is not exact.
+    """
     until, seen, templates, number = time.process_time() + 60 * minutes, Counter[str](), 0, first
     # Making a case smaller takes minutes, and the first one found mostly says enough.
     phases = [Phase.generate]
@@ -132,10 +140,14 @@ def main(minutes: float, first: int = 0) -> None:
             templates += 1
             check_bridges(case, seen)
 
+        print("seed", number, flush=True)
         look()
         number += 1
-        print(number, templates, dict(seen), flush=True)
+        print(templates, "templates", dict(seen), flush=True)
+    return seen
 
 
 if __name__ == "__main__":
-    main(*(float(each) if index == 0 else int(each) for index, each in enumerate(sys.argv[1:] or ["1"])))  # type: ignore[arg-type]
+    look_at_new_templates(
+        *(float(each) if index == 0 else int(each) for index, each in enumerate(sys.argv[1:] or ["1"]))
+    )  # type: ignore[arg-type]

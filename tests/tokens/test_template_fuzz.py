@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from hypothesis import Phase, given, settings
 from runner.messages import Message
 from tests import sweeps
 from tests.tokens.bridging import MORE, QUESTION, chatml, result, says
-from tests.tokens.template_fuzz import ANY_SIZE, check_bridges
+from tests.tokens.template_fuzz import ANY_SIZE, check_bridges, look_at_new_templates
 from tests.tokens.template_grammar import Written, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
@@ -135,6 +136,18 @@ AS_OFTEN = settings(
 @given(case=written())
 def test_drawn_templates_and_conversations_get_no_wrong_bridge(case: Written) -> None:
     check_bridges(case)
+
+
+FUZZED_MINUTES = 3.0
+"""Processor time for templates that no earlier sweep looked at."""
+
+
+@pytest.mark.whole
+def test_templates_of_a_new_seed_get_no_wrong_bridge() -> None:
+    seed = random.SystemRandom().randrange(1 << 31)
+    print(f"to repeat: python -m tests.tokens.template_fuzz {FUZZED_MINUTES} {seed}")
+    seen = look_at_new_templates(FUZZED_MINUTES, seed)
+    assert _exact(seen) > seen.total() / 6
 
 
 APPEARS_AT_ONCE = (
