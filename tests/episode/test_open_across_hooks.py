@@ -255,13 +255,23 @@ async def test_a_group_whose_task_dies_fails_its_episode_alone() -> None:
 # --- on trio, which has no scopes that overlap
 
 
+ON_ANY_LOOP = [
+    "anyio_group",
+    "anyio_scope",
+    "mcp_stdio",
+    "mcp_http",
+    "mcp_client",
+    "http_client",
+    "program",
+]
+"""Kinds without asyncio; the others are `asyncio`'s own, `aiohttp`, `websockets` and a pool like `asyncpg`'s."""
 ON_TRIO = pytest.mark.parametrize("anyio_backend", ["trio"])
 
 
 @ON_TRIO
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of httpx2
 @pytest.mark.parametrize("opens", ["setup", "prompt"])
-@pytest.mark.parametrize("what", ["anyio_group", "anyio_scope", "mcp_stdio", "mcp_http", "mcp_client", "program"])
+@pytest.mark.parametrize("what", ON_ANY_LOOP)
 async def test_on_trio_close_may_close_what_setup_opened(what: str, opens: str) -> None:
     trajectories, run = await played(Opens(what, opens, "close"))
     assert_unharmed(trajectories)
