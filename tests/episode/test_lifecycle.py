@@ -295,8 +295,6 @@ async def test_a_constructor_that_raises_fails_its_episodes_only() -> None:
 
 
 async def test_a_hook_that_nobody_overrode_takes_no_thread() -> None:
-    jobs: list[str] = []
-
     class Quiet(Environment):
         def tasks(self) -> list[Task]:
             return tasks(1)
@@ -305,16 +303,24 @@ async def test_a_hook_that_nobody_overrode_takes_no_thread() -> None:
         async def correct(self) -> bool:
             return True
 
-    async with Run(Quiet, recording("Yes")) as run:
-        called = run.workers.call
+    class Overrides(Quiet):
+        def setup(self) -> None: ...
 
-        async def counted(job: Any) -> Any:
-            jobs.append(job.name)
-            return await called(job)
+    async def jobs_of(environment: type[Quiet]) -> set[str]:
+        jobs: list[str] = []
+        async with Run(environment, recording("Yes")) as run:
+            called = run.workers.call
 
-        run.workers.call = counted  # type: ignore[method-assign]
-        assert [t.outcome async for t in run] == [Outcome.COMPLETED]
-    assert set(jobs) <= {"tasks()", "run file"}
+            async def counted(job: Any) -> Any:
+                jobs.append(job.name)
+                return await called(job)
+
+            run.workers.call = counted  # type: ignore[method-assign]
+            assert [t.outcome async for t in run] == [Outcome.COMPLETED]
+        return set(jobs) - {"tasks()", "run file"}
+
+    assert await jobs_of(Quiet) == set()
+    assert await jobs_of(Overrides) == {"setup()"}
 
 
 async def test_sync_and_async_lifespan_run_in_the_runs_task() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from runner import BadBatch, Outcome, Sampling, Trajectory
+from runner import BadBatch, Outcome, Sampling, Trajectory, tool
 from runner.testing import call
 from runner.trainers.openenv import read_training_trace, training_trace
-from tests.playing import recording, talked, twice
+from tests.playing import Plain, play_all, recording, talked, twice
 from tests.training.making import made, prompt, retried, said
 
 pytestmark = pytest.mark.anyio
@@ -55,10 +55,15 @@ async def test_ignored_stops_are_in_the_request() -> None:
 
 
 async def test_arguments_of_calls_are_text() -> None:
-    trajectory = await talked(twice, recording([[call("add", a=1)], "42"]))
-    said_there = [m for t in checked(trajectory)["turns"] for m in t["request"]["messages"] if "tool_calls" in m]
-    for message in said_there:
-        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    class Adds(Plain):
+        @tool
+        def add(self, a: int) -> int:
+            """Add one."""
+            return a + 1
+
+    (trajectory,) = await play_all(Adds, recording([[call("add", a=1)], "42"]))
+    sent = [m for t in checked(trajectory)["turns"] for m in t["request"]["messages"] if "tool_calls" in m]
+    assert [json.loads(message["tool_calls"][0]["function"]["arguments"]) for message in sent] == [{"a": 1}]
 
 
 def test_turn_that_is_not_trained_has_mask_zero() -> None:
