@@ -13,13 +13,13 @@ from runner.cluster.protocol import WorkerLost
 from runner.cluster.worker_handle import WorkerHandle
 from runner.errors import BadInput, DeltarunnerError
 
-__all__ = ["GRACE_SECONDS", "TransferGroup", "ask", "compare", "gather"]
+__all__ = ["GRACE_SECONDS", "TransferGroup", "ask", "compare", "gather_answers"]
 
 LOOK_SECONDS: Final = 1.0
 """Seconds between two checks of the workers that have not answered."""
 
 
-async def gather(
+async def gather_answers(
     handles: Iterable[WorkerHandle],
     step: Callable[[WorkerHandle], Awaitable[Any]],
     finished: Callable[[WorkerHandle, Exception | None], None] = lambda _, error: None,
@@ -109,7 +109,9 @@ async def _asked(
 
     async with anyio.create_task_group() as watching:
         watching.start_soon(watch)
-        answers, errors = await gather(tuple(waiting), lambda handle: handle.process.send(call, *arguments), finished)
+        answers, errors = await gather_answers(
+            tuple(waiting), lambda handle: handle.process.send(call, *arguments), finished
+        )
         watching.cancel_scope.cancel()
     return answers, {handle: error for handle, error in errors.items() if not isinstance(error, WorkerLost)}
 
@@ -211,7 +213,7 @@ class TransferGroup:
             self._answered.set()
             self._push_limit()
 
-        answers, errors = await gather(tuple(self.handles), step, finished)
+        answers, errors = await gather_answers(tuple(self.handles), step, finished)
         refusals = {handle: error for handle, error in errors.items() if isinstance(error, BadInput)}
         if refusals and not self.lost:
             handle, refusal = next(iter(refusals.items()))

@@ -14,7 +14,7 @@ from typing import Any, Final
 import anyio
 from anyio.abc import TaskGroup
 
-from runner.cluster.broadcast import ask, gather
+from runner.cluster.broadcast import ask, gather_answers
 from runner.cluster.engine_process import require_like_the_first, require_like_this_process
 from runner.cluster.fleet import Assignment, Fleet, SlotQueue, WorkerSlot, WorkerSlotState
 from runner.cluster.protocol import EngineKnown, FleetSnapshot, Heartbeat, Launcher, WorkerInfo, WorkerLost
@@ -449,7 +449,7 @@ class Driver:
         """
         run = _OpenedRun(packed, clock)
         async with self.settled:
-            _, errors = await gather(self.members, lambda handle: self._open_on(handle, number, run))
+            _, errors = await gather_answers(self.members, lambda handle: self._open_on(handle, number, run))
             if errors:
                 await self.ask_all("close_run", number)
                 raise next(iter(errors.values()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from runner.cluster.broadcast import gather
+from runner.cluster.broadcast import gather_answers
 from runner.cluster.driver import Driver
 from runner.cluster.player import FleetPlayer
 from runner.cluster.protocol import OtherKnown, WorkerLost
@@ -69,7 +69,7 @@ class RunSetups:
 
         while True:
             await driver.until(lambda: bool(driver.members))
-            _, errors = await gather(driver.members, enter)
+            _, errors = await gather_answers(driver.members, enter)
             if errors:
                 raise next(iter(errors.values()))
             for handle in driver.members:

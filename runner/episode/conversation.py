@@ -13,8 +13,8 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from runner.checked import whole
-from runner.concurrency.at_once import at_once
 from runner.concurrency.clocks import task_scope
+from runner.concurrency.gather import gather
 from runner.episode.history_replacement import cursor_at, left_behind
 from runner.episode.model import MessageModel
 from runner.episode.prompting import next_prompt, oversized
@@ -415,7 +415,7 @@ class Conversation:
         with self._speaking(), ExitStack() as numbers:
             # Numbered in this order, even if another one begins first: the seeds depend on it.
             numbered = [(cursor, numbers.enter_context(state.number())) for cursor in heads]
-            await at_once(
+            await gather(
                 [partial(take_turn, state, cursor, sampling, tool_choice, number=number) for cursor, number in numbered]
             )
             state.cursor = heads[0]

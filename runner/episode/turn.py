@@ -10,8 +10,8 @@ from typing import Any
 
 import anyio
 
-from runner.concurrency.at_once import at_once
 from runner.concurrency.clocks import WhileSampling
+from runner.concurrency.gather import gather
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
 from runner.episode.message_turn import MessageTurn
@@ -106,7 +106,7 @@ async def score_replies(state: ConversationState, cursor: Cursor, replies: Seque
 
     try:
         with WhileSampling():
-            return await at_once([partial(score, reply) for reply in replies])
+            return await gather([partial(score, reply) for reply in replies])
     except EngineError as error:
         end_by(state, error)
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Self, TypeVar
 import anyio
 from typing_extensions import Unpack
 
-from runner.concurrency.at_once import at_once
+from runner.concurrency.gather import gather
 from runner.concurrency.loop_lag import Blocker
 from runner.engines.base import BaseEngine, width_of
 from runner.engines.proofs import ProofFigures, WeightProof
@@ -172,7 +172,7 @@ class BackgroundPlayer:
 
         Errors are those of `Player.play`; the first one cancels the others.
         """
-        return self._call(at_once([partial(self.player.play, task, index=index) for task, index in episodes]))
+        return self._call(gather([partial(self.player.play, task, index=index) for task, index in episodes]))
 
     def groups(self, tasks: Iterable[Task] | None = None, *, full: int | None = None) -> PlayedGroups:
         """Yield groups as they finish, for a trainer that pulls.
@@ -283,7 +283,7 @@ class BackgroundPlayer:
         raise RunStopped("the player was closed: play before close(), or make another BackgroundPlayer(...)")
 
     async def _play_groups(self, tasks: list[Task], sampling: Sampling | None) -> list[Group]:
-        played = await at_once([partial(self.player.play_group, task, sampling=sampling) for task in tasks])
+        played = await gather([partial(self.player.play_group, task, sampling=sampling) for task in tasks])
         return [group for groups in played for group in groups]
 
     def _run_thread(self, started: Future[None]) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from runner import checked
-from runner.concurrency.at_once import at_once
+from runner.concurrency.gather import gather
 from runner.engines.base import Engine
 from runner.errors import BadOption, RequestRejected
 from runner.options import Sampling
@@ -106,7 +106,7 @@ async def score_trace(
         else:
             jobs.append(partial(_scored, engine, [number], calls, how))
     jobs += [partial(_scored, engine, numbers, calls, None) for numbers in _conversations(calls, plain)]
-    for found in await at_once(jobs):
+    for found in await gather(jobs):
         for number, scores in found.items():
             if isinstance(scores, str):
                 report.unchecked[scores] += 1

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import anyio
 
-__all__ = ["at_once"]
+__all__ = ["gather"]
 
 T = TypeVar("T")
 
 
-async def at_once(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Make the calls at the same time, and return their results in order.
 
     Raises:
