@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from runner import Environment, Outcome, Run, Task, reward
-from tests.engines.asking import STOP
+from tests.engines.engine_requests import STOP
 from tests.engines.remote.model_folder import byte_model
 from tests.repository import DOCS
 

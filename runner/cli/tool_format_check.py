@@ -90,7 +90,7 @@ class ToolFormatCheck:
     def lines(self) -> Iterator[tuple[str, str, str]]:
         """(label, text, explanation) of each line about it."""
         yield "tool format", self.name, f"Parses calls instead of the learnt format. {self.misreads or _ALL}."
-        for trait in sorted(self.checked.traits) if self.checked is not None else ():
+        for trait in sorted(self.checked.limitations) if self.checked is not None else ():
             yield f"  {trait}", "", DESCRIPTIONS[trait]
 
     def document(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class ToolFormatCheck:
             "name": self.name,
             "cases": checked.cases if checked else 0,
             "misread": [{"case": each.case.what, "why": each.why} for each in checked.differences] if checked else [],
-            "traits": {trait: DESCRIPTIONS[trait] for trait in sorted(checked.traits)} if checked else {},
+            "traits": {trait: DESCRIPTIONS[trait] for trait in sorted(checked.limitations)} if checked else {},
         }
 
 

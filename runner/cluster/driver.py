@@ -316,7 +316,7 @@ class Driver:
                     return False
                 await self._catch_up(handle, self.snapshot)
             if self.snapshot.paused or self.snapshot.asleep:
-                await handle.process.send("stand", self.snapshot)
+                await handle.process.send("apply_snapshot", self.snapshot)
             for number in opened - self._runs.keys():
                 handle.process.send("close_run", number)
             for number, run in self._runs.items():

@@ -103,7 +103,7 @@ class Worker(EngineProcess):
         self._released_number = 0
         self._is_held = False
         self._leases = itertools.count()
-        self.record_exit_reason: Callable[[str], None] = _to_nobody
+        self.record_exit_reason: Callable[[str], None] = _discard_reason
         """Called with the reason when the worker ends itself."""
 
     @property
@@ -435,7 +435,7 @@ class Worker(EngineProcess):
                     raise
                 # The trainer may have saved over the folder since. Then the tolerances of the table hold.
 
-    async def stand(self, snapshot: FleetSnapshot) -> None:
+    async def apply_snapshot(self, snapshot: FleetSnapshot) -> None:
         """Pause the engine, or put it to sleep, as the others are."""
         if snapshot.paused:
             await self.engine.pause()
@@ -461,7 +461,7 @@ def _constructed(sent: RunSpec) -> Any:
         ) from error
 
 
-def _to_nobody(words: str) -> None:
+def _discard_reason(reason: str) -> None:
     """Discard the reason: there is no record."""
 
 

@@ -87,7 +87,7 @@ class Clock:
         over_tasks: whether the scope is that of anyio, which also shields tasks that are started in the block.
     """
 
-    __slots__ = ("_asking", "_outer", "_remaining", "_still", "_stops", "counts_sampling", "scope", "seconds")
+    __slots__ = ("_asking", "_holds", "_outer", "_remaining", "_still", "counts_sampling", "scope", "seconds")
 
     def __init__(
         self, seconds: float | None = None, *, counts_sampling: bool = False, over_tasks: bool = False
@@ -100,7 +100,7 @@ class Clock:
         """The cancel scope of the block, whose deadline the clock moves."""
         self._remaining = math.inf
         # Several tasks under one clock may wait at once: it continues when the last of them does.
-        self._stops = 0
+        self._holds = 0
         self._asking = 0
         self._still = False
         self._outer: tuple[Clock, ...] = ()
@@ -121,14 +121,14 @@ class Clock:
         """Remove the limit; the block continues."""
         self.start(None)
 
-    def stop(self) -> None:
+    def hold(self) -> None:
         """Pause, once for each of several waits at the same time."""
-        self._stops += 1
+        self._holds += 1
         self._settle()
 
-    def go_on(self) -> None:
-        """Undo one `stop`."""
-        self._stops -= 1
+    def release(self) -> None:
+        """Undo one `hold`."""
+        self._holds -= 1
         self._settle()
 
     def begin_asking(self) -> None:
@@ -142,7 +142,7 @@ class Clock:
         self._settle()
 
     def _settle(self) -> None:
-        still = self._stops >= (self._asking or 1)
+        still = self._holds >= (self._asking or 1)
         if still is self._still:
             return
         self._still = still
@@ -201,7 +201,7 @@ class Waiting:
         self._waits = True
         self.began = loop_time()
         for clock in self._clocks:
-            clock.stop()
+            clock.hold()
 
     def over(self) -> None:
         """End the wait and continue the clocks; a second call has no effect."""
@@ -209,7 +209,7 @@ class Waiting:
             self._waits = False
             self.seconds = loop_time() - self.began
             for clock in self._clocks:
-                clock.go_on()
+                clock.release()
 
     def __exit__(self, *_: object) -> None:
         self.over()
@@ -242,11 +242,11 @@ class WhileSampling:
     def __enter__(self) -> None:
         self._clocks = [clock for clock in _running.get() if not clock.counts_sampling]
         for clock in self._clocks:
-            clock.stop()
+            clock.hold()
 
     def __exit__(self, *_: object) -> None:
         for clock in self._clocks:
-            clock.go_on()
+            clock.release()
 
 
 class Standstill:

@@ -103,7 +103,7 @@ def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
             raise BadTemplate(f"{template} cannot write calls {loss}")
         warnings.append(f"{template} does not keep every call {loss}")
     warnings += _unchecked(tools)
-    unclear = list(ambiguities(tools)) if CallLimitation.UNTYPED in chat.learnt.traits else []
+    unclear = list(ambiguities(tools)) if CallLimitation.UNTYPED in chat.learnt.limitations else []
     if unclear:
         warnings.append(
             f"{template} writes strings without quotes ({CallLimitation.UNTYPED}), and {unclear[0]} also takes other "

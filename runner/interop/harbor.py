@@ -30,7 +30,7 @@ from runner.interop.harbor_tasks import (
 )
 from runner.interop.terminal import GRACE_SECONDS, TOOL_OUTPUT_BYTES, shell_command
 from runner.options import Limits
-from runner.sandbox.client import last_words
+from runner.sandbox.client import output_tail
 from runner.sandbox.containers import default_provider
 from runner.sandbox.sandbox import Sandbox, SandboxProvider
 from runner.scoring import metric, reward
@@ -251,7 +251,7 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     """
     cleaned = await sandbox.exec(["sh", "-c", _CLEAN, task.verifier_user], user="0", cwd="/")
     if not cleaned.ok or any([await _exists(sandbox, f"{LOG_FOLDER}/{name}") for name in REWARD_FILES]):
-        raise VerifierFailed(f"{LOG_FOLDER} cannot be emptied before the verifier runs: {last_words(str(cleaned))}")
+        raise VerifierFailed(f"{LOG_FOLDER} cannot be emptied before the verifier runs: {output_tail(str(cleaned))}")
     try:
         await sandbox.upload(task.folder / "tests", "/tests")
     except OSError as error:
@@ -261,9 +261,9 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
         argv, seconds=task.verifier_seconds, env=task.verifier_env, user=task.verifier_user, output_bytes=64 * 1024
     )
     if done.ended_by != "exit":
-        raise VerifierFailed(f"the verifier was ended at its limit ({done.ended_by}): {last_words(str(done))}")
+        raise VerifierFailed(f"the verifier was ended at its limit ({done.ended_by}): {output_tail(str(done))}")
     if done.code in NOT_STARTED_CODES:
-        raise VerifierFailed(f"the verifier cannot be started: {last_words(str(done))}")
+        raise VerifierFailed(f"the verifier cannot be started: {output_tail(str(done))}")
     for name, read in zip(REWARD_FILES, (read_json, _read_text), strict=True):
         try:
             content = (await sandbox.read(f"{LOG_FOLDER}/{name}")).decode("utf-8", "replace").strip()
@@ -272,8 +272,10 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
         try:
             return read(content)
         except ValueError as error:
-            raise VerifierFailed(f"{LOG_FOLDER}/{name}: {error}; the verifier wrote: {last_words(str(done))}") from None
-    raise VerifierFailed(f"the verifier wrote no reward into {LOG_FOLDER}: {last_words(str(done))}")
+            raise VerifierFailed(
+                f"{LOG_FOLDER}/{name}: {error}; the verifier wrote: {output_tail(str(done))}"
+            ) from None
+    raise VerifierFailed(f"the verifier wrote no reward into {LOG_FOLDER}: {output_tail(str(done))}")
 
 
 async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
@@ -347,7 +349,7 @@ async def _wait_until_healthy(task: HarborTask, sandbox: Sandbox) -> None:
             return
         failures += not is_start
         if failures >= check.retries:
-            raise SandboxFailed(f"the health check {check.command!r:.80} fails: {last_words(str(done))}")
+            raise SandboxFailed(f"the health check {check.command!r:.80} fails: {output_tail(str(done))}")
         await anyio.sleep(check.start_interval_seconds if is_start else check.interval_seconds)
 
 
@@ -423,4 +425,4 @@ async def _solve(task: HarborTask, sandbox: Sandbox) -> None:
     argv = [*interpreter_of(task.folder / SOLUTION_SCRIPT), "/solution/solve.sh"]
     done = await sandbox.exec(argv, seconds=task.agent_seconds, env=task.solution_env, user=task.agent_user)
     if not done.ok:
-        raise VerifierFailed(f"{shlex.join(argv)} failed: {last_words(str(done))}")
+        raise VerifierFailed(f"{shlex.join(argv)} failed: {output_tail(str(done))}")

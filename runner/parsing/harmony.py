@@ -88,7 +88,7 @@ class _MessageKind(enum.Enum):
     THOUGHT = enum.auto()
     CONTENT = enum.auto()
     CALL = enum.auto()
-    FOREIGN = enum.auto()
+    OTHER_ROLE = enum.auto()
 
 
 class _MessageHeader(NamedTuple):
@@ -163,7 +163,7 @@ class HarmonyStream:
         if mark is None and not self._ended:
             self._held = text
             return ""
-        header = _read_header(text if mark is None else text[: mark.start()], foreign=self._role)
+        header = _read_header(text if mark is None else text[: mark.start()], has_role=self._role)
         if mark is not None and mark[0] == MESSAGE:
             self._begin(header)
             return text[mark.end() :]
@@ -223,12 +223,12 @@ class HarmonyStream:
         return text
 
 
-def _read_header(text: str, *, foreign: bool) -> _MessageHeader:
-    """Parse the header of a message, in any order of its parts; with `foreign` it begins with a role."""
-    if foreign:
+def _read_header(text: str, *, has_role: bool) -> _MessageHeader:
+    """Parse the header of a message, in any order of its parts; with `has_role` it begins with a role."""
+    if has_role:
         role, text = _ROLE.match(text)[0].strip(), text  # type: ignore[index]  # it matches the empty text
         if role and not role.startswith("assistant"):
-            return _MessageHeader(_MessageKind.FOREIGN, "")
+            return _MessageHeader(_MessageKind.OTHER_ROLE, "")
         text = text.lstrip().removeprefix("assistant")
     recipient, channel = _RECIPIENT.search(text), _CHANNEL.search(text)
     if recipient is not None:

@@ -212,7 +212,7 @@ class StatsReader:
             fleet=_fleet(engine)
             if engine is not None and not run.over
             else None,  # after the run, workers end one by one
-            news=self._news(engine.events) if engine is not None else (),
+            news=self._new_events(engine.events) if engine is not None else (),
             slowest=tuple(
                 _stuck(play) for play in heapq.nsmallest(MAX_WAITING_SHOWN, run.plays, key=attrgetter("since"))
             ),
@@ -227,7 +227,7 @@ class StatsReader:
             self._counts, self._counted = (computed, sampled), now
         return now - self._counted
 
-    def _news(self, events: Sequence[str]) -> tuple[str, ...]:
+    def _new_events(self, events: Sequence[str]) -> tuple[str, ...]:
         # Compared by identity: two workers may be lost with equal messages.
         news = tuple(takewhile(lambda event: event is not self._last_event, reversed(events)))[::-1]
         self._last_event = news[-1] if news else self._last_event

@@ -16,7 +16,7 @@ from anyio.lowlevel import RunVar
 
 from runner.concurrency.child_processes import child_ended
 
-__all__ = ["CallResult", "ContainerClient", "Output", "client_environ", "file_error", "last_words", "variable_flags"]
+__all__ = ["CallResult", "ContainerClient", "Output", "client_environ", "file_error", "output_tail", "variable_flags"]
 
 CALL_SECONDS: Final = 120.0
 """Time limit of a call that manages containers."""
@@ -75,7 +75,7 @@ def variable_flags(variables: Mapping[str, str]) -> tuple[list[str], dict[str, s
     return [f"--env={key}" if key in passed else f"--env={key}={value}" for key, value in variables.items()], passed
 
 
-def last_words(output: bytes | str) -> str:
+def output_tail(output: bytes | str) -> str:
     """Return the end of a client's output for an error message."""
     text = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
     return text.strip()[-ERROR_CHARS:] or "it printed nothing"
@@ -195,7 +195,7 @@ class CallResult:
         """The end of its errors, or of its output if there are none."""
         if self.code == -1:
             return "it did not end in time"
-        return last_words(self.stderr.strip() or self.stdout)
+        return output_tail(self.stderr.strip() or self.stdout)
 
 
 class ContainerClient:

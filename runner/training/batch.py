@@ -16,7 +16,7 @@ from runner.training.advantages import AdvantageRule
 from runner.training.array_kinds import as_numpy
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.packing import Layout
-from runner.training.rows import NO_VERSION, TrainingRow, likeliest, row_experts
+from runner.training.rows import NO_VERSION, TrainingRow, row_experts, top_logprobs
 from runner.training.selection import ComparedGroup, GroupsOrTrajectories, Selection, name_of
 from runner.trajectory import Trajectory
 
@@ -272,7 +272,7 @@ class TrainingBatch:
             BadOption: `count` is below 1.
         """
         whole(f"count={count!r}", count, least=1)
-        rows = [likeliest(row, count) for row in self.rows]
+        rows = [top_logprobs(row, count) for row in self.rows]
         ids = [self.layout.fill((row_ids[:, n] for row_ids, _ in rows), -1, np.int32) for n in range(count)]
         logprobs = [self.layout.fill((values[:, n] for _, values in rows), 0, np.float32) for n in range(count)]
         return np.stack(ids, axis=-1), np.stack(logprobs, axis=-1)

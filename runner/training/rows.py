@@ -12,7 +12,7 @@ from runner.errors import BadBatch
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.trajectory import Trajectory, Turn
 
-__all__ = ["NO_VERSION", "TrainingRow", "likeliest", "row_experts", "rows_of", "version_table"]
+__all__ = ["NO_VERSION", "TrainingRow", "row_experts", "rows_of", "top_logprobs", "version_table"]
 
 NO_VERSION = -1
 """Weight version of an id that was not sampled."""
@@ -56,7 +56,7 @@ def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[Trainin
     return [row for row in rows if row.loss_mask.any()]
 
 
-def likeliest(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def top_logprobs(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return the `count` most likely ids at each trained position of a row, and their log-probabilities.
 
     Both have the shape [length, count]; they are -1 and 0 at untrained positions.

@@ -27,7 +27,7 @@ NAMES = (
     "parity",
     "fleet",
     "losses",
-    "hosted",
+    "engine_process",
     "fleet_weights",
     "ranks",
     "proofs",

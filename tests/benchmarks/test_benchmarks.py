@@ -39,7 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
     "fleet": {"ROUNDS": 1, "EPISODES": 4, "WAITING_EPISODES": 4, "WORKERS": 2, "WAIT": 1},
     "losses": {"ROUNDS": 1, "MACHINES": 1},
-    "hosted": {"ROUNDS": 1, "STREAMS": 2, "LENGTH": 5},
+    "engine_process": {"ROUNDS": 1, "STREAMS": 2, "LENGTH": 5},
     "fleet_weights": {"ROUNDS": 1, "LAYERS": 1},
     "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
@@ -60,7 +60,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 VLLM = ("streams", "turn_cost", "together", "parity", "ranks", "proofs", "verifiers")
 """Benchmarks that load vLLM."""
-RAY = ("fleet", "losses", "hosted", "fleet_weights")
+RAY = ("fleet", "losses", "engine_process", "fleet_weights")
 """Benchmarks that start workers."""
 CONTAINERS = ("sandboxes",)
 """Benchmarks that start containers."""

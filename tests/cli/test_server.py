@@ -17,8 +17,8 @@ from runner.cli.app import app
 from runner.engines.scripted.script import ModelCall
 from runner.errors import BadOption
 from runner.testing import call
-from tests.engines.remote.asking import serve
 from tests.engines.remote.loopback import Loopback
+from tests.engines.remote.remote_requests import serve
 
 
 def adds(asked: ModelCall) -> ToolCall:

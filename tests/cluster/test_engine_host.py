@@ -40,7 +40,7 @@ class Line:
         self._held.append((answer, call, arguments))
         return answer
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         self.is_cut = False
         for held in self._held:
             self._group.start_soon(self._pass_on, *held)
@@ -140,7 +140,7 @@ def test_one_that_was_let_go_and_comes_back_is_told_so() -> None:
         async with guest.stream(asks(guest.session(), 4000)) as stream:
             guest.line.is_cut = True
             await anyio.sleep(LET_GO)
-            guest.line.go_on()
+            guest.line.release()
             with pytest.raises(
                 EngineDead, match=f"did not hear of this process for {SILENT_SECONDS:g} s, and let it go"
             ):

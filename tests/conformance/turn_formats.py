@@ -61,7 +61,7 @@ class Row:
             enforced,
             enforced and calls is not None and bool(calls.trigger),
             calls is not None and streams(entry, learnt.format),
-            tuple(learnt.traits),
+            tuple(learnt.limitations),
             learnt.missing or "",
             f"{thought.open} {thought.close} {opened}".strip() if thought else "",
         )

@@ -18,7 +18,7 @@ from runner.engines.vllm import stream as vllm_stream
 from runner.testing import Reply, ScriptedEngine, play_async
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.side_data import RoutedExperts, SamplingMasks
-from tests.engines.remote.asking import asked, read, wanted
+from tests.engines.remote.remote_requests import asked, read, wanted
 from tests.histories import Twice
 from tests.playing import Plain
 

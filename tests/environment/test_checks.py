@@ -145,7 +145,7 @@ async def test_an_argument_that_may_be_left_out_is_warned_of() -> None:
 
 
 async def test_unwritable_type_is_named_with_tool_and_fix() -> None:
-    assert CallLimitation.SOME_TYPES_UNWRITABLE in cached_format(POOR.renderer()).traits
+    assert CallLimitation.SOME_TYPES_UNWRITABLE in cached_format(POOR.renderer()).limitations
     poor = ScriptedEngine("Done.", template=POOR)
     message = await refused(taking("names", required=("names",), kind="array"), poor)
     assert "cannot write calls of the tool 'look_up': its argument 'names' cannot be read back" in message

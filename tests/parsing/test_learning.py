@@ -245,11 +245,11 @@ def test_template_is_learnt_under_both_values_of_an_option(name: str, option: st
 @pytest.mark.parametrize("name", ["NousResearch-Hermes-4-14B", "NousResearch-Hermes-4.3-36B"])
 def test_call_limitations_depend_on_template_options(name: str) -> None:
     renderer = renderer_of(name)
-    traits = [
-        learn_format(renderer.template.renderer({**renderer.options, "thinking": value}, renderer.now)).traits
+    limitations = [
+        learn_format(renderer.template.renderer({**renderer.options, "thinking": value}, renderer.now)).limitations
         for value in (True, False)
     ]
-    assert traits[0] != traits[1]
+    assert limitations[0] != limitations[1]
 
 
 LOOP = (

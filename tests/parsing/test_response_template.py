@@ -61,7 +61,7 @@ def test_unlearnable_calls_are_read_by_the_response_template() -> None:
     assert learnt(unlearnable(None)).verdict is FormatVerdict.REFUSED
     told = learnt(unlearnable())
     assert (told.source, told.verdict) == (FormatSource.RESPONSE_TEMPLATE, FormatVerdict.LIMITED)
-    assert told.traits == (CallLimitation.UNTYPED,)
+    assert told.limitations == (CallLimitation.UNTYPED,)
     assert told.format.response is not None
     assert told.format.response.template == READS_IT
 

@@ -66,11 +66,11 @@ def check_calls(prober: FormatProber, form: CallFormat, read: ReadText | None = 
         UnlearnableFormat: format and template differ, and no limitation explains it.
     """
     wrong = differences(prober, form, read)
-    traits = frozenset(_traits(prober, form, wrong))
-    left = [each for each in wrong if not _explained(each, traits)]
+    limitations = frozenset(_limitations(prober, form, wrong))
+    left = [each for each in wrong if not _explained(each, limitations)]
     if left:
         raise UnlearnableFormat(FormatRequirement.INVERTED, left[0].sentence)
-    return traits
+    return limitations
 
 
 def differences(prober: FormatProber, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
@@ -221,7 +221,7 @@ def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> FormatCase:
     return FormatCase(WHOLE_CLOSING, (ProbeCall("look_up", {"query": f"a{ending} b"}),))
 
 
-def _traits(prober: FormatProber, form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallLimitation]:
+def _limitations(prober: FormatProber, form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallLimitation]:
     if form.between is None:
         yield CallLimitation.ONE_CALL
     if not form.trigger:
@@ -284,13 +284,13 @@ def write_one(form: CallFormat, value: Any) -> str | None:
         return None
 
 
-def _explained(difference: CaseDifference, traits: frozenset[CallLimitation]) -> bool:
+def _explained(difference: CaseDifference, limitations: frozenset[CallLimitation]) -> bool:
     case = difference.case
     if case.what == WHOLE_CLOSING:
-        return CallLimitation.CLOSING_IN_STRING in traits
+        return CallLimitation.CLOSING_IN_STRING in limitations
     if difference.why == REFUSED:
-        return CallLimitation.SOME_VALUES_REFUSED in traits
-    return _without_arguments(case) and CallLimitation.NO_ARGUMENTS_UNWRITABLE in traits
+        return CallLimitation.SOME_VALUES_REFUSED in limitations
+    return _without_arguments(case) and CallLimitation.NO_ARGUMENTS_UNWRITABLE in limitations
 
 
 def _without_arguments(case: FormatCase) -> bool:

@@ -37,7 +37,7 @@ class FormatVerdict(enum.StrEnum):
     """Quality of a call format."""
 
     EXACT = "exact"
-    LIMITED = "limited"  # exact except for its traits
+    LIMITED = "limited"  # exact except for its limitations
     REFUSED = "refused"  # calls cannot be read
 
 
@@ -46,7 +46,7 @@ class LearntFormat:
     """The learnt format of a template's turns."""
 
     format: TurnFormat
-    traits: tuple[CallLimitation, ...]
+    limitations: tuple[CallLimitation, ...]
     missing: FormatRequirement | None
     """The unmet condition if calls cannot be read; None if they can."""
     why: str
@@ -59,7 +59,7 @@ class LearntFormat:
         """Quality of the call format."""
         if not self.reads_calls:
             return FormatVerdict.REFUSED
-        return FormatVerdict.LIMITED if self.traits else FormatVerdict.EXACT
+        return FormatVerdict.LIMITED if self.limitations else FormatVerdict.EXACT
 
     @property
     def reads_calls(self) -> bool:
@@ -109,16 +109,16 @@ def learn_format(renderer: Renderer) -> LearntFormat:
     harmony = learn_harmony(renderer)
     if harmony is not None:
         form = TurnFormat(harmony, THOUGHT, ContentFormat("", ""), harmony=True)
-        traits = check_calls(prober, harmony, lambda text, schemas: read_harmony(text))
-        return LearntFormat(form, tuple(sorted(traits)), None, "", prober.renders)
+        limitations = check_calls(prober, harmony, lambda text, schemas: read_harmony(text))
+        return LearntFormat(form, tuple(sorted(limitations)), None, "", prober.renders)
     reasoning = learn_reasoning(prober)
     content = learn_content(prober, reasoning)
     try:
         calls = learn_calls(prober)
-        traits = check_calls(prober, calls)
+        limitations = check_calls(prober, calls)
     except UnlearnableFormat as error:
         return _by_response(prober, TurnFormat(None, reasoning, content), error)
-    return LearntFormat(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), None, "", prober.renders)
+    return LearntFormat(TurnFormat(calls, reasoning, content), tuple(sorted(limitations)), None, "", prober.renders)
 
 
 def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFormat) -> LearntFormat:
@@ -127,10 +127,10 @@ def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFo
     form = replace(form, ids=accepted_ids(prober))
     if template is not None and unlearnt.requirement is not FormatRequirement.SHOWN:
         try:
-            response, traits = learn_response(prober, template, form.reasoning)
+            response, limitations = learn_response(prober, template, form.reasoning)
         except UnlearnableFormat as error:
             why = f"{why}; nor can they by the model's response_template: {error}"
         else:
             form = replace(form, response=response)
-            return LearntFormat(form, tuple(sorted(traits)), None, "", prober.renders)
+            return LearntFormat(form, tuple(sorted(limitations)), None, "", prober.renders)
     return LearntFormat(form, (), unlearnt.requirement, why, prober.renders)

@@ -29,7 +29,7 @@ class ReaderCheck:
     cases: int
     differences: tuple[CaseDifference, ...]
     """Cases that are misread and that no limitation explains."""
-    traits: frozenset[CallLimitation]
+    limitations: frozenset[CallLimitation]
     """Limitations of the reader, or of the template."""
 
 
@@ -59,7 +59,7 @@ def learn_response(
     checked = check_reader(prober, reader.read, reasoning)
     if checked.differences:
         raise UnlearnableFormat(FormatRequirement.INVERTED, checked.differences[0].sentence)
-    return reader.format, checked.traits
+    return reader.format, checked.limitations
 
 
 def check_reader(prober: FormatProber, read: ReadText, reasoning: ReasoningFormat | None) -> ReaderCheck:
@@ -132,13 +132,13 @@ class _ReaderChecker:
     turns: RenderedTurns
 
     def checked(self) -> ReaderCheck:
-        cases, found, traits = 0, list[CaseDifference](), set(self._limits)
+        cases, found, limitations = 0, list[CaseDifference](), set(self._limits)
         for case in self._cases():
             cases += 1
-            difference, trait = self._tried(case)
+            difference, limitation = self._tried(case)
             found += [difference] if difference is not None else []
-            traits |= {trait} if trait is not None else set()
-        return ReaderCheck(cases, tuple(found), frozenset(traits))
+            limitations |= {limitation} if limitation is not None else set()
+        return ReaderCheck(cases, tuple(found), frozenset(limitations))
 
     def _cases(self) -> Iterator[FormatCase]:
         for case in common_cases():

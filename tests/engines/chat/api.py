@@ -43,7 +43,7 @@ class Says:
     cut_after: int | None = None
     """Chunks after which the connection breaks off."""
     hold_after: int | None = None
-    """Chunks after which nothing more comes until `Api.go_on` is set."""
+    """Chunks after which nothing more comes until `Api.released` is set."""
     garbage_after: int | None = None
     """Chunks after which something comes that is no chunk."""
     error_after: int | None = None
@@ -70,7 +70,7 @@ class Api:
     models_status: int = 404
     """Status of the answer to a request for the list of models."""
     url: str = ""
-    go_on: anyio.Event = field(default_factory=anyio.Event)
+    released: anyio.Event = field(default_factory=anyio.Event)
     begun: anyio.Event = field(default_factory=anyio.Event)
     """Set when an answer holds."""
 
@@ -104,7 +104,7 @@ class Api:
                 return response
             if number == said.hold_after:
                 self.begun.set()
-                await self.go_on.wait()
+                await self.released.wait()
             if number == said.garbage_after:
                 await response.write(b"data: {not json\n\n")
             if number == said.error_after:
@@ -174,7 +174,7 @@ async def serving(says: str | Says | Callable[[dict[str, Any]], Says], **setting
     try:
         yield api
     finally:
-        api.go_on.set()
+        api.released.set()
         await runner.cleanup()
 
 

@@ -39,7 +39,7 @@ async def test_what_is_said_is_heard_while_it_is_sampled() -> None:
             async for event in said:
                 heard.append(event)
                 if heard == [ContentPiece("A lo"), ContentPiece("ng a")]:
-                    api.go_on.set()
+                    api.released.set()
         assert said.turn.text == "A long answer"
 
     async with serving(Says("A long answer", hold_after=3)) as api:
@@ -68,7 +68,7 @@ async def test_leaving_a_streamed_turn_cuts_it_there() -> None:
                 break
         assert (said.turn.text, said.turn.finish) == ("A lo", FinishReason.ABORT)
         conversation.add("Again?")
-        api.go_on.set()
+        api.released.set()
         await conversation.generate()
 
     async with serving(Says("A long answer", hold_after=2)) as api:

@@ -297,7 +297,7 @@ async def test_leaving_a_stream_gives_its_place_to_the_next() -> None:
         assert stream.finish is not None
         assert stream.finish.reason is FinishReason.ABORT
         assert engine.stats().open == 0
-        api.go_on.set()
+        api.released.set()
         await hear(engine)
 
 

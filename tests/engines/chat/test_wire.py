@@ -207,7 +207,7 @@ async def test_a_call_is_told_as_soon_as_the_next_one_begins() -> None:
         first = await anext(stream)
         assert isinstance(first, ToolCall)
         assert first.arguments == {"a": 1}
-        api.go_on.set()
+        api.released.set()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from runner.errors import EngineError
 from runner.testing import Latency, ScriptedEngine, assert_exact, call, force
 from runner.testing.engine_under_test import wait_until
 from runner.tokens.byte_tokenizer import ByteTokenizer
-from tests.engines.asking import STOP, request
+from tests.engines.engine_requests import STOP, request
 from tests.engines.function.functions import Behind, engine_over
 from tests.engines.remote.model_folder import byte_model
 

@@ -15,7 +15,7 @@ from runner.errors import EngineError
 from runner.options import Limits, Sampling
 from runner.testing.engine_under_test import drain
 from runner.tokens.byte_tokenizer import ByteTokenizer
-from tests.engines.asking import STOP, request
+from tests.engines.engine_requests import STOP, request
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 

@@ -23,7 +23,7 @@ from runner.options import Constraint, ConstraintKind
 from runner.testing import Latency, Reply, ScriptedEngine, assert_exact, call, play_async
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.training import TrainingBatch
-from tests.engines.remote.asking import TEXT, asked, read, remote, serve, text_of, wanted
+from tests.engines.remote.remote_requests import TEXT, asked, read, remote, serve, text_of, wanted
 from tests.playing import Plain, tasks
 from tests.verifying import verify
 

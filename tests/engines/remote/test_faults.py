@@ -17,8 +17,8 @@ from runner.engines.remote.engine import RemoteEngine
 from runner.errors import BadModel, BadOption
 from runner.options import Constraint, ConstraintKind
 from runner.testing import Latency
-from tests.engines.remote.asking import TEXT, asked, read, remote, serve, text_of, wanted
 from tests.engines.remote.model_folder import byte_model
+from tests.engines.remote.remote_requests import TEXT, asked, read, remote, serve, text_of, wanted
 from tests.engines.troubles import Trouble, hangs_up, hangs_up_after_the_head, hangs_up_in_a_line, never_begins
 from tests.playing import Plain, tasks
 

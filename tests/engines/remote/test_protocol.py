@@ -15,7 +15,7 @@ import pytest
 
 from runner.engines.remote.dialect import ServerDialect
 from runner.options import Constraint, ConstraintKind
-from tests.engines.remote.asking import asked, read, wanted
+from tests.engines.remote.remote_requests import asked, read, wanted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart]
 

@@ -16,7 +16,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries, RetryPolicy
 from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.vllm import VllmGenerate
-from tests.engines.remote.asking import TEXT, asked, read, text_of
+from tests.engines.remote.remote_requests import TEXT, asked, read, text_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 

@@ -19,7 +19,7 @@ from runner.testing import Latency, ModelCall, Reply, ScriptedEngine, call, play
 from runner.tokens.template import ChatTemplate
 from runner.tools.tool import tool
 from tests.conformance.corpus import VARIABLES, corpus
-from tests.engines.asking import END, STOP, converse, request, say
+from tests.engines.engine_requests import END, STOP, converse, request, say
 from tests.playing import Plain
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]

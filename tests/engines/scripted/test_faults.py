@@ -9,7 +9,7 @@ from runner.engines.base import FinishReason, Session
 from runner.errors import EngineDead, RequestRejected
 from runner.options import Constraint, ConstraintKind
 from runner.testing import Fault, Latency, ModelCall, Reply, ScriptedEngine, call, no_leaks
-from tests.engines.asking import END, STOP, request, say
+from tests.engines.engine_requests import END, STOP, request, say
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 

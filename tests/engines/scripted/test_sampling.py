@@ -12,7 +12,7 @@ import pytest
 from runner.engines.base import FinishReason, GenerationRequest
 from runner.errors import RequestRejected
 from runner.testing import Reply, ScriptedEngine
-from tests.engines.asking import END, STOP, Said, request, say
+from tests.engines.engine_requests import END, STOP, Said, request, say
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
