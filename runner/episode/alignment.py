@@ -30,7 +30,7 @@ class RequestAlignment:
     """The relation of the history to the sampled turns."""
     parent: RequestNode | None = None
     """The request of the turn that it follows."""
-    behind: RequestNode | None = None
+    last_turn: RequestNode | None = None
     """The last turn in its history; None if no turn is in it unchanged."""
     before: RequestNode | None = None
     """The earlier request with the same prompt, or the first turn of a history that was discarded as a whole."""
@@ -42,7 +42,7 @@ class RequestAlignment:
     """Differences that the client made and that change nothing."""
     as_sent: bool = False
     """True if the history is used as the client sends it."""
-    told: Sequence[ReadMessage] = ()
+    history: Sequence[ReadMessage] = ()
     """The history as it was read, without the system message of this request."""
 
     @property
@@ -82,8 +82,8 @@ def align(
     Raises:
         BadMessage: an item is not a message, or there is nothing to answer.
     """
-    given, by_reference = histories.read(messages, previous, own_system=own_system)
-    read = given
+    history, by_reference = histories.read(messages, previous, own_system=own_system)
+    read = history
     if system_as_user or several_systems(read):
         read = as_taken(read, systems(), system_as_user=system_as_user)
     if not read:
@@ -97,33 +97,33 @@ def align(
     parent = _parent(match, named, label)
     depth = 0 if parent is None else _depth(match, parent)
     found = _verdict(match, parent, depth, tools, label, histories)
-    found.behind, found.as_sent = parent, as_sent
+    found.last_turn, found.as_sent = parent, as_sent
     changed = _changed(match, found.parent)
     match.compared = ComparedTurn(found.parent, len(match.messages), changed)
     found.tolerated = changed | match.tolerated
     if by_reference:
         found.tolerated |= {Tolerated.REFERENCE}
-    found.told = given[own_system:]
+    found.history = history[own_system:]
     stored = [] if parent is None or parent.node is None else parent.node.messages
     if as_sent:
-        found.messages = _given_anew(match, 0, (), histories, as_sent=True)
+        found.messages = _new_messages(match, 0, (), histories, as_sent=True)
         check_answers(found.messages)
         return found
-    given_anew = _given_anew(match, depth, stored, histories)
-    found.messages = [*stored, *given_anew] if found.whole else given_anew
-    check_answers(given_anew, stored, first=len(given) - len(given_anew))
+    new_messages = _new_messages(match, depth, stored, histories)
+    found.messages = [*stored, *new_messages] if found.whole else new_messages
+    check_answers(new_messages, stored, first=len(history) - len(new_messages))
     return found
 
 
 def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
     """Return how many messages of the history lead to the answer of a request."""
-    return 0 if request_node.said is None else match.points.index(request_node.said) + 1
+    return 0 if request_node.answer_node is None else match.points.index(request_node.answer_node) + 1
 
 
 def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> RequestNode | None:
     for point in reversed(match.points):
         # Only the named turn, its ancestors and its descendants. Without any, the content alone decides.
-        known = [each for each in point.said if named is None or _in_line(each, named)]
+        known = [each for each in point.answers if named is None or _in_line(each, named)]
         proven = [each for each in known if _reasons(match, each)]
         if proven:
             return max(proven, key=lambda each: (each.label == label, each.fits(label), each.number))
@@ -137,9 +137,9 @@ def _in_line(one: RequestNode, other: RequestNode) -> bool:
 
 def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
     """Return True if the history has no reasoning that differs from its turns; it may lack reasoning."""
-    said = {id(each.said): each for each in request_node.path()} if match.thoughts else {}
+    turns = {id(each.answer_node): each for each in request_node.path()} if match.thoughts else {}
     for index in match.thoughts:
-        turn = said.get(id(match.points[index]))
+        turn = turns.get(id(match.points[index]))
         if turn is not None and turn.node is not None and not _names(match.messages[index], turn):
             known = turn.node.reply.get("reasoning_content", "")
             if match.messages[index].message["reasoning_content"].strip() != known.strip():
@@ -161,7 +161,7 @@ def _verdict(
     histories: HistoryTree,
 ) -> RequestAlignment:
     rest = match.messages[depth:]
-    again = (each for each in reversed(match.end.asked) if _is_asked_again(each, parent, tools, label))
+    again = (each for each in reversed(match.end.requests) if _is_repeated(each, parent, tools, label))
     before = next(again, None)
     if before is not None:
         return RequestAlignment(match, Verdict.AGAIN, before.parent, before=before, again=_again(before))
@@ -177,7 +177,7 @@ def _verdict(
     begun = _begun(match, parent, depth, label)
     if spoken and (begun is not None or parent is not None):
         latest = _latest(begun, label) if begun is not None else None
-        if begun is not None and latest is not None and spoken == _speeches(begun, latest):
+        if begun is not None and latest is not None and spoken == _turns_between(begun, latest):
             return RequestAlignment(match, Verdict.RETOLD, latest)
         return RequestAlignment(match, Verdict.FOREIGN, parent if parent is not None else begun)
     if parent is None:
@@ -202,7 +202,7 @@ def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode
     naming = (match.messages[index] for index in reversed(match.naming))
     spoken = (histories.named(message.handles) for message in naming if message.role == "assistant")
     named = next((turn for turn in spoken if turn is not None), None)
-    if named is None or named.node is None or named.said in match.points:
+    if named is None or named.node is None or named.answer_node in match.points:
         return None
     return named
 
@@ -215,8 +215,8 @@ def _offered(turn: RequestNode) -> bool:
     return turn.node is not None and bool(turn.node.segment.tools)
 
 
-def _is_asked_again(each: RequestNode, parent: RequestNode | None, tools: Sequence[dict[str, Any]], label: str) -> bool:
-    if each.behind is not parent or each.taken_back or not each.fits(label):
+def _is_repeated(each: RequestNode, parent: RequestNode | None, tools: Sequence[dict[str, Any]], label: str) -> bool:
+    if each.last_turn is not parent or each.taken_back or not each.fits(label):
         return False
     return same_tools(each.cursor.schemas() if each.node is None else each.node.segment.tools, tools)
 
@@ -246,7 +246,7 @@ def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdic
 def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: str) -> RequestNode | None:
     """Return a request on the way whose answer does not follow in the history."""
     for point in reversed(match.points[depth:-1]):
-        for each in reversed(point.asked):
+        for each in reversed(point.requests):
             if each.parent is parent and each.fits(label):
                 return each
     return None
@@ -254,15 +254,15 @@ def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: s
 
 def _latest(begun: RequestNode, label: str) -> RequestNode | None:
     """Return the latest turn on a path that begins with this one."""
-    sampled = (each for each in begun.line() if each.node is not None and each.fits(label))
+    sampled = (each for each in begun.descendants() if each.node is not None and each.fits(label))
     return max(sampled, key=lambda each: each.number, default=None)
 
 
-def _speeches(begun: RequestNode, latest: RequestNode) -> int:
+def _turns_between(begun: RequestNode, latest: RequestNode) -> int:
     return next(count for count, each in enumerate(latest.path(), 1) if each is begun)
 
 
-def _given_anew(
+def _new_messages(
     match: HistoryMatch, start: int, stored: Sequence[Message], histories: HistoryTree, *, as_sent: bool = False
 ) -> list[Message]:
     """Return the messages from `start` on, as the model receives them.
@@ -270,9 +270,9 @@ def _given_anew(
     Calls have the ids that their turns sampled, in place of those that clients received; a result has the name of its
     call. A turn that is proven by its ids has its sampled content, unless the history is used `as_sent`.
     """
-    given = list[Message]()
+    messages = list[Message]()
     for index in range(start, len(match.messages)):
-        read, answered = match.messages[index], match.answers[index]
+        read, answered = match.messages[index], match.answered_calls[index]
         turn = None if as_sent else histories.turn_of(read)
         message = match.sent.get(index, read).message if as_sent else read.message
         if turn is not None and turn.node is not None:
@@ -288,32 +288,32 @@ def _given_anew(
                 "tool_call_id": histories.own_id(call["id"]),
                 "name": call["function"]["name"],
             }
-        given.append(message)
-    return given
+        messages.append(message)
+    return messages
 
 
 def _changed(match: HistoryMatch, parent: RequestNode | None) -> frozenset[Tolerated]:
     """Return the differences that a client made to the turns in its history."""
-    before, begin, changed, said = match.compared, 0, set[Tolerated](), dict[int, RequestNode]()
+    before, begin, changed, turns = match.compared, 0, set[Tolerated](), dict[int, RequestNode]()
     for each in () if parent is None else parent.path():
         if before is not None and each is before.parent:
             begin, changed = before.messages, set(before.changed)
             break
-        said[id(each.said)] = each
+        turns[id(each.answer_node)] = each
     for received, point in zip(match.messages[begin:], match.points[begin:], strict=True):
-        turn = said.get(id(point))
+        turn = turns.get(id(point))
         if turn is None or turn.node is None:
             continue
         ours, theirs = turn.node.reply, received.message
-        reasoning, given = ours.get("reasoning_content", ""), theirs.get("reasoning_content", "")
-        if reasoning and not given:
+        reasoning, returned = ours.get("reasoning_content", ""), theirs.get("reasoning_content", "")
+        if reasoning and not returned:
             changed.add(Tolerated.REASONING_LEFT_OUT)
-        elif reasoning.strip() != given.strip():
+        elif reasoning.strip() != returned.strip():
             changed.add(Tolerated.REASONING_REWRITTEN)
-        elif reasoning != given:
+        elif reasoning != returned:
             changed.add(Tolerated.REASONING_STRIPPED)
         if ours["content"] != theirs["content"]:
             changed.add(Tolerated.WHITE_SPACE)
-        if turn.given is not None and not set(turn.given.call_ids).issuperset(received.call_ids):
+        if turn.sent_answer is not None and not set(turn.sent_answer.call_ids).issuperset(received.call_ids):
             changed.add(Tolerated.CALL_IDS)
     return frozenset(changed)

@@ -39,7 +39,7 @@ def before(node: TurnNode, now: Cursor, whole: str, *, takes_back: bool) -> Curs
     """Return the cursor at which a turn can be sampled again."""
     first = node.spoken
     cause = "" if node.answered else whole
-    return Cursor(now.tools, list(node.asked), first.parent, cause, again=node, takes_back=takes_back)
+    return Cursor(now.tools, list(node.prompt_messages), first.parent, cause, again=node, takes_back=takes_back)
 
 
 def left_behind(state: ConversationState, kept: TurnNode) -> list[TurnNode]:
@@ -60,7 +60,7 @@ def _asked_alike(one: TurnNode, other: TurnNode) -> bool:
     """Return True if two turns had the same prompt. Turns of an engine for messages have no ids to compare."""
     if one.turn.start or other.turn.start:
         return one.turn.prompt_ids == other.turn.prompt_ids
-    return list(one.asked) == list(other.asked)
+    return list(one.prompt_messages) == list(other.prompt_messages)
 
 
 def _aligned(node: TurnNode, now: Cursor, history: Sequence[Message]) -> tuple[TurnNode, Alignment] | None:

@@ -24,7 +24,7 @@ from runner.episode.client_messages import (
     with_thought_apart,
 )
 from runner.episode.state import ConversationState
-from runner.episode.turn_comparison import begins, changed_around
+from runner.episode.turn_comparison import changed_around, is_prefix
 from runner.episode.turn_tree import Cursor, TurnNode
 from runner.history_cache import MAX_RECENT_HISTORIES
 from runner.messages import AnsweredCalls, CallIndex
@@ -41,9 +41,9 @@ class HistoryNode:
 
     after: dict[tuple[Hashable, CallIndex | None], HistoryNode] = field(default_factory=dict)
     """The node after each further message."""
-    asked: list[RequestNode] = field(default_factory=list)
+    requests: list[RequestNode] = field(default_factory=list)
     """Requests whose prompt ends here, in the order of their arrival."""
-    said: list[RequestNode] = field(default_factory=list)
+    answers: list[RequestNode] = field(default_factory=list)
     """Requests whose answer ends here."""
 
 
@@ -53,20 +53,20 @@ class RequestNode:
 
     thread: ConversationState
     """The conversation that answers."""
-    asked: HistoryNode
+    prompt_node: HistoryNode
     """The node at which the prompt ends."""
     parent: RequestNode | None
     """The request of the turn that it follows."""
     cursor: Cursor
     """The cursor of the turn; a sibling request begins there too."""
-    behind: RequestNode | None = None
+    last_turn: RequestNode | None = None
     """The last turn in the request's history; None without one."""
     children: list[RequestNode] = field(default_factory=list)
     record: ChatRequest | None = None
     """The record of the request; None for an author's own turn."""
     node: TurnNode | None = None
     """The turn's node in the turn tree, once it was sampled."""
-    said: HistoryNode | None = None
+    answer_node: HistoryNode | None = None
     """The node at which the answer ends."""
     number: int = 0
     taken_back: bool = False
@@ -75,9 +75,9 @@ class RequestNode:
     """Set once sampling for it is over."""
     gone: bool = False
     """True if the client disconnected."""
-    told: Sequence[ReadMessage] | None = None
+    history: Sequence[ReadMessage] | None = None
     """The history of the request, for a later one that refers to it by id; None if no request can."""
-    given: ReadMessage | None = None
+    sent_answer: ReadMessage | None = None
     """The answer as the client received it, once it was sampled."""
 
     @property
@@ -100,7 +100,7 @@ class RequestNode:
         """True if the turn was sampled to its end."""
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
-    def line(self) -> Iterator[RequestNode]:
+    def descendants(self) -> Iterator[RequestNode]:
         """Itself and all turns that follow it, at any depth."""
         left = [self]
         while left:
@@ -139,7 +139,7 @@ class HistoryMatch:
     """The messages; those of one turn are joined."""
     points: list[HistoryNode] = field(default_factory=list)
     """The node after each message."""
-    answers: list[CallIndex | None] = field(default_factory=list)
+    answered_calls: list[CallIndex | None] = field(default_factory=list)
     """The call that each message answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
     """Differences that the client made and that change nothing."""
@@ -158,7 +158,7 @@ class HistoryMatch:
 
     def copied(self) -> HistoryMatch:
         """Return a copy that can be extended."""
-        match = HistoryMatch(list(self.messages), list(self.points), list(self.answers), set(self.tolerated))
+        match = HistoryMatch(list(self.messages), list(self.points), list(self.answered_calls), set(self.tolerated))
         match.thoughts, match.naming, match.sent = list(self.thoughts), list(self.naming), dict(self.sent)
         match.size, match.volatile, match.compared = self.size, self.volatile, self.compared
         return match
@@ -171,7 +171,7 @@ class HistoryMatch:
             self.naming.append(len(self.messages))
         self.messages.append(message)
         self.points.append(point)
-        self.answers.append(answered)
+        self.answered_calls.append(answered)
         self.tolerated |= message.tolerated
         self.size += message.size
         self.volatile += message.volatile
@@ -195,33 +195,33 @@ class HistoryTree:
         self._taken_in: dict[int, int] = {}
         self._recent = deque[_MatchedHistory](maxlen=MAX_RECENT_HISTORIES)
 
-    # --- what was asked and said
+    # --- requests and their answers
 
-    def ask(self, request_node: RequestNode) -> None:
+    def add_request(self, request_node: RequestNode) -> None:
         request_node.number = self._numbered
         self._numbered += 1
         self.latest[request_node.thread] = request_node
-        request_node.asked.asked.append(request_node)
+        request_node.prompt_node.requests.append(request_node)
         if request_node.parent is not None:
             request_node.parent.children.append(request_node)
 
     def forget(self, request_node: RequestNode) -> None:
         """Remove a request that led to no turn."""
-        request_node.asked.asked.remove(request_node)
+        request_node.prompt_node.requests.remove(request_node)
         if request_node.parent is not None:
             request_node.parent.children.remove(request_node)
         request_node.over.set()
 
-    def say(self, request_node: RequestNode, node: TurnNode, handles: Sequence[str]) -> None:
+    def add_answer(self, request_node: RequestNode, node: TurnNode, handles: Sequence[str]) -> None:
         """Add the sampled turn of a request."""
         request_node.node = node
-        request_node.given = self.reader.read_one(node.turn.as_message())
+        request_node.sent_answer = self.reader.read_one(node.turn.as_message())
         self._known[id(node)] = request_node
         reply = self.reader.read_one(node.reply)
         # If it continues a cut turn, its message is the whole one, which began there.
         begun = self._known.get(id(node.spoken), request_node)
-        request_node.said = _stepped(begun.asked, reply.key, None)
-        request_node.said.said.append(request_node)
+        request_node.answer_node = _stepped(begun.prompt_node, reply.key, None)
+        request_node.answer_node.answers.append(request_node)
         self._handles.update(dict.fromkeys(handles, request_node))
         request_node.over.set()
 
@@ -240,7 +240,8 @@ class HistoryTree:
     def turn_of(self, message: ReadMessage) -> RequestNode | None:
         """Return the turn of an assistant message, if its ids and its content are those of that turn; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
-        return turn if turn is not None and turn.given is not None and turn.given.key == message.key else None
+        sent = None if turn is None else turn.sent_answer
+        return turn if sent is not None and sent.key == message.key else None
 
     def take_in(self, thread: ConversationState) -> None:
         """Add the turns that an author took without a request."""
@@ -248,10 +249,11 @@ class HistoryTree:
             before = node.spoken.parent
             parent = None if before is None else self._known.get(id(before))
             match = self.match(self.reader.read(node.messages[:-1]))
-            cursor = Cursor(thread.cursor.tools, list(node.asked), before, "" if node.answered else node.segment.cause)
+            whole = "" if node.answered else node.segment.cause
+            cursor = Cursor(thread.cursor.tools, list(node.prompt_messages), before, whole)
             request_node = RequestNode(thread, match.end, parent, cursor, parent)
-            self.ask(request_node)
-            self.say(request_node, node, ())
+            self.add_request(request_node)
+            self.add_answer(request_node, node, ())
         self._taken_in[id(thread)] = len(thread.nodes)
 
     # --- looking up
@@ -276,9 +278,9 @@ class HistoryTree:
         if not previous:
             return read, refers
         turn = self._handles.get(f"call_{previous.removeprefix('resp_')}")
-        if turn is None or turn.given is None or turn.told is None:
+        if turn is None or turn.sent_answer is None or turn.history is None:
             raise UnknownReference(previous, is_item=False)
-        return [*read[:own_system], *turn.told, turn.given, *read[own_system:]], True
+        return [*read[:own_system], *turn.history, turn.sent_answer, *read[own_system:]], True
 
     def _referred(self, message: Any) -> Any:
         """Return the message of the turn that an id alone refers to; any other message unchanged."""
@@ -310,9 +312,9 @@ class HistoryTree:
             if message is None:
                 continue
             sent = sent if taken == 1 else message
-            told = self._turn_told_by(message) or message
-            if told is not sent:
-                match.sent[len(match.messages)], message = sent, told
+            known = self._turn_named_by(message) or message
+            if known is not sent:
+                match.sent[len(match.messages)], message = sent, known
             answered = calls.by(len(match.messages), message.message)
             point = _stepped(point, message.key, answered)
             match.add(message, point, answered)
@@ -334,14 +336,14 @@ class HistoryTree:
         while end < min(len(messages), index + MAX_JOINED_MESSAGES) and messages[end].role == "assistant":
             end += 1
         # The last message is the new prompt where its turn is requested again.
-        lost = [request_node for request_node in point.asked if request_node.lost]
+        lost = [request_node for request_node in point.requests if request_node.lost]
         whole = joined(messages[index:end]) if end == len(messages) and lost else None
         if whole is not None and any(_is_part(whole, request_node) for request_node in lost):
             match.tolerated.add(Tolerated.CUT_ITEMS)
             return end - index, None
         if (whole_turn := self._joined_turn(point, messages, index, end)) is not None:
             return whole_turn
-        gone = (request_node for request_node in point.asked if request_node.gone)
+        gone = (request_node for request_node in point.requests if request_node.gone)
         if end > index + 1 and any(_is_part(message, request_node) for request_node in gone):
             match.tolerated.add(Tolerated.CUT_ITEMS)
             return 1, None
@@ -351,26 +353,26 @@ class HistoryTree:
         self, point: HistoryNode, messages: list[ReadMessage], index: int, end: int
     ) -> tuple[int, ReadMessage] | None:
         """Return the most messages from `index` on that are one known turn, and the turn's message."""
-        for last in range(end, index, -1) if any(each.said for each in point.after.values()) else ():
+        for last in range(end, index, -1) if any(each.answers for each in point.after.values()) else ():
             whole = joined(messages[index:last])
             known = point.after.get((whole.key, None))
             # Reasoning of a cut turn may precede the turn that was sampled in its place.
-            if known is not None and known.said and (last == index + 1 or _thinks_alike(whole, known)):
+            if known is not None and known.answers and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
         # One turn as several messages, one of which has its ids.
         for last in range(end, index + 1, -1) if any(map(self._names_turn, messages[index:end])) else ():
             whole = joined(messages[index:last])
-            if self._turn_told_by(whole) is not None:
+            if self._turn_named_by(whole) is not None:
                 return last - index, whole
         return None
 
     def _names_turn(self, message: ReadMessage) -> bool:
         return self.named(message.handles) is not None
 
-    def _turn_told_by(self, message: ReadMessage) -> ReadMessage | None:
+    def _turn_named_by(self, message: ReadMessage) -> ReadMessage | None:
         """Return the message of the turn that this one has another form of, proven by its ids; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
-        ours = turn.given if turn is not None else None
+        ours = turn.sent_answer if turn is not None else None
         if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):
             return None  # unchanged
         changed = changed_around(ours, message)
@@ -433,7 +435,7 @@ class HistoryTree:
     def _calls_of(self, message: ReadMessage) -> dict[str, int]:
         """Return the calls of the turn that a message names, by id."""
         turn = self.named(message.handles)
-        given = () if turn is None or turn.given is None else turn.given.call_ids
+        given = () if turn is None or turn.sent_answer is None else turn.sent_answer.call_ids
         return {call_id: position for position, call_id in enumerate(given)}
 
 
@@ -468,18 +470,18 @@ def _stepped(point: HistoryNode, key: Hashable, answered: CallIndex | None) -> H
 
 
 def _is_part(message: ReadMessage, request_node: RequestNode) -> bool:
-    return request_node.node is not None and begins(message.message, request_node.node.reply)
+    return request_node.node is not None and is_prefix(message.message, request_node.node.reply)
 
 
 def _has_thought_of_turn(message: ReadMessage, point: HistoryNode) -> bool:
     """Return True if a content begins with the reasoning of a turn that was sampled here."""
     received = thought_of(message.message)
-    said = (turn.node for each in point.after.values() for turn in each.said) if received else ()
-    return any(node is not None and node.reply.get("reasoning_content", "").strip() == received for node in said)
+    sampled = (turn.node for each in point.after.values() for turn in each.answers) if received else ()
+    return any(node is not None and node.reply.get("reasoning_content", "").strip() == received for node in sampled)
 
 
 def _thinks_alike(message: ReadMessage, known: HistoryNode) -> bool:
     """Return True if the reasoning of a message is missing, or that of a turn with the same content."""
     received = message.message.get("reasoning_content", "").strip()
-    thoughts = (each.node.reply.get("reasoning_content", "") for each in known.said if each.node is not None)
+    thoughts = (each.node.reply.get("reasoning_content", "") for each in known.answers if each.node is not None)
     return not received or any(received == thought.strip() for thought in thoughts)

@@ -95,28 +95,28 @@ class MessageTurn:
             # A copy: while the server answers, the author may add messages for the turn after this one.
             queued = list(self._cursor.queued)
             request, ceiling = self._request(settings, choice, [*self._history(), *queued])
-            said, node = _StreamedAnswer(sinks, sinks.handle_of(self._turn_context.number)), None
+            answer, node = _StreamedAnswer(sinks, sinks.handle_of(self._turn_context.number)), None
             stream = self._engine.stream(request)
             try:
-                await self._sample(stream, said)
+                await self._sample(stream, answer)
             finally:
                 # A cancelled or failed turn is recorded too.
-                if said.admitted:
-                    node = self._recorded(segment, queued, said, stream.seed)
+                if answer.admitted:
+                    node = self._recorded(segment, queued, answer, stream.seed)
                     turn = node.turn
                     turn.sampling, turn.tool_choice = unconstrained(settings), choice
                     turn.constraint = given_constraint(settings)
                     if turn.finish is FinishReason.LENGTH:
                         turn.stop = ceiling
                     self._state.record(self._cursor, node)
-        if isinstance(said.error, PromptTooLong):
-            self._state.refuse_prompt(str(said.error), prompt=said.error.prompt, context=said.error.context)
-        if said.error is not None:
-            end_by(self._state, said.error)
+        if isinstance(answer.error, PromptTooLong):
+            self._state.refuse_prompt(str(answer.error), prompt=answer.error.prompt, context=answer.error.context)
+        if answer.error is not None:
+            end_by(self._state, answer.error)
         assert node is not None  # an engine that did not fail has begun to answer
         return node.turn
 
-    # --- what is asked
+    # --- the request
 
     def _refuse_unaskable(self) -> None:
         state, cursor, node = self._state, self._cursor, self._cursor.node
@@ -157,7 +157,7 @@ class MessageTurn:
         )
         return request, ceiling
 
-    async def _sample(self, stream: MessageStream, said: _StreamedAnswer) -> None:
+    async def _sample(self, stream: MessageStream, answer: _StreamedAnswer) -> None:
         """Record the server's answer. Its errors are kept and not raised."""
         state = self._state
         state.episode.report_activity(f"{state.name}: engine")
@@ -167,18 +167,18 @@ class MessageTurn:
         with WhileSampling():
             try:
                 async with stream as pieces:
-                    said.begin()
+                    answer.begin()
                     with silence:
-                        await _read(pieces, said, silence, began)
+                        await _read(pieces, answer, silence, began)
             except EngineError as error:
-                said.error = error
+                answer.error = error
             finally:
-                said.timings.queued = stream.waited
-                said.finish = stream.finish or said.finish
+                answer.timings.queued = stream.waited
+                answer.finish = stream.finish or answer.finish
         if silence.fired:
-            said.error = EngineStalled(f"{state.episode.key.id}: the server sent nothing for {stall_seconds:g} s")
-        if said.error is not None:
-            said.finish = MessageFinish(FinishReason.ERROR, str(said.error), said.finish.usage)
+            answer.error = EngineStalled(f"{state.episode.key.id}: the server sent nothing for {stall_seconds:g} s")
+        if answer.error is not None:
+            answer.finish = MessageFinish(FinishReason.ERROR, str(answer.error), answer.finish.usage)
 
     # --- what came of it
 
@@ -205,14 +205,14 @@ class MessageTurn:
 
     def _cause(self) -> str:
         cursor, again = self._cursor, self._cursor.again
-        if again is not None and cursor.queued == list(again.asked):
+        if again is not None and cursor.queued == list(again.prompt_messages):
             return RETRY if cursor.takes_back else AGAIN
         if cursor.node is None or cursor.whole:
             return cursor.whole or "start"
         return BRANCH if cursor.again is not None else "environment"
 
     def _recorded(
-        self, segment: Segment, queued: Sequence[Message], said: _StreamedAnswer, seed: int | None
+        self, segment: Segment, queued: Sequence[Message], answer: _StreamedAnswer, seed: int | None
     ) -> TurnNode:
         """Add the prompt to its segment, and the answer as a turn after it."""
         cursor, before = self._cursor, self._cursor.node
@@ -221,7 +221,7 @@ class MessageTurn:
         segment.messages.extend(queued)
         # Only now: a prompt that the server never took stays queued, as do messages that were added during the request.
         del cursor.queued[: len(queued)]
-        parsed = said.as_parsed()
+        parsed = answer.as_parsed()
         turn = Turn(
             agent=self._state.name,
             number=self._turn_context.number,
@@ -231,12 +231,12 @@ class MessageTurn:
             text=parsed.text,
             reasoning=parsed.reasoning,
             tool_calls=parsed.tool_calls,
-            finish=said.finish.reason,
-            stop=said.finish.stop,
+            finish=answer.finish.reason,
+            stop=answer.finish.stop,
             seed=seed,
-            timings=said.timings,
-            usage=said.finish.usage,
-            handle=said.handle,
+            timings=answer.timings,
+            usage=answer.finish.usage,
+            handle=answer.handle,
         )
         return TurnNode(
             turn=turn,
@@ -252,7 +252,7 @@ class MessageTurn:
         )
 
 
-async def _read(pieces: MessageStream, said: _StreamedAnswer, silence: Clock, began: float) -> None:
+async def _read(pieces: MessageStream, answer: _StreamedAnswer, silence: Clock, began: float) -> None:
     patience = math.inf if silence.seconds is None else silence.seconds
     received = loop_time()
     first: float | None = None
@@ -260,10 +260,10 @@ async def _read(pieces: MessageStream, said: _StreamedAnswer, silence: Clock, be
         now = loop_time()
         if first is None:
             first = now
-            said.timings.first_token = max(0.0, now - began - pieces.waited)
+            answer.timings.first_token = max(0.0, now - began - pieces.waited)
         # Moving the deadline costs a timer, so it moves once in an eighth of the limit, not at every piece.
         if now - received > patience / 8:
             received = now
             silence.start(silence.seconds)
-        said.keep(piece)
-        said.timings.decode = now - first
+        answer.keep(piece)
+        answer.timings.decode = now - first

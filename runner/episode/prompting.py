@@ -70,7 +70,7 @@ class PreparedPrompt:
     """True if all its messages are plain."""
     messages: Sequence[Message] = ()
     """The messages to append to the segment."""
-    asked: int = 0
+    answered_count: int = 0
     """Number of its last messages that the turn answers."""
     queued: int = 0
     """Number of the conversation's queued messages in it."""
@@ -115,7 +115,7 @@ async def next_prompt(
 
 async def _prompt_of(state: ConversationState, cursor: Cursor, queued: list[Message]) -> PreparedPrompt:
     node, again = cursor.node, cursor.again
-    if again is not None and queued == list(again.asked):
+    if again is not None and queued == list(again.prompt_messages):
         return _once_more(again, takes_back=cursor.takes_back)
     if node is not None and not cursor.whole and queued:
         return await _answering(state, cursor, node, queued)

@@ -303,7 +303,7 @@ def _take_back(node: TurnNode) -> None:
 def _node(turn_context: TurnContext, prompt: PreparedPrompt, turn: Turn) -> TurnNode:
     """Return the tree node of a turn, which is not parsed yet."""
     before, messages = turn_context.cursor.node, prompt.segment.messages
-    begin, answered = turn.start, len(messages) - prompt.asked
+    begin, answered = turn.start, len(messages) - prompt.answered_count
     if prompt.continued and before is not None:
         # A call may be cut in two, so the message is parsed again from its first turn on.
         messages.pop()
@@ -347,11 +347,11 @@ async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn
         text = text_of(spoken, chat, stopped=stopped)
     before, tools = node.calls_before, turn_context.cursor.tools
     read = partial(ParsedTurn.of, text, spoken, chat, tools, before=before, tool_choice=turn.tool_choice)
-    said = read() if chat.parser.named is None else await _in_thread(turn_context.state, read)
-    turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
-    turn.thinking = said.cut_in_reasoning(turn, chat)
-    node.calls = before + len(said.tool_calls)
-    node.reply = said.as_message()
+    parsed = read() if chat.parser.named is None else await _in_thread(turn_context.state, read)
+    turn.text, turn.reasoning, turn.tool_calls = parsed.text, parsed.reasoning, parsed.tool_calls
+    turn.thinking = parsed.cut_in_reasoning(turn, chat)
+    node.calls = before + len(parsed.tool_calls)
+    node.reply = parsed.as_message()
 
 
 async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
@@ -361,5 +361,5 @@ async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -
     """
     state.episode.report_activity(f"{state.name}: reading")
     with anyio.CancelScope(shield=True):
-        said: ParsedTurn = await state.episode.shared.workers.call_beside(Job(read, "tool format"))
-    return said
+        parsed: ParsedTurn = await state.episode.shared.workers.call_beside(Job(read, "tool format"))
+    return parsed

@@ -13,7 +13,7 @@ from runner.episode.client_messages import UNPARSED, ReadMessage
 from runner.messages import Message
 from runner.tokens.bridging.history import canonical
 
-__all__ = ["begins", "changed_around"]
+__all__ = ["changed_around", "is_prefix"]
 
 _MARKUP: Final = re.compile(r"</?[a-zA-Z][^<>]*>")
 _WORD: Final = re.compile(r"\w+")
@@ -37,11 +37,11 @@ def changed_around(ours: ReadMessage, theirs: ReadMessage) -> frozenset[Tolerate
 
 def _calls(ours: ReadMessage, theirs: ReadMessage) -> set[Tolerated] | None:
     made = {call["id"]: call["function"] for call in ours.message.get("tool_calls", ())}
-    told = theirs.message.get("tool_calls", ())
-    if not set(theirs.call_ids) <= set(made) or len(set(theirs.call_ids)) < len(told) or (made and not told):
+    returned = theirs.message.get("tool_calls", ())
+    if not set(theirs.call_ids) <= set(made) or len(set(theirs.call_ids)) < len(returned) or (made and not returned):
         return None
     found = set[Tolerated]()
-    for call in told:
+    for call in returned:
         own, function = made[call["id"]], call["function"]
         if canonical(own["arguments"]) != canonical(function["arguments"]):
             if function["arguments"] and list(function["arguments"]) != [UNPARSED]:
@@ -64,19 +64,19 @@ def _text(ours: str, theirs: str) -> set[Tolerated] | None:
         return {Tolerated.WHITE_SPACE}
     if not theirs.strip():
         return {Tolerated.TEXT_LEFT_OUT}
-    said, heard = _words(ours), _words(theirs)
-    if said == heard:
+    sampled, received = _words(ours), _words(theirs)
+    if sampled == received:
         return {Tolerated.TEXT_REFORMATTED}
-    return {Tolerated.TEXT_LEFT_OUT} if heard and _in_order(heard, said) else None
+    return {Tolerated.TEXT_LEFT_OUT} if received and _in_order(received, sampled) else None
 
 
 def _reasoning(ours: ReadMessage, theirs: ReadMessage) -> set[Tolerated]:
-    said, heard = (each.message.get("reasoning_content", "") for each in (ours, theirs))
-    if said == heard:
+    sampled, received = (each.message.get("reasoning_content", "") for each in (ours, theirs))
+    if sampled == received:
         return set()
-    if not heard:
+    if not received:
         return {Tolerated.REASONING_LEFT_OUT}
-    return {Tolerated.REASONING_STRIPPED if said.strip() == heard.strip() else Tolerated.REASONING_REWRITTEN}
+    return {Tolerated.REASONING_STRIPPED if sampled.strip() == received.strip() else Tolerated.REASONING_REWRITTEN}
 
 
 def _words(text: str) -> list[str]:
@@ -91,10 +91,10 @@ def _in_order(few: Sequence[str], many: Sequence[str]) -> bool:
     return all(word in rest for word in few)
 
 
-def begins(heard: Message, said: Message) -> bool:
+def is_prefix(received: Message, sampled: Message) -> bool:
     """Return True if a message is the beginning of a turn, as a client has it after a stream that was cut."""
     for name in ("content", "reasoning_content"):
-        if not str(said.get(name, "")).strip().startswith(str(heard.get(name, "")).strip()):
+        if not str(sampled.get(name, "")).strip().startswith(str(received.get(name, "")).strip()):
             return False
-    names = [call["function"]["name"] for call in heard.get("tool_calls", ())]
-    return names == [call["function"]["name"] for call in said.get("tool_calls", ())][: len(names)]
+    names = [call["function"]["name"] for call in received.get("tool_calls", ())]
+    return names == [call["function"]["name"] for call in sampled.get("tool_calls", ())][: len(names)]

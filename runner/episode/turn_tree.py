@@ -49,7 +49,7 @@ class TurnNode:
         return not self.extended and self.turn.end == len(self.segment.log)
 
     @property
-    def asked(self) -> Sequence[Message]:
+    def prompt_messages(self) -> Sequence[Message]:
         """The messages that it answers: those between the previous turn and its own message."""
         return self.segment.messages[self.answered : self.start]
 
