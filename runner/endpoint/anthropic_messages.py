@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import orjson
 
 from runner.chat_requests import ChatCall
-from runner.endpoint.anthropic_requests import asked_of
+from runner.endpoint.anthropic_requests import chat_call_of
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.request_body import field_of
 from runner.endpoint.wire_form import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
@@ -32,7 +32,7 @@ class AnthropicMessages(WireForm):
 
     def read(self, body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any] | None = None) -> WireRequest:
         return WireRequest(
-            asked=asked_of(body, headers, seen or HistoryCache(), form=self.name),
+            chat_call=chat_call_of(body, headers, seen or HistoryCache(), form=self.name),
             stream=field_of(body, "stream", bool, False),
             ids=field_of(body, "return_token_ids", bool, False),
             logprobs=field_of(body, "logprobs", bool, False),
@@ -46,7 +46,7 @@ class AnthropicMessages(WireForm):
         Raises:
             Refused: a field cannot be used; the message has its name and the fix.
         """
-        return asked_of(body, headers, seen or HistoryCache(), form=self.name, counting=True)
+        return chat_call_of(body, headers, seen or HistoryCache(), form=self.name, counting=True)
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
         return _MessageWriter(request, model, text_of)
@@ -229,7 +229,7 @@ def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, An
 
 def _stop_reason(answered: Answered, request: WireRequest) -> tuple[str, str | None]:
     """Return the stop reason, and the stop string if the client set it."""
-    turn, sampling = answered.turn, request.asked.sampling
+    turn, sampling = answered.turn, request.chat_call.sampling
     if turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT):
         return "max_tokens", None
     if turn.finish is FinishReason.CONTENT_FILTER:

@@ -30,7 +30,7 @@ from runner.history_cache import HistoryCache
 from runner.messages import note_of
 from runner.options import Sampling, ToolChoice
 
-__all__ = ["asked_of"]
+__all__ = ["chat_call_of"]
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ _TAKEN: Final = {
 _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 
 
-def asked_of(
+def chat_call_of(
     body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any], *, form: str, counting: bool = False
 ) -> ChatCall:
     """Return the content of a request.
@@ -232,8 +232,8 @@ def _add_user(history: _ReadHistory, blocks: Sequence[_Block], *, strict: bool) 
     results = [_result(block) for block in blocks if block.kind == "tool_result"]
     history.messages += results
     if len(results) < len(blocks) or not results:
-        said = [block for block in blocks if block.kind != "tool_result"]
-        history.messages.append(_message("user", _lines(said, "user", strict=strict), said, **_has_notes(said)))
+        shown = [block for block in blocks if block.kind != "tool_result"]
+        history.messages.append(_message("user", _lines(shown, "user", strict=strict), shown, **_has_notes(shown)))
 
 
 def _result(block: _Block) -> dict[str, Any]:
@@ -368,8 +368,8 @@ def _session(body: Mapping[str, Any]) -> str:
     if found := _SESSION.search(user):
         return found[1][:200]
     try:
-        told = orjson.loads(user)
+        metadata = orjson.loads(user)
     except orjson.JSONDecodeError:
         return ""
-    session = told.get("session_id") if isinstance(told, dict) else None
+    session = metadata.get("session_id") if isinstance(metadata, dict) else None
     return session[:200] if isinstance(session, str) else ""

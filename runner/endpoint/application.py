@@ -186,8 +186,8 @@ class Application:
             if path == _END:
                 await _end(route, decode_body(raw), send, reward=False)
             elif path == _COUNT:
-                asked = await self._parse(partial(_to_count, route), raw, headers)
-                await _count(route, asked, receive, send)
+                chat_call = await self._parse(partial(_to_count, route), raw, headers)
+                await _count(route, chat_call, receive, send)
             else:
                 form = _FORMS[path]
                 request = await self._parse(partial(_request, route, form), raw, headers)
@@ -251,17 +251,17 @@ def _too_large() -> Refused:
 
 def _request(route: EpisodeRoute, form: WireForm, raw: bytes, headers: Headers) -> WireRequest:
     request = form.read(decode_body(raw), headers, route.seen[form.name])
-    check_size(request.asked)
+    check_size(request.chat_call)
     return request
 
 
 def _to_count(route: EpisodeRoute, raw: bytes, headers: Headers) -> ChatCall:
-    asked = _MESSAGES.read_to_count(decode_body(raw), headers, route.seen[_MESSAGES.name])
-    check_size(asked)
-    return asked
+    chat_call = _MESSAGES.read_to_count(decode_body(raw), headers, route.seen[_MESSAGES.name])
+    check_size(chat_call)
+    return chat_call
 
 
-async def _count(route: EpisodeRoute, asked: ChatCall, receive: Receive, send: Send) -> None:
+async def _count(route: EpisodeRoute, chat_call: ChatCall, receive: Receive, send: Send) -> None:
     tokens, gone, error = None, False, None
 
     async def leave_with_client() -> None:
@@ -275,7 +275,7 @@ async def _count(route: EpisodeRoute, asked: ChatCall, receive: Receive, send: S
         with route.cutting(group.cancel_scope):
             group.start_soon(leave_with_client)
             try:
-                tokens = await route.handler.count(asked)
+                tokens = await route.handler.count(chat_call)
             except Exception as raised:  # a task group would wrap it
                 error = raised
             group.cancel_scope.cancel()
@@ -290,14 +290,14 @@ async def _count(route: EpisodeRoute, asked: ChatCall, receive: Receive, send: S
 
 async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, reward: bool) -> None:
     """End the episode of a route, with the reward in the body if the key allows one."""
-    said = number(body, "reward")
-    if said is not None and not reward:
+    value = number(body, "reward")
+    if value is not None and not reward:
         raise Refused(
             Reason.NO_REWARD,
             "reward: this key is the program's, which cannot say its own reward: send it to the endpoint's end_url, or "
             "leave it out.",
         )
-    route.end({} if said is None else {"reward": said})
+    route.end({} if value is None else {"reward": value})
     await send_json(send, b"{}")
 
 
@@ -335,8 +335,8 @@ def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
     Libraries of providers send two keys if a program sets one and the environment another.
     """
     kind, _, bearer = headers.get("authorization", "").partition(" ")
-    told = [bearer.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    keys = [key for key in told if key]
+    given = [bearer.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    keys = [key for key in given if key]
     if path.startswith("/e/"):
         key, _, rest = path.removeprefix("/e/").partition("/")
         path = f"/{rest}"

@@ -106,7 +106,7 @@ class ChatCompletions(WireForm):
         stream = field_of(body, "stream", bool, False)
         given = field_of(body, "messages", list, []) or bad("messages: give at least one.")
         return WireRequest(
-            asked=ChatCall(
+            chat_call=ChatCall(
                 messages=(seen or HistoryCache[Any]()).read(given, _message),
                 tools=tools,
                 sampling=sampling,
@@ -328,8 +328,8 @@ class _CompletionWriter(AnswerWriter):
 
     def write_reasoning(self, text: str) -> bytes:
         # The names of DeepSeek and of vLLM, since each has clients that read no other.
-        said = encode(text)
-        return self._chunk(b'{"reasoning_content":%b,"reasoning":%b}' % (said, said))
+        encoded = encode(text)
+        return self._chunk(b'{"reasoning_content":%b,"reasoning":%b}' % (encoded, encoded))
 
     def write_text(self, text: str) -> bytes:
         return self._chunk(b'{"content":%b}' % encode(text))

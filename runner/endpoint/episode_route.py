@@ -22,12 +22,12 @@ class RequestHandler(Protocol):
     """An episode that answers requests with whole histories."""
 
     async def ask(
-        self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
+        self, chat_call: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
         """Answer a request; see `ChatService.ask`."""
         ...
 
-    async def count(self, asked: ChatCall) -> int:
+    async def count(self, chat_call: ChatCall) -> int:
         """Return the number of ids in the prompt of a request."""
         ...
 
@@ -110,9 +110,9 @@ class EpisodeRoute:
         finally:
             self._scopes.remove(scope)
 
-    def end(self, said: Mapping[str, Any]) -> None:
+    def end(self, body: Mapping[str, Any]) -> None:
         """End the episode for clients: requests in flight are answered, further ones are refused."""
-        self.end_body = said
+        self.end_body = body
         self.ended.set()
         self.on_over()
 

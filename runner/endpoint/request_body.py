@@ -122,19 +122,19 @@ def _values_in(raw: bytes) -> int:
     return outside.count(b",") + outside.count(b"{") + outside.count(b"[")
 
 
-def check_size(asked: ChatCall) -> None:
+def check_size(chat_call: ChatCall) -> None:
     """Refuse a request whose prompt would take long to make.
 
     Raises:
         Refused: it has too many tools or calls, or a tool is too large; the message has the limit.
     """
-    if len(asked.tools) > MAX_TOOLS:
-        bad(f"tools: {len(asked.tools):,} of them, and a request has at most {MAX_TOOLS:,}: offer fewer.")
-    made = map(_CALLS_OF, filter(dict.__instancecheck__, asked.messages))
+    if len(chat_call.tools) > MAX_TOOLS:
+        bad(f"tools: {len(chat_call.tools):,} of them, and a request has at most {MAX_TOOLS:,}: offer fewer.")
+    made = map(_CALLS_OF, filter(dict.__instancecheck__, chat_call.messages))
     calls = sum(map(len, filter(list.__instancecheck__, made)))
     if calls > MAX_CALLS:
         bad(f"the history has {calls:,} calls of tools, and at most {MAX_CALLS:,} are read: send a shorter one.")
-    for index, tool in enumerate(asked.tools):
+    for index, tool in enumerate(chat_call.tools):
         size = len(canonical_json(tool))
         if size > MAX_TOOL_BYTES:
             bad(

@@ -98,10 +98,10 @@ class ResponseWriter(AnswerWriter):
         number = call_id.rpartition("_")[2]
         item: dict[str, Any] = {"type": "custom_tool_call" if tool.custom else "function_call"}
         if tool.custom:
-            prefix, told, event = "ctc", "input", "response.custom_tool_call_input"
+            prefix, key, event = "ctc", "input", "response.custom_tool_call_input"
             call_id, text = custom_call(call_id, arguments)
         else:
-            prefix, told, event = "fc", "arguments", "response.function_call_arguments"
+            prefix, key, event = "fc", "arguments", "response.function_call_arguments"
             text = arguments_text(arguments)
         item |= {"id": f"{item_id(prefix, self.handle)}_{number}", "call_id": call_id, "name": tool.name}
         if tool.namespace:
@@ -111,12 +111,12 @@ class ResponseWriter(AnswerWriter):
         address = {"item_id": item["id"], "output_index": len(self._output)}
         status = {} if tool.custom else {"status": "in_progress"}
         parts = [
-            self._added({**item, told: "", **status}),
+            self._added({**item, key: "", **status}),
             self._event(f"{event}.delta", **address, delta=text),
-            self._event(f"{event}.done", **address, **{told: text}, name=tool.name),
+            self._event(f"{event}.done", **address, **{key: text}, name=tool.name),
         ]
         status = {} if tool.custom else {"status": "completed"}
-        return b"".join((closed, *parts, self._done({**item, told: text, **status})))
+        return b"".join((closed, *parts, self._done({**item, key: text, **status})))
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
         if self.request.ids:
@@ -127,12 +127,12 @@ class ResponseWriter(AnswerWriter):
         return b""
 
     def write_end(self, answered: Answered) -> bytes:
-        said = b"" if self._answers else self._more("output_text", "")
+        events = b"" if self._answers else self._more("output_text", "")
         response = self._final(answered)
-        said += self._close(response["status"])
+        events += self._close(response["status"])
         response["output"] = self._output
         rows = {"logprobs": self._logprobs} if self._logprobs else {}
-        return said + self._event(f"response.{response['status']}", response=response, **rows)
+        return events + self._event(f"response.{response['status']}", response=response, **rows)
 
     def write_refusal(self, refused: Refused) -> bytes:
         begin = b"" if self._begun else self._begin(TurnAdmitted("", ()))
@@ -201,9 +201,9 @@ class ResponseWriter(AnswerWriter):
         content = part.content()
         address = {"item_id": part.item["id"], "output_index": len(self._output), "content_index": 0}
         logprobs = {"logprobs": part.logprobs} if part.is_message else {}
-        told = self._event(f"response.{part.kind}.done", **address, text=content["text"], **logprobs)
-        told += self._event("response.content_part.done", **address, part=content)
-        return late + told + self._done({**part.item, "status": status, "content": [content]})
+        events = self._event(f"response.{part.kind}.done", **address, text=content["text"], **logprobs)
+        events += self._event("response.content_part.done", **address, part=content)
+        return late + events + self._done({**part.item, "status": status, "content": [content]})
 
     def _added(self, item: Mapping[str, Any]) -> bytes:
         return self._event("response.output_item.added", output_index=len(self._output), item=item)
@@ -224,7 +224,7 @@ class ResponseWriter(AnswerWriter):
 
     def _response(self, status: str) -> dict[str, Any]:
         """Return the response without its output, and without tools and instructions, which may be long."""
-        sampling = self.request.asked.sampling
+        sampling = self.request.chat_call.sampling
         return {
             "id": item_id("resp", self.handle),
             "object": "response",

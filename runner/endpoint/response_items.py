@@ -116,7 +116,7 @@ class _ItemKind(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class _SaidItems:
+class _TurnItems:
     """The items of one turn."""
 
     handle: str
@@ -184,7 +184,7 @@ def read_items(items: Sequence[Mapping[str, Any]], seen: HistoryCache[ReadItems]
 class _ItemReader:
     def __init__(self) -> None:
         self._read = ReadItems()
-        self._said: _SaidItems | None = None
+        self._said: _TurnItems | None = None
 
     def end(self) -> ReadItems:
         """Finish the last turn, and return its message."""
@@ -239,9 +239,9 @@ class _ItemReader:
             self._finish_turn()
             self._add({"role": "user", "content": note_of(item)}, not_text=True)
             return
-        said = self._of_turn({}, _ItemKind.MESSAGE)
-        said.texts.append(note_of(item))
-        said.not_text = True
+        turn_items = self._of_turn({}, _ItemKind.MESSAGE)
+        turn_items.texts.append(note_of(item))
+        turn_items.not_text = True
 
     def _add(self, message: dict[str, Any], *, not_text: bool) -> None:
         self._read.messages.append({**message, "not_text": True} if not_text else message)
@@ -252,9 +252,9 @@ class _ItemReader:
         strict = is_last and role != "assistant"
         content, has_notes = _text_of(item.get("content"), f"{where}.content", strict=strict)
         if role == "assistant":
-            said = self._of_turn(item, _ItemKind.MESSAGE)
-            said.texts.append(content)
-            said.not_text |= has_notes
+            turn_items = self._of_turn(item, _ItemKind.MESSAGE)
+            turn_items.texts.append(content)
+            turn_items.not_text |= has_notes
             return
         if not isinstance(role, str) or role not in _ROLES:
             bad(f"{where}.role: give user, assistant, system or developer, not {role!r:.60}.")
@@ -266,17 +266,17 @@ class _ItemReader:
         name = flat_name(_string(item, "name", where), namespace if isinstance(namespace, str) else "")
         call_id = minted(_string(item, "call_id", where))
         function = {"name": name, "arguments": arguments}
-        said = self._of_turn(item, _ItemKind.CALL)
-        said.calls.append({"id": call_id, "type": "function", "function": function})
+        turn_items = self._of_turn(item, _ItemKind.CALL)
+        turn_items.calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _of_turn(self, item: Mapping[str, Any], kind: _ItemKind) -> _SaidItems:
+    def _of_turn(self, item: Mapping[str, Any], kind: _ItemKind) -> _TurnItems:
         """Return the collected items of the turn that this item belongs to."""
         handle = _handle_of(item)
         if handle:
             self._read.handles.append(handle)
         if self._said is None or not self._said.takes(handle, kind):
             self._finish_turn()
-            self._said = _SaidItems(handle, kind)
+            self._said = _TurnItems(handle, kind)
         self._said.last = kind
         return self._said
 

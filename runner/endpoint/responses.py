@@ -90,7 +90,7 @@ class Responses(WireForm):
             **with_constraint(constraint_of(body, schema), offered.tools, tool_choice, not_granted),
         )
         return WireRequest(
-            asked=ChatCall(
+            chat_call=ChatCall(
                 messages=read.messages or bad("input: give at least one message."),
                 tools=offered.tools,
                 sampling=sampling,

@@ -151,7 +151,7 @@ async def _whole(connection: ClientConnection, writer: AnswerWriter, request: Wi
         await connection.begin(_json_headers(body))
         await connection.write(body, more=False)
 
-    await route.handler.ask(request.asked, deliver=deliver)
+    await route.handler.ask(request.chat_call, deliver=deliver)
 
 
 async def _streamed(
@@ -165,7 +165,7 @@ async def _streamed(
         await connection.write(rest, more=False)
 
     try:
-        await route.handler.ask(request.asked, sink=events, deliver=deliver)
+        await route.handler.ask(request.chat_call, sink=events, deliver=deliver)
     except Exception:
         if not connection.gone and (rest := events.taken()):
             await connection.begin(STREAM_HEADERS)

@@ -49,7 +49,7 @@ class TokenText(Protocol):
 class WireRequest:
     """A parsed request of any wire form."""
 
-    asked: ChatCall
+    chat_call: ChatCall
     """The request to the episode."""
     stream: bool
     """True to stream the answer."""
@@ -297,13 +297,13 @@ def logprob_rows(
 ) -> list[dict[str, Any]]:
     """Return the log-probability of each id as OpenAI writes it, with the `count` most likely ids at its position."""
     rows = [] if top is None or not count else list(zip(top.id_rows(), top.logprob_rows(), strict=True))
-    told = []
+    rows_of_ids = []
     for index, token_id in enumerate(token_ids):
         own = _token(text_of, token_id, 0.0 if logprobs is None else logprobs[index])
         likeliest = zip(*(each[:count] for each in rows[index]), strict=True) if index < len(rows) else ()
         own["top_logprobs"] = [_token(text_of, int(other), float(value)) for other, value in likeliest]
-        told.append(own)
-    return told
+        rows_of_ids.append(own)
+    return rows_of_ids
 
 
 _MIN_LOGPROB: Final = -9999.0

@@ -77,7 +77,7 @@ class _UsableTools:
 class _PendingRequest:
     """A request that is being answered."""
 
-    asked: ChatCall
+    chat_call: ChatCall
     sink: TurnEventSink | None = None
     """Receiver of the turn's events while it is sampled."""
     began: float = field(default_factory=time.perf_counter)
@@ -140,12 +140,12 @@ class ChatService:
                     await request.done.wait()
 
     async def ask(
-        self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
+        self, chat_call: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
         """Answer a request.
 
         Args:
-            asked: the request.
+            chat_call: the request.
             sink: receives the events of the turn while it is sampled; none for a finished turn that is replayed. If it
                 fails, the turn is cut.
             deliver: delivers the turn to the client. Its second argument is the cut turn that it continues. If it fails
@@ -155,7 +155,7 @@ class ChatService:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
             BadInput: the messages, the tools or the sampling cannot be used, or the template cannot write the messages.
         """
-        request = _PendingRequest(asked, sink)
+        request = _PendingRequest(chat_call, sink)
         try:
             if self._group is not None:
                 await self._hand_over(request, self._group)
@@ -182,7 +182,7 @@ class ChatService:
             request.request_node.gone = False
         return request.turn
 
-    async def count(self, asked: ChatCall) -> int:
+    async def count(self, chat_call: ChatCall) -> int:
         """Return the number of ids in the prompt of a request, rendered from the start.
 
         Raises:
@@ -191,18 +191,18 @@ class ChatService:
         chat = self._episode.shared.chat_of(MAIN)
         if not isinstance(chat, ChatModel):
             raise BadMessage("the server of messages that answers here counts tokens itself, with each answer")
-        offered = await self._tools_of(asked.tools)
-        await self._read_ahead(asked.messages)
-        read = self._histories.reader.read(asked.messages)
-        if asked.system_as_user or several_systems(read):
-            read = as_taken(read, chat.systems, system_as_user=asked.system_as_user)
+        offered = await self._tools_of(chat_call.tools)
+        await self._read_ahead(chat_call.messages)
+        read = self._histories.reader.read(chat_call.messages)
+        if chat_call.system_as_user or several_systems(read):
+            read = as_taken(read, chat.systems, system_as_user=chat_call.system_as_user)
         messages = chat.with_fitting_ids([each.message for each in read], tuple)
         schemas = [tool.as_openai() for tool in offered.callable]
         render = partial(chat.bridger.first_prompt, messages, schemas)
         try:
             return len(await self._episode.shared.workers.call(Job(render, "chat template")))
         except Unbridgeable as missing:
-            raise _unwritable(missing, messages, asked, chat) from None
+            raise _unwritable(missing, messages, chat_call, chat) from None
 
     async def _hand_over(self, request: _PendingRequest, group: TaskGroup) -> None:
         self._answering[request] = None
@@ -234,10 +234,10 @@ class ChatService:
     # --- one request
 
     async def _answer(self, request: _PendingRequest) -> Turn:
-        asked = request.asked
-        offered = await self._tools_of(asked.tools)
+        chat_call = request.chat_call
+        offered = await self._tools_of(chat_call.tools)
         tools = list(offered.callable)  # a copy: it becomes the list of a cursor, which authors may change
-        found, seconds = await self._aligned(asked, tools)
+        found, seconds = await self._aligned(chat_call, tools)
         if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
             return self._replay(request, found, found.before.node.turn, seconds)
         if found.verdict is Verdict.CONTINUED and found.parent is not None and found.parent.node is not None:
@@ -247,34 +247,34 @@ class ChatService:
                 "the last message is a turn that was cut, and an engine that takes messages cannot continue it: "
                 "add a user message."
             )
-        thread = self._thread(asked, found, tools)
-        sampling, not_granted = _granted(thread, asked.sampling)
-        record = request.record = self._record(thread, asked, found, seconds)
-        record.not_granted = {**not_granted, **_not_enforced(sampling), **asked.not_granted}
+        thread = self._thread(chat_call, found, tools)
+        sampling, not_granted = _granted(thread, chat_call.sampling)
+        record = request.record = self._record(thread, chat_call, found, seconds)
+        record.not_granted = {**not_granted, **_not_enforced(sampling), **chat_call.not_granted}
         if offered.unwritable:
             record.not_granted["tools"] = [*record.not_granted.get("tools", ()), *offered.unwritable]
         cursor = _cursor(found, tools)
         if found.again is Again.TAKEN_BACK and found.before is not None:
             found.before.taken_back = True
         request_node = request.request_node = RequestNode(
-            thread, found.match.end, found.parent, cursor.copied(), found.behind, record=record
+            thread, found.match.end, found.parent, cursor.copied(), found.last_turn, record=record
         )
-        if asked.form == "responses":  # the only form that can refer to an answer by id alone
-            request_node.told = found.told
-        self._histories.ask(request_node)
+        if chat_call.form == "responses":  # the only form that can refer to an answer by id alone
+            request_node.history = found.history
+        self._histories.add_request(request_node)
         self._episode.limits.context_rewritten(thread.name)
-        known, told = len(thread.nodes), None if request.sink is None else request.sink.put
+        known, put = len(thread.nodes), None if request.sink is None else request.sink.put
         sinks = TurnSinks(
             self._handle(thread),
-            on_event=told if told is not None and _streams(thread, tools, asked) else None,
-            on_progress=told,
+            on_event=put if put is not None and _streams(thread, tools, chat_call) else None,
+            on_progress=put,
             raise_unbridgeable=True,
         )
         try:
             try:
-                return await take_turn(thread, cursor, sampling, asked.tool_choice, sinks=sinks)
+                return await take_turn(thread, cursor, sampling, chat_call.tool_choice, sinks=sinks)
             except Unbridgeable as missing:
-                raise _unwritable(missing, [*cursor.seen, *cursor.queued], asked, thread.chat) from None
+                raise _unwritable(missing, [*cursor.seen, *cursor.queued], chat_call, thread.chat) from None
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
                 self._episode.limits.context_rewritten(thread.name)  # the client received the error, which is enough
@@ -301,7 +301,7 @@ class ChatService:
                 for index, each in enumerate(given):
                     made += [await self._episode.shared.workers.call(Job(partial(tool_of, index, each), "tools"))]
             self._tools[key] = self._offered(made)
-            self._say_unchecked(self._tools[key].callable)
+            self._note_unchecked(self._tools[key].callable)
         return self._tools[key]
 
     def _offered(self, given: Sequence[Any]) -> _UsableTools:
@@ -320,19 +320,19 @@ class ChatService:
         if not isinstance(messages, list) or len(messages) <= MAX_ITEMS_ON_LOOP:
             return
         until = time.perf_counter() + LOOP_SLICE_SECONDS
-        told = [each for each in messages if not has_references([each])] if has_references(messages) else messages
-        for _ in self._histories.reader.read_ahead(told):
+        whole = [each for each in messages if not has_references([each])] if has_references(messages) else messages
+        for _ in self._histories.reader.read_ahead(whole):
             if time.perf_counter() > until:
                 await anyio.lowlevel.checkpoint()
                 until = time.perf_counter() + LOOP_SLICE_SECONDS
 
-    def _say_unchecked(self, tools: Sequence[Tool]) -> None:
+    def _note_unchecked(self, tools: Sequence[Tool]) -> None:
         """Add a fault, once a run, for each tool whose schema is not checked whole or refuses every call."""
         self._episode.faults.extend(filter(self._episode.shared.is_new, schema_faults(tools)))
 
-    async def _aligned(self, asked: ChatCall, tools: Sequence[Tool]) -> tuple[RequestAlignment, float]:
+    async def _aligned(self, chat_call: ChatCall, tools: Sequence[Tool]) -> tuple[RequestAlignment, float]:
         schemas = [tool.as_openai() for tool in tools]
-        await self._read_ahead(asked.messages)
+        await self._read_ahead(chat_call.messages)
         while True:
             began = time.perf_counter()
             # Turns of the author's own conversations, which a request may continue.
@@ -341,15 +341,15 @@ class ChatService:
                     self._histories.take_in(state)
             found = align(
                 self._histories,
-                asked.messages,
+                chat_call.messages,
                 schemas,
-                label=asked.label,
-                handles=asked.handles,
-                previous=asked.previous,
-                own_system=asked.own_system,
+                label=chat_call.label,
+                handles=chat_call.handles,
+                previous=chat_call.previous,
+                own_system=chat_call.own_system,
                 systems=self._systems,
-                system_as_user=asked.system_as_user,
-                as_sent=asked.as_sent,
+                system_as_user=chat_call.system_as_user,
+                as_sent=chat_call.as_sent,
             )
             seconds = time.perf_counter() - began
             if found.again is not Again.TAKEN_BACK or found.before is None or found.before.over.is_set():
@@ -364,7 +364,7 @@ class ChatService:
     def _replay(self, request: _PendingRequest, found: RequestAlignment, turn: Turn, seconds: float) -> Turn:
         assert found.before is not None
         request.request_node = found.before
-        record = request.record = self._record(found.before.thread, request.asked, found, seconds)
+        record = request.record = self._record(found.before.thread, request.chat_call, found, seconds)
         record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until the client has it
         return turn
 
@@ -382,22 +382,26 @@ class ChatService:
         request_node.record.turn = node.turn.number
         if request_node.record.delivery is Delivery.IN_FLIGHT:
             request_node.record.delivery = Delivery.UNDELIVERED  # until the client has it
-        self._histories.say(request_node, node, [node.turn.handle])
+        self._histories.add_answer(request_node, node, [node.turn.handle])
 
-    def _thread(self, asked: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
+    def _thread(self, chat_call: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
         """Return the conversation that answers: that of the turns before, unless another client asks."""
         known = found.before or found.parent
-        if known is not None and known.fits(asked.label) and known.thread in self._own:
+        if known is not None and known.fits(chat_call.label) and known.thread in self._own:
             return known.thread
-        name = asked.label if asked.label and asked.label not in self._episode.states else f"chat-{len(self.threads)}"
-        train = bool(tools) if asked.train is None else asked.train
+        name = (
+            chat_call.label
+            if chat_call.label and chat_call.label not in self._episode.states
+            else f"chat-{len(self.threads)}"
+        )
+        train = bool(tools) if chat_call.train is None else chat_call.train
         thread = self._open_thread(self._episode, name, tools, train)
         self.threads.append(thread)
         self._own.add(thread)
         return thread
 
     def _record(
-        self, thread: ConversationState, asked: ChatCall, found: RequestAlignment, seconds: float
+        self, thread: ConversationState, chat_call: ChatCall, found: RequestAlignment, seconds: float
     ) -> ChatRequest:
         match = found.match
         parent = found.parent.node.turn if found.parent is not None and found.parent.node is not None else None
@@ -405,15 +409,15 @@ class ChatService:
             number=self._numbered,
             verdict=found.verdict,
             again=found.again,
-            label=asked.label,
-            form=asked.form,
-            client=asked.client,
-            purpose=asked.purpose,
+            label=chat_call.label,
+            form=chat_call.form,
+            client=chat_call.client,
+            purpose=chat_call.purpose,
             parent_agent="" if parent is None else parent.agent,
             parent_turn=None if parent is None else parent.number,
             tolerated=tuple(each for each in Tolerated if each in found.tolerated) if found.tolerated else (),
             volatile=match.volatile,
-            messages=len(asked.messages),
+            messages=len(chat_call.messages),
             size=match.size,
             align_seconds=seconds,
         )
@@ -432,12 +436,12 @@ class ChatService:
         return named
 
 
-def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: ChatCall, chat: ChatModel) -> BadMessage:
+def _unwritable(missing: Unbridgeable, messages: Sequence[Message], chat_call: ChatCall, chat: ChatModel) -> BadMessage:
     """Return an error with the reason why a template cannot write a history, and the fix if there is one."""
     text = f"the chat template cannot write this history: {missing}"
     begin = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     late = any(message["role"] == "system" for message in messages[begin:])
-    if asked.system_as_user or not (late or (begin and not chat.systems.one)):
+    if chat_call.system_as_user or not (late or (begin and not chat.systems.one)):
         return BadMessage(text)
     where = "system messages after the beginning" if late else "system messages"
     return BadMessage(
@@ -446,11 +450,11 @@ def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: ChatC
     )
 
 
-def _streams(thread: ConversationState, tools: Sequence[Tool], asked: ChatCall) -> bool:
+def _streams(thread: ConversationState, tools: Sequence[Tool], chat_call: ChatCall) -> bool:
     """Return True if the events of a turn can be sent while it is sampled."""
     if isinstance(thread.model, MessageModel):
         return True
-    return thread.model.parser.streams(tools, asked.tool_choice or "auto")
+    return thread.model.parser.streams(tools, chat_call.tool_choice or "auto")
 
 
 def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
@@ -469,14 +473,14 @@ def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
     return Cursor(tools, found.messages, node, whole)
 
 
-def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
+def _granted(thread: ConversationState, requested: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
     """Return the fields of the sampling that apply.
 
     In a trained thread they are the run's, except for those that end or shape the answer.
     """
-    if asked is None:
+    if requested is None:
         return None, {}
-    given = asked.given()
+    given = requested.given()
     granted = {name: value for name, value in given.items() if not thread.counted or name in GRANTED}
     own = thread.sampling()
     if "max_tokens" in granted:
@@ -489,5 +493,5 @@ def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Samplin
 def _not_enforced(sampling: Sampling | None) -> dict[str, Any]:
     """Return the parts of a request's schema that nothing enforces."""
     schema = None if sampling is None else sampling.given().get("schema")
-    told = not_enforced(schema) if schema is not None else []
-    return {"schema": told} if told else {}
+    parts = not_enforced(schema) if schema is not None else []
+    return {"schema": parts} if parts else {}

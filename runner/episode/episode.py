@@ -229,7 +229,7 @@ class Episode:
             EpisodeOver: the episode has ended or a limit was reached.
             BadInput: the messages, tools or sampling cannot be used.
         """
-        asked = ChatCall(
+        chat_call = ChatCall(
             messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
             tools=tools,
             sampling=sampling,
@@ -239,7 +239,7 @@ class Episode:
             handles=handles,
             system_as_user=system_as_user,
         )
-        return await self._state.chat_service.ask(asked)
+        return await self._state.chat_service.ask(chat_call)
 
     @asynccontextmanager
     async def serve(

@@ -51,12 +51,12 @@ def left_behind(state: ConversationState, kept: TurnNode) -> list[TurnNode]:
         again = begun.parent is first.parent and begun is not first
         if node in on_path:
             continue
-        if (again and _asked_alike(begun, first)) or node.parent is kept or node.parent in left:
+        if (again and _answer_the_same(begun, first)) or node.parent is kept or node.parent in left:
             left.add(node)
     return [node for node in state.nodes if node in left]
 
 
-def _asked_alike(one: TurnNode, other: TurnNode) -> bool:
+def _answer_the_same(one: TurnNode, other: TurnNode) -> bool:
     """Return True if two turns had the same prompt. Turns of an engine for messages have no ids to compare."""
     if one.turn.start or other.turn.start:
         return one.turn.prompt_ids == other.turn.prompt_ids

@@ -371,9 +371,9 @@ class EpisodeRunner(EpisodeState):
         if not task.cannot_be_left:
             self.faults.append(f"{closed or 'something'} was opened in a hook and never closed; {HOW_TO_CLOSE}")
             return
-        told = [fault for fault in self.faults if HOW_TO_CLOSE in fault]
+        unclosed_scopes = [fault for fault in self.faults if HOW_TO_CLOSE in fault]
         text = f"a task group or a cancel scope was opened in a hook and never closed; {HOW_TO_CLOSE}"
-        text = "; ".join(told) or text
+        text = "; ".join(unclosed_scopes) or text
         if self._was_cut or self._ending is None or self._ending.outcome.failed:
             self.faults.append(text)
         else:

@@ -61,25 +61,27 @@ class ServedEpisode:
         self._ends = overflow == "end"
         self._as_sent = history == AS_SENT
         self._system_as_user = system_as_user
-        self._told: float | None = None
+        self._over_since: float | None = None
+        """Time of the first refusal because the episode is over."""
         self._chat = episode.shared.chat_of(MAIN)
 
     async def ask(
-        self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
+        self, chat_call: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
         """Answer a request; see `ChatService.ask`."""
         self._refuse_if_over()
-        asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)
+        train = self._trains(chat_call)
+        chat_call = replace(chat_call, train=train, system_as_user=self._system_as_user, as_sent=self._as_sent)
         try:
-            return await self._chat_service.ask(asked, sink=sink, deliver=deliver)
+            return await self._chat_service.ask(chat_call, sink=sink, deliver=deliver)
         except ContextFull:
             if self._ends and self._episode.limits.context_full is not None:
                 self._episode.limits.end_episode(self._episode.limits.context_full)
             raise
 
-    async def count(self, asked: ChatCall) -> int:
+    async def count(self, chat_call: ChatCall) -> int:
         """Return the number of ids in the prompt of a request."""
-        return await self._chat_service.count(asked)
+        return await self._chat_service.count(chat_call)
 
     def text_of(self, ids: Sequence[int], /) -> str:
         """Return the text of ids. Bytes that are not text by themselves appear as in `text_of_token`."""
@@ -91,12 +93,12 @@ class ServedEpisode:
         """The threads so far."""
         return [_seen(thread) for thread in self._chat_service.threads]
 
-    def _trains(self, asked: ChatCall) -> bool | None:
+    def _trains(self, chat_call: ChatCall) -> bool | None:
         if self._train is None or isinstance(self._train, bool):
             return self._train
-        names = [_tool_name(tool) for tool in asked.tools]
+        names = [_tool_name(tool) for tool in chat_call.tools]
         try:
-            return bool(self._train(ChatThread("", asked.label, names, bool(names), (), ())))
+            return bool(self._train(ChatThread("", chat_call.label, names, bool(names), (), ())))
         except Exception as error:  # no client can fix that
             self._episode.limits.end_episode(failure(error))
 
@@ -108,8 +110,8 @@ class ServedEpisode:
         ending, now = self._episode.limits.silenced_by, anyio.current_time()
         if ending is None:
             return
-        self._told = now if self._told is None else self._told
-        if now < self._told + END_GRACE_SECONDS:
+        self._over_since = now if self._over_since is None else self._over_since
+        if now < self._over_since + END_GRACE_SECONDS:
             raise EpisodeOver(str(ending))
 
 

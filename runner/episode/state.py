@@ -56,12 +56,12 @@ class ChatHandler(Protocol):
         ...
 
     async def ask(
-        self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
+        self, chat_call: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
         """Answer a request."""
         ...
 
-    async def count(self, asked: ChatCall) -> int:
+    async def count(self, chat_call: ChatCall) -> int:
         """Return the number of ids in the prompt of a request."""
         ...
 

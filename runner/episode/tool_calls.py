@@ -105,10 +105,10 @@ class _RunningCalls:
             function = partial(_call_async if tool.is_async else _call, tool, tool.arguments(call.arguments))
             text: str = await self._author_code.call(function, name=f"tool {tool.name}()", seconds=seconds)
         except (ToolError, BaseExceptionGroup) as error:
-            told = unwrapped(error)
-            if not isinstance(told, ToolError):
+            cause = unwrapped(error)
+            if not isinstance(cause, ToolError):
                 raise
-            return wording.tool_error(str(told))
+            return wording.tool_error(str(cause))
         except TooSlow as error:
             if self._author_code.abandoned:
                 raise

@@ -37,20 +37,20 @@ class TurnEventParser:
         self._begun: tuple[Sequence[int], int, int] = ((), 0, 0)
         self._clear()
 
-    def begin(self, said: Sequence[int], *, calls_before: int, longest_stop: int) -> None:
+    def begin(self, earlier: Sequence[int], *, calls_before: int, longest_stop: int) -> None:
         """Begin a turn.
 
         Args:
-            said: ids of earlier turns of the same message, whose events were sent before.
+            earlier: ids of earlier turns of the same message, whose events were sent before.
             calls_before: number of calls in the conversation before the message.
             longest_stop: length of the longest stop string in characters; 0 without one.
         """
-        self._begun = (said, calls_before, longest_stop)
+        self._begun = (earlier, calls_before, longest_stop)
         self._clear()
 
     def feed(self, ids: Sequence[int]) -> None:
         """Take newly sampled ids."""
-        self._listen(ids, self._events_of)
+        self._take(ids, self._events_of)
 
     def restart(self) -> None:
         """Discard everything that was sampled of the turn."""
@@ -66,8 +66,8 @@ class TurnEventParser:
                 did.
         """
         if text is None:
-            said = list(self._held)[: len(self._held) - stopped]
-            self._decode(said[: len(said) - closing_length(said, self._chat)])
+            ids = list(self._held)[: len(self._held) - stopped]
+            self._decode(ids[: len(ids) - closing_length(ids, self._chat)])
             self._emit(self._decoder.finish(), -1)
         else:
             self._decode(self._held)
@@ -79,7 +79,7 @@ class TurnEventParser:
     # --- from ids to text
 
     def _clear(self) -> None:
-        said, before, self._longest_stop = self._begun
+        earlier, before, self._longest_stop = self._begun
         self._decoder = IncrementalDecoder(self._chat.tokenizer)
         self._spelling = SpelledTokenStream(self._chat.parser.marker_tokens)
         self._stream = self._chat.parser.stream(self._tools, self._tool_choice)
@@ -88,9 +88,9 @@ class TurnEventParser:
         self._pieces = deque[tuple[str, int]]()  # text that may begin a stop string, with the id that completed it
         self._length = 0  # characters of all text so far
         self._waiting = 0  # characters in `_pieces`
-        self._listen(said, self._note)
+        self._take(earlier, self._note)
 
-    def _listen(self, ids: Sequence[int], use: Callable[[Iterable[Event]], None]) -> None:
+    def _take(self, ids: Sequence[int], use: Callable[[Iterable[Event]], None]) -> None:
         if self._longest_stop:
             # New ids may complete a stop string that began in the held text.
             self._release(self._longest_stop - 1, use)

@@ -86,17 +86,17 @@ def captured() -> Iterator[list[Captured]]:
         def read(self: WireForm, body: Mapping[str, Any], headers: Mapping[str, str]) -> WireRequest:
             request: WireRequest = read_by[form](self, body, headers)
             came.append(Captured(body, headers, self.name))
-            known[id(request.asked.messages)] = came[-1]
+            known[id(request.chat_call.messages)] = came[-1]
             kept.append(request)
             return request
 
         return read
 
     def recording(
-        self: ChatService, thread: ConversationState, asked: ChatCall, found: RequestAlignment, seconds: float
+        self: ChatService, thread: ConversationState, chat_call: ChatCall, found: RequestAlignment, seconds: float
     ) -> Any:
-        made = record(self, thread, asked, found, seconds)
-        one = known[id(asked.messages)]
+        made = record(self, thread, chat_call, found, seconds)
+        one = known[id(chat_call.messages)]
         one.thread, one.record = thread, made
         one.parent = None if found.parent is None else found.parent.record
         return made

@@ -83,7 +83,7 @@ def said(parts: Sequence[TurnProgress], **settings: Any) -> Said:
 def request(**fields: Any) -> WireRequest:
     stop = fields.pop("stop", ())
     asked = ChatCall(messages=[], sampling=Sampling(stop=stop) if stop else None)
-    return WireRequest(asked=asked, stream=True, **fields)
+    return WireRequest(chat_call=asked, stream=True, **fields)
 
 
 def writer(**fields: Any) -> AnswerWriter:

@@ -85,7 +85,7 @@ def ask(headers: Mapping[str, str] | None = None, /, **body: Any) -> WireRequest
 
 def asked(items: Sequence[Any], **body: Any) -> ChatCall:
     """The call of a request with these items."""
-    return ask(input=items, **body).asked
+    return ask(input=items, **body).chat_call
 
 
 def letters(ids: Sequence[int]) -> str:

@@ -98,7 +98,7 @@ class Program:
                 return
             answers.append(rebuilt(b"".join(writer.write([each]) for each in told) + writer.end(answered)))
 
-        asked = replace(request.asked, system_as_user=self.system_as_user)
+        asked = replace(request.chat_call, system_as_user=self.system_as_user)
         await self._desk.ask(asked, sink=ImmediateSink(told.append), deliver=give)
         (answer,) = answers
         return dict(answer)

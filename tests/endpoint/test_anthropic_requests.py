@@ -42,7 +42,7 @@ def read(given: dict[str, Any], **headers: str) -> WireRequest:
 
 
 def asked(*messages: Any, **fields: Any) -> ChatCall:
-    return read(body(*messages, **fields)).asked
+    return read(body(*messages, **fields)).chat_call
 
 
 def refusal(given: dict[str, Any]) -> str:
@@ -222,7 +222,7 @@ def test_a_count_needs_no_most_tokens() -> None:
 def test_who_listens_and_to_what() -> None:
     assert not read(body()).stream
     found = read(body(stream=True, return_token_ids=True, logprobs=True), user_agent="claude-cli/2")
-    assert (found.stream, found.ids, found.logprobs, found.asked.client) == (True, True, True, "claude-cli/2")
+    assert (found.stream, found.ids, found.logprobs, found.chat_call.client) == (True, True, True, "claude-cli/2")
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,9 @@ def test_who_listens_and_to_what() -> None:
 )
 def test_session_in_the_user_id_is_a_label_without_header(user: Any, label: str) -> None:
     given = body(metadata={"user_id": user})
-    assert read(given).asked.label == label
-    assert read(given, x_claude_code_agent_id="a", x_claude_code_session_id="s").asked.label == "a"
-    assert read(given).asked.not_granted == {}
+    assert read(given).chat_call.label == label
+    assert read(given, x_claude_code_agent_id="a", x_claude_code_session_id="s").chat_call.label == "a"
+    assert read(given).chat_call.not_granted == {}
 
 
 # --- what is refused
@@ -359,7 +359,7 @@ def test_whatever_a_body_holds_it_is_read_or_refused(changes: list[tuple[tuple[A
         if isinstance(inside, dict | list) and has(inside, last):
             inside[last] = value
     with suppress(Refused, BadInput):
-        found = FORM.read(given, {}).asked
+        found = FORM.read(given, {}).chat_call
         MessageReader().read(found.messages)
         tools_of(found.tools)
 

@@ -46,7 +46,7 @@ NOTED = [
 
 def asked(*tools: Any) -> Any:
     body = {"model": "any", "max_tokens": 50, "messages": [user("One.")], "tools": list(tools)}
-    return AnthropicMessages().read(body, {}).asked
+    return AnthropicMessages().read(body, {}).chat_call
 
 
 @pytest.mark.parametrize("kind", TYPED)

@@ -184,18 +184,18 @@ async def test_trained_thread_uses_the_sampling_of_the_run() -> None:
 )
 def test_tool_choice_is_read(choice: Any, meant: Any) -> None:
     request = ChatCompletions().read(chat_body([user("x")], tools=[RUN], tool_choice=choice), {})
-    assert request.asked.tool_choice == meant
+    assert request.chat_call.tool_choice == meant
 
 
 def test_schema_is_enforced_in_turns_without_tools() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     free = ChatCompletions().read(chat_body([user("x")], response_format=form), {})
-    assert free.asked.sampling is not None
-    assert free.asked.sampling.schema == schema
+    assert free.chat_call.sampling is not None
+    assert free.chat_call.sampling.schema == schema
     calling = ChatCompletions().read(chat_body([user("x")], response_format=form, tools=[RUN]), {})
-    assert calling.asked.sampling is None
-    assert "response_format" in calling.asked.not_granted
+    assert calling.chat_call.sampling is None
+    assert "response_format" in calling.chat_call.not_granted
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PATCH: Any = {"type": "custom", "custom": {"name": "patch", "description": "Chan
 
 
 def read(**fields: Any) -> Any:
-    return ChatCompletions().read(chat_body([user("One.")], **fields), {}).asked
+    return ChatCompletions().read(chat_body([user("One.")], **fields), {}).chat_call
 
 
 def test_custom_tool_is_shown_as_a_function_of_one_text() -> None:
@@ -171,5 +171,5 @@ def test_a_tool_that_a_provider_would_run_is_left_out_and_noted() -> None:
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_in_the_history_that_is_not_a_text_refuses_nothing(name: str, given: Any, read_as: Any) -> None:
     message = {"role": "assistant", "content": "Done.", name: given}
-    asked = ChatCompletions().read(chat_body([user("One."), message, user("Two.")]), {}).asked
+    asked = ChatCompletions().read(chat_body([user("One."), message, user("Two.")]), {}).chat_call
     assert asked.messages[1] == {**message, name: read_as}

@@ -63,7 +63,7 @@ async def respond(
         answered = Answered.of(turn, continued)
         written.append(writer.end(answered) if stream else writer.whole(answered))
 
-    turn = await episode._state.chat_service.ask(request.asked, sink=ImmediateSink(tell), deliver=give)
+    turn = await episode._state.chat_service.ask(request.chat_call, sink=ImmediateSink(tell), deliver=give)
     if not stream:
         output: list[dict[str, Any]] = json.loads(written[-1])["output"]
         return turn, output
@@ -226,13 +226,13 @@ def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def as_items(request: RecordedRequest, handles: Mapping[int, str]) -> ChatCall:
     """A chat request in the form of Responses."""
-    chat = request.asked(handles)
+    chat = request.chat_call(handles)
     body: dict[str, Any] = {
         "input": items_of(chat.messages),
         "tools": [{"type": "function", **tool["function"]} for tool in chat.tools],
         "tool_choice": chat.tool_choice,
     }
-    return replace(Responses().read(body, request.headers).asked, train=chat.train)
+    return replace(Responses().read(body, request.headers).chat_call, train=chat.train)
 
 
 OF_CHAT = [name for name in NAMES if {each.form for each in recorded(name)} == {"chat"}]

@@ -29,7 +29,7 @@ from tests.endpoint.response_building import (
 
 
 def test_string_input_is_a_user_message_after_instructions() -> None:
-    assert ask(input="Mend it.", instructions="Be brief.").asked.messages == [
+    assert ask(input="Mend it.", instructions="Be brief.").chat_call.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Mend it."},
     ]
@@ -43,7 +43,7 @@ def test_developers_speak_as_the_system() -> None:
 
 
 def test_tools_of_a_provider_are_named_as_not_granted() -> None:
-    read = ask(tools=TOOLS).asked
+    read = ask(tools=TOOLS).chat_call
     shell, _, patch = [tool["function"] for tool in read.tools]
     assert shell["parameters"] == TOOLS[0]["parameters"]
     assert "start: /.+/" in patch["description"]
@@ -67,7 +67,7 @@ def test_tools_of_a_provider_are_named_as_not_granted() -> None:
 )
 def test_a_choice_of_tools_is_read(given: Any, choice: str | None) -> None:
     request = ask(tools=TOOLS, tool_choice=given)
-    assert request.asked.tool_choice == choice
+    assert request.chat_call.tool_choice == choice
     told = Told(turn_of(TALKS), TALKS, [])
     for event in events_of(told_of(told, request)):
         EVENT.validate_python(event)
@@ -75,7 +75,7 @@ def test_a_choice_of_tools_is_read(given: Any, choice: str | None) -> None:
 
 def test_what_may_be_called_of_several_is_told_as_not_granted() -> None:
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]}
-    assert ask(tools=TOOLS[:1], tool_choice=allowed).asked.not_granted == {"allowed_tools": ["shell"]}
+    assert ask(tools=TOOLS[:1], tool_choice=allowed).chat_call.not_granted == {"allowed_tools": ["shell"]}
 
 
 def test_the_sampling_of_a_request_is_read() -> None:
@@ -87,9 +87,9 @@ def test_the_sampling_of_a_request_is_read() -> None:
         top_logprobs=2,
         text={"format": {"type": "json_schema", "name": "x", "schema": schema}},
     )
-    assert request.asked.sampling == Sampling(temperature=0.5, top_p=0.9, max_tokens=9, logprobs=2, schema=schema)
+    assert request.chat_call.sampling == Sampling(temperature=0.5, top_p=0.9, max_tokens=9, logprobs=2, schema=schema)
     assert ask(top_logprobs=2).top_logprobs == 2
-    assert ask().asked.sampling is None
+    assert ask().chat_call.sampling is None
 
 
 def test_what_cannot_be_had_is_told_as_not_granted() -> None:
@@ -102,7 +102,7 @@ def test_what_cannot_be_had_is_told_as_not_granted() -> None:
         "include": ["reasoning.encrypted_content", "file_search_call.results"],
         "service_tier": "flex",
     }
-    assert ask(**body).asked.not_granted == {
+    assert ask(**body).chat_call.not_granted == {
         "parallel_tool_calls": False,
         "truncation": "auto",
         "verbosity": "low",
@@ -110,7 +110,7 @@ def test_what_cannot_be_had_is_told_as_not_granted() -> None:
         "include": ["file_search_call.results"],
         "service_tier": "flex",
     }
-    assert ask(store=False, truncation="disabled", parallel_tool_calls=True).asked.not_granted == {}
+    assert ask(store=False, truncation="disabled", parallel_tool_calls=True).chat_call.not_granted == {}
 
 
 def test_fields_that_change_nothing_are_left_alone() -> None:
@@ -118,7 +118,7 @@ def test_fields_that_change_nothing_are_left_alone() -> None:
 
 
 def test_a_field_that_nobody_knows_is_told_as_not_granted() -> None:
-    assert ask(newest=[1]).asked.not_granted == {"newest": [1]}
+    assert ask(newest=[1]).chat_call.not_granted == {"newest": [1]}
 
 
 @pytest.mark.parametrize(
@@ -132,18 +132,18 @@ def test_a_field_that_nobody_knows_is_told_as_not_granted() -> None:
     ],
 )
 def test_an_agents_own_id_goes_before_that_of_its_session(narrow: str, wide: str) -> None:
-    assert ask({wide: "session", narrow: "agent"}).asked.label == "agent"
-    assert ask({wide: "session", narrow: ""}).asked.label == "session"
+    assert ask({wide: "session", narrow: "agent"}).chat_call.label == "agent"
+    assert ask({wide: "session", narrow: ""}).chat_call.label == "session"
 
 
 def test_codex_says_who_asks_and_what_for() -> None:
     told = json.dumps({"thread_id": "t1", "agent_name": "main", "request_kind": "compaction"})
-    read = ask({"x-codex-turn-metadata": told, "session-id": "s1", "user-agent": "codex"}).asked
+    read = ask({"x-codex-turn-metadata": told, "session-id": "s1", "user-agent": "codex"}).chat_call
     assert (read.label, read.purpose, read.client, read.form) == ("s1", "compaction", "codex", "responses")
-    assert ask({"x-codex-turn-metadata": told}).asked.label == "t1"
-    assert ask({"x-codex-turn-metadata": told, "thread-id": "t2"}).asked.label == "t2"
+    assert ask({"x-codex-turn-metadata": told}).chat_call.label == "t1"
+    assert ask({"x-codex-turn-metadata": told, "thread-id": "t2"}).chat_call.label == "t2"
     for broken in ("{", "[]", '{"thread_id": 1}'):
-        read = ask({"x-codex-turn-metadata": broken}).asked
+        read = ask({"x-codex-turn-metadata": broken}).chat_call
         assert (read.label, read.purpose) == ("", "")
 
 
@@ -233,6 +233,6 @@ def test_a_malformed_request_is_refused_and_nothing_else_happens(data: st.DataOb
         request = Responses().read(body, {})
     except Refused:
         return
-    MessageReader().read(request.asked.messages)
+    MessageReader().read(request.chat_call.messages)
     told = Told(turn_of(TALKS), TALKS, [])
     assert events_of(told_of(told, request))[-1]["type"] == "response.completed"

@@ -342,12 +342,12 @@ def test_a_text_for_a_custom_tool_that_is_json_comes_back_as_a_text() -> None:
 
 def test_namespace_and_tool_are_joined_by_two_underscores() -> None:
     tools = [{"type": "namespace", "name": "mcp__git_", "tools": [{"type": "function", "name": "_log"}]}]
-    (tool,) = ask(tools=tools).asked.tools
+    (tool,) = ask(tools=tools).chat_call.tools
     assert tool["function"]["name"] == "mcp__git__log"
 
 
 def test_namespaced_tool_has_one_name_for_the_model() -> None:
-    assert [tool["function"]["name"] for tool in ask(tools=TOOLS).asked.tools] == [
+    assert [tool["function"]["name"] for tool in ask(tools=TOOLS).chat_call.tools] == [
         "shell",
         "agents__spawn",
         "apply_patch",

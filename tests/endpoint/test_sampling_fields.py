@@ -45,7 +45,7 @@ OF_ANTHROPIC: Mapping[str, Any] = dict.fromkeys(["stop_sequences", "system", "th
 
 def asked(form: str, **fields: Any) -> ChatCall:
     wire, body = FORMS[form]
-    return wire.read({"model": "any", **body, **fields}, {}).asked
+    return wire.read({"model": "any", **body, **fields}, {}).chat_call
 
 
 def sampled(form: str, **fields: Any) -> dict[str, Any]:

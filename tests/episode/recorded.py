@@ -75,11 +75,11 @@ class RecordedRequest:
     parent: int | None
     cause: str
 
-    def asked(self, handles: Mapping[int, str]) -> ChatCall:
+    def chat_call(self, handles: Mapping[int, str]) -> ChatCall:
         """Its call, with the names of this time's turns."""
         body, headers = _filled((self.body, self.headers), handles)
-        asked = _FORMS[self.form].read(body, headers).asked
-        return replace(asked, train=self.trained)
+        chat_call = _FORMS[self.form].read(body, headers).chat_call
+        return replace(chat_call, train=self.trained)
 
     @property
     def found(self) -> Found:
@@ -133,7 +133,7 @@ async def replay(
     requests: Sequence[RecordedRequest],
     engine: Any,
     *,
-    ask: Callable[[RecordedRequest, Mapping[int, str]], ChatCall] = RecordedRequest.asked,
+    ask: Callable[[RecordedRequest, Mapping[int, str]], ChatCall] = RecordedRequest.chat_call,
     **options: Any,
 ) -> Replayed:
     """Ask an episode what was recorded.
