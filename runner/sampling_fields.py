@@ -30,12 +30,20 @@ class SamplingField:
     """Arguments of `checked.whole` or `checked.number`."""
     changes: bool = False
     """True if it changes the distribution of a turn in a way that trainers do not apply."""
+    truncates: bool = False
+    """True if it only excludes ids: the ids that could be sampled are all that a trainer needs."""
     vllm: bool = False
     """True if vLLM's `SamplingParams` has the same field with the same values."""
     sglang: str | None = None
     """Name in SGLang, with the same values."""
     chat: str | None = None
     """Field of a chat API's request; None if these APIs do not have it."""
+    granted: bool = False
+    """True if a client may set it in a trained thread, since it only ends or shapes the answer."""
+    anthropic: bool = False
+    """True if a body of Anthropic's Messages may have it under the same name, with the same values."""
+    served: bool = False
+    """True if `deltarunner serve` has its option too."""
     help: str | None = None
     """Help text of its option of `deltarunner run`; None if it has no option."""
     option: str | None = None
@@ -64,11 +72,14 @@ SAMPLING_FIELDS: Final[Mapping[str, SamplingField]] = {
         vllm=True,
         sglang="max_new_tokens",
         chat="max_tokens",
+        granted=True,
+        served=True,
         help="Maximum number of tokens of a turn.",
     ),
     "min_tokens": SamplingField(
         *(0, int, {"least": 0}),
         changes=True,
+        truncates=True,
         vllm=True,
         sglang="min_new_tokens",
         help="Minimum number of tokens of a turn.",
@@ -78,24 +89,38 @@ SAMPLING_FIELDS: Final[Mapping[str, SamplingField]] = {
         vllm=True,
         sglang="temperature",
         chat="temperature",
+        anthropic=True,
+        served=True,
         help="Temperature; 0 is greedy; default 1.",
     ),
     "top_p": SamplingField(
         *(1.0, float, {"above": 0, "most": 1}),
         changes=True,
+        truncates=True,
         vllm=True,
         sglang="top_p",
         chat="top_p",
+        anthropic=True,
+        served=True,
         help="Nucleus sampling.",
     ),
     "top_k": SamplingField(
-        *(0, int, {"least": 0}), changes=True, vllm=True, help="Sample only from the k most likely tokens."
+        *(0, int, {"least": 0}),
+        changes=True,
+        truncates=True,
+        vllm=True,
+        anthropic=True,
+        served=True,
+        help="Sample only from the k most likely tokens.",
     ),
     "min_p": SamplingField(
         *(0.0, float, {"least": 0, "most": 1}),
         changes=True,
+        truncates=True,
         vllm=True,
         sglang="min_p",
+        anthropic=True,
+        served=True,
         help="Drop tokens below this fraction of the top probability.",
     ),
     "repetition_penalty": SamplingField(
@@ -124,18 +149,19 @@ SAMPLING_FIELDS: Final[Mapping[str, SamplingField]] = {
     "logit_bias": SamplingField(
         None, changes=True, metavar="ID=BIAS", help="Bias added to the logit of a token id; -100 to 100."
     ),
-    "bad_words": SamplingField((), changes=True, option="bad-word", help="A word that is not sampled."),
-    "stop": SamplingField((), chat="stop", help="A string that ends a turn."),
-    "stop_ids": SamplingField(()),
+    "bad_words": SamplingField((), changes=True, truncates=True, option="bad-word", help="A word that is not sampled."),
+    "stop": SamplingField((), chat="stop", granted=True, help="A string that ends a turn."),
+    "stop_ids": SamplingField((), granted=True),
     "ignore_eos": SamplingField(False, sglang="ignore_eos", help="Do not end turns at the model's stop ids."),
     "logprobs": SamplingField(
         *(0, int, {"least": 0, "most": MAX_LOGPROBS}),
         vllm=True,
+        granted=True,
         help="Store log-probabilities of the N most likely ids; at most 20.",
     ),
-    "schema": SamplingField(None, chat="response_format"),
-    "regex": SamplingField(None),
-    "choice": SamplingField(None),
+    "schema": SamplingField(None, chat="response_format", granted=True),
+    "regex": SamplingField(None, granted=True),
+    "choice": SamplingField(None, granted=True),
     "adapter": SamplingField(None),
 }
 """All fields of `Sampling`, in its order."""

@@ -16,7 +16,7 @@ import typer
 
 from runner.errors import BadOption
 from runner.logs import LEVELS
-from runner.sampling_fields import SAMPLING_FIELDS, SamplingField
+from runner.sampling_fields import SAMPLING_FIELDS, SamplingField, sampling_names
 
 __all__ = [
     "ENVIRONMENT",
@@ -87,7 +87,7 @@ SERVED = (
     "api_url",
     "api_key",
     "seed",
-    *("temperature", "max_tokens", "top_p", "top_k", "min_p"),
+    *sampling_names(served=True),
     "limits",
     "history",
     "listen",

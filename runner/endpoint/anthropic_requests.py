@@ -29,12 +29,13 @@ from runner.endpoint.wire_form import Headers
 from runner.history_cache import HistoryCache
 from runner.messages import note_of
 from runner.options import Sampling, ToolChoice
+from runner.sampling_fields import sampling_names
 
 __all__ = ["chat_call_of"]
 
 T = TypeVar("T")
 
-_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING: Final = sampling_names(anthropic=True)
 _NOT_GRANTED: Final = ("thinking", "context_management", "service_tier", "speed", "inference_geo", "fallbacks")
 _REFUSED: Final = {
     "mcp_servers": "tools of other servers are not called from here: list them in tools and call them yourself.",

@@ -37,6 +37,7 @@ from runner.messages import Message, canonical_json
 from runner.options import Sampling
 from runner.parsing.roundtrip import supports_name
 from runner.parsing.schema_grammar import not_enforced
+from runner.sampling_fields import sampling_names
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.system_support import TAKES_ALL, SystemSupport
 from runner.tools.external_tools import tool_of, tools_of
@@ -50,7 +51,7 @@ __all__ = ["ChatService"]
 OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationState]
 """Opens the conversation of a thread, by its name, its tools and whether it is trained."""
 
-GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice", "logprobs"})
+GRANTED = frozenset(sampling_names(granted=True))
 """The sampling fields that a request may set in a trained thread; the others are the run's."""
 
 MAX_ITEMS_ON_LOOP = 100

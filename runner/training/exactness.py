@@ -10,15 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.quantities import counted
+from runner.sampling_fields import SAMPLING_FIELDS
 from runner.training.rows import TrainingRow
 from runner.trajectory import Turn
 
 __all__ = ["constrained_ids", "inexact_reason", "reason_counts", "temperatures"]
 
 NO_FINITE_LOGPROB: Final = "no finite log-probability from the engine"
-
-_TRUNCATING: Final = frozenset({"top_p", "top_k", "min_p", "min_tokens", "bad_words"})
-"""Fields of `Sampling` that only exclude ids: the ids that could be sampled are all that a trainer needs."""
 
 _MIN_TEMPERATURE = 0.01  # vLLM's minimum for temperatures above 0
 
@@ -93,7 +91,7 @@ def _reasons(turn: Turn, *, recorded: bool) -> Iterator[str]:
     if sampling.temperature == 0:
         yield "temperature=0"
         return  # the other settings never exclude the most likely id
-    exempt = _TRUNCATING if recorded and turn.sampling_masks is not None else ()
+    has_masks = recorded and turn.sampling_masks is not None
     for name, value in sampling.changes().items():
-        if name not in exempt:
+        if not (has_masks and SAMPLING_FIELDS[name].truncates):
             yield f"{name}={value:g}" if isinstance(value, int | float) else f"{name} of {len(value)}"

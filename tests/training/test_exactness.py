@@ -81,6 +81,7 @@ def test_every_sampling_field_is_classified() -> None:
     assert {*sampling_names(changes=True), *applied, *unchanging} == {
         field.name for field in dataclasses.fields(Sampling)
     }
+    assert set(sampling_names(truncates=True)) < set(sampling_names(changes=True))
 
 
 def test_turns_of_which_nobody_knows_how_they_were_sampled_are_named() -> None:

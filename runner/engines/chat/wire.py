@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -77,23 +77,14 @@ def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
 
 
 def body_of(request: MessageRequest, request_format: RequestFormat) -> dict[str, Any]:
-    sampling = request.sampling
     body: dict[str, Any] = {
         "model": request_format.model,
         "messages": [_sent(message, request_format.reasoning) for message in request.messages],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
         "seed": request.seed,
+        **_sampling_fields(request.sampling),
     }
-    for name in ("presence_penalty", "frequency_penalty"):
-        body[name] = getattr(sampling, name) or None
-    body["stop"] = list(sampling.stop) or None
-    if sampling.schema is not None:
-        schema = {"name": "answer", "schema": sampling.schema, "strict": True}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if request.tools:
         body["tools"] = list(request.tools)
         body["tool_choice"] = _choice(request.tool_choice)
@@ -101,6 +92,32 @@ def body_of(request: MessageRequest, request_format: RequestFormat) -> dict[str,
     if "max_tokens" in body:
         body[request_format.max_tokens] = body.pop("max_tokens")
     return {**body, **request_format.extra_body}
+
+
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Return the fields of a sampling as the API has them; None for those that are off."""
+    body: dict[str, Any] = {}
+    for name, row in SAMPLING_FIELDS.items():
+        value = getattr(sampling, name)
+        if row.chat is not None and name in _WRITERS:
+            body[row.chat] = _WRITERS[name](value)
+        elif row.chat is not None:  # a penalty of 0 is off, and a temperature of 0 is not
+            body[row.chat] = value if value or row.default else None
+    return body
+
+
+def _stop(strings: Sequence[str]) -> list[str] | None:
+    return list(strings) or None
+
+
+def _response_format(schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if schema is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+_WRITERS: Final[Mapping[str, Callable[[Any], Any]]] = {"stop": _stop, "schema": _response_format}
+"""Functions that write a value of `Sampling` in the API's form."""
 
 
 def _choice(choice: ToolChoice) -> Any:
