@@ -19,7 +19,7 @@ __all__ = ["EpisodeRoute", "RequestHandler"]
 
 
 class RequestHandler(Protocol):
-    """An episode that answers requests with whole histories."""
+    """An episode that answers requests with whole histories: `ServedEpisode`, in a layer above."""
 
     async def ask(
         self, chat_call: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None

@@ -264,11 +264,12 @@ class ChatService:
             request_node.history = found.history
         self._histories.add_request(request_node)
         self._episode.limits.context_rewritten(thread.name)
-        known, put = len(thread.nodes), None if request.sink is None else request.sink.put
+        known, sink = len(thread.nodes), request.sink
         sinks = TurnSinks(
             self._handle(thread),
-            on_event=put if put is not None and _streams(thread, tools, chat_call) else None,
-            on_progress=put,
+            receive=None if sink is None else sink.put,
+            sends_events=sink is not None and _streams(thread, tools, chat_call),
+            sends_ids=True,
             raise_unbridgeable=True,
         )
         try:

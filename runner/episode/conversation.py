@@ -258,7 +258,7 @@ class Conversation:
             return None if node is None else node.turn
 
         async with stream_turn(
-            last, lambda on_event: self._generate(TurnSinks(on_event=on_event), sampling, tool_choice)
+            last, lambda on_event: self._generate(TurnSinks.of_events(on_event), sampling, tool_choice)
         ) as streamed:
             yield streamed
 

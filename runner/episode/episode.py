@@ -15,6 +15,7 @@ from runner.chat_requests import ChatCall
 from runner.checked import whole
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.endpoint.endpoint import Endpoint, serving
+from runner.episode.chat_service import ChatService
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.hooks import check_reply
 from runner.episode.key import MAIN, task_rng
@@ -37,7 +38,7 @@ class Episode:
     turn: Turn
     """The turn that is being answered, or was answered last."""
 
-    def __init__(self, episode: EpisodeState) -> None:
+    def __init__(self, episode: EpisodeState, chat_service: ChatService) -> None:
         self.id: str = episode.key.id
         """The task's id and the number of the episode within its group, as in "task#0"."""
         self.index: int = episode.key.index
@@ -47,6 +48,7 @@ class Episode:
         self.reason: str = ""
         """The argument of `end(reason)`; "" before, or without one."""
         self._state = episode
+        self._chat_service = chat_service
         self._rng: random.Random | None = None
         self._has_sandbox = False
 
@@ -239,7 +241,7 @@ class Episode:
             handles=handles,
             system_as_user=system_as_user,
         )
-        return await self._state.chat_service.ask(chat_call)
+        return await self._chat_service.ask(chat_call)
 
     @asynccontextmanager
     async def serve(
@@ -273,12 +275,19 @@ class Episode:
         """
         episode = self._state
         whole(f"serve(at_once={at_once!r:.60})", at_once, least=1)
-        if not episode.chat_service.is_open:
+        if not self._chat_service.is_open:
             raise RuntimeError(
                 "episode.serve() is for rollout(): before and after it, and in a tool of an environment without a "
                 "rollout of its own, requests cannot be answered."
             )
-        served = ServedEpisode(episode, train=train, overflow=overflow, history=history, system_as_user=system_as_user)
+        served = ServedEpisode(
+            episode,
+            self._chat_service,
+            train=train,
+            overflow=overflow,
+            history=history,
+            system_as_user=system_as_user,
+        )
         chat = episode.shared.chat_of(MAIN)
         episode.report_activity("serving")
         async with serving(

@@ -54,8 +54,9 @@ class EpisodeRunner(EpisodeState):
         self.phase = Phase.SETUP
         self.began = anyio.current_time()
         """Time of its creation, in the event loop's time."""
-        self.chat_service: ChatService = ChatService(self, open_thread)
-        self.episode = Episode(self)
+        self.chat_service = ChatService(self, open_thread)
+        """Answers requests with whole histories."""
+        self.episode = Episode(self, self.chat_service)
         """The author's view of it."""
         # All hooks run in this task, so that one hook may close a scope that another one opened.
         self._task = OwnTask()

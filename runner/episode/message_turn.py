@@ -37,7 +37,7 @@ class _StreamedAnswer:
     """The result of one request. It is filled in while the request streams, so that a cancellation loses nothing."""
 
     sinks: TurnSinks
-    """Receivers of the turn's events."""
+    """The receiver of the turn's events."""
     handle: str
     """Id of the turn for a client."""
     text: list[str] = field(default_factory=list)
@@ -54,8 +54,8 @@ class _StreamedAnswer:
 
     def begin(self) -> None:
         self.admitted = True
-        if self.sinks.on_progress is not None:
-            self.sinks.on_progress(TurnAdmitted(self.handle, ()))
+        if self.sinks.receive is not None and self.sinks.sends_ids:
+            self.sinks.receive(TurnAdmitted(self.handle, ()))
 
     def keep(self, piece: MessagePiece) -> None:
         event: TurnEvent
@@ -69,8 +69,8 @@ class _StreamedAnswer:
             case ToolCall():
                 self.calls.append(piece)
                 event = ToolCalled(piece)
-        if self.sinks.on_event is not None:
-            self.sinks.on_event(event)
+        if self.sinks.receive is not None and self.sinks.sends_events:
+            self.sinks.receive(event)
 
     def as_parsed(self) -> ParsedTurn:
         return ParsedTurn("".join(self.text), "".join(self.reasoning), self.calls)

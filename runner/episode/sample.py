@@ -18,7 +18,7 @@ from runner.tokens.log import Source, TokenLog
 from runner.tokens.side_data import SideData
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Timings
-from runner.turn_events import IdsSampled, TurnAdmitted
+from runner.turn_events import IdsSampled, TurnAdmitted, TurnProgress
 
 __all__ = ["SampledTurn", "sample"]
 
@@ -55,7 +55,7 @@ class SampledTurn:
     """Times in the queue, to the first id and for the others."""
     event_parser: TurnEventParser | None = None
     """Parses the ids while they are sampled."""
-    on_progress: Callable[[TurnAdmitted | IdsSampled], None] | None = None
+    receive: Callable[[TurnProgress], None] | None = None
     """Called when the engine admits the request, and with the sampled ids."""
     handle: str = ""
     """Id of the turn for a client."""
@@ -65,8 +65,8 @@ class SampledTurn:
         self.log.append_prompt(ids, source)
         self.start = self.end = len(self.log)
         self.admitted = True
-        if self.on_progress is not None:
-            self.on_progress(TurnAdmitted(self.handle, self.log.ids[:], self.calls_before))
+        if self.receive is not None:
+            self.receive(TurnAdmitted(self.handle, self.log.ids[:], self.calls_before))
 
     def keep(self, delta: Delta) -> None:
         self.log.append_sampled(delta.token_ids, delta.logprobs)
@@ -75,8 +75,8 @@ class SampledTurn:
         if delta.side is not None:
             self.log.append_side(self.start, delta.side)
         self.end += len(delta.token_ids)
-        if self.on_progress is not None:
-            self.on_progress(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
+        if self.receive is not None:
+            self.receive(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
         if self.event_parser is not None:
             self.event_parser.feed(delta.token_ids)
 

@@ -12,6 +12,7 @@ import anyio
 from runner.chat_requests import ChatCall
 from runner.endpoint.endpoint import END_GRACE_SECONDS, ChatThread
 from runner.episode.alignment import AS_SENT
+from runner.episode.chat_service import ChatService
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel, Model
 from runner.episode.outcome import failure
@@ -43,6 +44,7 @@ class ServedEpisode:
 
     Args:
         episode: the episode.
+        chat_service: its chat service.
         train: selects the threads that are trained.
         overflow: treatment of a history that does not fit.
         history: source of the past that the model sees.
@@ -50,13 +52,20 @@ class ServedEpisode:
     """
 
     def __init__(
-        self, episode: EpisodeState, *, train: Train, overflow: Overflow, history: SentHistory, system_as_user: bool
+        self,
+        episode: EpisodeState,
+        chat_service: ChatService,
+        *,
+        train: Train,
+        overflow: Overflow,
+        history: SentHistory,
+        system_as_user: bool,
     ) -> None:
         if train is not None and not isinstance(train, bool) and not callable(train):
             raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
         _check_serving(overflow=overflow, history=history, names=("serve(overflow=)", "serve(history=)"))
         self._episode = episode
-        self._chat_service = episode.chat_service
+        self._chat_service = chat_service
         self._train = train
         self._ends = overflow == "end"
         self._as_sent = history == AS_SENT

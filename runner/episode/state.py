@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 import anyio
 
 from runner.attachments import Attachment
-from runner.chat_requests import ChatCall, ChatRequest
+from runner.chat_requests import ChatRequest
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
@@ -32,9 +32,8 @@ from runner.messages import Message, check_answers
 from runner.options import Limits, Sampling
 from runner.tools.tool import Tool
 from runner.trajectory import BRANCH, Segment, Trajectory, Turn
-from runner.turn_events import DeliverTurn, TurnEventSink
 
-__all__ = ["ChatHandler", "ConversationState", "EpisodeState", "OpenConversation", "checked_tools"]
+__all__ = ["ConversationState", "EpisodeState", "OpenConversation", "checked_tools"]
 
 
 class OpenConversation(Protocol):
@@ -43,27 +42,6 @@ class OpenConversation(Protocol):
     async def call_tools(self, turn: Turn) -> list[Message]: ...
 
     async def close(self) -> None: ...
-
-
-class ChatHandler(Protocol):
-    """The methods of a `ChatService` that an episode and its endpoint call. The class itself is in a layer above."""
-
-    threads: list[ConversationState]
-
-    @property
-    def is_open(self) -> bool:
-        """True while it answers requests."""
-        ...
-
-    async def ask(
-        self, chat_call: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
-    ) -> Turn:
-        """Answer a request."""
-        ...
-
-    async def count(self, chat_call: ChatCall) -> int:
-        """Return the number of ids in the prompt of a request."""
-        ...
 
 
 class EpisodeState:
@@ -84,8 +62,6 @@ class EpisodeState:
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
         """The conversations by agent, in the order in which they were opened."""
-        self.chat_service: ChatHandler
-        """Answers requests with whole histories; set by `EpisodeRunner`."""
         self.renamed: dict[str, str] = {}
         """Final name of each thread of requests, by the name with which it was opened."""
         self.faults: list[str] = []

@@ -183,7 +183,7 @@ def _request(
         session=turn_context.session,
         constraint=_constraint(chat, tools, settings, choice),
         # Stop strings are found in the deltas as they arrive; ids after one are dropped.
-        acts_on_deltas=sinks.listens or bool(settings.stop),
+        acts_on_deltas=sinks.receive is not None or bool(settings.stop),
     )
     return _TurnRequest(generation, unconstrained(settings), choice, ceiling)
 
@@ -210,12 +210,13 @@ def _constraint(
 def _empty_sample(
     turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, sinks: TurnSinks
 ) -> SampledTurn:
-    """Return an empty record for the deltas, with the receivers of their events."""
-    before = turn_context.cursor.node
+    """Return an empty record for the deltas, with the receiver of their events."""
+    before, receive = turn_context.cursor.node, sinks.receive
+    send = receive if sinks.sends_events else None
     return SampledTurn(
         prompt.segment.log,
-        event_parser=None if sinks.on_event is None else _event_parser(turn_context, prompt, request, sinks.on_event),
-        on_progress=sinks.on_progress,
+        event_parser=None if send is None else _event_parser(turn_context, prompt, request, send),
+        receive=receive if sinks.sends_ids else None,
         handle=sinks.handle_of(turn_context.number),
         # Clients number calls after those that they already have. Only a turn that continues a cut one has any.
         calls_before=len(before.turn.tool_calls) if prompt.continued and before is not None else 0,
@@ -223,10 +224,10 @@ def _empty_sample(
 
 
 def _event_parser(
-    turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, on_event: Callable[[TurnEvent], None]
+    turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, send: Callable[[TurnEvent], None]
 ) -> TurnEventParser:
     before, log = turn_context.cursor.node, prompt.segment.log
-    event_parser = TurnEventParser(turn_context.state.chat, turn_context.cursor.tools, request.tool_choice, on_event)
+    event_parser = TurnEventParser(turn_context.state.chat, turn_context.cursor.tools, request.tool_choice, send)
     event_parser.begin(
         log.ids[before.begin :] if prompt.continued and before is not None else (),
         calls_before=_calls_before(turn_context, prompt),

@@ -26,12 +26,12 @@ class TurnEventParser:
     """
 
     def __init__(
-        self, chat: ChatModel, tools: Sequence[Tool], tool_choice: ToolChoice, on_event: Callable[[TurnEvent], None]
+        self, chat: ChatModel, tools: Sequence[Tool], tool_choice: ToolChoice, send: Callable[[TurnEvent], None]
     ) -> None:
         self._chat = chat
         self._tools = tools
         self._tool_choice: ToolChoice = tool_choice
-        self._on_event = on_event
+        self._send = send
         self._names = {tool.name for tool in tools}
         self._closing = frozenset((*chat.stop_ids, *chat.bridger.closes.of_turn))
         self._begun: tuple[Sequence[int], int, int] = ((), 0, 0)
@@ -55,7 +55,7 @@ class TurnEventParser:
     def restart(self) -> None:
         """Discard everything that was sampled of the turn."""
         self._clear()
-        self._on_event(TurnRestarted())
+        self._send(TurnRestarted())
 
     def finish(self, *, stopped: bool, text: str | None) -> None:
         """End the turn.
@@ -135,9 +135,9 @@ class TurnEventParser:
     def _events_of(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, ReasoningPiece | ContentPiece):
-                self._on_event(type(event)(self._spelling.restored(event.text)))
+                self._send(type(event)(self._spelling.restored(event.text)))
             else:
-                self._on_event(ToolCalled(self._call(event)))
+                self._send(ToolCalled(self._call(event)))
 
     def _note(self, events: Iterable[Event]) -> None:
         """Count the calls of events that were sent before."""

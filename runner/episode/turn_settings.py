@@ -18,7 +18,7 @@ from runner.parsing.schema_grammar import answer_constraint, not_enforced
 from runner.seeds import derive_seed
 from runner.tools.tool import Tool
 from runner.trajectory import Outcome
-from runner.turn_events import IdsSampled, TurnAdmitted, TurnEvent
+from runner.turn_events import IdsSampled, TurnAdmitted, TurnEvent, TurnProgress
 
 __all__ = [
     "NO_SINKS",
@@ -58,21 +58,28 @@ class TurnContext:
 
 @dataclass(frozen=True, slots=True)
 class TurnSinks:
-    """Receivers of a turn's events while it is sampled, and the source of its id for clients."""
+    """The receiver of a turn's progress while it is sampled, and the source of its id for clients."""
 
     handle: Callable[[int], str] | None = None
     """Returns the id, for a client, of the turn with this number."""
-    on_event: Callable[[TurnEvent], None] | None = None
-    """Called with each event of the turn's text, reasoning and calls."""
-    on_progress: Callable[[TurnAdmitted | IdsSampled], None] | None = None
-    """Called when the engine admits the request, and with the sampled ids."""
+    receive: Callable[[TurnProgress], None] | None = None
+    """Called with the progress of the turn; None if nobody follows it."""
+    sends_events: bool = True
+    """True to parse the turn while it is sampled, and to send the events of its text, reasoning and calls."""
+    sends_ids: bool = False
+    """True to send the admission of the request and the sampled ids too."""
     raise_unbridgeable: bool = False
     """True to raise `Unbridgeable` where the prompt cannot be made, and end nothing; else that ends the episode."""
 
-    @property
-    def listens(self) -> bool:
-        """True if there is a receiver of events before the turn is over."""
-        return self.on_event is not None or self.on_progress is not None
+    @classmethod
+    def of_events(cls, send: Callable[[TurnEvent], None]) -> TurnSinks:
+        """Return sinks that send the events of text, reasoning and calls alone."""
+
+        def receive(progress: TurnProgress) -> None:
+            if not isinstance(progress, TurnAdmitted | IdsSampled):
+                send(progress)
+
+        return cls(receive=receive)
 
     def handle_of(self, number: int) -> str:
         """Id, for a client, of the turn with this number; "" where turns have none."""
@@ -80,7 +87,7 @@ class TurnSinks:
 
 
 NO_SINKS = TurnSinks()
-"""Sinks of a turn without receivers; shared, since most turns are such."""
+"""Sinks of a turn without a receiver; shared, since most turns are such."""
 
 
 def sampling_of(state: ConversationState, given: Sampling | None) -> Sampling:

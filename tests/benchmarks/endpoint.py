@@ -209,7 +209,7 @@ class _Load:
     async def _generate(self, conversation: Conversation) -> None:
         began = time.perf_counter()
         # Heard while it is sampled, as a client's is, by somebody who does nothing with it.
-        turn = await conversation._generate(TurnSinks(on_event=lambda event: None), None, None)
+        turn = await conversation._generate(TurnSinks(receive=lambda event: None), None, None)
         self._note([turn], [time.perf_counter() - began])
 
     def _note(self, turns: Sequence[Turn], took: Sequence[float]) -> None:

@@ -66,7 +66,7 @@ class Program:
 
     def __init__(self, episode: Any, form: AnthropicMessages, *, system_as_user: bool) -> None:
         self.system_as_user = system_as_user
-        self._desk = episode._state.chat_service
+        self._desk = episode._chat_service
         self._form = form
         self._asked = 0
 

@@ -63,7 +63,7 @@ async def respond(
         answered = Answered.of(turn, continued)
         written.append(writer.end(answered) if stream else writer.whole(answered))
 
-    turn = await episode._state.chat_service.ask(request.chat_call, sink=ImmediateSink(tell), deliver=give)
+    turn = await episode._chat_service.ask(request.chat_call, sink=ImmediateSink(tell), deliver=give)
     if not stream:
         output: list[dict[str, Any]] = json.loads(written[-1])["output"]
         return turn, output

@@ -148,7 +148,7 @@ async def replay(
 
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
-            desk = self.episode._state.chat_service
+            desk = self.episode._chat_service
             handles: dict[int, str] = {}
             for number, request in enumerate(requests):
                 await _ask(desk, ask(request, handles), request, engine)
