@@ -27,7 +27,15 @@ from runner.endpoint.episode_route import EpisodeRoute
 from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
 from runner.endpoint.request_body import check_size, decode_body, number
 from runner.endpoint.responses import Responses
-from runner.endpoint.streaming import Send, answer, send_json, send_refusal
+from runner.endpoint.streaming import (
+    ClientConnection,
+    ClientGone,
+    Send,
+    answer,
+    send_json,
+    send_refusal,
+    until_gone,
+)
 from runner.endpoint.wire_form import Headers, WireForm, WireRequest
 from runner.logs import logger_for
 
@@ -144,7 +152,7 @@ class Application:
         form: WireForm = _MESSAGES if "anthropic-version" in headers else _CHAT
         try:
             await self._dispatch(scope, headers, receive, send)
-        except _ClientDisconnected:
+        except ClientGone:
             log.info("a client disconnected before its request was complete")
         except (Refused, RecursionError) as error:
             path = scope["path"]
@@ -200,16 +208,13 @@ class Application:
         return await anyio.to_thread.run_sync(read, raw, headers, limiter=self._threads)
 
 
-class _ClientDisconnected(Exception):
-    """The client disconnected before its request was complete, or before its ids were counted."""
-
-
 async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep: bool = True) -> bytes:
     """Return the body of a request.
 
     Unless `keep`, it is read and discarded: a client that is cut off does not read why.
 
     Raises:
+        ClientGone: the client disconnected before its request was complete.
         Refused: it is too large, or did not arrive in time, or the episode ended in between.
     """
     _check_headers(headers)
@@ -218,7 +223,7 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _ClientDisconnected
+                raise ClientGone
             part = message.get("body", b"")
             size += len(part)
             if size > MAX_DRAINED_BYTES:
@@ -262,25 +267,17 @@ def _to_count(route: EpisodeRoute, raw: bytes, headers: Headers) -> ChatCall:
 
 
 async def _count(route: EpisodeRoute, chat_call: ChatCall, receive: Receive, send: Send) -> None:
-    tokens, gone, error = None, False, None
-
-    async def leave_with_client() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        group.cancel_scope.cancel()
-
+    connection, tokens, error = ClientConnection(send), None, None
     async with anyio.create_task_group() as group:
         with route.cutting(group.cancel_scope):
-            group.start_soon(leave_with_client)
+            group.start_soon(until_gone, receive, connection, group.cancel_scope)
             try:
                 tokens = await route.handler.count(chat_call)
             except Exception as raised:  # a task group would wrap it
                 error = raised
             group.cancel_scope.cancel()
-    if gone:
-        raise _ClientDisconnected
+    if connection.gone:
+        raise ClientGone
     if error is not None:
         raise refusal_of(error) from error
     if tokens is None:

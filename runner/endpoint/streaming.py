@@ -19,7 +19,7 @@ from runner.logs import logger_for
 from runner.trajectory import Turn
 from runner.turn_events import IdsSampled, TurnProgress
 
-__all__ = ["Send", "answer", "send_json", "send_refusal"]
+__all__ = ["ClientConnection", "ClientGone", "Send", "answer", "send_json", "send_refusal", "until_gone"]
 
 log = logger_for("endpoint")
 
@@ -121,7 +121,7 @@ async def answer(
     async with anyio.create_task_group() as group:
         scope = group.cancel_scope
         with route.cutting(scope), connection.left_if_unread(scope):
-            group.start_soon(_until_gone, receive, connection, scope)
+            group.start_soon(until_gone, receive, connection, scope)
             try:
                 await answered(connection, writer, request, route)
                 error = None
@@ -134,9 +134,10 @@ async def answer(
         await _refuse(connection, form, writer, route, error)
 
 
-async def _until_gone(
+async def until_gone(
     receive: Callable[[], Awaitable[Any]], connection: ClientConnection, scope: anyio.CancelScope
 ) -> None:
+    """Wait until the client disconnects, and cancel the scope of an answer that is not over then."""
     while (await receive())["type"] != "http.disconnect":
         pass
     # A server sends this event also after the answer, so that the task needs no cancellation, which costs more.

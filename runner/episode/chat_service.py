@@ -96,8 +96,6 @@ class _PendingRequest:
     """The cut turn that `turn` continues."""
     error: Exception | None = None
     """The reason for having no turn."""
-    gone: bool = False
-    """True if the client disconnected."""
 
 
 class ChatService:
@@ -167,7 +165,6 @@ class ChatService:
             if request.turn is not None and deliver is not None:
                 await deliver(request.turn, request.continued)
         except BaseException:
-            request.gone = True
             if request.request_node is not None:
                 request.request_node.gone = True
             request.scope.cancel()
@@ -221,7 +218,7 @@ class ChatService:
         request.error = self._is_over()  # if it is cut
         try:
             with request.scope, Asking():
-                if request.gone:
+                if request.scope.cancel_called:
                     return
                 request.turn, request.error = await self._answer(request), None
         except Exception as error:

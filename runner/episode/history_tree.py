@@ -74,7 +74,7 @@ class RequestNode:
     over: anyio.Event = field(default_factory=anyio.Event)
     """Set once sampling for it is over."""
     gone: bool = False
-    """True if the client disconnected."""
+    """True if the client disconnected, until it receives the answer after all."""
     history: Sequence[ReadMessage] | None = None
     """The history of the request, for a later one that refers to it by id; None if no request can."""
     sent_answer: ReadMessage | None = None
