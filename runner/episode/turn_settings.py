@@ -63,7 +63,7 @@ class TurnSinks:
     handle: Callable[[int], str] | None = None
     """Returns the id, for a client, of the turn with this number."""
     receive: Callable[[TurnProgress], None] | None = None
-    """Called with the progress of the turn; None if nobody follows it."""
+    """Called with the progress of the turn; None for no receiver."""
     sends_events: bool = True
     """True to parse the turn while it is sampled, and to send the events of its text, reasoning and calls."""
     sends_ids: bool = False
