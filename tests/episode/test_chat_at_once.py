@@ -126,13 +126,13 @@ async def test_undelivered_answer_is_sent_without_sampling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = anyio.CancelScope()
-    say = HistoryTree.say
+    add_answer = HistoryTree.add_answer
 
     def and_goes_away(histories: Any, *given: Any) -> None:
-        say(histories, *given)
+        add_answer(histories, *given)
         client.cancel()
 
-    monkeypatch.setattr(HistoryTree, "say", and_goes_away)
+    monkeypatch.setattr(HistoryTree, "add_answer", and_goes_away)
 
     class LosesIt(Plain):
         async def rollout(self, conversation: Conversation) -> None:
