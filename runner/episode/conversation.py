@@ -293,7 +293,7 @@ class Conversation:
         if isinstance(state.model, MessageModel):
             raise BadOption(
                 f"conversation {self.name!r}: remaining() counts ids, and the server that speaks here counts them "
-                "itself; Turn.usage has what it said of the last turn."
+                "itself; Turn.usage has its counts of the last turn."
             )
         queued = list(cursor.queued)
         try:
