@@ -11,6 +11,7 @@ from runner.tools.value_shapes import (
     KINDS,
     NOTHING,
     ArrayPart,
+    Conjunction,
     Kind,
     NumberRange,
     ObjectPart,
@@ -116,7 +117,7 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
             return shape
         if unsure:
             return without(shape, "unevaluatedProperties")
-        known = {name: ANYTHING for part in shape.objects for name in part.properties}
+        known = {name: ANYTHING for part in shape.objects for name, each in part.properties.items() if _evaluates(each)}
         patterns = [(pattern, ANYTHING) for part in shape.objects for pattern, _ in part.patterns]
         part = ObjectPart(known, patterns, (SchemaPart(schema["unevaluatedProperties"]),), has_additional=True)
         return replace(shape, objects=(*shape.objects, part))
@@ -125,9 +126,20 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
             return shape
         if "contains" in shape.unexpressed or unsure:
             return without(shape, "unevaluatedItems")
-        rest = ArrayPart([ANYTHING] * shape.listed, (SchemaPart(schema["unevaluatedItems"]),), has_rest=True)
+        others = (SchemaPart(schema["unevaluatedItems"]),)
+        first = [ANYTHING if _evaluates_item(shape, index) else others for index in range(shape.listed)]
+        rest = ArrayPart(first, others, has_rest=True)
         return replace(shape, arrays=(*shape.arrays, rest))
     return shape
+
+
+def _evaluates(conjunction: Conjunction) -> bool:
+    """Return whether a schema evaluates a value: what a condition or `not` looked at stays unevaluated."""
+    return any(not part.negated for part in conjunction)
+
+
+def _evaluates_item(shape: ValueShape, index: int) -> bool:
+    return any(_evaluates(part.first[index]) for part in shape.arrays if index < len(part.first))
 
 
 def not_own_shapes(  # noqa: C901  # one case for each keyword

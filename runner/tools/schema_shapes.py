@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
@@ -63,7 +63,7 @@ class SchemaShapes:
 
     def key(self, conjunction: Conjunction) -> tuple[str, ...]:
         """Return a key that is equal for equal conjunctions; () if any value satisfies them."""
-        texts = (f"{'!' if part.negated else ''}{self._text(part.schema)}" for part in conjunction)
+        texts = (f"{f'!{part.keyword} ' if part.negated else ''}{self._text(part.schema)}" for part in conjunction)
         return tuple(sorted({text for text in texts if text not in _TRIVIAL}))
 
     def is_recursive(self, conjunction: Conjunction) -> bool:
@@ -217,7 +217,7 @@ class SchemaShapes:
         return found
 
     def _part(self, part: SchemaPart) -> tuple[ValueShape, ...]:
-        return self._negative(part.schema) if part.negated else self._positive(part.schema)
+        return _named(self._negative(part.schema), part.keyword) if part.negated else self._positive(part.schema)
 
     def _positive(self, schema: Any) -> tuple[ValueShape, ...]:
         if not isinstance(schema, Mapping):
@@ -351,13 +351,23 @@ class SchemaShapes:
                 yield from not_own_shapes(keyword, schema)
 
 
-def _named(shapes: Iterable[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
+def _named(shapes: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
     """Return the shapes of a negation under the keyword that its author wrote, for what they do not express."""
-    return tuple(
-        replace(shape, unexpressed=tuple(keyword if each == "not" else each for each in shape.unexpressed))
-        if "not" in shape.unexpressed
-        else shape
-        for shape in shapes
+    return tuple(shapes) if keyword == "not" else tuple(_renamed(shape, keyword) for shape in shapes)
+
+
+def _renamed(shape: ValueShape, keyword: str) -> ValueShape:
+    def renamed(conjunction: Conjunction) -> Conjunction:
+        return tuple(replace(part, keyword=keyword) if part.negated else part for part in conjunction)
+
+    return replace(
+        shape,
+        unexpressed=tuple(keyword if each == "not" else each for each in shape.unexpressed),
+        objects=tuple(
+            replace(part, properties={name: renamed(each) for name, each in part.properties.items()})
+            for part in shape.objects
+        ),
+        arrays=tuple(replace(part, first=[*map(renamed, part.first)]) for part in shape.arrays),
     )
 
 
@@ -375,7 +385,7 @@ def types_of(shapes: Sequence[ValueShape]) -> frozenset[str]:
     return frozenset() if unlisted == set(KINDS) else frozenset(found)
 
 
-_TRIVIAL: Final = ("true", "{}", "!false")
+_TRIVIAL: Final = ("true", "{}", *(f"!{keyword} false" for keyword in ("not", "if", "oneOf")))
 
 
 def _listed(shape: ValueShape) -> tuple[Any, ...] | None:

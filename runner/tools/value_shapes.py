@@ -49,6 +49,8 @@ class SchemaPart:
 
     schema: Any
     negated: bool = False
+    keyword: str = "not"
+    """Keyword of the author that negates the schema."""
 
 
 Conjunction: TypeAlias = tuple[SchemaPart, ...]

@@ -150,6 +150,9 @@ def unexplained(schema: Any, value: Any, unenforced: Sequence[str]) -> list[str]
     if "patternProperties" in named:
         # The names of members are checked afterwards, so that one that another keyword forbids may be written.
         named |= {"properties", "additionalProperties", "dependentRequired", "dependentSchemas", "not"}
+    if named & {"if", "oneOf", "not"}:
+        # Another branch applies then, which evaluates others.
+        named |= {"unevaluatedItems", "unevaluatedProperties"}
     errors = validator_of(modern(schema).schema).iter_errors(value)
     return [f"{error.validator}: {error.message}" for error in errors if not _is_explained(error, named)]
 

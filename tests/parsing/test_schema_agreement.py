@@ -121,8 +121,10 @@ def test_grammar_of_a_public_schema_allows_only_valid_values(name: str) -> None:
         ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 10}]}, "oneOf"),
         ({"if": {"pattern": "^a"}, "then": {"type": "string"}}, "if"),
         ({"type": "string", "not": {"pattern": "^a"}}, "not"),
+        ({"oneOf": [{"required": ["a"]}, {"properties": {"b": INTEGER}, "required": ["b"]}]}, "oneOf of b"),
+        ({"if": {"properties": {"a": {"const": "x"}}, "required": ["a"]}, "then": {"required": ["b"]}}, "if of a"),
     ],
-    ids=["oneOf", "if", "not"],
+    ids=["oneOf", "if", "not", "oneOf of a member", "if of a member"],
 )
 def test_what_is_not_enforced_has_the_name_in_the_schema(schema: Any, named: str) -> None:
     assert not_enforced(schema) == [named]
@@ -145,6 +147,17 @@ def test_pattern_of_a_named_member_is_enforced_or_reported(schema: dict[str, Any
     assert not_enforced(schema) == named
     for text in walks(schema, range(20)):
         assert named or fits(schema, json.loads(text)), text
+
+
+def test_members_that_a_condition_looked_at_are_unevaluated() -> None:
+    condition = {"if": {"properties": {"a": {"const": "x"}}, "required": ["a"]}}
+    members = answer_constraint({**condition, "else": {"properties": {"b": {}}}, "unevaluatedProperties": False})
+    assert accepts(members, '{"a": "x"}')
+    assert accepts(members, '{"b": 1}')
+    assert not accepts(members, '{"a": "y"}')
+    items = answer_constraint({"if": {"prefixItems": [{"const": "x"}]}, "unevaluatedItems": False})
+    assert accepts(items, '["x"]')
+    assert not accepts(items, '["y"]')
 
 
 LISTED_NAMES = {"propertyNames": {"enum": ["a", "kind", "x"]}, "additionalProperties": INTEGER, "type": "object"}
