@@ -164,6 +164,9 @@ def _is_explained(error: ValidationError, named: set[str]) -> bool:
     steps = {_REPORTED_AS.get(str(step), str(step)) for step in error.absolute_schema_path}
     if steps & named:
         return True
+    if str(error.validator).startswith("unevaluated"):  # what is wrong inside is not told
+        inside = json.dumps(error.validator_value)
+        return any(f'"{keyword}"' in inside for keyword in (*named, *(["$ref"] if named else ())))
     branches: dict[Any, list[ValidationError]] = {}
     for each in error.context or ():
         branches.setdefault(each.schema_path[0], []).append(each)
