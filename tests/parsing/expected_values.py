@@ -164,7 +164,7 @@ def _is_explained(error: ValidationError, named: set[str]) -> bool:
     steps = {_REPORTED_AS.get(str(step), str(step)) for step in error.absolute_schema_path}
     if steps & named:
         return True
-    if str(error.validator).startswith("unevaluated"):  # what is wrong inside is not told
+    if str(error.validator).startswith("unevaluated"):  # the error has no context
         inside = json.dumps(error.validator_value)
         return any(f'"{keyword}"' in inside for keyword in (*named, *(["$ref"] if named else ())))
     branches: dict[Any, list[ValidationError]] = {}
