@@ -148,6 +148,5 @@ def look_at_new_templates(minutes: float, first: int = 0) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    look_at_new_templates(
-        *(float(each) if index == 0 else int(each) for index, each in enumerate(sys.argv[1:] or ["1"]))
-    )  # type: ignore[arg-type]
+    minutes, *seed = sys.argv[1:] or ["1"]
+    look_at_new_templates(float(minutes), *map(int, seed))
