@@ -136,7 +136,7 @@ def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             case ast.Constant(value=str(text)):
                 parts = [text]
             case ast.JoinedStr(values=values):
-                parts = [part.value for part in values if isinstance(part, ast.Constant)]
+                parts = [str(part.value) for part in values if isinstance(part, ast.Constant)]
                 waiting.extend(part for part in values if not isinstance(part, ast.Constant))
             case _:
                 waiting.extend(ast.iter_child_nodes(node))

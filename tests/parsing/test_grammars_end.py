@@ -191,7 +191,9 @@ def test_calls_of_a_family_end_with_its_stop_ids(family: str) -> None:
     walker = Walker(tokens, stops)
     for choice in ("required", "auto"):
         enforced = constraint(form, TOOLS, choice, control_tokens=tokens, stops=stops)
-        for call in CALLS_OF_TOOLS if enforced is not None else ():
+        if enforced is None:
+            continue
+        for call in CALLS_OF_TOOLS:
             with suppress(Unwritable):
                 text = written(form, call)
                 before_stop = min((text.find(stop) for stop in stops if stop in text), default=len(text))

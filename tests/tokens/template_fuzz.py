@@ -148,5 +148,5 @@ def look_at_new_templates(minutes: float, first: int = 0) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    minutes, *seed = sys.argv[1:] or ["1"]
-    look_at_new_templates(float(minutes), *map(int, seed))
+    minutes, *first_seed = sys.argv[1:] or ["1"]
+    look_at_new_templates(float(minutes), *map(int, first_seed))
