@@ -401,7 +401,8 @@ class Driver:
             if idlest in answers:
                 return answers[idlest]
         self.require_alive()
-        raise EngineDead(f"{call}: no worker plays now")
+        last = f" Latest events: {'; '.join(list(self.events)[-2:])}" if self.events else ""
+        raise EngineDead(f"{call}: no worker plays now.{last}")
 
     def require_alive(self) -> None:
         """Return if there are enough workers, or may soon be.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
 import hashlib
 import json
@@ -153,6 +154,14 @@ class VocabularyTokenizer:
         self._split = _splitter(added.values())
         self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the cache out: it cannot be sent to another process, as tokenizers of a fleet's workers are."""
+        return {name: value for name, value in vars(self).items() if name != "_shared"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
+
     def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
         """Return this vocabulary with the words that a template writes as control tokens; itself if it writes none.
 
@@ -270,7 +279,22 @@ class VocabularyTokenizer:
         return kept
 
 
-def _splitter(added: Iterable[tokenizers.AddedToken]) -> Callable[[str], list[str]] | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Splitter:
+    """Function that splits a text before control tokens; an object, since tokenizers are sent to other processes."""
+
+    names: frozenset[str]
+    sizes: Mapping[str, Sequence[int]]
+    """Lengths of the names, by their first one or two characters."""
+    beginnings: re.Pattern[str]
+
+    def __call__(self, text: str) -> list[str]:
+        begins = [(match.start(), self.sizes[match[0]]) for match in self.beginnings.finditer(text)]
+        cuts = [start for start, sized in begins if any(text[start : start + size] in self.names for size in sized)]
+        return [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
+
+
+def _splitter(added: Iterable[tokenizers.AddedToken]) -> _Splitter | None:
     """Return a function that splits a text before control tokens, so that its parts are encoded by themselves.
 
     The library cuts such a token out of a text before it looks at what is beside it. That holds for a token which is
@@ -291,14 +315,7 @@ def _splitter(added: Iterable[tokenizers.AddedToken]) -> Callable[[str], list[st
     # The two-character ones first, since one of a single character begins others too.
     beginnings = sorted({name[:2] for name in names}, key=len, reverse=True)
     sizes = {each: sorted({len(name) for name in names if each.startswith(name[:2])}) for each in beginnings}
-    pattern = re.compile("|".join(map(re.escape, beginnings)))
-
-    def split(text: str) -> list[str]:
-        begins = [(match.start(), sizes[match[0]]) for match in pattern.finditer(text)]
-        cuts = [start for start, sized in begins if any(text[start : start + size] in names for size in sized)]
-        return [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
-
-    return split
+    return _Splitter(names, sizes, re.compile("|".join(map(re.escape, beginnings))))
 
 
 def _is_plain(token: tokenizers.AddedToken) -> bool:
@@ -386,9 +403,20 @@ def _visible_normalizer(settings: Mapping[str, Any] | None) -> tokenizers.normal
         return None
     steps = settings["normalizers"] if settings["type"] == "Sequence" else [settings]
     kept = [step for step in steps if step["type"] != "Prepend" and step.get("content") != "\u2581"]
-    if not kept:
-        return None
-    bare = {"type": "BPE", "vocab": {}, "merges": []}
-    carrier = {"version": "1.0", "normalizer": {"type": "Sequence", "normalizers": kept}, "model": bare}
-    normalizer: tokenizers.normalizers.Normalizer | None = tokenizers.Tokenizer.from_str(json.dumps(carrier)).normalizer
+    return _normalizer_of({"type": "Sequence", "normalizers": kept}) if kept else None
+
+
+def _normalizer_of(settings: Mapping[str, Any]) -> tokenizers.normalizers.Normalizer:
+    """Return a normaliser from its part of a tokenizer.json."""
+    carrier = {"version": "1.0", "normalizer": settings, "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    normalizer: tokenizers.normalizers.Normalizer = tokenizers.Tokenizer.from_str(json.dumps(carrier)).normalizer
     return normalizer
+
+
+def _reduced(normalizer: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return _normalizer_of, (json.loads(normalizer.__getstate__()),)
+
+
+# The library cannot unpickle these: their constructors need arguments.
+for _kind in (tokenizers.normalizers.Precompiled, tokenizers.normalizers.Replace):
+    copyreg.pickle(_kind, _reduced)

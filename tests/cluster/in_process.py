@@ -131,7 +131,7 @@ class InProcessWorker:
                 result = await getattr(self.worker, call)(*pickle.loads(packed))
                 if self.silent:
                     await anyio.sleep_forever()
-                answer.succeed(pickle.loads(pickle.dumps(result)) if call in ("play", "event") else result)
+                answer.succeed(pickle.loads(pickle.dumps(result)))
             except (DeltarunnerError, WorkerLost) as error:
                 answer.fail(error)
         self._open.pop(answer, None)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pickle
 import random
 from collections.abc import Callable
 
@@ -97,6 +98,15 @@ def test_no_ordinary_text_is_lost(real: VocabularyTokenizer) -> None:
     rng = random.Random(5)
     for text in (spoken(rng) for _ in range(500)):
         assert real.decode(real.encode(text)) == real.normalize(text)
+
+
+def test_every_vocabulary_can_be_sent_to_another_process(real: VocabularyTokenizer) -> None:
+    """A worker of a fleet sends its engine's tokenizer to the driver."""
+    sent = pickle.loads(pickle.dumps(real))
+    words = "Some words. " * 50  # long enough for its parts to be encoded by themselves
+    text = f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>"
+    assert sent.encode(text) == real.encode(text)
+    assert sent.fingerprint == real.fingerprint
 
 
 def test_every_vocabulary_has_an_end_of_turn(real: VocabularyTokenizer) -> None:
