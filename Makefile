@@ -54,9 +54,9 @@ check: setup
 test-quick: setup
 	@$(BIN)/python -m pytest -q -n 2 -m "not engine and not slow"
 
-# Four processes on two cores, since many tests wait; those with the real engine are together in one (tests/lanes.py).
+# Three processes on two cores, since many tests wait; those with the real engine are together in one (tests/lanes.py).
 test: check
-	@$(BIN)/python -m pytest -n 4 --durations=25
+	@$(BIN)/python -m pytest -n 3 --durations=25
 
 test-all: check docs
 	@$(BIN)/python -m pytest -n 3 --durations=25 --sweeps=whole

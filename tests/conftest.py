@@ -1,7 +1,7 @@
 """Shared by all tests: their sample, event loop and order, and the engines.
 
-`make test` plays the tests in four processes: many wait, for an engine that starts or for a process, and three of them
-leave a quarter of two cores unused. Those that share a real engine are one group, in one process, and begin with the
+`make test` plays the tests in three processes: many wait, for an engine that starts or for a process, and a fourth one
+makes it no faster. Those that share a real engine are one group, in one process, and begin with the
 first, since they take longest: those on `real_engine` by their options, then those on `engine`, last those on
 `doomed_engine`, which they may kill. Tests that start an engine for themselves, `apart`, are a group in another one.
 """

@@ -153,6 +153,7 @@ WITHIN = (
     "runner.endpoint.client_config.Address",
     "runner.engines.scripted.run_files.RecordedRun",
     "runner.engines.state.CheckedUpdate",
+    "runner.episode.chat_service.ChatService",
     "runner.episode.state.ConversationState",
     "runner.episode.state.EpisodeState",
     "runner.generation.formats.Batch",

@@ -33,7 +33,7 @@ from runner.testing import Latency, ScriptedEngine
 from runner.testing.engine_pool import PooledEngine
 from runner.training import weight_proof
 from tests import sweeps
-from tests.playing import Plain, tasks, until
+from tests.playing import Plain, tasks, until, until_end
 
 pytestmark = pytest.mark.anyio
 
@@ -332,15 +332,8 @@ async def test_first_proofs_of_several_sets_of_ids_count() -> None:
         assert tolerances == pytest.approx([1e-4, 3e-4])
 
 
-async def play(engine: ScriptedEngine, ended: list[Trajectory]) -> None:
-    async with Run(Plain, engine, tasks=tasks(3)) as run:
-        async for trajectory in run:  # no comprehension: the run raises after the last one
-            ended.append(trajectory)  # noqa: PERF401
-
-
 async def test_episodes_of_an_engine_that_a_proof_ended_fail_with_its_cause() -> None:
-    slow = Latency(first=1000, between=1)
-    engine = ScriptedEngine("A long answer.", scores=Model(), latency=slow, tick=0.01)
+    engine = ScriptedEngine("A long answer.", scores=Model(), latency=Latency(first=1000, between=1), tick=0.01)
     ended: list[Trajectory] = []
 
     async def update() -> None:
@@ -351,12 +344,9 @@ async def test_episodes_of_an_engine_that_a_proof_ended_fail_with_its_cause() ->
     async with anyio.create_task_group() as group:
         group.start_soon(update)
         with pytest.raises(EngineDead, match="the proof of the weights '1' does not hold"):
-            await play(engine, ended)
+            await until_end(Run(Plain, engine, tasks=tasks(3)), ended)
     assert [each.outcome for each in ended] == [Outcome.ENGINE_ERROR] * 3
     assert all("the proof of the weights '1' does not hold" in each.error for each in ended)
-
-
-# --- many engines
 
 
 # --- the real engine

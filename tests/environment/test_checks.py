@@ -172,7 +172,8 @@ async def test_unenforceable_tool_choice_is_refused_before_sampling() -> None:
     assert message.startswith("tool_choice='required': ")
 
 
-NOTHING_FITS = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
+EMPTY_RANGE = {"type": "integer", "minimum": 3, "maximum": 1}
+NOTHING_FITS = {"type": "object", "properties": {"a": EMPTY_RANGE}, "required": ["a"]}
 
 
 async def test_what_setup_adds_is_not_looked_at_before_the_run() -> None:

@@ -213,6 +213,13 @@ class Loaded(Weights):
         return {ScoredPass(): [-1.0 - last - each / 1e6 for each in ids[1:]]}
 
 
+async def test_an_update_drops_keys_that_a_connector_stores() -> None:
+    llm = Llm()
+    llm.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
+    await engine_of(llm).update_weights("folder")
+    assert "reset running=True connector=True" in llm.asked
+
+
 class Garbled(Loaded):
     """The model computes something else after each load, also of its own weights."""
 

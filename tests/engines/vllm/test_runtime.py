@@ -250,13 +250,6 @@ async def test_an_update_does_it_all_in_the_one_order_that_is_right(kind: type[L
     assert engine.weight_version == "1"
 
 
-async def test_an_update_drops_keys_that_a_connector_stores() -> None:
-    llm = Llm()
-    llm.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
-    await engine_of(llm).update_weights("folder")
-    assert "reset running=True connector=True" in llm.asked
-
-
 # --- what fails
 
 
