@@ -34,7 +34,7 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[
         "twelve scenarios after three kinds of past. Each is bridged twice, after the turn as the vocabulary writes it",
         "and after the same text in other ids. What must come out is read off a full render of the real conversation.",
         "",
-        "- *renderable*: the template renders the case, shows the turn and every new message behind it, and asks for",
+        "- *renderable*: the template renders the case, shows the turn and every new message after it, and asks for",
         "  an answer. Tool-capable: it shows a call's argument and then the result.",
         "- *bridged*: ids and text equal the template's own tail after the sampled stop, or, where that does not stand",
         "  there, after the template's own close. The rest of them are cut turns, which have no stop.",
