@@ -42,8 +42,8 @@ def left_by(worker: int) -> list[Path]:
     """Memory and files that the processes of this worker's engine leave if all are killed."""
     named = {process.environ().get(FOLDER) for process in psutil.Process(worker).children(recursive=True)}
     (folder,) = (path for path in named if path is not None)
+    # An engine in the process of its core, as on a CPU, needs no shared memory.
     left = [Path(folder), *(Path("/dev/shm", name) for name in shared_memory_of(worker))]
-    assert len(left) > 1
     assert all(path.exists() for path in left)
     return left
 
