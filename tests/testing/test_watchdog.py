@@ -52,7 +52,7 @@ async def test_any_block_can_be_watched() -> None:
     async with watchdog:
         async with watchdog:  # within itself it is one
             await anyio.lowlevel.checkpoint()
-        time.sleep(0.6)  # noqa: ASYNC251  # it is what has to be found
+        time.sleep(2.0)  # noqa: ASYNC251  # it is what has to be found
     with pytest.raises(
         AssertionError, match=r"in test_any_block_can_be_watched \(.*test_watchdog\.py:\d+\): it blocks"
     ):
