@@ -390,19 +390,19 @@ class Driver:
         """Call a method on the idlest worker; if that one is lost, on another one.
 
         Raises:
-            EngineDead: no worker is left.
+            EngineDead: no worker is left; the message has the reason of the last one.
             DeltarunnerError: the worker raised it.
         """
-        tried: set[WorkerHandle] = set()
+        tried, why = set[WorkerHandle](), ""
         while handles := [handle for handle in self.handles if handle not in tried]:
             idlest = min(handles, key=lambda handle: handle.slot.load)
             tried.add(idlest)
-            answers = await ask([idlest], call, *arguments, patience=self.stall_seconds)
-            if idlest in answers:
-                return answers[idlest]
+            try:
+                return await idlest.process.send(call, *arguments)
+            except WorkerLost as lost:
+                why = f": {idlest.name}: {lost}"
         self.require_alive()
-        last = f" Latest events: {'; '.join(list(self.events)[-2:])}" if self.events else ""
-        raise EngineDead(f"{call}: no worker plays now.{last}")
+        raise EngineDead(f"{call}: no worker plays now{why}")
 
     def require_alive(self) -> None:
         """Return if there are enough workers, or may soon be.

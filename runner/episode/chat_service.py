@@ -326,7 +326,7 @@ class ChatService:
                 until = time.perf_counter() + LOOP_SLICE_SECONDS
 
     def _note_unchecked(self, tools: Sequence[Tool]) -> None:
-        """Add a fault, once a run, for each tool whose schema is not checked whole or refuses every call."""
+        """Add a fault, once a run, for each tool whose schema is not checked completely or refuses every call."""
         self._episode.faults.extend(filter(self._episode.shared.is_new, schema_faults(tools)))
 
     async def _aligned(self, chat_call: ChatCall, tools: Sequence[Tool]) -> tuple[RequestAlignment, float]:

@@ -27,5 +27,5 @@ def schema_faults(tools: Iterable[Tool]) -> Iterator[str]:
     for tool in tools:
         notes = ", ".join(map(str, modern(tool.parameters).notes))
         if notes:
-            yield f"the schema of the tool {tool.name!r} is not checked whole: {notes}"
+            yield f"the schema of the tool {tool.name!r} is not checked completely: {notes}"
         yield from uncallable([tool])

@@ -369,6 +369,18 @@ def test_endless_start_delays_neither_trainer_nor_end_of_the_run(stage: str) -> 
     VirtualClock().run(run)
 
 
+async def test_answer_that_cannot_be_sent_is_the_reason_why_a_fleet_ends() -> None:
+    """The worker stays in the fleet, so no event has the reason."""
+    async with fleet(1) as (engine, launcher):
+        lost = WorkerLost("it failed: the tokenizer cannot be sent")
+        launcher.on_start = lambda worker: worker.fail_in.update(engine_known=lost)
+        with pytest.raises(
+            EngineDead, match=r"engine_known: no worker plays now: worker 0.*: it failed: the tokenizer"
+        ):
+            async with engine:
+                pass
+
+
 async def test_a_worker_that_joins_a_run_that_drains_is_told() -> None:
     async with fleet((1, 2)) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(40), retries=9) as run:
         await until(lambda: len(engine.workers()) == 2)

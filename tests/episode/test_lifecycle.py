@@ -315,7 +315,7 @@ async def test_a_hook_that_nobody_overrode_takes_no_thread() -> None:
                 jobs.append(job.name)
                 return await called(job)
 
-            run.workers.call = counted  # type: ignore[method-assign]
+            run.workers.call = counted  # type: ignore[method-assign]  # counts, and calls the method
             assert [t.outcome async for t in run] == [Outcome.COMPLETED]
         return set(jobs) - {"tasks()", "run file"}
 

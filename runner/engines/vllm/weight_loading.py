@@ -149,7 +149,7 @@ class VllmWeights:
     # --- checks
 
     def _refuse_stale_copies(self) -> None:
-        """Check that a load would not leave packed copies of the old weights on a CPU."""
+        """Check that nothing of the old weights would stay: keys in a connector, or packed copies on a CPU."""
         config = self._llm.vllm_config
         if keeping := list(_connectors_that_keep(getattr(config, "kv_transfer_config", None))):
             raise BadWeights(
