@@ -16,7 +16,6 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
-from runner.engines.base import Engine, GenerationRequest
 from runner.engines.proofs import (
     STEP_PLACES,
     Accepted,
@@ -43,6 +42,7 @@ from runner.training.check_inputs import (
     local_transfer,
 )
 from runner.training.tiny_model import float_tensors, save_tiny_model, tensor_kind
+from runner.training.turns_across_update import CrossingTurn, turns_across_update
 from runner.training.weight_proof import weight_proof
 
 __all__ = ["CheckedTensor", "TensorVerdict", "Way", "WeightReport", "check_weights", "check_weights_async"]
@@ -55,11 +55,6 @@ WHOLE_CHANGE_SIZE: Final = 0.1
 """Change of all tensors at once: more makes a deep model so sensitive that rounding in bfloat16 looks like a fault."""
 EVERYTHING: Final = "all tensors"
 ADAPTER: Final = "checked"
-TURN_COUNT: Final = 4
-"""Number of turns that are sampled during an exchange of weights."""
-TURN_PROMPT_SIZE: Final = 16
-MAX_TURN_IDS: Final = 4096
-"""Maximum number of ids of such a turn; it ends after the exchange."""
 
 
 class Way(enum.StrEnum):
@@ -72,7 +67,8 @@ class Way(enum.StrEnum):
     TWICE = "twice"
     """Two state dicts in a row, with different changes."""
     UNDER_TURNS = "under-turns"
-    """A state dict while turns are sampled, which then continue with the new weights."""
+    """A state dict while turns are sampled, which then continue with the new weights: the ids of each weight version
+    are compared with those weights."""
     AFTER_SLEEP = "after-sleep"
     """A state dict after `sleep(2)`. On a CPU vLLM only pauses, which the row's reason says."""
     TRANSFER = "transfer"
@@ -272,6 +268,7 @@ class _Trial:
         if "worker_extension_cls" not in engine_arguments:
             self._arguments.setdefault("weight_transfer_config", {"backend": "file"})
         self._transfer: LocalTransfer | None = None
+        self._turns: Sequence[CrossingTurn] = ()
         self._takes_adapters = False
         self._adapters_refused = ""
         self._first = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
@@ -341,10 +338,11 @@ class _Trial:
         why = failure_reason(of_steps, part, in_steps, None)
         return f"in steps, as turns sample ids, and not in a prompt: {why}" if why else ""
 
-    async def _proof(self, model: Any = None) -> WeightProof:
+    async def _proof(self, model: Any = None, ids: Sequence[int] | None = None) -> WeightProof:
         model = self.reference if model is None else model
-        rng = random.Random(0)
-        ids = [rng.randrange(self.reference.config.get_text_config().vocab_size) for _ in range(ID_COUNT)]
+        if ids is None:
+            rng = random.Random(0)
+            ids = [rng.randrange(self.reference.config.get_text_config().vocab_size) for _ in range(ID_COUNT)]
         return await anyio.to_thread.run_sync(partial(weight_proof, model, ids=ids, dtype=self.dtype))
 
     async def checked(self, kind: str, way: Way) -> CheckedTensor:
@@ -377,9 +375,28 @@ class _Trial:
             row = self._judged(kind, way, proof, await self._scores(proof))
             if row.verdict is not TensorVerdict.RIGHT:
                 break
+        if way is Way.UNDER_TURNS and row.verdict is TensorVerdict.RIGHT and (why := await self._reason_in_turns()):
+            row = replace(row, verdict=TensorVerdict.WRONG, reason=why)
         if way is Way.AFTER_SLEEP and not row.reason and "cpu" in await self.engine.devices():
             row = replace(row, reason="on a CPU vLLM only pauses in sleep, and keeps its memory")
         return row
+
+    async def _reason_in_turns(self) -> str:
+        """Return the reason why ids of the turns are not of the weights of their version, or ""."""
+        parts: dict[str, Callable[[CrossingTurn], slice]] = {"new": lambda turn: turn.new, "old": lambda turn: turn.old}
+        for name, part in parts.items():
+            if name == "old":
+                self.reference.load_state_dict(self._first)
+            ids, wanted, given = [0], list[float](), list[float]()
+            for turn in self._turns:
+                whole = await self._proof(ids=turn.ids)
+                ids += turn.ids[-len(turn.logprobs) :][part(turn)]
+                wanted += turn.sampled_of(whole.logprobs)[part(turn)]
+                given += turn.logprobs[part(turn)]
+            proof = replace(whole, ids=ids, logprobs=wanted)
+            if why := failure_reason(self._compared(proof, given, None), proof, given, None):
+                return f"ids that turns sampled with the {name} weights, around the update: {why}"
+        return ""
 
     async def _checked_adapter(self, kind: str) -> CheckedTensor:
         """Add an adapter on one kind of layer, compare scores under it with PEFT, and remove it."""
@@ -447,8 +464,9 @@ class _Trial:
             await anyio.to_thread.run_sync(self.reference.save_pretrained, new)
             await engine.update_weights(new)
         elif way is Way.UNDER_TURNS:
+            update = partial(engine.update_weights, self.reference.state_dict(), mode=PauseMode.KEEP)
             try:
-                await self._give_under_turns()
+                self._turns = await turns_across_update(engine, update)
             except BaseExceptionGroup as error:
                 raise unwrapped(error) from None
         elif way is Way.TRANSFER:
@@ -461,37 +479,3 @@ class _Trial:
             await engine.wake(["kv_cache"])
         else:
             await engine.update_weights(self.reference.state_dict())
-
-    async def _give_under_turns(self) -> None:
-        """Update while turns are sampled, which end once they have ids of the new weights.
-
-        Raises:
-            BadOption: no turn has ids of both weights.
-        """
-        begun, updated, crossed = anyio.Event(), anyio.Event(), list[bool]()
-        async with anyio.create_task_group() as turns:
-            for number in range(TURN_COUNT):
-                turns.start_soon(_take_turn, self.engine, number, begun, updated, crossed)
-            await begun.wait()
-            await self.engine.update_weights(self.reference.state_dict(), mode=PauseMode.KEEP)
-            updated.set()
-        if not any(crossed):
-            raise BadOption(
-                f"no turn had ids of the old and the new weights: all ended within the {self.engine.context} ids of "
-                "the context before the update; give a larger max_model_len."
-            )
-
-
-async def _take_turn(
-    engine: Engine, number: int, begun: anyio.Event, updated: anyio.Event, crossed: list[bool]
-) -> None:
-    """Sample until ids of the updated weights arrive; note whether the turn has ids of both."""
-    size = min(MAX_TURN_IDS, engine.context - TURN_PROMPT_SIZE)
-    sampling = replace(Sampling.defaults(), max_tokens=size, ignore_eos=True)
-    request = GenerationRequest(name=f"turn {number}/main/0", prompt=[number + 5] * TURN_PROMPT_SIZE, sampling=sampling)
-    async with engine.stream(request) as deltas:
-        async for delta in deltas:
-            if updated.is_set() and delta.token_ids:
-                break
-            begun.set()
-    crossed.append(deltas.finish is not None and len(deltas.finish.versions) > 1)

@@ -21,7 +21,7 @@ from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.engines.proof_history import ProofHistory
 from runner.engines.proofs import Accepted, ScoredPass
-from runner.testing import Latency, ScriptedEngine
+from runner.testing import ScriptedEngine
 from runner.training import CheckedTensor, TensorVerdict, Way, WeightReport, check_weights, weight_check, weight_proof
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer
 from runner.training.tiny_model import float_tensors, random_model, tensor_kind, tiny_config
@@ -320,13 +320,8 @@ class TorchEngine(ScriptedEngine):
     stale_steps = False
     """True for an engine that scores ids in steps with its first weights."""
 
-    def __init__(self, source: Any, *, takes: int, between: int = 0) -> None:
-        super().__init__(
-            "Yes",
-            context=512,
-            latency=Latency(between=between),
-            scores=lambda ids: weight_proof(self.loaded, ids=ids).logprobs,
-        )
+    def __init__(self, source: Any, *, takes: int) -> None:
+        super().__init__("Yes", context=512, scores=lambda ids: weight_proof(self.loaded, ids=ids).logprobs)
         self.trained, self.loaded, self._takes = source, copy.deepcopy(source), takes
         self.first = copy.deepcopy(source)
         self.vllm = SimpleNamespace(llm=None, proofs=ProofHistory())
@@ -452,15 +447,3 @@ def test_each_of_two_updates_in_a_row_is_checked(
 ) -> None:
     report = check_with([TorchEngine(small_llama, takes=takes)], small_llama, [way], tmp_path, monkeypatch)
     assert [row.verdict for row in report.rows] == [verdict]
-
-
-@pytest.mark.parametrize(("between", "verdict"), [(1, TensorVerdict.RIGHT), (0, TensorVerdict.REFUSED)])
-def test_update_under_turns_needs_turns_with_ids_of_both_weights(
-    between: int, verdict: TensorVerdict, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A turn without ticks between its ids is over before the update."""
-    engine = TorchEngine(small_llama, takes=1, between=between)
-    report = check_with([engine], small_llama, [Way.UNDER_TURNS], tmp_path, monkeypatch)
-    (row,) = report.rows
-    assert row.verdict is verdict
-    assert ("no turn had ids of the old and the new weights" in row.reason) == (verdict is TensorVerdict.REFUSED)

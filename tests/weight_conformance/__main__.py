@@ -48,8 +48,9 @@ SCRATCH: Final = re.compile(r"(/tmp|/dev/shm)/[\w.+@/-]+")
 """Temporary files in errors, which are others in each run."""
 
 
-COVERAGE: Final = {"changes_differ": True, "steps": True}
-"""New parts of a trial: two different changes in a row, and ids that are scored in steps. Earlier trials lack them."""
+COVERAGE: Final = {"changes_differ": True, "steps": True, "turns": True}
+"""New parts of a trial, which earlier ones lack: two different changes in a row, ids that are scored in steps, and ids
+of turns across the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,11 @@ def play_again(case: Case, old: Mapping[str, Any], ways: Sequence[str]) -> dict[
     rows = [*new["rows"], *(row for row in old["rows"] if row["way"] not in ways)]
     order = [str(way) for way in Way]
     others = {row["way"] for row in old["rows"]} - set(ways)
-    all_again = {"changes_differ": set(ways) >= {Way.TWICE, Way.UNDER_TURNS, Way.TRANSFER}, "steps": not others}
+    all_again = {
+        "changes_differ": set(ways) >= {Way.TWICE, Way.TRANSFER},
+        "steps": not others,
+        "turns": Way.UNDER_TURNS in ways,
+    }
     rows.sort(key=lambda row: order.index(row["way"]))
     return {**new, "rows": rows, **{name: again or old.get(name, False) for name, again in all_again.items()}}
 
@@ -152,7 +157,7 @@ def _is_named(case: Case, names: Sequence[str]) -> bool:
 
 
 def is_current(result: Mapping[str, Any] | None) -> bool:
-    """Return whether a result needs no other try: an older check scored prompts alone, or sent equal weights twice."""
+    """Return whether a result needs no other try: older checks compared less."""
     return result is not None and ("rows" not in result or all(result.get(name, False) for name in COVERAGE))
 
 

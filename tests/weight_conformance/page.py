@@ -23,6 +23,7 @@ A cell has the number of rows that are right, and - where the way was not played
 `after-sleep` on a CPU is an update while vLLM is paused, since it releases no memory there. In the cases with *older*,
 `transfer` sent equal weights twice, `twice` began with the first weights again, and `under-turns` did not check that
 turns ran across the update. In these and in those with *prompt*, ids were scored as a prompt alone, and not in steps.
+In none of both were the ids of turns across the update compared with the weights that sampled them.
 """
 
 
@@ -67,7 +68,7 @@ def page(results: Mapping[str, Any]) -> str:
 
 def _coverage(result: Mapping[str, Any]) -> str:
     """A mark for a case whose trial covered less than later ones."""
-    if result.get("steps"):
+    if result.get("steps") and result.get("turns"):
         return ""
     return " (*prompt*)" if result.get("changes_differ") else " (*older*)"
 
