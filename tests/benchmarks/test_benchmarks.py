@@ -52,7 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "LARGE": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
         "LARGE_BYTES": 1,
     },
-    "verifiers": {"ROUNDS": 1, "EPISODES": 2},
+    "verifiers": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "TOKENS": 16},
     "trainers": {"ROUNDS": 1, "EPISODES": 8, "REPEATS": 2, "CALLS": 10},
     "sandboxes": {"ROUNDS": 1, "CALLS": 1, "SANDBOXES": 1, "LAG_SANDBOXES": 1},
 }

@@ -270,7 +270,7 @@ def test_new_worker_has_newest_state_before_its_first_episode() -> None:
     VirtualClock().run(run)
 
 
-@settings(max_examples=sweeps.times(100, 5))
+@settings(max_examples=sweeps.times(40, 5))
 @given(kills=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=4), updates=st.integers(1, 4))
 def test_versions_never_decrease_whatever_dies_under_updates(kills: list[tuple[int, int]], updates: int) -> None:
     async def run() -> None:

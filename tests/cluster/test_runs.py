@@ -118,7 +118,7 @@ async def test_retries_on_two_workers_equal_those_of_one_process(
     assert len(launcher.workers) == 2, "no worker was ended for it"
 
 
-@settings(max_examples=sweeps.times(100, 5))
+@settings(max_examples=sweeps.times(40, 5))
 @given(
     deaths=st.sets(st.integers(1, 24), min_size=1, max_size=3),
     after=st.integers(0, 30),

@@ -79,7 +79,7 @@ def test_grammar_of_an_official_case_agrees_with_its_check(case: SuiteCase) -> N
             assert not unexplained(case.schema, value, unenforced), value
 
 
-@settings(max_examples=sweeps.times(1000, 60), deadline=None)
+@settings(max_examples=sweeps.times(500, 60), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_random_grammar_forbids_all_that_it_does_not_name(schema: Any, seed: int) -> None:
     unenforced = not_enforced(schema)
@@ -87,7 +87,7 @@ def test_random_grammar_forbids_all_that_it_does_not_name(schema: Any, seed: int
         assert_forbids_the_rest(schema, text, unenforced)
 
 
-@settings(max_examples=sweeps.times(1000, 60), deadline=None)
+@settings(max_examples=sweeps.times(500, 60), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_random_grammar_allows_valid_values_in_its_order(schema: Any, seed: int) -> None:
     made = modern(schema).schema

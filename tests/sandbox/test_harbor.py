@@ -155,6 +155,7 @@ async def test_a_verifier_without_a_reward_is_an_error_of_the_task(tmp_path: Pat
 @real
 @pytest.mark.anyio
 @pytest.mark.whole
+@pytest.mark.asyncio_alone
 async def test_a_play_that_breaks_the_verifier_has_reward_0(tmp_path: Path) -> None:
     write_tasks(tmp_path, ("sum",))
     (trajectory,) = await played(tmp_path, [[call("bash", command="rm /bin/bash /bin/cat")], "done"])
@@ -165,6 +166,7 @@ async def test_a_play_that_breaks_the_verifier_has_reward_0(tmp_path: Path) -> N
 @real
 @pytest.mark.anyio
 @pytest.mark.whole
+@pytest.mark.asyncio_alone
 @pytest.mark.parametrize("broken", ["true", "rm /bin/sh", "rm /bin/rm", "rm /bin/rm; ln -s /bin/true /bin/rm"])
 async def test_planted_rewards_and_tests_are_removed(tmp_path: Path, broken: str) -> None:
     write_tasks(tmp_path, ("sum",))
@@ -216,6 +218,7 @@ FAKE = "printf '#!/bin/sh\\n' >/tmp/fake; chmod 755 /tmp/fake"
 @real
 @pytest.mark.anyio
 @pytest.mark.whole
+@pytest.mark.asyncio_alone
 @pytest.mark.parametrize(
     "replace",
     [
@@ -237,6 +240,7 @@ async def test_a_replaced_program_cannot_forge_a_reward(tmp_path: Path, replace:
 @real
 @pytest.mark.anyio
 @pytest.mark.whole
+@pytest.mark.asyncio_alone
 async def test_a_task_that_needs_its_server_keeps_its_reward(tmp_path: Path) -> None:
     write_tasks(tmp_path, ("server",))
     (trajectory,) = await played(tmp_path, [[call("bash", command=SOLUTIONS["server"])], "done"])

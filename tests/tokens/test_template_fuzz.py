@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -139,12 +138,12 @@ def test_drawn_templates_and_conversations_get_no_wrong_bridge(case: Written) ->
 
 
 FUZZED_MINUTES = 3.0
-"""Processor time for templates that no earlier sweep looked at."""
+"""Processor time for more templates than a sweep has; another `--sweep-seed` draws others."""
 
 
 @pytest.mark.whole
-def test_templates_of_a_new_seed_get_no_wrong_bridge() -> None:
-    seed = random.SystemRandom().randrange(1 << 31)
+def test_templates_of_three_minutes_get_no_wrong_bridge() -> None:
+    seed = sweeps.random_of("templates").randrange(1 << 31)
     print(f"to repeat: python -m tests.tokens.template_fuzz {FUZZED_MINUTES} {seed}")
     seen = look_at_new_templates(FUZZED_MINUTES, seed)
     assert _exact(seen) > seen.total() / 6
