@@ -464,6 +464,7 @@ class _Trial:
             await anyio.to_thread.run_sync(self.reference.save_pretrained, new)
             await engine.update_weights(new)
         elif way is Way.UNDER_TURNS:
+            await engine.update_weights(self._first)  # an earlier way left others
             update = partial(engine.update_weights, self.reference.state_dict(), mode=PauseMode.KEEP)
             try:
                 self._turns = await turns_across_update(engine, update)

@@ -76,10 +76,11 @@ class _Stream(DeltaStream):
 def test_ids_of_turns_around_an_update_are_of_their_weights(
     fault: dict[str, Any], reason: str, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = TorchTurns(small_llama, takes=1)
+    engine = TorchTurns(small_llama, takes=9)
     for name, value in fault.items():
         setattr(engine, name, value)
-    (row,) = check_with([engine], small_llama, [Way.UNDER_TURNS], tmp_path, monkeypatch).rows
+    # The way before it leaves other weights in the engine.
+    _, row = check_with([engine], small_llama, [Way.AFTER_SLEEP, Way.UNDER_TURNS], tmp_path, monkeypatch).rows
     assert row.verdict is (TensorVerdict.WRONG if reason else TensorVerdict.RIGHT), row
     assert row.reason.startswith(reason)
     assert row.median is not None

@@ -333,7 +333,7 @@ class TorchEngine(ScriptedEngine):
     async def update_weights(self, given: Any, **options: Any) -> Any:
         if self._takes:
             self._takes -= 1
-            self.loaded.load_state_dict(self.trained.state_dict())
+            self.loaded.load_state_dict(given if isinstance(given, dict) else self.trained.state_dict())
         return await super().update_weights(given, **options)
 
 
