@@ -1,4 +1,4 @@
-"""Turns as they are told to the form of Anthropic's Messages, and what Anthropic's own client makes of them."""
+"""Turns written as answers of Anthropic's Messages API, and read again by Anthropic's own client."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PROMPT = [5, 6, 7]
 
 @dataclass
 class Said:
-    """A turn, and what was told of it on the way."""
+    """A turn and its progress events."""
 
     turn: Turn
     progress: list[TurnProgress] = field(default_factory=list)
@@ -91,7 +91,7 @@ def writer(**fields: Any) -> AnswerWriter:
 
 
 def streamed(told: Said, cuts: Iterable[int] = (), **fields: Any) -> bytes:
-    """All that is written of a turn whose progress is told in pieces."""
+    """The bytes of a stream whose writer receives the progress events in groups, divided at `cuts`."""
     writes, begin, written = writer(**fields), 0, b""
     for end in [*sorted(cuts), len(told.progress)]:
         written += writes.write(told.progress[begin:end])

@@ -22,17 +22,17 @@ folder, streams = sys.argv[1], int(sys.argv[2])
 url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
 tool = {"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-heard = threading.Semaphore(0)
+streaming = threading.Semaphore(0)
 def listen(number):
     connection = http.client.HTTPConnection(url.hostname, url.port)
     body = {"messages": [{"role": "user", "content": f"Number {number}."}], "tools": [tool], "stream": True}
     connection.request("POST", url.path + "/chat/completions", json.dumps(body))
     answer = connection.getresponse()
     answer.readline()
-    heard.release()
+    streaming.release()
     while answer.readline(): pass
 for number in range(streams): threading.Thread(target=listen, args=(number,), daemon=True).start()
-for _ in range(streams): heard.acquire()
+for _ in range(streams): streaming.acquire()
 open(f"{folder}/{os.getpid()}.new", "w").write(f"{os.getpid()} {child.pid}")
 os.rename(f"{folder}/{os.getpid()}.new", f"{folder}/{os.getpid()}.pids")
 time.sleep(600)
@@ -45,7 +45,7 @@ class Endless(Environment):
     limits = Limits(seconds=600)
 
     def tasks(self) -> list[Task]:
-        return [Task(id=f"t{number}", prompt="Go on.") for number in range(PROGRAMS)]
+        return [Task(id=f"t{number}", prompt="Continue.") for number in range(PROGRAMS)]
 
     async def rollout(self, conversation: Conversation) -> None:
         async with self.episode.serve() as endpoint:

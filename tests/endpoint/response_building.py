@@ -1,4 +1,4 @@
-"""Turns and what is told of them, cut anywhere, and the events and requests of OpenAI's Responses."""
+"""Turns with progress events that are cut anywhere, and events and requests of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "TALKS",
     "TOOLS",
     "Part",
-    "Told",
+    "TurnCase",
     "as_codex_keeps",
     "ask",
     "asked",
@@ -39,9 +39,9 @@ __all__ = [
     "joined",
     "letters",
     "spoken",
-    "told_of",
+    "stream_of",
+    "turn_cases",
     "turn_of",
-    "turns_told",
     "writer",
 ]
 
@@ -119,13 +119,13 @@ def turn_of(parts: Iterable[Part], ids: Sequence[int] = (1, 2, 3), *, finish: Fi
 
 
 @dataclass(frozen=True)
-class Told:
-    """A turn, and what is told of it while it is sampled."""
+class TurnCase:
+    """A turn and its progress events."""
 
     turn: Turn
     parts: Sequence[Part]
     progress: Sequence[Sequence[TurnProgress]]
-    """The events of each look."""
+    """The events of each call of the writer."""
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -135,7 +135,7 @@ calls = st.one_of(
     st.builds(ToolCall, st.just("x"), st.just("nobody_s"), st.dictionaries(texts, st.integers() | texts, max_size=2)),
     st.builds(ToolCall, st.just("x"), st.just("apply_patch"), st.fixed_dictionaries({"input": texts})),
     st.builds(ToolCall, st.just("x"), st.just("apply_patch"), st.dictionaries(texts, texts, max_size=2)),
-    st.builds(ToolCall, st.just("x"), st.just(""), st.just({}), st.just("it is no JSON")),
+    st.builds(ToolCall, st.just("x"), st.just(""), st.just({}), st.just("not JSON")),
 )
 
 
@@ -147,27 +147,27 @@ def spoken(draw: st.DrawFn) -> list[Part]:
 
 
 @st.composite
-def turns_told(draw: st.DrawFn) -> Told:
-    """A turn cut anywhere: its ids in any slices, its texts in any pieces, and any part of it told only at its end."""
+def turn_cases(draw: st.DrawFn) -> TurnCase:
+    """A turn with its ids and texts in pieces of any size; the progress events may end before the turn does."""
     parts = draw(spoken())
     ids = draw(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
     finish = draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
     turn = turn_of(parts, ids, finish=finish)
     if draw(st.integers(0, 4)) == 0:
-        return Told(turn, parts, [])
-    told: list[TurnProgress] = []
+        return TurnCase(turn, parts, [])
+    progress: list[TurnProgress] = []
     for part in parts:
         if isinstance(part, ToolCall):
-            told.append(ToolCalled(part))
+            progress.append(ToolCalled(part))
             continue
-        told += [type(part)(piece) for piece in _cut(part.text, draw(_cuts(len(part.text)))) if piece]
-    told = told[: draw(st.integers(0, len(told)))]
-    places = sorted(draw(st.lists(st.integers(0, len(told)), min_size=3, max_size=3)), reverse=True)
+        progress += [type(part)(piece) for piece in _cut(part.text, draw(_cuts(len(part.text)))) if piece]
+    progress = progress[: draw(st.integers(0, len(progress)))]
+    places = sorted(draw(st.lists(st.integers(0, len(progress)), min_size=3, max_size=3)), reverse=True)
     slices = [piece for piece in _cut(ids, draw(_cuts(len(ids), 2))) if piece]
     for place, piece in zip(places, reversed(slices), strict=False):
-        told.insert(place, IdsSampled(piece, [-float(each) / 8 for each in piece], None))
-    told.insert(0, TurnAdmitted(HANDLE, PROMPT))
-    return Told(turn, parts, _cut(told, draw(_cuts(len(told)))))
+        progress.insert(place, IdsSampled(piece, [-float(each) / 8 for each in piece], None))
+    progress.insert(0, TurnAdmitted(HANDLE, PROMPT))
+    return TurnCase(turn, parts, _cut(progress, draw(_cuts(len(progress)))))
 
 
 def _cuts(length: int, most: int = 3) -> st.SearchStrategy[list[int]]:
@@ -191,10 +191,10 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
     return events
 
 
-def told_of(told: Told, request: WireRequest) -> bytes:
+def stream_of(case: TurnCase, request: WireRequest) -> bytes:
     """The stream of a turn."""
     made = writer(request)
-    return b"".join([*map(made.write, told.progress), made.end(Answered.of(told.turn))])
+    return b"".join([*map(made.write, case.progress), made.end(Answered.of(case.turn))])
 
 
 def deltas(events: Iterable[Mapping[str, Any]], kind: str) -> str:

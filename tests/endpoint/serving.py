@@ -53,7 +53,7 @@ async def served(
     serve: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Trajectory]:
-    """The trajectories of an episode that is served to a loop of somebody else's; each of them is exact."""
+    """The trajectories of an episode that is served to an external loop; each of them is exact."""
 
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:

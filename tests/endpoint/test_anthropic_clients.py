@@ -1,4 +1,4 @@
-"""Requests as Claude Code makes them, in words of our own: an episode goes on from the turns that come back."""
+"""Requests in the form that Claude Code sends: an episode continues from the turns that come back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN: Any = {
     "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
 }
 MARK: Any = {"cache_control": {"type": "ephemeral"}}
-SENT = 12
+SENT_TOKENS = 12
 
 
 def text(words: str, **more: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Program:
         return dict(answer)
 
     async def ask_and_go_away(self, engine: Any, *messages: Any) -> None:
-        enough = engine.stats().sampled_tokens + SENT
+        enough = engine.stats().sampled_tokens + SENT_TOKENS
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: self.ask(*messages))
             while engine.stats().sampled_tokens < enough:
@@ -234,7 +234,7 @@ async def test_a_cut_stream_that_is_asked_again_without_one_is_sampled_anew() ->
         answer = await program.ask(*history, stream=False)
         assert answer["content"] == [text("Done.")]
 
-    cut = Reply("It was a long way to where the files are.", fault=Fault.stall(at=SENT), chunks=1)
+    cut = Reply("It was a long way to where the files are.", fault=Fault.stall(at=SENT_TOKENS), chunks=1)
     (trajectory,) = await played([LOOKS, cut, "Done."], loop)
     assert [(each.verdict.value, each.again.value) for each in trajectory.requests] == [
         ("new", ""),

@@ -83,12 +83,12 @@ def test_a_history_of_blocks_becomes_messages_of_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [("ok", "ok"), (None, ""), ([], ""), ([text("o"), text("k")], "o\nk"), ("", "")]
+    ("content", "text_sent"), [("ok", "ok"), (None, ""), ([], ""), ([text("o"), text("k")], "o\nk"), ("", "")]
 )
-def test_the_result_of_a_tool_is_a_text_whatever_it_came_as(content: Any, told: str) -> None:
+def test_the_result_of_a_tool_is_a_text_whatever_it_came_as(content: Any, text_sent: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": content}
     assert asked({"role": "user", "content": [result]}).messages == [
-        {"role": "tool", "tool_call_id": "a", "content": told}
+        {"role": "tool", "tool_call_id": "a", "content": text_sent}
     ]
 
 
@@ -230,7 +230,7 @@ def test_who_listens_and_to_what() -> None:
     [
         ("user_0f_account_1-2_session_3-4", "3-4"),
         ('{"device_id": "d", "session_id": "3-4"}', "3-4"),
-        ("somebody", ""),
+        ("user_7", ""),
         ("[1]", ""),
         ('{"session_id": 3}', ""),
         (7, ""),

@@ -122,7 +122,7 @@ async def test_damaged_body_is_answered_or_refused(path: str, request: Any, capl
 
 @pytest.mark.parametrize(("path", "name"), [("/chat/completions", "messages"), ("/responses", "input")])
 async def test_history_of_too_many_messages_is_refused_first(path: str, name: str) -> None:
-    """100,000 of them would take seconds in which nobody is answered."""
+    """Reading 100,000 messages would block all other requests for seconds."""
 
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:

@@ -90,7 +90,7 @@ async def test_token_ids_of_the_chunks_joined_are_the_turns_ids(chunks: Any) -> 
 
     async def loop(endpoint: Endpoint) -> None:
         body = chat_body(
-            [user("Go on.")], tools=[RUN], stream=True, return_token_ids=True, logprobs=True, top_logprobs=2
+            [user("Continue.")], tools=[RUN], stream=True, return_token_ids=True, logprobs=True, top_logprobs=2
         )
         async with http(endpoint) as client:
             events = events_of((await client.post("/chat/completions", json=body)).text)

@@ -47,11 +47,13 @@ def test_a_custom_tool_that_cannot_be_read_is_refused_by_its_index(custom: Any) 
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "input_text"),
     [({"input": "aaa\n"}, "aaa\n"), ({"input": ""}, ""), ({"text": "b"}, '{"text":"b"}'), ({}, "{}")],
     ids=["text", "empty", "another argument", "none"],
 )
-async def test_custom_call_is_text_and_its_result_finds_the_turn(stream: bool, said: dict[str, Any], told: str) -> None:
+async def test_custom_call_is_text_and_its_result_finds_the_turn(
+    stream: bool, said: dict[str, Any], input_text: str
+) -> None:
     async def loop(endpoint: Endpoint) -> None:
         messages: list[Any] = [user("One.")]
         asked: Any = {"model": "any", "messages": messages, "tools": [PATCH, RUN]}
@@ -69,7 +71,7 @@ async def test_custom_call_is_text_and_its_result_finds_the_turn(stream: bool, s
                     assert answer.finish_reason == "tool_calls"
                     message = answer.message.model_dump(exclude_none=True)
                 first, second = message["tool_calls"]
-                assert (first["type"], first["custom"]) == ("custom", {"name": "patch", "input": told})
+                assert (first["type"], first["custom"]) == ("custom", {"name": "patch", "input": input_text})
                 assert (second["type"], second["function"]["name"]) == ("function", "run")
                 messages.append(message)
                 messages += [
@@ -144,7 +146,7 @@ async def test_a_turn_whose_refusal_is_null_is_known() -> None:
                 answer = await client.post("/chat/completions", json=chat_body(messages, tools=[RUN]))
                 message = answer.json()["choices"][0]["message"]
                 assert message["refusal"] is None
-                messages += [message, user("Go on.")]
+                messages += [message, user("Continue.")]
 
     (trajectory,) = await served(loop, recording(["Done.", "Done."], template="hermes"))
     assert [each.verdict for each in trajectory.requests] == ["new", "append"]

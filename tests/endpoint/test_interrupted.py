@@ -18,7 +18,7 @@ from tests.repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")]
 
-PATIENCE = 60.0
+WATCHDOG_SECONDS = 60.0
 
 
 def test_ctrl_c_with_200_streams_ends_programs_and_keeps_ids(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_ctrl_c_with_200_streams_ends_programs_and_keeps_ids(tmp_path: Path) -> 
         process.send_signal(signal.SIGINT)  # the first one lets episodes finish, and these never do
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=PATIENCE)
+        _, errors = process.communicate(timeout=WATCHDOG_SECONDS)
     assert process.returncode in (130, -signal.SIGINT), errors.decode()
     assert b"Error" not in errors.replace(b"KeyboardInterrupt", b""), errors.decode()
     assert b"never retrieved" not in errors
@@ -48,7 +48,7 @@ def test_ctrl_c_with_200_streams_ends_programs_and_keeps_ids(tmp_path: Path) -> 
 
 def _until(true: object) -> None:
     assert callable(true)
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + WATCHDOG_SECONDS
     while not true():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -57,7 +57,7 @@ async def test_of_two_keys_in_the_headers_one_has_to_be_right() -> None:
 
 @pytest.mark.parametrize("wrong", ["auth_token", "api_key"])
 async def test_anthropics_client_with_a_token_of_another_server_is_answered(wrong: str, monkeypatch: Any) -> None:
-    """A variable of the user's own environment stands beside what the program gives."""
+    """The user's environment sets one variable, and the program passes the key for the other one."""
 
     async def loop(endpoint: Endpoint) -> None:
         right = {"auth_token": "api_key", "api_key": "auth_token"}[wrong]

@@ -1,4 +1,4 @@
-"""Large requests: others are answered meanwhile, nothing is done for a client that has left, and there are limits."""
+"""Large requests: other requests are not blocked, the work stops when the client leaves, and sizes are limited."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def body_of(path: str, name: str) -> dict[str, Any]:
     return responses_of(messages, tools) if path == "/responses" else anthropic_of(messages, tools)
 
 
-# --- others are answered meanwhile
+# --- other requests are not blocked
 
 
 @pytest.mark.cases_in_turns(3)

@@ -1,4 +1,4 @@
-"""Clients of several labels that go on from one turn: each goes on in a thread of its own, and is called so."""
+"""Clients with different labels that continue the same turn: each has its own thread and its own verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 @pytest.mark.parametrize(
     ("asked", "verdicts"),
     [
-        # A label and what it goes on from: a turn by its number, from 0, or nothing.
+        # A label, and the number of the turn that the request continues, from 0; none starts a history.
         (["a", "b 0", "a 0"], ["new", "append", "append"]),
         (["a", "b 0", "a 0", "a 2", "b 1"], ["new", "append", "append", "append", "append"]),
         (["a", "a 0", "b 0"], ["new", "append", "branch"]),

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 PAGES = {"README.md": "claude", "docs/agents.md": "mini"}
 """Each page, and the program of its first example."""
 
-AT_ONCE = 3
+EPISODE_COUNT = 3
 
 
 def example(page: str, name: str) -> str:
@@ -53,12 +53,12 @@ async def test_agent_program_works_in_its_own_folder(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "template").mkdir()
     (tmp_path / "template" / "given").write_text("Yes.")
-    lines = ({"id": f"t{number}", "prompt": f"Say {number}"} for number in range(AT_ONCE))
+    lines = ({"id": f"t{number}", "prompt": f"Say {number}"} for number in range(EPISODE_COUNT))
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     names: dict[str, Any] = {"__name__": "repair"}
     exec(compile(example(page, "Repair"), page, "exec"), names)
     # No check before all programs have ended: what one wrote into the folder of another is seen.
-    together = threading.Barrier(AT_ONCE, timeout=60)
+    together = threading.Barrier(EPISODE_COUNT, timeout=60)
     made = names["Repair"].rollout
 
     async def rollout(self: Any, conversation: Any) -> None:
@@ -67,7 +67,7 @@ async def test_agent_program_works_in_its_own_folder(
 
     monkeypatch.setattr(names["Repair"], "rollout", rollout)
     trajectories = await play_all(names["Repair"], lambda asked: "Yes.", tasks="tasks.jsonl")
-    assert [(each.outcome, each.reward) for each in trajectories] == [(Outcome.COMPLETED, 1.0)] * AT_ONCE
+    assert [(each.outcome, each.reward) for each in trajectories] == [(Outcome.COMPLETED, 1.0)] * EPISODE_COUNT
 
 
 def test_the_readme_shows_an_agent_program_in_fifteen_lines() -> None:

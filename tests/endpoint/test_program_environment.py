@@ -120,7 +120,7 @@ def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, na
 def test_sandbox_gets_the_working_folder_and_home(work: Path) -> None:
     box = work / "box"
     box.write_text(
-        f'#!/bin/sh\nset -e\ntest "$PWD" = "$1"\ntest "$HOME" = "$2"\necho "$3" >> {shlex.quote(str(work / "told"))}\n'
+        f'#!/bin/sh\nset -e\ntest "$PWD" = "$1"\ntest "$HOME" = "$2"\necho "$3" >> {shlex.quote(str(work / "args"))}\n'
         'shift 3\nexec "$@"\n'
     )
     box.chmod(0o755)
@@ -128,9 +128,9 @@ def test_sandbox_gets_the_working_folder_and_home(work: Path) -> None:
     assert run_command(given, engine_of(lambda asked: asked.prompt.rpartition("Say ")[2].partition("<")[0])) == 0
     with RunFile(work / "run.db") as stored:
         assert {each.reward for each in stored.trajectories()} == {0.0, 1.0}
-    told = (work / "told").read_text().splitlines()
-    assert len(told) == 4, "two programs, and what checks each"
-    assert all(each.startswith("in=/") and each.endswith("/work,{prompt}") for each in told)
+    arguments = (work / "args").read_text().splitlines()
+    assert len(arguments) == 4, "two programs and their two checks"
+    assert all(each.startswith("in=/") and each.endswith("/work,{prompt}") for each in arguments)
 
 
 def test_a_command_that_only_its_sandbox_has_is_let_be() -> None:
@@ -157,7 +157,7 @@ def test_program_without_tools_is_trained_on_request(
 
 
 def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) -> None:
-    """A program that somebody starts by hand; its last word ends the episode, and another key is shown."""
+    """A user starts the program by hand. Its request to the end URL ends the episode, and the next key is shown."""
     shown: list[str] = []
     answers: list[Any] = []
     refused: list[httpx.Response] = []
@@ -175,7 +175,7 @@ def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) ->
         key = base_url.removesuffix("/v1").rpartition("/")[2]
         of_program = [line for line in lines if not line.startswith("  reward ")]
         assert key not in end_url
-        assert end_url.split("/")[4] not in "".join(of_program), "what a program is told has the other key alone"
+        assert end_url.split("/")[4] not in "".join(of_program), "the lines for the program contain only its own key"
         if len(shown) <= 2:
             threading.Thread(target=by_hand, args=(base_url, end_url)).start()
         else:

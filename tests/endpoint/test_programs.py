@@ -108,7 +108,7 @@ TEMPORARY = "; ".join(
 
 
 async def temporary(env: dict[str, str]) -> Any:
-    """The file that a program made, its home, and where it was told to put what is temporary."""
+    """The temporary file of a program, its home, and its variables TMPDIR, TMP and TEMP."""
     kept: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -174,7 +174,7 @@ time.sleep(600)
 async def test_a_group_is_signalled_before_its_leader_gives_up_its_number(
     descriptors: bool, late: bool, monkeypatch: Any
 ) -> None:
-    """A group that is signalled later may be that of somebody who has the same number by now."""
+    """After that, another process group may have this number and would receive the signal."""
     held: dict[signal.Signals, bool] = {}
     kill = os.killpg
 
@@ -399,7 +399,7 @@ while True:
 
 
 async def test_what_a_program_starts_again_and_again_ends_with_it(tmp_path: Path) -> None:
-    """Processes that left the group, and start anew what is ended."""
+    """The processes have left the group, and each starts its child again when it is killed."""
     code = f"""
 ask("One.")
 import subprocess, time

@@ -87,7 +87,7 @@ async def test_reasoning_that_comes_back_in_any_place_is_that_turns(name: str, c
                 messages += [
                     {"role": "tool", "tool_call_id": each["id"], "content": "a file"}
                     for each in message.get("tool_calls", ())
-                ] or [user("Go on.")]
+                ] or [user("Continue.")]
 
     reply = Reply(SAYS, calls=[call("run", command="ls")] if calls else [])
     (trajectory,) = await served(loop, [reply, reply, reply], serve={"train": True})

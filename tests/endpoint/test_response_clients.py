@@ -142,7 +142,7 @@ async def test_cut_turn_continues_if_its_items_are_last() -> None:
         items = [*BEGUN, *as_codex_keeps(output), *answers(output)]
         cut, _ = await respond(episode, {"input": items, "tools": TOOLS, "max_output_tokens": 4})
         left = [{"type": "message", "role": "assistant", "id": f"msg_{cut.handle[5:]}", "content": cut.text}]
-        # What was cut at its length goes on; what is sampled of it is written as an answer of its own.
+        # A turn that was cut at max_output_tokens continues; the answer contains only the new text.
         _, rest = await respond(episode, {"input": [*items, *left], "tools": TOOLS})
         items += [*left, *as_codex_keeps(rest), {"role": "user", "content": "And?"}]
         await respond(episode, {"input": items, "tools": TOOLS})

@@ -18,12 +18,12 @@ from tests.endpoint.response_building import (
     HANDLE,
     TALKS,
     TOOLS,
-    Told,
+    TurnCase,
     as_codex_keeps,
     ask,
     asked,
     events_of,
-    told_of,
+    stream_of,
     turn_of,
 )
 
@@ -68,8 +68,8 @@ def test_tools_of_a_provider_are_named_as_not_granted() -> None:
 def test_a_choice_of_tools_is_read(given: Any, choice: str | None) -> None:
     request = ask(tools=TOOLS, tool_choice=given)
     assert request.chat_call.tool_choice == choice
-    told = Told(turn_of(TALKS), TALKS, [])
-    for event in events_of(told_of(told, request)):
+    case = TurnCase(turn_of(TALKS), TALKS, [])
+    for event in events_of(stream_of(case, request)):
         EVENT.validate_python(event)
 
 
@@ -137,11 +137,11 @@ def test_an_agents_own_id_goes_before_that_of_its_session(narrow: str, wide: str
 
 
 def test_codex_says_who_asks_and_what_for() -> None:
-    told = json.dumps({"thread_id": "t1", "agent_name": "main", "request_kind": "compaction"})
-    read = ask({"x-codex-turn-metadata": told, "session-id": "s1", "user-agent": "codex"}).chat_call
+    metadata = json.dumps({"thread_id": "t1", "agent_name": "main", "request_kind": "compaction"})
+    read = ask({"x-codex-turn-metadata": metadata, "session-id": "s1", "user-agent": "codex"}).chat_call
     assert (read.label, read.purpose, read.client, read.form) == ("s1", "compaction", "codex", "responses")
-    assert ask({"x-codex-turn-metadata": told}).chat_call.label == "t1"
-    assert ask({"x-codex-turn-metadata": told, "thread-id": "t2"}).chat_call.label == "t2"
+    assert ask({"x-codex-turn-metadata": metadata}).chat_call.label == "t1"
+    assert ask({"x-codex-turn-metadata": metadata, "thread-id": "t2"}).chat_call.label == "t2"
     for broken in ("{", "[]", '{"thread_id": 1}'):
         read = ask({"x-codex-turn-metadata": broken}).chat_call
         assert (read.label, read.purpose) == ("", "")
@@ -199,7 +199,7 @@ CODEX: dict[str, Any] = {
     "input": [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Mend it."}]},
         *as_codex_keeps(
-            events_of(told_of(Told(turn_of(TALKS), TALKS, []), ask(tools=TOOLS)))[-1]["response"]["output"]
+            events_of(stream_of(TurnCase(turn_of(TALKS), TALKS, []), ask(tools=TOOLS)))[-1]["response"]["output"]
         ),
         {"type": "function_call_output", "call_id": f"{HANDLE}_0", "output": "three files"},
         {"type": "custom_tool_call", "call_id": f"{HANDLE}_1j", "name": "apply_patch", "input": "x"},
@@ -234,5 +234,5 @@ def test_a_malformed_request_is_refused_and_nothing_else_happens(data: st.DataOb
     except Refused:
         return
     MessageReader().read(request.chat_call.messages)
-    told = Told(turn_of(TALKS), TALKS, [])
-    assert events_of(told_of(told, request))[-1]["type"] == "response.completed"
+    case = TurnCase(turn_of(TALKS), TALKS, [])
+    assert events_of(stream_of(case, request))[-1]["type"] == "response.completed"

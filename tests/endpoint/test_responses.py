@@ -27,16 +27,16 @@ from tests.endpoint.response_building import (
     TALKS,
     TOOLS,
     Part,
-    Told,
+    TurnCase,
     as_codex_keeps,
     ask,
     asked,
     deltas,
     events_of,
     joined,
-    told_of,
+    stream_of,
+    turn_cases,
     turn_of,
-    turns_told,
     writer,
 )
 
@@ -44,8 +44,8 @@ from tests.endpoint.response_building import (
 httpx: Any = sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]]
 
 
-def whole_of(told: Told, request: WireRequest) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(writer(request).whole(Answered.of(told.turn)))
+def whole_of(case: TurnCase, request: WireRequest) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(writer(request).whole(Answered.of(case.turn)))
     return answer
 
 
@@ -72,25 +72,25 @@ def rebuilt(raw: bytes) -> dict[str, Any]:
 # --- what is written
 
 
-@given(turns_told(), st.booleans(), st.booleans())
-def test_every_event_is_one_of_openai_s(told: Told, ids: bool, logprobs: bool) -> None:
+@given(turn_cases(), st.booleans(), st.booleans())
+def test_every_event_is_one_of_openai_s(case: TurnCase, ids: bool, logprobs: bool) -> None:
     include = ["message.output_text.logprobs"] if logprobs else []
     request = ask(tools=TOOLS, return_token_ids=ids, include=include)
-    events = events_of(told_of(told, request))
+    events = events_of(stream_of(case, request))
     for event in events:
         EVENT.validate_python(event)
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert [each for each in kinds if each in ("response.completed", "response.incomplete")] == [kinds[-1]]
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
-    Response.model_validate(whole_of(told, request))
+    Response.model_validate(whole_of(case, request))
 
 
-@given(turns_told())
-def test_what_is_told_piece_by_piece_is_what_was_said(told: Told) -> None:
-    events = events_of(told_of(told, ask(tools=TOOLS)))
-    assert deltas(events, "output_text") == told.turn.text
-    assert deltas(events, "reasoning_text") == told.turn.reasoning
+@given(turn_cases())
+def test_what_is_told_piece_by_piece_is_what_was_said(case: TurnCase) -> None:
+    events = events_of(stream_of(case, ask(tools=TOOLS)))
+    assert deltas(events, "output_text") == case.turn.text
+    assert deltas(events, "reasoning_text") == case.turn.reasoning
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     assert len({item["id"] for item in done}) == len(done)
@@ -113,16 +113,16 @@ def text_of(item: Mapping[str, Any]) -> str:
     return text
 
 
-@given(turns_told())
-def test_openai_s_own_reader_of_streams_rebuilds_the_whole_answer(told: Told) -> None:
+@given(turn_cases())
+def test_openai_s_own_reader_of_streams_rebuilds_the_whole_answer(case: TurnCase) -> None:
     request = ask(tools=TOOLS)
-    raw, whole = told_of(told, request), whole_of(told, request)
+    raw, whole = stream_of(case, request), whole_of(case, request)
     read = rebuilt(raw)
     assert read["status"] == whole["status"]
     assert read["usage"] == whole["usage"]
     assert read["id"] == whole["id"]
-    kinds = [isinstance(part, ToolCall) for part in told.parts]
-    if kinds == sorted(kinds):  # else it spoke behind a call, which is another message of the stream
+    kinds = [isinstance(part, ToolCall) for part in case.parts]
+    if kinds == sorted(kinds):  # text after a call is a second message in the stream
         assert as_codex_keeps(read["output"]) == as_codex_keeps(whole["output"])
     assert calls_of(read) == calls_of(whole)
     assert Response.model_validate(last_of(raw)).output_text == Response.model_validate(whole).output_text
@@ -132,27 +132,27 @@ def calls_of(response: Mapping[str, Any]) -> list[Any]:
     return [item for item in as_codex_keeps(response["output"]) if "call_id" in item]
 
 
-@given(turns_told())
-def test_the_ids_beside_the_events_joined_are_those_of_the_turn(told: Told) -> None:
+@given(turn_cases())
+def test_the_ids_beside_the_events_joined_are_those_of_the_turn(case: TurnCase) -> None:
     request = ask(tools=TOOLS, return_token_ids=True)
-    events = events_of(told_of(told, request))
-    assert joined(events, "token_ids") == list(told.turn.token_ids)
+    events = events_of(stream_of(case, request))
+    assert joined(events, "token_ids") == list(case.turn.token_ids)
     assert events[0]["prompt_token_ids"] == PROMPT
-    whole = whole_of(told, request)
-    assert (whole["token_ids"], whole["prompt_token_ids"]) == (list(told.turn.token_ids), PROMPT)
-    assert not joined(events_of(told_of(told, ask(tools=TOOLS))), "token_ids"), "nobody asked for them"
+    whole = whole_of(case, request)
+    assert (whole["token_ids"], whole["prompt_token_ids"]) == (list(case.turn.token_ids), PROMPT)
+    assert not joined(events_of(stream_of(case, ask(tools=TOOLS))), "token_ids"), "the request does not ask for ids"
 
 
-@given(turns_told())
-def test_the_log_probability_of_each_id_is_told_once(told: Told) -> None:
+@given(turn_cases())
+def test_the_log_probability_of_each_id_is_told_once(case: TurnCase) -> None:
     request = ask(tools=TOOLS, include=["message.output_text.logprobs"])
-    events = events_of(told_of(told, request))
-    ids = [f"<{each}>" for each in told.turn.token_ids]
+    events = events_of(stream_of(case, request))
+    ids = [f"<{each}>" for each in case.turn.token_ids]
     texts = [event for event in events if event["type"] == "response.output_text.delta"]
     rows = [*joined(texts, "logprobs"), *events[-1].get("logprobs", ())]
     assert [row["token"] for row in rows] == ids
-    assert [row["logprob"] for row in rows] == list(told.turn.logprobs)
-    whole = whole_of(told, request)
+    assert [row["logprob"] for row in rows] == list(case.turn.logprobs)
+    whole = whole_of(case, request)
     message = next((item for item in whole["output"] if item["type"] == "message"), None)
     rows = whole["logprobs"] if message is None else message["content"][0]["logprobs"]
     assert [row["token"] for row in rows] == ids
@@ -183,15 +183,15 @@ def test_what_a_turn_says_behind_a_call_is_another_message() -> None:
 def test_a_turn_that_says_nothing_is_an_empty_message() -> None:
     nothing: list[list[Part]] = [[], [ReasoningPiece("Hm.")]]
     for parts in nothing:
-        told = Told(turn_of(parts), parts, [])
-        output = last_of(told_of(told, ask()))["output"]
+        case = TurnCase(turn_of(parts), parts, [])
+        output = last_of(stream_of(case, ask()))["output"]
         assert output[-1]["content"] == [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
 
 
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.CONTEXT])
 def test_a_turn_that_was_cut_is_incomplete(finish: FinishReason) -> None:
-    told = Told(turn_of(TALKS[:2], finish=finish), TALKS, [])
-    events = events_of(told_of(told, ask()))
+    case = TurnCase(turn_of(TALKS[:2], finish=finish), TALKS, [])
+    events = events_of(stream_of(case, ask()))
     assert events[-1]["type"] == "response.incomplete"
     response = events[-1]["response"]
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -201,7 +201,7 @@ def test_a_turn_that_was_cut_is_incomplete(finish: FinishReason) -> None:
 def test_usage_counts_prompt_cached_and_sampled_ids() -> None:
     turn = turn_of(TALKS, [1, 2])
     turn.cached_tokens = 2
-    assert last_of(told_of(Told(turn, TALKS, []), ask(tools=TOOLS)))["usage"] == {
+    assert last_of(stream_of(TurnCase(turn, TALKS, []), ask(tools=TOOLS)))["usage"] == {
         "input_tokens": 3,
         "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
         "output_tokens": 2,
@@ -226,7 +226,7 @@ def test_a_turn_that_is_sampled_anew_ends_its_stream() -> None:
 def test_half_of_a_surrogate_pair_comes_back_as_the_model_spelt_it() -> None:
     half = json.loads('"\\ud800"')
     turn = turn_of([ContentPiece(half), ToolCall("x", "shell", {"command": half})])
-    raw = told_of(Told(turn, [], []), ask(tools=TOOLS))
+    raw = stream_of(TurnCase(turn, [], []), ask(tools=TOOLS))
     message, called = last_of(raw)["output"]
     assert message["content"][0]["text"] == "?"
     assert as_messages(asked([called]).messages)[0]["tool_calls"] == turn.as_message()["tool_calls"]
@@ -236,7 +236,7 @@ def test_half_of_a_surrogate_pair_comes_back_as_the_model_spelt_it() -> None:
     ("reason", "code"),
     [
         (Reason.OVERFLOW, "context_length_exceeded"),  # at which Codex makes room
-        (Reason.OVER, "invalid_prompt"),  # which nobody asks again
+        (Reason.OVER, "invalid_prompt"),  # which clients do not retry
         (Reason.INVALID, "invalid_prompt"),
         (Reason.BUSY, "rate_limit_exceeded"),
         (Reason.FAILED, "server_error"),
@@ -266,29 +266,31 @@ def test_a_history_that_does_not_fit_is_told_in_the_words_of_openai() -> None:
 # --- what comes back
 
 
-@given(turns_told(), st.sampled_from(["whole", "stream"]))
-def test_what_was_written_comes_back_as_what_was_said(told: Told, how: str) -> None:
+@given(turn_cases(), st.sampled_from(["whole", "stream"]))
+def test_what_was_written_comes_back_as_what_was_said(case: TurnCase, how: str) -> None:
     request = ask(tools=TOOLS)
-    answer = whole_of(told, request) if how == "whole" else last_of(told_of(told, request))
+    answer = whole_of(case, request) if how == "whole" else last_of(stream_of(case, request))
     read = asked([{"role": "user", "content": "Mend it."}, *answer["output"]])
     (message,) = as_messages(read.messages)[1:]
     # The ids of calls name the turn; where it has none, that of an item does.
-    assert message == {**told.turn.as_message(), **({} if "tool_calls" in message else {"handle": HANDLE})}
+    assert message == {**case.turn.as_message(), **({} if "tool_calls" in message else {"handle": HANDLE})}
     assert read.handles == [HANDLE]
 
 
-@given(turns_told())
-def test_codex_names_the_turn_though_it_keeps_the_thought_to_itself(told: Told) -> None:
-    items = as_codex_keeps(last_of(told_of(told, ask(tools=TOOLS)))["output"])
+@given(turn_cases())
+def test_codex_names_the_turn_though_it_keeps_the_thought_to_itself(case: TurnCase) -> None:
+    items = as_codex_keeps(last_of(stream_of(case, ask(tools=TOOLS)))["output"])
     (message,) = as_messages(asked(items).messages)
-    said = told.turn.as_message()
+    said = case.turn.as_message()
     said.pop("reasoning_content", None)
     assert message == {**said, **({} if "tool_calls" in said else {"handle": HANDLE})}
     assert asked(items).handles == [HANDLE]
 
 
 def test_redacted_thought_names_its_turn() -> None:
-    thought, said, _ = as_codex_keeps(last_of(told_of(Told(turn_of(TALKS), TALKS, []), ask()))["output"], ids=False)
+    thought, said, _ = as_codex_keeps(
+        last_of(stream_of(TurnCase(turn_of(TALKS), TALKS, []), ask()))["output"], ids=False
+    )
     assert asked([thought, said]).handles == [HANDLE]
     assert asked([{"role": "user", "content": "Mend it."}, thought]).messages == [
         {"role": "user", "content": "Mend it."}
@@ -322,7 +324,7 @@ def test_custom_call_is_text_and_its_result_has_the_same_id() -> None:
     patch = ToolCall("x", "apply_patch", {"input": "*** Begin Patch"})
     wrong = ToolCall("x", "apply_patch", {"patch": "*** Begin Patch"})
     turn = turn_of([patch, wrong])
-    right, other = last_of(told_of(Told(turn, [], []), ask(tools=TOOLS)))["output"]
+    right, other = last_of(stream_of(TurnCase(turn, [], []), ask(tools=TOOLS)))["output"]
     assert (right["type"], right["input"], right["call_id"]) == ("custom_tool_call", "*** Begin Patch", f"{HANDLE}_0")
     assert json.loads(other["input"]) == wrong.arguments
     results = [
@@ -335,7 +337,7 @@ def test_custom_call_is_text_and_its_result_has_the_same_id() -> None:
 
 def test_a_text_for_a_custom_tool_that_is_json_comes_back_as_a_text() -> None:
     turn = turn_of([ToolCall("x", "apply_patch", {"input": '{"a": 1}'})])
-    (item,) = last_of(told_of(Told(turn, [], []), ask(tools=TOOLS)))["output"]
+    (item,) = last_of(stream_of(TurnCase(turn, [], []), ask(tools=TOOLS)))["output"]
     assert item["input"] == '{"a": 1}'
     assert as_messages(asked([item]).messages) == [turn.as_message()]
 
@@ -353,5 +355,5 @@ def test_namespaced_tool_has_one_name_for_the_model() -> None:
         "apply_patch",
     ]
     turn = turn_of([ToolCall("x", "agents__spawn", {})])
-    (item,) = last_of(told_of(Told(turn, [], []), ask(tools=TOOLS)))["output"]
+    (item,) = last_of(stream_of(TurnCase(turn, [], []), ask(tools=TOOLS)))["output"]
     assert (item["name"], item["namespace"]) == ("spawn", "agents")

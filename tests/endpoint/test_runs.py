@@ -22,14 +22,14 @@ from tests.verifying import verify
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 
-EPISODES = 12
+EPISODE_COUNT = 12
 
 
 class Agents(Plain):
     """A title first, then an agent that calls a tool, and two sub-agents that begin alike."""
 
     def tasks(self) -> list[Task]:
-        return [Task(id=f"t{number}", prompt=f"Mend {number}.") for number in range(EPISODES)]
+        return [Task(id=f"t{number}", prompt=f"Mend {number}.") for number in range(EPISODE_COUNT)]
 
     async def rollout(self, conversation: Conversation) -> None:
         async with self.episode.serve() as endpoint, http(endpoint) as client:
@@ -70,17 +70,17 @@ def engine() -> ScriptedEngine:
     return ScriptedEngine(says, template="hermes", tick=0.0001, latency=latency, places=40)
 
 
-async def play(file: Path, *, width: int = 8, until: int = EPISODES) -> None:
+async def play(file: Path, *, width: int = 8, until: int = EPISODE_COUNT) -> None:
     finished = 0
     async with Run(Agents(), engine(), file=file, seed=3, concurrency=Concurrency(episodes=width)) as run:
         async for trajectory in run:
             finished += trajectory.agent == "main"
-            if finished == until < EPISODES:
+            if finished == until < EPISODE_COUNT:
                 return
 
 
 def resumed_as(kept: dict[Any, Any]) -> dict[Any, Any]:
-    """The same without the number of the attempt, which alone tells of an episode that was cut and played again."""
+    """The same with attempt 0: only the attempt shows that an episode was interrupted and played again."""
     return {key: {**fields, "attempt": 0} for key, (_, fields) in kept.items()}
 
 
@@ -94,7 +94,7 @@ async def test_what_episodes_come_to_depends_on_no_concurrency(tmp_path: Path) -
     for width in (1, 8, 64):
         await play(tmp_path / f"{width}.db", width=width)
     narrow, middle, wide = (stored(tmp_path / f"{width}.db") for width in (1, 8, 64))
-    assert len(narrow) == 4 * EPISODES
+    assert len(narrow) == 4 * EPISODE_COUNT
     assert narrow == middle == wide
 
 
@@ -112,9 +112,9 @@ async def test_title_requests_and_sub_agents_never_become_main(tmp_path: Path) -
 
 async def test_a_run_is_resumed_verified_and_exported_like_any_other(tmp_path: Path) -> None:
     file, whole = tmp_path / "run.db", tmp_path / "whole.db"
-    await play(file, until=EPISODES // 3)
+    await play(file, until=EPISODE_COUNT // 3)
     before = {id for id, agents in names(file).items() if "main" in agents}
-    assert EPISODES // 3 <= len(before) < EPISODES
+    assert EPISODE_COUNT // 3 <= len(before) < EPISODE_COUNT
     await play(file)
     await play(whole)
     assert resumed_as(stored(file)) == resumed_as(stored(whole))
@@ -124,6 +124,6 @@ async def test_a_run_is_resumed_verified_and_exported_like_any_other(tmp_path: P
     exported = await anyio.to_thread.run_sync(CliRunner().invoke, app, ["export", str(file), "-o", str(out)])
     assert exported.exit_code == 0, exported.output
     lines = [json.loads(line) for line in (await anyio.Path(out).read_text()).splitlines()]
-    assert sorted(line["agent"] for line in lines) == sorted(["main", "one", "two"] * EPISODES), (
+    assert sorted(line["agent"] for line in lines) == sorted(["main", "one", "two"] * EPISODE_COUNT), (
         "those that are trained"
     )

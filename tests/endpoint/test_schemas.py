@@ -1,4 +1,4 @@
-"""Schemas of other programs at an endpoint: taken as far as they go, and what is not enforced is told."""
+"""JSON schemas from other programs at an endpoint: what they contain is enforced, or reported as not enforced."""
 
 from __future__ import annotations
 

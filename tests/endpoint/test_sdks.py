@@ -1,4 +1,4 @@
-"""Loops of OpenAI's and Anthropic's own libraries play an episode, told where by nothing but their environment."""
+"""Loops that use OpenAI's and Anthropic's libraries play an episode; environment variables contain the URL."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def changed(histories: Sequence[Sequence[Any]], pool: Sequence[Any], draw: Any) 
 
 
 def read_by(form: WireForm, body: Mapping[str, Any], seen: HistoryCache[Any] | None) -> str:
-    """Everything that is read, as JSON, which tells 1, 1.0 and True apart; keys may be in any order."""
+    """All that is read, as JSON, in which 1, 1.0 and True differ; the order of keys does not matter."""
     try:
         read = form.read(copy.deepcopy(body), {}, seen).chat_call
     except Refused as refused:

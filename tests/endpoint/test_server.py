@@ -1,4 +1,4 @@
-"""The server of a run's endpoints: who gets in, what is refused, and what somebody can do to it from outside."""
+"""The server of a run's endpoints: access, refused requests, and harmful input from outside."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def raw(endpoint: Endpoint, sent: bytes, *, seconds: float = 20) -> bytes:
 
 
 async def probed(probe: Any, **options: Any) -> None:
-    """An endpoint of which `probe` is asked, and a turn behind it: nothing that it does ends the episode."""
+    """Run `probe` on an endpoint, then a turn, which shows that the probe did not end the episode."""
 
     async def loop(endpoint: Endpoint) -> None:
         await probe(endpoint)

@@ -47,7 +47,7 @@ async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
             heard.extend([_recorded(endpoint) async for line in told if '"content":""' not in line])
 
     await served(loop, slow())
-    assert heard[:3] == [0, 0, 0], "pieces were heard before the turn was recorded"
+    assert heard[:3] == [0, 0, 0], "text arrived before the turn was recorded"
 
 
 async def test_turn_of_a_disconnected_client_is_taken_back() -> None:
@@ -80,7 +80,7 @@ async def test_a_disconnect_frees_the_engine(stream: bool) -> None:
         with _asked(endpoint, "first", stream=stream):
             await until(lambda: engine.stats().sampled_tokens > 0)
             assert engine.stats().open == 1
-        await until(lambda: engine.stats().open == 0, seconds=DISCONNECTED)
+        await until(lambda: engine.stats().open == 0, seconds=DISCONNECT_SECONDS)
 
     (trajectory,) = await served(loop, engine)
     assert [request.delivery for request in trajectory.requests] == [Delivery.CUT]
@@ -95,16 +95,16 @@ async def test_a_disconnect_frees_the_engine_also_while_queued(stream: bool) -> 
             await until(lambda: engine.stats().open == 1)
             with _asked(endpoint, "second", stream=stream):
                 await until(lambda: engine.stats().waiting == 1)
-            await until(lambda: engine.stats().waiting == 0, seconds=DISCONNECTED)
-            assert engine.stats().open == 1, "the one in front of it goes on"
-        await until(lambda: engine.stats().open == 0, seconds=DISCONNECTED)
+            await until(lambda: engine.stats().waiting == 0, seconds=DISCONNECT_SECONDS)
+            assert engine.stats().open == 1, "the first request continues"
+        await until(lambda: engine.stats().open == 0, seconds=DISCONNECT_SECONDS)
 
     (trajectory,) = await served(loop, engine)
     assert len(trajectory.turns) == 1, "nothing was sampled for the one in the queue"
 
 
-DISCONNECTED = 0.5
-"""Seconds after which the engine must be free: ten times what is promised."""
+DISCONNECT_SECONDS = 0.5
+"""Time in which the engine must be free after a disconnect: ten times what the docs promise."""
 
 
 @contextmanager
@@ -126,7 +126,7 @@ async def test_undelivered_answer_is_replayed_byte_for_byte(form: str, stream: b
     ends: list[bytes] = []
     for module in (chat_completions, response_events):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1_700_000_000.0))
-    # Nothing is told before the end, so that the end is all of it.
+    # No text is written before the end, so the end contains the whole answer.
     monkeypatch.setattr(AnswerWriter, "write", lambda writer, progress: b"")
     bodies: dict[str, dict[str, Any]] = {
         "chat/completions": {"messages": [user("One.")], "return_token_ids": True},
@@ -268,7 +268,7 @@ async def test_client_that_never_reads_blocks_nothing() -> None:
         )
         assert (paused, trajectory.outcome) == ([True], Outcome.TIME_LIMIT)
         assert engine.stats().open == 0
-        assert asyncio.all_tasks() == before, "nobody waits for it any more"
+        assert asyncio.all_tasks() == before, "no task still waits for it"
 
 
 async def _connections(server: Any) -> list[Any]:
@@ -303,14 +303,14 @@ async def test_failure_in_a_stream_ends_it_with_a_final_error() -> None:
 
     await served(loop, engine, outcome=Outcome.ENGINE_ERROR, retries=0, breaker=1)
     (answer,) = told
-    if answer.status_code == 200:  # some of it was told before
+    if answer.status_code == 200:  # some of the answer was already sent
         assert events_of(answer.text)[-1]["error"]["code"] == "episode_over"
     else:
         assert (answer.status_code, answer.headers["x-should-retry"]) == (400, "false")
 
 
 async def test_restarted_turn_breaks_its_stream() -> None:
-    """A stream cannot take back what it told; so the client gets no end of it."""
+    """A stream cannot take back text that it has sent, so it breaks off without an end."""
     engine = slow(between=30)
 
     async def loop(endpoint: Endpoint) -> None:
