@@ -1,7 +1,7 @@
-"""A weight transfer engine that meets and broadcasts as NCCL's does, without a GPU: through a store on the loopback.
+"""A weight transfer engine that broadcasts as NCCL's does, without a GPU: through a store on the loopback.
 
-Whoever meets waits for all ranks, and a tensor comes from rank 0 to every other one; each step is in the place where
-vLLM's NCCL engine has it. vLLM's workers import it with the worker extension below, which registers it.
+Initialization waits for all ranks, and rank 0 sends each tensor to every other rank. Each step happens in the method in
+which vLLM's NCCL engine does it. vLLM's workers import it with the worker extension below, which registers it.
 
 Usage of a trainer elsewhere: python -m tests.engines.broadcast_transfer PORT WORLD_SIZE FILE. It meets, sends what is
 in the file, and ends with its input.

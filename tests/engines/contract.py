@@ -60,8 +60,8 @@ def vllm(request: pytest.FixtureRequest) -> RunContractTest:
     return lambda promise: at_home.home.call(main, promise)
 
 
-def lent_vllm(request: pytest.FixtureRequest) -> RunContractTest:
-    """The same vLLM, as somebody else's that an engine of ours is over."""
+def external_vllm(request: pytest.FixtureRequest) -> RunContractTest:
+    """An engine over the same vLLM, as an `AsyncLLM` that another program started."""
     at_home: PooledEngine = request.getfixturevalue("float32_engine")
     owner: Any = at_home.inner
 
@@ -96,7 +96,7 @@ def remote(dialect: ServerDialect, **settings: Any) -> Callable[[pytest.FixtureR
 
 
 async def until_quiet(server: Loopback) -> None:
-    while server.open or server.engine.stats().open:  # noqa: ASYNC110  # it is told of a closed connection by the system
+    while server.open or server.engine.stats().open:  # noqa: ASYNC110  # the system reports a closed connection later
         await anyio.sleep(0.001)
 
 
@@ -125,7 +125,7 @@ def remote_under_test(engine: RemoteEngine, settled: Callable[[], Awaitable[None
 
 
 def over_a_function(backend: str) -> Callable[[pytest.FixtureRequest], RunContractTest]:
-    """A function behind which a scripted engine stands."""
+    """A token engine whose function asks a scripted engine."""
 
     async def main(promise: ContractTest) -> None:
         async with (
@@ -166,6 +166,6 @@ ENGINES: dict[str, Any] = {
     "remote, a real one": pytest.param(
         remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.in_turns("unusual engines", 5, unit="remote")]
     ),
-    "vllm, somebody else's": pytest.param(lent_vllm, marks=pytest.mark.engine("float32_engine")),
+    "vllm, external": pytest.param(external_vllm, marks=pytest.mark.engine("float32_engine")),
     "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),
 }

@@ -20,9 +20,9 @@ from runner.engines.proofs import (
 from runner.options import Sampling
 from runner.training import weight_proof
 
-__all__ = ["EXPERT_FAULTS", "STEP", "Fault", "Trial", "faults", "stepped"]
+__all__ = ["EXPERT_FAULTS", "STEP_RATIO", "Fault", "Trial", "faults", "stepped"]
 
-STEP: Final = 0.01
+STEP_RATIO: Final = 0.01
 """Change of an optimizer's step, in standard deviations of each tensor."""
 Tensors = dict[str, Any]
 Fault = Callable[[Tensors, Tensors], None]
@@ -134,7 +134,7 @@ EXPERT_FAULTS: Final[Mapping[str, Fault]] = {
 """Faults in a tiny mixture of experts of Qwen3, under the names of transformers 5."""
 
 
-def stepped(tensors: Tensors, seed: int, size: float = STEP) -> Tensors:
+def stepped(tensors: Tensors, seed: int, size: float = STEP_RATIO) -> Tensors:
     """The tensors after a step in a random direction."""
     import torch
 
@@ -212,7 +212,7 @@ class Trial:
         alarms = dict.fromkeys(self.sizes, 0)
         tensors = self.first
         for number in range(updates):
-            tensors = stepped(tensors, 100 + number, STEP / 5)
+            tensors = stepped(tensors, 100 + number, STEP_RATIO / 5)
             await self.engine.update_weights(tensors)
             for size, (_, why) in (await self.judged(self.proofs(tensors), keep=True)).items():
                 alarms[size] += bool(why)

@@ -16,7 +16,7 @@ from runner.options import Sampling
 
 __all__ = ["as_it_was"]
 
-PATIENCE = 60.0
+IDLE_SECONDS = 60.0
 
 _first_words: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 """Output of each engine before any test used it."""
@@ -24,14 +24,14 @@ _first_words: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 @asynccontextmanager
 async def as_it_was(engine: Any) -> AsyncIterator[None]:
-    """Lend a VllmEngine to a test, and assert afterwards that it runs for nobody, with its first weights alone."""
+    """Lend a VllmEngine to a test, then assert that it has no requests, no adapters, and its first weights."""
     if engine not in _first_words:
         _first_words[engine] = await _words(engine)
     version = engine.weight_version
     yield
     assert engine.is_alive(), "a test that ends an engine takes a fixture of a doomed one"
     assert engine.state is EngineState.RUNNING
-    with anyio.fail_after(PATIENCE):
+    with anyio.fail_after(IDLE_SECONDS):
         await engine.idle()
     assert (engine.stats().open, engine.stats().waiting) == (0, 0)
     assert dict(engine.adapters) == {}

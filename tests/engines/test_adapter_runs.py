@@ -64,7 +64,7 @@ class Poem(Plain):
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
         for adapter in ("poet", "critic"):
-            conversation.add("Go on.")
+            conversation.add("Continue.")
             await conversation.generate(sampling=Sampling(adapter=adapter))
 
 
@@ -167,7 +167,7 @@ def turn_with(adapter: str | None, engine: Engine) -> GenerationRequest:
     return GenerationRequest(name="episode/main/1", prompt=[72, 105], sampling=sampling, stop_ids=engine.stop_ids)
 
 
-# --- how far behind
+# --- the lag of a version
 
 
 async def test_lag_counts_weight_updates_and_newer_adapters() -> None:
@@ -188,7 +188,7 @@ async def test_lag_counts_weight_updates_and_newer_adapters() -> None:
                 "a+b+poet@2",
                 "scripted+poet@1",
                 "scripted+critic@1",
-                "2+nobody@4",
+                "2+unknown@4",
                 "nothing",
             )
         }
@@ -212,7 +212,7 @@ class Refreshed(Plain):
         if not self.added:
             self.added.append("poet")
             await self.engine.add_adapter("poet", "anywhere")
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
 
@@ -231,7 +231,7 @@ class LaterOlder(Refreshed):
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(adapter=None))
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await super().rollout(conversation)
 
 

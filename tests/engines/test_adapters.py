@@ -221,16 +221,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "told"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("spoil", "words"), BAD.values(), ids=BAD)
 async def test_misfit_is_refused_before_vllm_and_changes_nothing(
-    book: VllmAdapters, vllm: FakeVllm, folder: Path, spoil: Callable[[Path], None], told: list[str]
+    book: VllmAdapters, vllm: FakeVllm, folder: Path, spoil: Callable[[Path], None], words: list[str]
 ) -> None:
     assert await book.add("poet", folder) == "poet@1"
     before = dict(vllm.loaded)
     spoil(folder)
     with pytest.raises(BadWeights) as refused:
         await book.add("poet", folder)
-    for piece in [*told, "'poet'", str(folder)]:
+    for piece in [*words, "'poet'", str(folder)]:
         assert piece in str(refused.value)
     assert "deltarunner-adapter-" not in str(refused.value)
     assert vllm.loaded == before

@@ -76,7 +76,7 @@ async def test_close_ends_requests_inside_and_at_the_gate() -> None:
     await asked.assert_nothing_open()
 
 
-# --- what only a scripted engine can be told to do
+# --- what only a scripted engine can be set to do
 
 
 @pytest.mark.anyio

@@ -1,4 +1,4 @@
-"""Engine control beyond the contract of every engine: one change at a time, and who waits meanwhile loses nothing."""
+"""Engine control beyond the contract of every engine: one change at a time, and waiting turns lose nothing."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_no_episode_of_a_run_is_lost_or_inexact(mode: PauseMode) -> None:
     for trajectory in got:
         assert_exact(trajectory)
     assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
-    assert (len(engine.calls) > 6) is (mode is PauseMode.ABORT), "only what was cut is asked anew"
+    assert (len(engine.calls) > 6) is (mode is PauseMode.ABORT), "only turns that were cut are asked again"
 
 
 async def test_sleep_cuts_turns_and_the_run_continues_after_wake() -> None:
@@ -153,7 +153,7 @@ async def test_sleep_cuts_turns_and_the_run_continues_after_wake() -> None:
 
 
 class Timed(Plain):
-    """Says when it speaks and works, so that a test can pause meanwhile."""
+    """A hook between its two turns lets a test pause the engine there."""
 
     def __init__(self, between: Callable[[], Awaitable[None]] = checkpoint) -> None:
         self.between = between
@@ -161,7 +161,7 @@ class Timed(Plain):
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
         await self.between()
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
 

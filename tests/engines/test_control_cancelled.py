@@ -27,14 +27,14 @@ def anyio_backend() -> str:
 
 
 class SlowRuntime(ScriptedRuntime):
-    """Each step waits until the test lets it go on."""
+    """Each step waits until the test sets `released`."""
 
     reached: list[str]
-    goes_on: anyio.Event
+    released: anyio.Event
 
     async def _wait(self, step: str) -> None:
         self.reached.append(step)
-        await self.goes_on.wait()
+        await self.released.wait()
 
     async def load_weights(self, checked: Any, version: str) -> None:
         await self._wait("load")
@@ -66,14 +66,14 @@ async def cancelled_at(runtime: SlowRuntime, step: str, call: Callable[[], Await
         for _ in range(3):
             await checkpoint()
     assert not task.done(), "it must not end by half"
-    runtime.goes_on.set()
+    runtime.released.set()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 async def controlled(engine: ScriptedEngine) -> SlowRuntime:
     runtime = runs_as(engine, SlowRuntime)
-    runtime.reached, runtime.goes_on = [], anyio.Event()
+    runtime.reached, runtime.released = [], anyio.Event()
     return runtime
 
 
@@ -110,7 +110,7 @@ async def test_native_cancellation_waits_for_the_end_of_a_proof(holds: bool) -> 
 async def test_a_timeout_around_an_update_leaves_no_engine_paused(mode: PauseMode) -> None:
     async with recording("Yes") as engine:
         runtime = await controlled(engine)
-        asyncio.get_running_loop().call_later(0.1, runtime.goes_on.set)
+        asyncio.get_running_loop().call_later(0.1, runtime.released.set)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.update_weights(None, mode=mode), 0.01)
         assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "1")
@@ -184,6 +184,6 @@ async def test_to_finish_or_prepare_twice_at_once_is_as_once() -> None:
                 await checkpoint()
             tasks.start_soon(engine.prepare_for_generation)  # while it falls asleep
             tasks.start_soon(engine.prepare_for_generation)
-            runtime.goes_on.set()
+            runtime.released.set()
         assert runtime.reached[:2] == ["sleep", "wake"]
         assert engine.state is EngineState.RUNNING

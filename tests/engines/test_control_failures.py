@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 class Careful(ScriptedRuntime):
-    """Suspends before and after everything it does, and fails where it is told to."""
+    """Suspends before and after each step, and fails in the step that `fails` names."""
 
     fails = ""
     dies = False

@@ -40,7 +40,7 @@ def as_family(engine: VllmEngine, of: Family) -> tuple[int, int]:
     answer, calls = (engine.tokenizer.token_id(name) for name in of.ends)
     assert answer is not None
     assert calls is not None
-    # A grammar that is fulfilled leaves the vocabulary's own EOS, which is no token of most of these templates.
+    # After a complete grammar only the vocabulary's own EOS is allowed, and most of these templates do not use it.
     known = [stop for stop in (answer, calls, engine.tokenizer.eos_id) if stop is not None]
     engine.template, engine.stop_ids = of.template, tuple(dict.fromkeys(known))
     return answer, calls

@@ -180,8 +180,8 @@ def _assert_sound(
     free = {rank for rank, inside_it in enumerate(gate.ranks) if inside_it < each}
     waiting = {number: visits[number] for number in sorted(visits.keys() - set(hall.inside))}
     late = [session.affinity.rank for session, _ in waiting.values() if session.late]
-    assert not (set(late) & free), "a rank has a place, and somebody waits for that rank"
-    assert not (late and late[0] is None and free), "any rank would do, and one has a place"
+    assert not (set(late) & free), "a rank has a free place, but a session waits for that rank"
+    assert not (late and late[0] is None and free), "a session that may use any rank waits, but one has a free place"
     first = next((visit for visit in waiting.values() if not visit[0].late), None)
     if first is not None:
         session, tokens = first

@@ -58,7 +58,7 @@ def test_half_precision_with_nan_holds_no_proof() -> None:
     assert not compare_scores(proof, scores, tolerance, engine_dtype="bfloat16").holds
 
 
-SIZE = 400
+SCORE_COUNT = 400
 WIDE = tolerance_of(WeightProof(IDS, [-1.0] * 39), "bfloat16", None)
 
 
@@ -66,10 +66,10 @@ class Update:
     """A trainer's change of log-probabilities, the engine's scores before it, and a proof of it."""
 
     def __init__(self, change: float, noise: float, **fields: Any) -> None:
-        old = -4 - np.abs(drawn(1, SIZE, 1.0))
-        self.change = drawn(2, SIZE, change)
-        self.before = Accepted(WeightProof(range(SIZE + 1), old, **fields), old + drawn(3, SIZE, noise))
-        self.proof = WeightProof(range(SIZE + 1), old + self.change, **fields)
+        old = -4 - np.abs(drawn(1, SCORE_COUNT, 1.0))
+        self.change = drawn(2, SCORE_COUNT, change)
+        self.before = Accepted(WeightProof(range(SCORE_COUNT + 1), old, **fields), old + drawn(3, SCORE_COUNT, noise))
+        self.proof = WeightProof(range(SCORE_COUNT + 1), old + self.change, **fields)
 
     def judged(self, seen: Any, engine_dtype: str = "bfloat16") -> tuple[float | None, str]:
         """The share that arrived where the engine's scores moved by `seen`, and why the proof fails."""
@@ -82,7 +82,7 @@ class Update:
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
 def test_arrived_share_of_a_change_is_measured_below_the_noise(share: float) -> None:
     update = Update(0.02, 0.02, dtype="float32", weights_dtype="bfloat16")
-    arrived, why = update.judged(share * update.change + drawn(4, SIZE, 0.005))
+    arrived, why = update.judged(share * update.change + drawn(4, SCORE_COUNT, 0.005))
     assert arrived == pytest.approx(share, abs=0.1)
     assert bool(why) == (share < 0.7)
 
@@ -91,7 +91,7 @@ def test_arrived_share_of_a_change_is_measured_below_the_noise(share: float) -> 
 def test_scores_that_move_in_steps_are_no_missing_change(change: float) -> None:
     """Logits in bfloat16 between 16 and 32 are multiples of an eighth: most do not move for a small change."""
     update, step = Update(change, 0.02, dtype="float32", weights_dtype="bfloat16"), 0.125
-    exact = np.random.default_rng(7).uniform(0, step, SIZE)
+    exact = np.random.default_rng(7).uniform(0, step, SCORE_COUNT)
     seen = (np.floor((exact + update.change) / step) - np.floor(exact / step)) * step
     arrived, why = update.judged(seen)
     assert arrived is None or arrived == pytest.approx(1.0, abs=0.4)
@@ -102,7 +102,7 @@ def test_scores_that_move_in_steps_are_no_missing_change(change: float) -> None:
 def test_ids_that_take_another_route_are_no_missing_change(size: float, says: bool) -> None:
     """A tenth of the ids of a mixture of experts differ by much, before and after."""
     update = Update(0.05, 0.01, dtype="float32", weights_dtype="bfloat16")
-    routed = np.where(np.random.default_rng(5).random(SIZE) < 0.1, drawn(6, SIZE, size), 0.0)
+    routed = np.where(np.random.default_rng(5).random(SCORE_COUNT) < 0.1, drawn(6, SCORE_COUNT, size), 0.0)
     arrived, why = update.judged(update.change + routed)
     assert (arrived is not None) == says
     assert not says or arrived == pytest.approx(1.0, abs=0.15)
@@ -111,7 +111,7 @@ def test_ids_that_take_another_route_are_no_missing_change(size: float, says: bo
 
 def test_a_change_that_the_engine_rounds_away_is_not_missing() -> None:
     """A small step of float32 weights leaves most of the engine's in bfloat16 as they were."""
-    lost = drawn(4, SIZE, 0.002)
+    lost = drawn(4, SCORE_COUNT, 0.002)
     rounded_here = Update(0.02, 0.02, dtype="float32", weights_dtype="float32")
     assert rounded_here.judged(lost) == (None, "")
     rounded_before = Update(0.02, 0.02, dtype="float32", weights_dtype="bfloat16")
@@ -121,14 +121,14 @@ def test_a_change_that_the_engine_rounds_away_is_not_missing() -> None:
 def test_rounding_in_the_proof_itself_is_not_a_missing_change() -> None:
     """Most of a bfloat16 trainer's change is its own rounding, which no engine shows."""
     update = Update(0.02, 0.02, dtype="bfloat16")
-    assert update.judged(drawn(4, SIZE, 0.002)) == (None, "")
+    assert update.judged(drawn(4, SCORE_COUNT, 0.002)) == (None, "")
     large = Update(0.05, 0.01, dtype="bfloat16")
-    assert "only" in large.judged(drawn(4, SIZE, 0.002))[1]
+    assert "only" in large.judged(drawn(4, SCORE_COUNT, 0.002))[1]
 
 
 def test_a_change_that_is_lost_in_the_noise_says_nothing() -> None:
     update = Update(1e-5, 0.0, dtype="float32", weights_dtype="bfloat16")
-    assert update.judged(drawn(3, SIZE, 0.02)) == (None, "")
+    assert update.judged(drawn(3, SCORE_COUNT, 0.02)) == (None, "")
 
 
 def test_tenth_of_a_change_may_be_missing_in_float32() -> None:

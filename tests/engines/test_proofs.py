@@ -1,4 +1,4 @@
-"""Proofs of weights: an engine that computes something else than its trainer is found before any turn goes on."""
+"""Proofs of weights: an engine that computes other results than its trainer is found before any turn continues."""
 
 from __future__ import annotations
 

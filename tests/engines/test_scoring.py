@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = "The capital of France is"
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-NEAR = 1e-4  # nats; between a prompt in one pass and steps of one id, in float32
+TOLERANCE_NATS = 1e-4  # between a prompt in one pass and steps of one id, in float32
 
 SAMPLINGS = {
     "temperature": Sampling(temperature=0.7),
@@ -67,7 +67,9 @@ async def sampled(
 def test_scores_are_the_log_probabilities_of_sampling(float32_engine: PooledEngine) -> None:
     async def main() -> None:
         prompt, ids, logprobs = await sampled(float32_engine, Sampling())
-        assert await float32_engine.score([*prompt, *ids], start=len(prompt)) == pytest.approx(logprobs, abs=NEAR)
+        assert await float32_engine.score([*prompt, *ids], start=len(prompt)) == pytest.approx(
+            logprobs, abs=TOLERANCE_NATS
+        )
 
     float32_engine.home.call(main)
 
@@ -79,7 +81,7 @@ def test_scores_as_sampled_include_the_sampling(name: str, float32_engine: Poole
         how = SAMPLINGS[name]
         prompt, ids, logprobs = await sampled(float32_engine, how)
         scores = await float32_engine.score([*prompt, *ids], start=len(prompt), sampling=how)
-        assert scores == pytest.approx(logprobs, abs=NEAR)
+        assert scores == pytest.approx(logprobs, abs=TOLERANCE_NATS)
         plain = await float32_engine.score([*prompt, *ids], start=len(prompt))
         assert name == "greedy" or plain != pytest.approx(logprobs, abs=0.05), "the sampling matters"
 
@@ -94,7 +96,7 @@ def test_scores_under_a_grammar_include_its_mask(name: str, float32_engine: Pool
         prompt, ids, logprobs = await sampled(float32_engine, how, grammar)
         given = [*prompt, *ids]
         scores = await float32_engine.score(given, start=len(prompt), sampling=how, constraint=grammar)
-        assert scores == pytest.approx(logprobs, abs=NEAR)
+        assert scores == pytest.approx(logprobs, abs=TOLERANCE_NATS)
 
     float32_engine.home.call(main)
 
@@ -131,7 +133,7 @@ def test_many_sequences_are_scored_beside_turns_and_leave_nothing(float32_engine
         for number, scores in enumerate(alone):
             assert len(together[number]) == len(texts[number]) - 1
             if number % 5 != 4:
-                assert together[number] == pytest.approx(scores, abs=NEAR)
+                assert together[number] == pytest.approx(scores, abs=TOLERANCE_NATS)
         await float32_engine.inner.idle()  # type: ignore[attr-defined]  # of the engine at home
         assert float32_engine.stats().open == 0
 
@@ -158,11 +160,11 @@ def test_scores_with_an_adapter_are_those_of_sampling_with_it(
         async with anyio.create_task_group() as group:
             for adapter in ("poet", None):
                 group.start_soon(score, adapter)
-        assert found["poet"] == pytest.approx(logprobs, abs=NEAR)
+        assert found["poet"] == pytest.approx(logprobs, abs=TOLERANCE_NATS)
         assert found[None] != pytest.approx(logprobs, abs=0.05), "the adapter matters"
         assert await float32_engine.score(
             given, start=len(prompt), sampling=Sampling(adapter="poet", temperature=1.0)
-        ) == pytest.approx(logprobs, abs=NEAR)
+        ) == pytest.approx(logprobs, abs=TOLERANCE_NATS)
         await float32_engine.remove_adapter("poet")
 
     float32_engine.home.call(main)
@@ -212,10 +214,10 @@ def test_scores_in_flight_survive_what_ends_requests(end: str, float32_engine: P
         assert float32_engine.is_alive()
         assert len(found) == len(texts) + 1 or end == "cancelled"
         if end == "cancelled":
-            assert await float32_engine.score(texts[0]) == pytest.approx(expected[0], abs=NEAR)
+            assert await float32_engine.score(texts[0]) == pytest.approx(expected[0], abs=TOLERANCE_NATS)
             return
         for number, scores in enumerate([*expected, as_sampled]):
-            assert found[number] == pytest.approx(scores, abs=NEAR)
+            assert found[number] == pytest.approx(scores, abs=TOLERANCE_NATS)
 
     float32_engine.home.call(main)
 

@@ -151,7 +151,7 @@ async def test_raw_server_has_exact_log_probabilities_with_masks(tmp_path: Path)
     sglang: dict[str, Any] = {"dialect": ServerDialect.SGLANG, "sampling_masks": True, "raw": True}
     async with asked(tmp_path, "Yes.", engine={"sampling_masks": True}, **sglang) as (_, engine):
         deltas = await read(engine, wanted(top_p=0.9, top_k=5))
-        plain = await read(engine, wanted(top_p=0.9))  # SGLang gives no masks without a top_k
+        plain = await read(engine, wanted(top_p=0.9))  # SGLang returns no masks without a top_k
     assert all(delta.logprobs is not None for delta in deltas)
     assert all(delta.logprobs is None for delta in plain if delta.token_ids)
 

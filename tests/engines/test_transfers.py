@@ -49,7 +49,7 @@ async def test_relayed_steps_run_in_order_and_return_when_done() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(bring)
         await anyio.wait_all_tasks_blocked()
-        assert diary.steps == [], "the engine does not stand still yet"
+        assert diary.steps == [], "the engine is not paused yet"
         await relay.receive(diary)
     assert diary.steps == [(START, None), (LOAD, 1), (LOAD, 2), (FINISH, None)]
 

@@ -45,7 +45,7 @@ class Says:
     hold_after: int | None = None
     """Chunks after which nothing more comes until `Api.released` is set."""
     garbage_after: int | None = None
-    """Chunks after which something comes that is no chunk."""
+    """Chunks after which a line comes that is not a chunk."""
     error_after: int | None = None
     """Chunks after which the server says that it failed."""
     error: dict[str, Any] = field(default_factory=lambda: {"message": "it broke", "type": "server_error", "code": 500})
@@ -193,7 +193,7 @@ async def asked(
 
 
 def wanted(**options: Any) -> MessageRequest:
-    """A turn that is asked for; what is no field of a request is one of its sampling."""
+    """A request for a turn: options that are not fields of a request are fields of its sampling."""
     own = {name: options.pop(name) for name in ("messages", "tools", "tool_choice", "seed") if name in options}
     messages: Any = [{"role": "user", "content": "Hello?"}]
     sampling = Sampling(**options).over(Sampling.defaults())

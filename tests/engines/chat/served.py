@@ -1,4 +1,4 @@
-"""Our own endpoint as an API of messages: a scripted engine speaks, and a run of its own serves it meanwhile."""
+"""Our own endpoint as a chat API: a run with a scripted engine serves it while the test asks it."""
 
 from __future__ import annotations
 

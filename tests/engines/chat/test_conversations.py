@@ -1,4 +1,4 @@
-"""Conversations with an API of messages: what is heard, sent and recorded of them."""
+"""Conversations with a chat API: what is sent, received and recorded."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_rewritten_and_branched_histories_are_sent_as_given(tmp_path: Path
         branch = conversation.branch("branch", turn=first, train=False)
         branch.add("Less?")
         await branch.generate()
-        conversation.replace("Anew?")
+        conversation.replace("Again?")
         await conversation.generate()
         conversation.add("Which?")
         tried = await conversation.tries(2)
@@ -129,9 +129,9 @@ async def test_rewritten_and_branched_histories_are_sent_as_given(tmp_path: Path
     asked = [[message["content"] for message in body["messages"]] for body in api.bodies]
     assert asked[1] == ["Question 0?", "1!", "More?"]
     assert asked[2] == ["Question 0?", "1!", "Less?"]
-    assert asked[3] == ["Anew?"]
-    assert asked[4] == asked[5] == ["Anew?", "1!", "Which?"]
-    assert asked[6] == ["Anew?", "1!", "Which?", "3!", "And?"]
+    assert asked[3] == ["Again?"]
+    assert asked[4] == asked[5] == ["Again?", "1!", "Which?"]
+    assert asked[6] == ["Again?", "1!", "Which?", "3!", "And?"]
     assert [segment.cause for segment in main.segments] == ["start", "environment", "branch"]
     assert [message["content"] for message in branch.messages] == ["Question 0?", "1!", "Less?", "3!"]
 

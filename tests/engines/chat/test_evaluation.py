@@ -100,7 +100,7 @@ async def test_every_turn_has_a_seed_of_its_own_unless_seeds_are_left_out() -> N
 async def test_run_sampling_and_limits_apply_to_the_evaluated_model() -> None:
     class Talking(Plain):
         def step(self, turn: Any) -> str:
-            return "Go on."
+            return "Continue."
 
     async with serving("Yes") as api:
         run = {"sampling": Sampling(temperature=0.2, max_tokens=5), "limits": Limits(turns=3)}
@@ -113,7 +113,7 @@ async def test_run_sampling_and_limits_apply_to_the_evaluated_model() -> None:
 async def test_the_limit_on_tokens_counts_as_the_server_counts() -> None:
     class Talking(Plain):
         def step(self, turn: Any) -> str:
-            return "Go on."
+            return "Continue."
 
     said = Says("Yes", usage={"prompt_tokens": 10, "completion_tokens": 4})
     async with serving(said) as api:
@@ -131,7 +131,7 @@ async def test_turn_cut_at_its_limit_ends_the_episode() -> None:
 async def test_the_context_limit_holds_as_the_server_counts() -> None:
     class Talking(Plain):
         def step(self, turn: Any) -> str:
-            return "Go on."
+            return "Continue."
 
     said = Says("Yes", usage={"prompt_tokens": 90, "completion_tokens": 20})
     async with serving(said) as api:
@@ -264,7 +264,7 @@ async def test_a_cut_turn_that_is_to_go_on_at_an_api_is_refused_alone() -> None:
                 said: Any = {"role": "assistant", "content": cut.message.content}
                 with pytest.raises(openai.BadRequestError, match="add a user message"):
                     await create(model="any", messages=[hello, said])
-                await create(model="any", messages=[hello, said, {"role": "user", "content": "Go on."}])
+                await create(model="any", messages=[hello, said, {"role": "user", "content": "Continue."}])
 
     async with endpoint_of(lambda _: "A long answer.") as api:
         (trajectory,) = await played(Served, asking_endpoint(api))

@@ -36,7 +36,7 @@ from tests.repository import ROOT
 
 pytestmark = pytest.mark.anyio
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 KEY = "sk-secret-0123456789"
 
 
@@ -153,7 +153,7 @@ async def test_a_server_that_says_so_is_not_asked_again() -> None:
         with pytest.raises(EngineError):
             await hear(engine)
         assert len(api.bodies) == 1
-        await hear(engine)  # and others go on as before
+        await hear(engine)  # and other requests are answered
 
 
 async def test_a_retry_after_longer_than_the_policy_takes_fails_at_once() -> None:
@@ -282,8 +282,8 @@ async def test_silent_server_fails_the_turn_and_keeps_its_text() -> None:
 async def test_a_turn_that_is_cut_keeps_what_was_said_and_ends_its_request() -> None:
     async with serving(Says("A long answer", hold_after=3)) as api:
         (trajectory,), _, _ = await played(api, limits=Limits(seconds=0.5))
-        with anyio.fail_after(WATCHDOG):
-            while api.open:  # noqa: ASYNC110  # the server is told by its connection alone
+        with anyio.fail_after(WATCHDOG_SECONDS):
+            while api.open:  # noqa: ASYNC110  # the server sees only that the connection closes
                 await anyio.sleep(0.005)
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
     assert [(turn.text, turn.finish) for turn in trajectory.turns] == [("A long a", FinishReason.ABORT)]
@@ -354,7 +354,7 @@ async def test_an_error_is_no_part_of_the_file_that_tells_the_key(tmp_path: Path
 
 
 def test_the_key_that_was_typed_is_not_in_the_log(tmp_path: Path) -> None:
-    # In a process of its own: what is printed goes to the log by its descriptor. Refused, since nobody is there.
+    # In its own process, because the log takes over file descriptors. No server listens, so the run fails.
     typed = ["run", "calculator", "--top-k", "4", "--api-model", "m", "--api-url", "http://127.0.0.1:9/v1"]
     command = [sys.executable, "-c", "from runner.cli.app import main; main()", *typed, "--api-key", KEY]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -373,7 +373,7 @@ async def test_health_of_a_server_that_is_down_raises_engine_dead() -> None:
         engine = await asking(api).__aenter__()
         await engine.health()  # this server has no list of models: its refusal is an answer too
     try:
-        with anyio.fail_after(WATCHDOG), pytest.raises(EngineDead, match=rf"The server at {api.url} is gone: "):
+        with anyio.fail_after(WATCHDOG_SECONDS), pytest.raises(EngineDead, match=rf"The server at {api.url} is gone: "):
             await engine.health()
         assert not engine.is_alive()
         assert engine.retries.counts[FailureKind.CONNECTION] == QUICK.attempts - 1
@@ -400,7 +400,7 @@ async def test_run_with_an_idle_chat_engine_ends_with_its_server(monkeypatch: py
             await anyio.sleep_forever()
 
     async with serving("Hello.", models_status=502) as api:
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             _, failure, _ = await played(api, Waits, tasks=tasks(1), limits=Limits(seconds=None))
     assert isinstance(failure, EngineDead)
     assert "is gone: HTTP 502" in str(failure)

@@ -1,4 +1,4 @@
-"""The page on models behind an API says what there is."""
+"""The page on models of an API describes what the code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adaptive limit: how many requests an API of messages is asked at once, and whose clocks stand still meanwhile."""
+"""The adaptive limit: how many requests a chat API receives at once, and which clocks are paused in the queue."""
 
 from __future__ import annotations
 
@@ -342,4 +342,4 @@ def test_a_turn_that_is_cancelled_anywhere_leaves_nothing_behind(monkeypatch: py
             return await cancel_everywhere(scenario, check=check)
 
     with standing(monkeypatch) as server:
-        assert in_trio(test) >= 3  # asked, told to wait, and heard
+        assert in_trio(test) >= 3  # while it asks, waits to retry, and reads

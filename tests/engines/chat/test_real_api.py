@@ -1,4 +1,4 @@
-"""A real OpenAI server of vLLM's as the API: it is evaluated, judges and is heard, by its own template and parser."""
+"""A real OpenAI server of vLLM's as the API, with its own template and parser: evaluated, judging and streaming."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
         )
         return [(each.id, each.reward, [said(turn) for turn in each.turns]) for each in played]
 
-    def said(turn: Turn) -> Any:  # the server makes up the ids of calls anew each time
+    def said(turn: Turn) -> Any:  # the ids of calls are random on each request
         return turn.text, [(made.name, made.arguments) for made in turn.tool_calls], turn.finish
 
     assert await once() == await once()

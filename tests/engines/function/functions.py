@@ -1,4 +1,4 @@
-"""Functions of token ids for tests: an engine of ours stands behind each."""
+"""Functions of token ids for tests, each of which asks an engine of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runner.engines.base import Delta, Engine, Session
 from runner.engines.function.engine import TokenEngine
 from runner.engines.function.token_function import TokenFeature, TokenFunction, TokenOutput, TokenSampling
 
-__all__ = ["Behind", "engine_over", "output_of"]
+__all__ = ["EngineFunctions", "engine_over", "output_of"]
 
 
 def output_of(delta: Delta, version: str) -> TokenOutput:
@@ -23,7 +23,7 @@ def output_of(delta: Delta, version: str) -> TokenOutput:
     return TokenOutput(delta.token_ids, delta.logprobs, finish, version, top)
 
 
-class Behind:
+class EngineFunctions:
     """Functions that ask an engine of ours."""
 
     def __init__(self, inner: Engine) -> None:
@@ -52,10 +52,10 @@ def engine_over(
     inner: Engine, *, streamed: bool = True, function: TokenFunction | None = None, **settings: Any
 ) -> TokenEngine:
     """A token engine over an engine of ours that runs, by a function that asks it."""
-    behind = Behind(inner)
+    functions = EngineFunctions(inner)
     settings = {"context": inner.context, "places": inner.places, "takes": TokenFeature, **settings}
     return TokenEngine(
-        function or (behind.streamed if streamed else behind.whole),
+        function or (functions.streamed if streamed else functions.whole),
         tokenizer=inner.tokenizer,
         template=inner.template,
         stop_ids=inner.stop_ids,

@@ -1,4 +1,4 @@
-"""The token engine: the same trajectories as of the engine behind its function, and what it refuses before a turn."""
+"""The token engine: the same trajectories as of the engine that its function asks, and refusals before a turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from runner.testing import Latency, ScriptedEngine, assert_exact, call, force
 from runner.testing.engine_under_test import wait_until
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.engines.engine_requests import STOP, request
-from tests.engines.function.functions import Behind, engine_over
+from tests.engines.function.functions import EngineFunctions, engine_over
 from tests.engines.remote.model_folder import byte_model
 
 pytestmark = pytest.mark.anyio
@@ -106,7 +106,7 @@ async def test_stop_string_cuts_the_call_as_in_the_inner_engine() -> None:
     expected = await play(ScriptedEngine(script), sampling=sampling)
     async with ScriptedEngine(script, latency=Latency(between=1)) as inner:
         played = await play(engine_over(inner), sampling=sampling)
-        assert inner.stats().sampled_tokens < 4 * len(script), "nobody sampled to the end"
+        assert inner.stats().sampled_tokens < 4 * len(script), "the engine did not sample to the end"
         assert inner.stats().open == 0
     assert told(played) == told(expected)
     assert played[0].turns[0].text == "It is 42"
@@ -115,10 +115,12 @@ async def test_stop_string_cuts_the_call_as_in_the_inner_engine() -> None:
 @both_backends
 async def test_conversations_have_distinct_sessions() -> None:
     async with ScriptedEngine([[call("add", a=17, b=25)], "It is 42."]) as inner:
-        behind = Behind(inner)
-        engine = TokenEngine(behind.streamed, tokenizer=inner.tokenizer, template=inner.template, context=inner.context)
+        functions = EngineFunctions(inner)
+        engine = TokenEngine(
+            functions.streamed, tokenizer=inner.tokenizer, template=inner.template, context=inner.context
+        )
         played = await play(engine)
-    assert sum(len(each.turns) for each in played) == 2 * len(behind.sessions) == 8
+    assert sum(len(each.turns) for each in played) == 2 * len(functions.sessions) == 8
 
 
 @both_backends

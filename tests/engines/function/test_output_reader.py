@@ -23,7 +23,7 @@ FIRST = [-0.5, -0.25]
 
 
 def says(*outputs: Any, streamed: bool = True) -> TokenEngine:
-    """An engine whose function gives these outputs."""
+    """An engine whose function returns these outputs."""
 
     async def stream(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
         for output in outputs:
@@ -56,7 +56,7 @@ WRONG = {
     "an id below 0": (stop([-1]), "gave the id -1"),
     "no log-probabilities": (TokenOutput([72, STOP], None, "stop"), "gave no log-probabilities"),
     "too few log-probabilities": (stop([72], [-0.5]), "gave 1 log-probabilities of 2 ids"),
-    "log-probabilities that are no numbers": (
+    "log-probabilities that are not numbers": (
         stop([72], [-0.5, None]),
         r"gave \[-0.5, None\] for logprobs: give a number",
     ),
@@ -67,11 +67,11 @@ WRONG = {
     "another finish": (TokenOutput([72, STOP], FIRST, "completed"), "gave the finish 'completed': give one of stop"),
     "a stop id that is missing": (TokenOutput([72, 72], FIRST, "stop"), "gave the finish 'stop' and no stop id"),
     "a stop without any id": (TokenOutput([], [], "stop"), "gave the finish 'stop' and no stop id"),
-    "ids behind a stop id": (TokenOutput([STOP, 72], FIRST, "stop"), f"continued after the stop id {STOP}"),
+    "ids after a stop id": (TokenOutput([STOP, 72], FIRST, "stop"), f"continued after the stop id {STOP}"),
     "a length that is a stop": (TokenOutput([72, STOP], FIRST, "length"), "gave the finish 'length' after a stop id"),
     "a length too early": (TokenOutput([72, 72], FIRST, "length"), "gave the finish 'length' after 2 ids: max_tokens"),
     "too many ids": (TokenOutput([72] * 5, [-0.5] * 5, "length"), "gave 5 ids: max_tokens is 4"),
-    "a version that is none": (stop([72], version=1.5), "gave the weight version 1.5"),
+    "a version that is a float": (stop([72], version=1.5), "gave the weight version 1.5"),
 }
 
 
@@ -83,7 +83,7 @@ async def test_invalid_output_names_the_turn_and_the_field(output: Any, message:
 
 
 async def test_turn_that_fills_the_context_has_finish_length() -> None:
-    room = 98  # of 100, behind a prompt of two ids
+    room = 98  # of 100, after a prompt of two ids
     (delta,) = await ask(says(TokenOutput([72] * room, [-0.5] * room, "length")), request(max_tokens=1000))
     assert delta.finish is not None
     assert delta.finish.reason is FinishReason.LENGTH

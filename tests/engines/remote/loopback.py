@@ -1,7 +1,7 @@
-"""A stand-in for servers of models: a scripted engine behind HTTP on this machine, as vLLM and SGLang answer.
+"""A stand-in for model servers: a scripted engine over HTTP on this machine, which answers as vLLM and SGLang do.
 
-Its fields are those of vLLM 0.32's endpoints (which tests beside it hold it to) and of SGLang 0.5.23's source (see
-tests/interop/test_trainer_wheels.py). It stands for the wire alone: what it says is the script's.
+Its fields are those of vLLM 0.32's endpoints (tests beside it compare them) and of SGLang 0.5.23's source (see
+tests/interop/test_trainer_wheels.py). It imitates only the wire format: the script is what it samples.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ _FIELDS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequenc
 
 @dataclass
 class Loopback:
-    """A server, and what it was asked.
+    """A server, and the requests that it received.
 
-    The troubles come one a request, in their order, and the request for one id that begins with an engine is none of
-    these.
+    Each request takes the next of `troubles`, except the request for one id that an engine sends when it starts.
     """
 
     engine: ScriptedEngine

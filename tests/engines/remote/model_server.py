@@ -41,7 +41,7 @@ class ModelServer:
 
     async def until_idle(self) -> None:
         """Return when its scheduler has none."""
-        while await self.open_requests():  # noqa: ASYNC110  # it tells nobody
+        while await self.open_requests():  # noqa: ASYNC110  # it sends no notification
             await anyio.sleep(0.05)
 
 

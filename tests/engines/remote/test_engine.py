@@ -29,7 +29,7 @@ from tests.verifying import verify
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 DIALECTS = [pytest.param(dialect, id=dialect.value) for dialect in ServerDialect]
 SLOW: dict[str, Any] = {"latency": Latency(between=1), "tick": 0.001}
 
@@ -100,8 +100,8 @@ async def test_a_stop_string_ends_a_turn_here_and_closes_the_connection(tmp_path
     async with asked(tmp_path, **SLOW) as (server, engine):
         trajectory = await play_async(Plain(), engine, sampling=Sampling(stop=("answer",)))
         assert "stop" not in server.bodies[0]["sampling_params"]
-        with anyio.fail_after(WATCHDOG):
-            while server.open:  # noqa: ASYNC110  # the system tells it of the closed connection
+        with anyio.fail_after(WATCHDOG_SECONDS):
+            while server.open:  # noqa: ASYNC110  # the system reports the closed connection later
                 await anyio.sleep(0.001)
     (turn,) = trajectory.turns
     assert (turn.finish, turn.stop, turn.text) == (FinishReason.STOP, "answer", "A long ")
@@ -114,7 +114,7 @@ async def test_a_stop_string_ends_a_turn_here_and_closes_the_connection(tmp_path
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_the_likeliest_ids_are_as_many_as_were_asked_for(tmp_path: Path, dialect: ServerDialect) -> None:
     rows = [{70: -0.5, 71: -1.0, 72: -2.0, 73: -3.0}, {70: -0.1, 71: -4.0, 72: -math.inf, 73: -math.inf}]
-    # The second id is none of the likeliest.
+    # The second id is not among the likeliest.
     reply = Reply(ids=[70, 80], logprobs=[-0.5, -6.0], top_logprobs=rows, finish="length")
     async with asked(tmp_path, reply, dialect=dialect) as (_, engine):
         deltas = await read(engine, wanted(2, logprobs=2))

@@ -24,7 +24,7 @@ from tests.playing import Plain, tasks
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 # --- troubles
@@ -197,7 +197,7 @@ async def test_server_error_fails_only_its_request_at_once(tmp_path: Path, troub
 
 async def test_a_server_that_does_not_begin_to_answer_is_given_up_in_time(tmp_path: Path) -> None:
     async with asked(tmp_path, troubles=[never_begins], engine={"timeout": 0.5}) as (server, engine):
-        with anyio.fail_after(WATCHDOG), pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
+        with anyio.fail_after(WATCHDOG_SECONDS), pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
             await read(engine)
         assert len(server.bodies) == 1
         assert text_of(await read(engine)) == TEXT
@@ -281,7 +281,7 @@ async def test_a_server_that_disappears_ends_the_run_and_says_so(tmp_path: Path)
     async with asked(tmp_path, troubles=[vanishes] * 50) as (server, engine):
         # One at a time: none connects while it goes.
         run = Run(Plain(), engine, tasks=tasks(50), retries=1, concurrency=Concurrency(episodes=1))
-        with anyio.fail_after(WATCHDOG), pytest.raises(EngineDead, match=f"{server.url} is gone: "):
+        with anyio.fail_after(WATCHDOG_SECONDS), pytest.raises(EngineDead, match=f"{server.url} is gone: "):
             await play(run)
 
 

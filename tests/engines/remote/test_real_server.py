@@ -1,4 +1,4 @@
-"""A real server of vLLM's: what it samples is what our own engine samples, and it frees what nobody waits for."""
+"""A real server of vLLM's: it samples the same as our own engine, and frees requests whose client has left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.verifying import verify
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.in_turns("unusual engines", 5, unit="remote")]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 PROMPT = list(range(60, 100))
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 
@@ -109,14 +109,14 @@ async def test_server_and_local_engine_score_ids_alike(model_server: ModelServer
 
 async def test_leaving_a_turn_frees_its_place_on_the_server(model_server: ModelServer) -> None:
     async with remote(model_server) as engine:
-        with anyio.fail_after(WATCHDOG), anyio.CancelScope() as scope:
+        with anyio.fail_after(WATCHDOG_SECONDS), anyio.CancelScope() as scope:
             async with engine.stream(wanted(1900, temperature=0.0)) as stream:
                 await anext(stream)
                 assert await model_server.open_requests() == 1
                 scope.cancel()
                 await anext(stream)
         assert scope.cancelled_caught
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             await model_server.until_idle()
 
 

@@ -1,4 +1,4 @@
-"""A request that waits to be sent again: no clock of its episode goes on, nor is it sent to a paused server."""
+"""A request that waits for a retry: the clocks of its episode are paused, and a paused server does not receive it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.engines.remote.remote_requests import TEXT, asked, read, text_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 class Unreached:
-    """A server that nobody asks."""
+    """A server that receives no request."""
 
     url = "http://there"
 
@@ -80,7 +80,7 @@ async def test_a_request_is_not_sent_again_before_a_paused_server_goes_on(tmp_pa
         said.append(text_of(await read(engine)))
 
     async with asked(tmp_path, troubles=[full]) as (server, engine), anyio.create_task_group() as tasks:
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             tasks.start_soon(ask)
             while not engine.retries.counts:
                 await checkpoint()

@@ -114,11 +114,11 @@ async def test_what_had_come_before_the_death_is_kept() -> None:
         stream = engine.stream(request())
         async with stream:
             first = await anext(stream)
-            engine.die("somebody pulled the plug")
+            engine.die("pulled the plug")
         assert list(first.token_ids) == [97]
         assert stream.finish is not None
         assert stream.finish.reason is FinishReason.ERROR
-        assert stream.finish.stop == "The engine died: somebody pulled the plug"
+        assert stream.finish.stop == "The engine died: pulled the plug"
 
 
 async def test_an_engine_that_died_can_be_entered_again() -> None:

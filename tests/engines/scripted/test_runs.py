@@ -25,7 +25,7 @@ def test_every_example_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Sums(Environment):
-    """Adds two numbers, one of them told only by the tool."""
+    """Adds two numbers, one of which only the tool knows."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt=f"What is {number} + 1?", answer=str(number + 1)) for number in range(4)]

@@ -27,9 +27,9 @@ from tests.playing import Plain
 
 pytestmark = pytest.mark.engine
 
-TOLERANCE = 1e-3  # nats, in float32
+TOLERANCE_NATS = 1e-3  # in float32
 PROMPT = list(range(1000, 1100))  # three blocks of the prefix cache, and a piece
-LENGTH = 12
+TURN_TOKENS = 12
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ class Teacher:
             logits = torch.func.functional_call(self.model, merged, (ids,)).logits[0, len(PROMPT) - 1 : -1]
         assert logits.argmax(-1).tolist() == said.ids
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(said.ids)[:, None])[:, 0].numpy()
-        assert np.abs(logprobs - np.array(said.logprobs)).max() < TOLERANCE
+        assert np.abs(logprobs - np.array(said.logprobs)).max() < TOLERANCE_NATS
 
 
 def _merged(weights: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Said:
         return [span.version for span in self.finish.versions]
 
 
-def turn(adapter: str | None, length: int = LENGTH) -> GenerationRequest:
+def turn(adapter: str | None, length: int = TURN_TOKENS) -> GenerationRequest:
     sampling = Sampling(adapter=adapter, temperature=0, max_tokens=length).over(Sampling.defaults())
     return GenerationRequest(name=f"with {adapter}", prompt=PROMPT, sampling=sampling, acts_on_deltas=True)
 
@@ -307,7 +307,7 @@ class Debate(Plain):
     async def rollout(self, conversation: Conversation) -> None:
         for adapter in (None, "poet", "critic"):
             await conversation.generate(sampling=Sampling(adapter=adapter, max_tokens=8))
-            conversation.add("Go on.")
+            conversation.add("Continue.")
 
 
 def test_the_turns_of_one_run_are_of_the_adapters_that_they_ask_for(

@@ -12,19 +12,21 @@ torch = pytest.importorskip("torch")
 xgrammar = pytest.importorskip("xgrammar")
 
 SIZES = (1, 31, 32, 33, 64, 70, 49_302)
-TURNS = 3
+TURN_COUNT = 3
 
 
 def masked(apply: Any, size: int, forbidden: set[int], indices: list[int] | None = None) -> tuple[Any, Any]:
-    """The logits of some turns, zero where they are let through, and what stands behind them in memory."""
+    """The logits of `TURN_COUNT` turns, zero for each id that is not masked, and the memory right after them."""
     words = (size + 31) // 32
-    memory = torch.zeros(TURNS * size + 64)
-    logits = memory[: TURNS * size].view(TURNS, size)
-    bits = torch.tensor([[token_id not in forbidden and token_id < size for token_id in range(words * 32)]] * TURNS)
+    memory = torch.zeros(TURN_COUNT * size + 64)
+    logits = memory[: TURN_COUNT * size].view(TURN_COUNT, size)
+    bits = torch.tensor(
+        [[token_id not in forbidden and token_id < size for token_id in range(words * 32)]] * TURN_COUNT
+    )
     powers = 2 ** torch.arange(32)
-    mask = (bits.view(TURNS, words, 32) * powers).sum(-1)
+    mask = (bits.view(TURN_COUNT, words, 32) * powers).sum(-1)
     apply(logits, torch.where(mask >= 2**31, mask - 2**32, mask).to(torch.int32), indices=indices)
-    return logits, memory[TURNS * size :]
+    return logits, memory[TURN_COUNT * size :]
 
 
 @pytest.fixture
@@ -35,17 +37,17 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_unpatched_kernel_writes_past_the_vocabulary() -> None:
-    _, behind = masked(xgrammar.apply_token_bitmask_inplace, 70, set())
-    assert behind.any(), "it was patched there: take ours away"
+    _, after = masked(xgrammar.apply_token_bitmask_inplace, 70, set())
+    assert after.any(), "it was patched there: take ours away"
 
 
 @pytest.mark.parametrize("indices", [None, [1]], ids=["all turns", "one turn"])
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_forbidden_and_nothing_else_is_masked(patched: Any, size: int, indices: list[int] | None) -> None:
     for forbidden in (set(), {0}, {size - 1}, {0, size // 2}, set(range(size))):
-        logits, behind = masked(patched, size, forbidden, indices)
-        assert not behind.any()
-        for turn in range(TURNS):
+        logits, after = masked(patched, size, forbidden, indices)
+        assert not after.any()
+        for turn in range(TURN_COUNT):
             found = {at for at, value in enumerate(logits[turn].tolist()) if value != 0}
             assert found == (forbidden if indices is None or turn in indices else set())
 

@@ -83,7 +83,7 @@ def test_family_calls_are_read_and_truncations_make_no_call(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[str]:
-    """A parser that reads `(name {...})` and gives up at a question mark; everything else is content."""
+    """A parser that reads `(name {...})` and stops at a question mark; everything else is content."""
     require_format("vllm:hermes")  # for the import
     from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
     from vllm.tool_parsers import ToolParser, ToolParserManager

@@ -26,7 +26,7 @@ from runner.engines.vllm import cleanup_process
 from runner.engines.vllm.start import VllmProcess
 from runner.models import ResolvedModel
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 OWNER = """
 import os, subprocess, sys
@@ -121,10 +121,10 @@ def test_killed_engine_leaves_nothing_and_others_are_untouched(folder: Path, sta
         family = kill_all(owner.pid)
         assert len(family) > 3, "the owner, its engine, another one, and Python's trackers"
         assert cleanup not in family
-        assert os.getsid(cleanup.pid) != os.getsid(0), "nor in the group that somebody ends"
-        owner.wait(WATCHDOG)
-        assert memory.exists(), "nobody else removes it"
-        cleanup.wait(WATCHDOG)
+        assert os.getsid(cleanup.pid) != os.getsid(0), "it has its own session"
+        owner.wait(WATCHDOG_SECONDS)
+        assert memory.exists(), "only the cleanup process removes it"
+        cleanup.wait(WATCHDOG_SECONDS)
         assert not memory.exists()
         assert not folder.exists()
         assert of_another.exists()
@@ -138,14 +138,14 @@ def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path)
         for process in (engine, *its_own):
             process.suspend()  # else it would end with its owner
         os.kill(owner.pid, signal.SIGKILL)
-        owner.wait(WATCHDOG)
+        owner.wait(WATCHDOG_SECONDS)
         with pytest.raises(psutil.TimeoutExpired):
             cleanup.wait(4 * cleanup_process._SECONDS)
         assert memory.exists()
         assert folder.exists()
         for process in (engine, *its_own):
             process.kill()
-        cleanup.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG_SECONDS)
         assert not memory.exists()
         assert not folder.exists()
 
@@ -155,19 +155,19 @@ def test_memory_that_somebody_else_still_uses_is_let_be(folder: Path) -> None:
         (cleanup,) = cleanup_processes(folder)
         with memory.open("r+b") as opened, mmap.mmap(opened.fileno(), 0):
             kill_all(owner.pid)
-            cleanup.wait(WATCHDOG)
+            cleanup.wait(WATCHDOG_SECONDS)
         assert memory.exists()
         assert not folder.exists()
 
 
-@pytest.mark.skipif(os.fsencode("\udcff") != b"\xff", reason="this system's names are no bytes")
+@pytest.mark.skipif(os.fsencode("\udcff") != b"\xff", reason="file names of this system are not bytes")
 def test_names_of_any_bytes_do_not_end_a_keeper(tmp_path: Path) -> None:
     folder = tmp_path / "of an engine \udcff"
     folder.mkdir()
     with owner_of(folder) as (owner, (memory, _)):
         (cleanup,) = cleanup_processes(folder)
         kill_all(owner.pid)
-        cleanup.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG_SECONDS)
         assert not memory.exists()
         assert not folder.exists()
 
@@ -183,7 +183,7 @@ def hold(name: Connection) -> None:
 
 
 def started(monkeypatch: pytest.MonkeyPatch) -> tuple[VllmProcess, Path]:
-    """An engine whose core is no vLLM, and the memory of that."""
+    """An engine whose core is not vLLM's, and the shared memory of that core."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     names: list[str] = []
 
@@ -206,12 +206,12 @@ def test_stop_frees_shared_memory_of_a_dead_core(monkeypatch: pytest.MonkeyPatch
     (cleanup,) = cleanup_processes(process.folder.path)
     if dead:
         process.kill()
-        process.cores[0].join(WATCHDOG)
+        process.cores[0].join(WATCHDOG_SECONDS)
     assert memory.exists()
     process._stop()
     assert not memory.exists()
     assert not process.folder.path.exists()
-    cleanup.wait(WATCHDOG)
+    cleanup.wait(WATCHDOG_SECONDS)
 
 
 def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
@@ -235,7 +235,7 @@ def test_dismissed_cleanup_process_keeps_the_folder(folder: Path) -> None:
         (cleanup,) = cleanup_processes(folder)
         print("dismiss", file=owner.stdin, flush=True)
         assert owner.stdout.readline() == "dismissed\n"
-        cleanup.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG_SECONDS)
         assert owner.poll() is None
     assert folder.exists()
 
@@ -246,7 +246,7 @@ def test_a_keeper_that_was_killed_is_missed_by_nobody(folder: Path) -> None:
         assert owner.stdout is not None
         (cleanup,) = cleanup_processes(folder)
         cleanup.kill()
-        cleanup.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG_SECONDS)
         print("dismiss", file=owner.stdin, flush=True)
         assert owner.stdout.readline() == "dismissed\n"
 
@@ -259,7 +259,7 @@ def test_reused_process_id_and_zombie_are_not_alive() -> None:
         assert cleanup_process.is_alive(name)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not cleanup_process.is_alive(name), "nobody has reaped it yet"
+        assert not cleanup_process.is_alive(name), "it is dead, but not reaped yet"
     with pytest.raises(OSError, match="No such file"):
         cleanup_process.process_name(process.pid)
 

@@ -1,4 +1,4 @@
-"""Control of the real engine: what stands still, what is cut, which weights sampled what, and no stale cache.
+"""Control of the real engine: what is paused, what is cut, which weights sampled what, and no stale cache.
 
 All on one engine in float32, where greedy ids are the same however requests are batched.
 """
@@ -30,7 +30,7 @@ from tests.playing import Plain, tasks, until_end
 
 pytestmark = pytest.mark.engine
 
-WATCHDOG = 1200.0
+WATCHDOG_SECONDS = 1200.0
 NORM = "model.norm.weight"
 PROMPT = range(1000, 1160)  # five blocks of the cache
 SHORT = range(1000, 1040)
@@ -52,7 +52,7 @@ def playing_on(engine: PooledEngine) -> Callable[[Scenario], None]:
 
     async def main(scenario: Scenario) -> None:
         inner: Any = engine.inner
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             await scenario(inner)
             gate = inner.vllm.gate
             assert (inner.stats().open, inner.stats().waiting, gate.inside, gate.kept) == (0, 0, 0, 0)
@@ -228,7 +228,7 @@ def test_sleep_forgets_the_cache_and_wakes_part_by_part(on_engine: Any) -> None:
         await engine.wake(["kv_cache"])
         assert engine.stats().state is EngineState.ASLEEP
         await engine.wake(["weights"])
-        assert engine.stats().state is EngineState.PAUSED, "as before it slept, though vLLM goes on when it wakes"
+        assert engine.stats().state is EngineState.PAUSED, "as before it slept, though vLLM continues when it wakes"
         await stands_still(engine)
         await engine.resume()
         again, finish = await ask(engine, 8)
@@ -295,7 +295,7 @@ def test_spans_are_exact_and_old_caches_are_not_reused(
     on_engine(scenario)
 
 
-# --- what it tells
+# --- what it reports
 
 
 def test_statistics_are_exact_where_they_can_be(on_engine: Any) -> None:
@@ -362,7 +362,7 @@ def test_seed_gives_equal_ids_with_chunked_prompts(
 def test_failed_load_ends_the_engine_and_every_episode(
     doomed_float32_engine: PooledEngine, small_model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A folder in which somebody saves other tensors between the check and the load."""
+    """The tensors in the folder change between the check and the load."""
     from safetensors.torch import load_file, save_file
 
     tensors, saved = load_file(small_model_folder / "model.safetensors"), tmp_path / "model.safetensors"

@@ -19,12 +19,12 @@ from tests.faults.comparing import by_key
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-WATCHDOG = 1200.0
-EPISODES = 6
+WATCHDOG_SECONDS = 1200.0
+EPISODE_COUNT = 6
 
 
 class Talker(Environment):
-    """Talks until somebody stops it; its first two episodes say one word only."""
+    """Talks for up to 3,000 ids; each of its first two episodes samples one id only."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt="Tell me everything.") for number in range(12)]
@@ -45,7 +45,7 @@ def request(name: str) -> GenerationRequest:
 
 async def test_death_ends_all_streams_and_keeps_finished_episodes(doomed_engine: VllmEngine, tmp_path: Path) -> None:
     engine, file = doomed_engine, tmp_path / "run.db"
-    run = Run(Talker(), engine, file=file, concurrency=Concurrency(episodes=EPISODES))
+    run = Run(Talker(), engine, file=file, concurrency=Concurrency(episodes=EPISODE_COUNT))
     played: list[Trajectory] = []
     deaths: list[EngineDead] = []
     finishes: list[Finish | None] = []
@@ -69,25 +69,25 @@ async def test_death_ends_all_streams_and_keeps_finished_episodes(doomed_engine:
             await function(*arguments)
         deaths.append(death.value)
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(until_death, play)
-            while engine.stats().open < EPISODES or len(played) < 2:  # noqa: ASYNC110  # counted by the engine
+            while engine.stats().open < EPISODE_COUNT or len(played) < 2:  # noqa: ASYNC110  # counted by the engine
                 await anyio.sleep(0.05)
-            for number in range(engine.places - EPISODES + 2):
+            for number in range(engine.places - EPISODE_COUNT + 2):
                 tasks.start_soon(until_death, read, number)
             while engine.stats().open < engine.places or engine.stats().waiting < 2:  # noqa: ASYNC110  # likewise
                 await anyio.sleep(0.05)
             os.kill(engine.processes()[0], signal.SIGKILL)
 
-    assert len(deaths) == engine.places - EPISODES + 3, "the run, and every stream, those at the gate, too"
+    assert len(deaths) == engine.places - EPISODE_COUNT + 3, "the run, and every stream, those at the gate, too"
     assert {str(death) for death in deaths} == {"The engine died: its process was ended by SIGKILL"}
     assert len({id(death.__cause__) for death in deaths if death.__cause__}) == 1
     ended = [finish for finish in finishes if finish is not None]
-    assert len(ended) == engine.places - EPISODES
+    assert len(ended) == engine.places - EPISODE_COUNT
     assert {finish.reason for finish in ended} == {FinishReason.ERROR}
 
-    assert run.summary.outcomes == {Outcome.TOKEN_LIMIT: 2, Outcome.ENGINE_ERROR: EPISODES}
+    assert run.summary.outcomes == {Outcome.TOKEN_LIMIT: 2, Outcome.ENGINE_ERROR: EPISODE_COUNT}
     cut = [trajectory for trajectory in played if trajectory.outcome is Outcome.ENGINE_ERROR]
     assert {trajectory.error for trajectory in cut} == {str(deaths[0])}
     assert all(trajectory.sampled for trajectory in cut), "ids that had come are kept"

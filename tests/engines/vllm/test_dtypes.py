@@ -26,7 +26,7 @@ KNOWN = frozenset({"dtype", "distributed_executor_backend", "tensor_parallel_siz
 MODERN = frozenset({"bfloat16", "float32"})  # AVX-512 with bfloat16
 OLD = frozenset({"float32"})  # AVX2, and AVX-512 without bfloat16
 NEWEST = frozenset({"bfloat16", "float16", "float32"})  # AMX with float16
-GIGABYTE = 1_000_000_000
+GIGABYTE_BYTES = 1_000_000_000
 
 
 def model(folder: Path, size: int = 0, **config: Any) -> Path:
@@ -36,7 +36,7 @@ def model(folder: Path, size: int = 0, **config: Any) -> Path:
     return folder
 
 
-def chosen(folder: Path, fast: frozenset[str], memory: int = 16 * GIGABYTE, **given: Any) -> ChosenDtype:
+def chosen(folder: Path, fast: frozenset[str], memory: int = 16 * GIGABYTE_BYTES, **given: Any) -> ChosenDtype:
     return choose_dtype(folder, given, is_fast=fast.__contains__, memory=memory)
 
 
@@ -103,12 +103,12 @@ def test_quantized_weights_keep_vllms_choice(config: dict[str, Any], given: dict
 
 
 def test_float32_that_does_not_fit_in_memory_is_not_taken(tmp_path: Path) -> None:
-    folder = model(tmp_path, size=9 * GIGABYTE, dtype="bfloat16")
-    found = chosen(folder, OLD, memory=16 * GIGABYTE)
+    folder = model(tmp_path, size=9 * GIGABYTE_BYTES, dtype="bfloat16")
+    found = chosen(folder, OLD, memory=16 * GIGABYTE_BYTES)
     assert found.name == "auto"
     assert "float32 would need 18 GB" in found.why
-    assert chosen(folder, OLD, memory=18 * GIGABYTE).name == "float32"
-    two = choose_dtype(folder, {}, is_fast=OLD.__contains__, memory=18 * GIGABYTE, copies=2)
+    assert chosen(folder, OLD, memory=18 * GIGABYTE_BYTES).name == "float32"
+    two = choose_dtype(folder, {}, is_fast=OLD.__contains__, memory=18 * GIGABYTE_BYTES, copies=2)
     assert "36 GB" in two.why
 
 

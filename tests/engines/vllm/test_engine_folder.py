@@ -14,7 +14,7 @@ import pytest
 from runner.engines.vllm.start import SOCKETS, EngineFolder
 from runner.engines.vllm.worker import parent_watch
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 @pytest.fixture

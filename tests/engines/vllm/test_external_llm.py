@@ -1,4 +1,4 @@
-"""An engine over an `AsyncLLM` that somebody else made: the same turns, nothing of theirs touched, the rest refused."""
+"""An engine over an `AsyncLLM` of another program: the same turns; calls that would change it are refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from runner.training import GrammarMasks
 from tests.engines.function.functions import engine_over
 
 PROMPT = list(range(1000, 1040))
-SEED = 11
+RUN_SEED = 11
 
 
 def asked(name: str = "episode/main/0", *, max_tokens: int = 24, **sampling: Any) -> GenerationRequest:
     settings = replace(Sampling.defaults(), max_tokens=max_tokens, **sampling)
-    return GenerationRequest(name=name, prompt=PROMPT, sampling=settings, seed=SEED, acts_on_deltas=True)
+    return GenerationRequest(name=name, prompt=PROMPT, sampling=settings, seed=RUN_SEED, acts_on_deltas=True)
 
 
 class Question(Environment):
@@ -54,7 +54,7 @@ async def play(engine: Engine, **sampling: Any) -> list[Trajectory]:
 
     settings = Sampling(max_tokens=12, **sampling)
     one = Concurrency(episodes=1)
-    async with Run(Question, engine, seed=SEED, sampling=settings, concurrency=one) as run:
+    async with Run(Question, engine, seed=RUN_SEED, sampling=settings, concurrency=one) as run:
         return [trajectory async for trajectory in run]
 
 
@@ -175,11 +175,11 @@ def test_two_engines_over_one_llm_are_independent(float32_engine: PooledEngine) 
     float32_engine.home.call(main)
 
 
-# --- on one that nobody of us started
+# --- on one that another program started
 
 
 @pytest.fixture(scope="module")
-async def somebodys(small_model_folder: Path, anyio_backend: str) -> AsyncIterator[Any]:
+async def owners_llm(small_model_folder: Path, anyio_backend: str) -> AsyncIterator[Any]:
     """An `AsyncLLM` as a trainer makes one, without anything of ours."""
 
     def make() -> Any:
@@ -211,21 +211,21 @@ async def somebodys(small_model_folder: Path, anyio_backend: str) -> AsyncIterat
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
-async def test_seed_samples_equal_ids_as_the_owners_generate(somebodys: Any) -> None:
+async def test_seed_samples_equal_ids_as_the_owners_generate(owners_llm: Any) -> None:
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import SamplingParams
 
-    params = SamplingParams(max_tokens=24, seed=SEED, ignore_eos=True, logprobs=0, temperature=1.0)
-    said = somebodys.generate(TokensPrompt(prompt_token_ids=PROMPT), params, "the owner's")
+    params = SamplingParams(max_tokens=24, seed=RUN_SEED, ignore_eos=True, logprobs=0, temperature=1.0)
+    said = owners_llm.generate(TokensPrompt(prompt_token_ids=PROMPT), params, "the owner's")
     theirs = [output async for output in said][-1].outputs[0]
-    await somebodys.reset_prefix_cache()
-    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+    await owners_llm.reset_prefix_cache()
+    async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         deltas = [delta async for delta in _read(engine, asked())]
         assert ids_of(deltas) == list(theirs.token_ids)
         given = [row[token_id].logprob for row, token_id in zip(theirs.logprobs, theirs.token_ids, strict=True)]
         assert logprobs_of(deltas) == pytest.approx(given, abs=1e-6)
         assert engine.describe()["started_by"] == "its owner"
-        # Raw, as vLLM gives them by default: those of another temperature are not those of what was sampled.
+        # vLLM returns raw log-probabilities by default; at another temperature they are not those of sampling.
         cooler = [delta async for delta in _read(engine, asked(temperature=0.5))]
         assert {delta.logprobs for delta in cooler} == {None}
 
@@ -234,16 +234,16 @@ async def test_seed_samples_equal_ids_as_the_owners_generate(somebodys: Any) -> 
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
-async def test_run_leaves_the_llm_running_and_is_repeatable(somebodys: Any) -> None:
-    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+async def test_run_leaves_the_llm_running_and_is_repeatable(owners_llm: Any) -> None:
+    async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         first = await play(engine)
-    await somebodys.reset_prefix_cache()
-    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+    await owners_llm.reset_prefix_cache()
+    async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         second = await play(engine)
     assert [told([each])[0][1][0][0] for each in second] == [told([each])[0][1][0][0] for each in first]
     assert [len(each.turns) for each in first] == [2, 2, 2]
-    assert not somebodys.errored
-    await somebodys.check_health()
+    assert not owners_llm.errored
+    await owners_llm.check_health()
 
 
 CANNOT: dict[str, Callable[[VllmEngine], Awaitable[object]]] = {
@@ -262,8 +262,8 @@ CANNOT: dict[str, Callable[[VllmEngine], Awaitable[object]]] = {
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
-async def test_what_is_its_owners_is_refused_by_name(somebodys: Any) -> None:
-    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+async def test_what_is_its_owners_is_refused_by_name(owners_llm: Any) -> None:
+    async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         for control in CANNOT.values():
             with pytest.raises(BadControl, match=r"this AsyncLLM belongs to another program|for its owner too"):
                 await control(engine)
@@ -274,16 +274,16 @@ async def test_what_is_its_owners_is_refused_by_name(somebodys: Any) -> None:
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
-async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(somebodys: Any) -> None:
-    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(owners_llm: Any) -> None:
+    async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         async with engine.stream(asked(max_tokens=900)) as stream:
             await drain(stream, [], 3)
-            somebodys.shutdown()
+            owners_llm.shutdown()
             with anyio.fail_after(300), pytest.raises(EngineDead, match="died or was shut down; its owner's log"):
                 await drain(stream, [])
         assert not engine.is_alive()
     with pytest.raises(EngineDead, match="is dead, or was shut down"):
-        async with VllmEngine.over(somebodys, template="pythonic"):
+        async with VllmEngine.over(owners_llm, template="pythonic"):
             raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""Generators that vLLM can take back: what it calls behind each piece of a prompt, and what a turn samples then."""
+"""Random generators that vLLM can rewind: its call after each chunk of a prompt, and the ids sampled after it."""
 
 from __future__ import annotations
 

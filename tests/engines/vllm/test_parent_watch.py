@@ -13,7 +13,7 @@ import pytest
 from runner.engines.vllm.cleanup_process import process_name
 from runner.engines.vllm.worker import parent_watch
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 CHILD = """
 import sys, threading
@@ -41,7 +41,7 @@ def test_process_ends_after_its_parent_even_before_reaping() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         parent.kill()
-        assert child.wait(WATCHDOG) == 1
+        assert child.wait(WATCHDOG_SECONDS) == 1
 
 
 def test_a_process_whose_parent_went_while_it_started_ends() -> None:
@@ -49,12 +49,12 @@ def test_a_process_whose_parent_went_while_it_started_ends() -> None:
         name = process_name(parent.pid)
         parent.kill()
     with child_of(name) as child:
-        assert child.wait(WATCHDOG) == 1
+        assert child.wait(WATCHDOG_SECONDS) == 1
 
 
 def test_another_process_that_took_the_id_is_not_the_parent() -> None:
     with child_of(f"{os.getpid()}:1") as child:
-        assert child.wait(WATCHDOG) == 1
+        assert child.wait(WATCHDOG_SECONDS) == 1
 
 
 @pytest.mark.parametrize("parent", [None, parent_watch.own_process_name()], ids=["not ours", "parent alive"])
@@ -62,7 +62,7 @@ def test_a_process_with_nothing_to_fear_ends_by_itself_only(parent: str | None) 
     with child_of(parent) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
-        child.communicate("", WATCHDOG)
+        child.communicate("", WATCHDOG_SECONDS)
         assert child.returncode == 0
 
 

@@ -29,7 +29,7 @@ from tests.repository import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.apart]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 RUNNER = """
 import dataclasses, json, os, signal, sys
@@ -124,7 +124,7 @@ def _parent(process: psutil.Process) -> str | None:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=WATCHDOG)
+    _, alive = psutil.wait_procs(processes, timeout=WATCHDOG_SECONDS)
     assert alive == []
 
 
@@ -200,7 +200,7 @@ def test_stdout_is_free_and_a_normal_stop_logs_no_warning(demo_model_folder: Pat
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=2 * WATCHDOG,
+        timeout=2 * WATCHDOG_SECONDS,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "ready\ndone\n")
@@ -270,7 +270,7 @@ async def test_cancelling_a_start_ends_what_it_started(
         anyio.from_thread.run_sync(started.set)
 
     monkeypatch.setattr(BaseProcess, "start", start_and_tell)
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(VllmEngine(max_model_len=512, **sizes).__aenter__)
             await started.wait()

@@ -32,10 +32,10 @@ from tests.playing import Plain, tasks
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 5)]
 
-WATCHDOG = 1200.0
+WATCHDOG_SECONDS = 1200.0
 RANKS = (0, 1)
-PLACES = 2  # of each rank
-BLOCK = 32
+PLACE_COUNT = 2  # of each rank
+BLOCK_TOKENS = 32
 EPISODES, TURNS = 9, 4
 PROMPT = list(range(1000, 1100))
 
@@ -56,7 +56,7 @@ async def engine(model: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
             model,
             data_parallel_size=len(RANKS),
             dtype="float32",
-            max_num_seqs=PLACES,
+            max_num_seqs=PLACE_COUNT,
             max_model_len=1024,
             enable_lora=True,
             max_lora_rank=8,
@@ -120,7 +120,7 @@ class Watched(WrappedEngine):
 
 async def test_episodes_stay_on_ranks_and_counts_add_up(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     watched, before = Watched(engine, monkeypatch), engine.stats()
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with Run(Talkative, watched, concurrency=Concurrency(episodes=EPISODES)) as run:
             played = [trajectory async for trajectory in run]
         await engine.idle()
@@ -135,8 +135,8 @@ async def test_episodes_stay_on_ranks_and_counts_add_up(engine: VllmEngine, monk
     assert set().union(*of_episodes) == set(RANKS)
     assert len(watched.sent) == EPISODES * (TURNS + 1)
 
-    assert [max(counts) for counts in zip(*watched.inside, strict=True)] == [PLACES, PLACES]
-    assert engine.places == PLACES * len(RANKS)
+    assert [max(counts) for counts in zip(*watched.inside, strict=True)] == [PLACE_COUNT, PLACE_COUNT]
+    assert engine.places == PLACE_COUNT * len(RANKS)
 
     # All that was computed of an episode is still there at its next turn, in whole blocks.
     by_session: dict[int, list[tuple[GenerationRequest, Finish]]] = {}
@@ -146,7 +146,7 @@ async def test_episodes_stay_on_ranks_and_counts_add_up(engine: VllmEngine, monk
     for turns in by_session.values():
         for (earlier, ended), (_, later) in itertools.pairwise(turns):
             computed = len(earlier.prompt) + ended.versions[-1].end - 1
-            assert later.cached_tokens == computed // BLOCK * BLOCK
+            assert later.cached_tokens == computed // BLOCK_TOKENS * BLOCK_TOKENS
 
     after = engine.stats()
     cached = sum(stream.finish.cached_tokens or 0 for _, stream in watched.asked if stream.finish is not None)
@@ -227,7 +227,9 @@ async def test_rank_that_keeps_its_old_weights_is_named(
 
 async def test_cached_prompts_are_forgotten_by_both_ranks(engine: VllmEngine) -> None:
     await said_by_both(engine)
-    assert [(await say(engine, rank))[1].cached_tokens for rank in RANKS] == [len(PROMPT) // BLOCK * BLOCK] * 2
+    assert [(await say(engine, rank))[1].cached_tokens for rank in RANKS] == [
+        len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    ] * 2
     await engine.reset_prefix_cache()
     assert [(await say(engine, rank))[1].cached_tokens for rank in RANKS] == [0, 0]
 
@@ -255,7 +257,7 @@ async def test_a_pause_holds_both_ranks_and_resuming_lets_both_go_on(engine: Vll
     async def speak(rank: int) -> None:
         said.append((await say(engine, rank, max_tokens=60))[0])
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as speakers:
             for rank in RANKS:
                 speakers.start_soon(speak, rank)
@@ -281,7 +283,7 @@ async def test_both_ranks_sleep_and_wake(engine: VllmEngine) -> None:
 async def test_parallel_sizes_and_workers_of_both_ranks_are_named(engine: VllmEngine) -> None:
     described = engine.describe()
     assert (described["parallel"], described["places"]) == ({"data": 2, "tensor": 1, "pipeline": 1}, engine.places)
-    assert described["kv_room"] == engine.vllm.llm.vllm_config.cache_config.num_gpu_blocks * BLOCK
+    assert described["kv_room"] == engine.vllm.llm.vllm_config.cache_config.num_gpu_blocks * BLOCK_TOKENS
     assert await engine.devices() == ["cpu", "cpu"]
     assert len(engine.processes()) == 2
 
@@ -305,7 +307,7 @@ async def test_dead_rank_is_named_and_ends_every_request(engine: VllmEngine) -> 
         else:
             deaths.append(f"none on rank {rank}, which ended by {finish} after {len(said)} ids")
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as speakers:
             for rank in RANKS:
                 speakers.start_soon(speak, rank)
@@ -315,6 +317,6 @@ async def test_dead_rank_is_named_and_ends_every_request(engine: VllmEngine) -> 
     named = "The engine died: the process of its data-parallel rank 1 was ended by SIGKILL"
     assert deaths == [named] * 2
     await engine.__aexit__(None, None, None)
-    _, alive = psutil.wait_procs([*processes, *workers], timeout=WATCHDOG)
+    _, alive = psutil.wait_procs([*processes, *workers], timeout=WATCHDOG_SECONDS)
     assert alive == []
     assert not folder.path.exists()

@@ -26,7 +26,7 @@ from runner.tokens.log import VersionSpan
 
 pytestmark = pytest.mark.anyio
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 class Collector:
@@ -273,7 +273,7 @@ async def test_failed_load_has_one_cause_for_all_requests(fails: str) -> None:
             await read(engine.stream(request()), [])
         deaths.append(str(caught.value))
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as group:
             for _ in range(6):  # of which two wait at the gate
                 group.start_soon(ask)
@@ -337,7 +337,7 @@ async def test_no_call_waits_for_an_engine_that_is_dead(
         await anyio.wait_all_tasks_blocked()
         engine.vllm.process.kill()
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as group:
             group.start_soon(kill)
             with pytest.raises(EngineDead):
@@ -353,8 +353,8 @@ async def test_waiting_for_turns_to_end_does_not_outlive_the_engine() -> None:
         with pytest.raises(EngineDead):
             await engine.pause("wait")
 
-    with anyio.fail_after(WATCHDOG):
-        async with anyio.create_task_group() as group, engine.stream(request()):  # which nobody reads
+    with anyio.fail_after(WATCHDOG_SECONDS):
+        async with anyio.create_task_group() as group, engine.stream(request()):  # which no task reads
             group.start_soon(pause)
             await anyio.wait_all_tasks_blocked()
             engine.vllm.process.kill()
@@ -370,11 +370,11 @@ async def test_dead_rank_is_named_before_vllm_reports_it() -> None:
     engine.vllm.process.llm = llm
     engine.vllm.process.cores = [Core(llm, f"EngineCore_DP{rank}") for rank in (0, 1)]  # type: ignore[misc]  # as above
     stream = engine.stream(request())
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with stream:
             llm.collectors[0].send(7)
             assert (await anext(stream)).token_ids == [7]
-            # VLLM hears of the death from a pipe, ends the other rank, and that one cuts its request.
+            # vLLM sees the death at a pipe and ends the other rank, which aborts its request.
             llm.engine_core.resources.engine_manager.failed_proc_name = "EngineCore_DP1"
             llm.collectors[0].send(finish="abort")
             with pytest.raises(EngineDead, match="its data-parallel rank 1 was ended by SIGKILL"):
@@ -387,7 +387,7 @@ async def test_wait_asks_vllm_only_once_the_last_turn_was_sent() -> None:
     llm = Llm()
     engine = engine_of(llm)
     got: list[Delta] = []
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as group:
             for _ in range(2):
                 group.start_soon(read, engine.stream(request()), got)
@@ -414,7 +414,7 @@ async def test_abort_is_asked_again_for_a_request_that_was_on_its_way(monkeypatc
 
     monkeypatch.setattr(llm, "add_request", late)
     got: list[Delta] = []
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as group:
             group.start_soon(read, engine.stream(request()), got)
             await anyio.wait_all_tasks_blocked()

@@ -27,8 +27,8 @@ from tests.verifying import verdict
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-EOS = 2
-LENGTH = 12
+EOS_ID = 2
+TURN_TOKENS = 12
 
 _names = itertools.count()
 
@@ -46,7 +46,7 @@ class Said:
 async def ask(
     engine: VllmEngine, text: str = "Once upon a time", constraint: Constraint | None = None, **fields: Any
 ) -> Said:
-    sampling = dataclasses.replace(Sampling.defaults(), **{"max_tokens": LENGTH, "temperature": 0.0, **fields})
+    sampling = dataclasses.replace(Sampling.defaults(), **{"max_tokens": TURN_TOKENS, "temperature": 0.0, **fields})
     request = GenerationRequest(
         name=f"sampling {next(_names)}",
         prompt=engine.tokenizer.encode(text),
@@ -72,24 +72,28 @@ async def ask(
 
 async def test_a_bias_forces_an_id_or_keeps_it_out(engine: VllmEngine) -> None:
     free = (await ask(engine)).ids
-    assert (await ask(engine, logit_bias={1234: 100.0})).ids == [1234] * LENGTH
+    assert (await ask(engine, logit_bias={1234: 100.0})).ids == [1234] * TURN_TOKENS
     assert free[0] not in (await ask(engine, logit_bias={free[0]: -100})).ids
 
 
 async def test_a_turn_that_ignores_its_eos_goes_on_past_it_to_max_tokens(engine: VllmEngine) -> None:
-    stopped = await ask(engine, logit_bias={EOS: 100})
-    assert (stopped.ids, stopped.finish.reason, stopped.finish.stop) == ([EOS], FinishReason.STOP, EOS)
-    ignored = await ask(engine, logit_bias={EOS: 100}, ignore_eos=True)
-    assert (ignored.ids, ignored.finish.reason, ignored.finish.stop) == ([EOS] * LENGTH, FinishReason.LENGTH, None)
-    own = await ask(engine, logit_bias={EOS: 100}, ignore_eos=True, stop_ids=(EOS,))
-    assert (own.ids, own.finish.stop) == ([EOS], EOS)
+    stopped = await ask(engine, logit_bias={EOS_ID: 100})
+    assert (stopped.ids, stopped.finish.reason, stopped.finish.stop) == ([EOS_ID], FinishReason.STOP, EOS_ID)
+    ignored = await ask(engine, logit_bias={EOS_ID: 100}, ignore_eos=True)
+    assert (ignored.ids, ignored.finish.reason, ignored.finish.stop) == (
+        [EOS_ID] * TURN_TOKENS,
+        FinishReason.LENGTH,
+        None,
+    )
+    own = await ask(engine, logit_bias={EOS_ID: 100}, ignore_eos=True, stop_ids=(EOS_ID,))
+    assert (own.ids, own.finish.stop) == ([EOS_ID], EOS_ID)
 
 
 async def test_no_stop_id_is_sampled_before_min_tokens(engine: VllmEngine) -> None:
-    said = await ask(engine, logit_bias={EOS: 100, 28: 50}, min_tokens=5, stop_ids=(28,))
+    said = await ask(engine, logit_bias={EOS_ID: 100, 28: 50}, min_tokens=5, stop_ids=(28,))
     assert len(said.ids) == 6
-    assert not {EOS, 28} & set(said.ids[:5])
-    assert (said.ids[5], said.finish.stop) == (EOS, EOS)
+    assert not {EOS_ID, 28} & set(said.ids[:5])
+    assert (said.ids[5], said.finish.stop) == (EOS_ID, EOS_ID)
 
 
 async def test_bad_words_are_never_sampled_at_start_or_after_space(engine: VllmEngine) -> None:
@@ -115,17 +119,17 @@ async def test_constraint_of_only_bad_words_fails_by_name(engine: VllmEngine) ->
 async def test_a_constraint_holds_up_to_the_eos_that_a_turn_ignores(engine: VllmEngine) -> None:
     said = await ask(engine, constraint=Q, ignore_eos=True)
     assert engine.tokenizer.decode(said.ids[:1]) == "q"
-    assert (said.ids[1], len(said.ids), said.finish.reason) == (EOS, LENGTH, FinishReason.LENGTH)
-    turn = Turn("main", 0, TokenLog(ids=array("i", said.ids)), 0, LENGTH, constraint=Q)
+    assert (said.ids[1], len(said.ids), said.finish.reason) == (EOS_ID, TURN_TOKENS, FinishReason.LENGTH)
+    turn = Turn("main", 0, TokenLog(ids=array("i", said.ids)), 0, TURN_TOKENS, constraint=Q)
     masks = GrammarMasks.of_engine(engine).masks_of(turn)
     assert masks is not None
-    assert (masks.allowed[:2].tolist(), masks.index[2:].tolist()) == ([1, 1], [-1] * (LENGTH - 2))
+    assert (masks.allowed[:2].tolist(), masks.index[2:].tolist()) == ([1, 1], [-1] * (TURN_TOKENS - 2))
 
 
 async def test_constraint_end_ends_the_turn_before_min_tokens(engine: VllmEngine) -> None:
     said = await ask(engine, constraint=Q, min_tokens=5)
     assert engine.tokenizer.decode(said.ids[:1]) == "q"
-    assert (said.ids[1:], said.finish.stop) == ([EOS], EOS)
+    assert (said.ids[1:], said.finish.stop) == ([EOS_ID], EOS_ID)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ async def test_top_ids_are_sorted_and_contain_the_greedy_id(
     said = await ask(engine, logprobs=5)
     assert said.top is not None
     ids, logprobs = said.top.id_rows(), said.top.logprob_rows()
-    assert ids.shape == logprobs.shape == (LENGTH, 5)
+    assert ids.shape == logprobs.shape == (TURN_TOKENS, 5)
     assert ids[:, 0].tolist() == said.ids
     assert np.allclose(logprobs[:, 0], said.logprobs, atol=1e-6)
     assert (np.diff(logprobs, axis=1) <= 0).all()
@@ -202,19 +206,19 @@ class Asks(Plain):
     """Two turns: one past its EOS, one that keeps its likeliest ids; each by a field of its own."""
 
     async def rollout(self, conversation: Conversation) -> None:
-        await conversation.generate(sampling=Sampling(ignore_eos=True, logit_bias={EOS: 12.0}))
+        await conversation.generate(sampling=Sampling(ignore_eos=True, logit_bias={EOS_ID: 12.0}))
         conversation.add("And then?")
         await conversation.generate(sampling=Sampling(logprobs=4, min_tokens=3, stop=("e",)))
 
 
 async def test_a_run_keeps_them_exactly_and_verifies(engine: VllmEngine, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
-    async with Run(Asks, engine, file=path, sampling=Sampling(max_tokens=LENGTH, logprobs=2)) as run:
+    async with Run(Asks, engine, file=path, sampling=Sampling(max_tokens=TURN_TOKENS, logprobs=2)) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     assert_exact(trajectory, engine)
     first, second = trajectory.turns
-    assert (first.finish, first.stop, len(first.token_ids)) == (FinishReason.LENGTH, "max_tokens", LENGTH)
-    assert (first.top_ids.shape, second.top_ids.shape) == ((LENGTH, 2), (len(second.token_ids), 4))
+    assert (first.finish, first.stop, len(first.token_ids)) == (FinishReason.LENGTH, "max_tokens", TURN_TOKENS)
+    assert (first.top_ids.shape, second.top_ids.shape) == ((TURN_TOKENS, 2), (len(second.token_ids), 4))
     assert len(second.token_ids) > 3
     with RunFile(path) as run_file:
         (read,) = run_file.trajectories()

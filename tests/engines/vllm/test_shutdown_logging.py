@@ -43,4 +43,4 @@ def test_expected_shutdown_logs_only_unexpected_warnings(heard: list[str]) -> No
     assert heard == ["the disk is full"]
     heard.clear()
     log_all()
-    assert len(heard) == 3, "an engine that ends by itself is heard of"
+    assert len(heard) == 3, "an engine that ends by itself is logged"

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.device_communicators import shm_broadcast  # a vLLM that has moved it fails here
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_whoever_waits_sleeps_and_gets_every_message(queues: tuple[Any, Any], as
 
     def read() -> None:
         for _ in range(50):
-            got.append(reader.dequeue(timeout=WATCHDOG))
+            got.append(reader.dequeue(timeout=WATCHDOG_SECONDS))
             read_one.set()
 
     read_one = threading.Event()
@@ -64,9 +64,9 @@ def test_whoever_waits_sleeps_and_gets_every_message(queues: tuple[Any, Any], as
     for number in range(50):
         writer.enqueue(number)
         if number % 2:  # some one by one, and some while others wait to be read
-            assert read_one.wait(WATCHDOG)
+            assert read_one.wait(WATCHDOG_SECONDS)
             read_one.clear()
-    thread.join(WATCHDOG)
+    thread.join(WATCHDOG_SECONDS)
     assert not thread.is_alive()
     assert (got, asked) == (list(range(50)), [])
 
@@ -77,7 +77,7 @@ def test_a_message_whose_note_was_lost_is_found(queues: tuple[Any, Any], monkeyp
     monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
     sent = threading.Timer(0.05, writer.enqueue, ["a message"])
     sent.start()
-    assert reader.dequeue(timeout=WATCHDOG) == "a message"
+    assert reader.dequeue(timeout=WATCHDOG_SECONDS) == "a message"
 
 
 @pytest.mark.usefixtures("patched")

@@ -1,4 +1,4 @@
-"""A turn of the real engine that is heard while it is sampled says what the finished turn says."""
+"""A turn of the real engine that is streamed while it is sampled: its events equal the finished turn."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from runner.options import Constraint, ConstraintKind, Sampling
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-WATCHDOG = 600.0
-LONG = 2000  # ids: a request that leaks runs on for a minute, in full view of the scheduler's count
+WATCHDOG_SECONDS = 600.0
+LONG_TURN_TOKENS = 2000  # a leaked request runs for a minute, so the scheduler counts it
 
 _names = itertools.count()
 
@@ -42,8 +42,8 @@ def joined(deltas: list[Delta]) -> tuple[list[int], list[float]]:
 
 
 async def assert_nothing_open(engine: VllmEngine) -> None:
-    """The scheduler has stepped since, and counts nobody."""
-    with anyio.fail_after(WATCHDOG):
+    """After one more step, neither the scheduler nor the gate counts a request."""
+    with anyio.fail_after(WATCHDOG_SECONDS):
         await sample(engine, request(1))
         await engine.idle()
     assert engine.stats().open == 0
@@ -106,7 +106,7 @@ async def leave_by_timeout(engine: VllmEngine, stream: DeltaStream, read: list[D
 async def leave_without_reading(engine: VllmEngine, stream: DeltaStream, read: list[Delta]) -> None:
     sampled = engine.stats().open
     async with stream:
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             while engine.stats().open == sampled:
                 await sample(engine, request(1))
 
@@ -122,11 +122,11 @@ async def test_every_exit_leaves_nothing_open_and_keeps_what_was_sampled(
     acts_on_deltas: bool,
 ) -> None:
     read: list[Delta] = []
-    stream = engine.stream(request(LONG, seed=7, acts_on_deltas=acts_on_deltas))
+    stream = engine.stream(request(LONG_TURN_TOKENS, seed=7, acts_on_deltas=acts_on_deltas))
     await leave(engine, stream, read)
     await assert_nothing_open(engine)
     ids, logprobs = joined(read + stream.rest)
-    assert 0 < len(ids) == len(logprobs) < LONG
+    assert 0 < len(ids) == len(logprobs) < LONG_TURN_TOKENS
     assert stream.finish is not None
     assert stream.finish.reason is FinishReason.ABORT
     assert [(span.start, span.end) for span in stream.finish.versions] == [(0, len(ids))]
@@ -136,7 +136,7 @@ async def test_every_exit_leaves_nothing_open_and_keeps_what_was_sampled(
 async def test_an_end_that_nobody_read_is_kept_as_it_was(engine: VllmEngine) -> None:
     stream = engine.stream(request(3))
     async with stream:
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             await sample(engine, request(20))
     assert stream.finish is not None
     assert stream.finish.reason is FinishReason.LENGTH
@@ -165,11 +165,11 @@ def suspended(coroutine: Coroutine[Any, Any, None], at: int, cancel: Callable[[]
 
 async def test_cancelling_at_every_suspension_point_leaves_nothing_open(engine: VllmEngine) -> None:
     async def play() -> None:
-        async with engine.stream(request(LONG, acts_on_deltas=True)) as stream:
+        async with engine.stream(request(LONG_TURN_TOKENS, acts_on_deltas=True)) as stream:
             for _ in range(3):
                 await anext(stream)
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         points = await suspended(play(), at=0, cancel=lambda: None)
         assert points >= 3
         for at in range(1, points + 2):
@@ -179,7 +179,7 @@ async def test_cancelling_at_every_suspension_point_leaves_nothing_open(engine: 
 
 
 async def test_cancelled_while_adding_leaves_nothing_open(engine: VllmEngine) -> None:
-    stream = engine.stream(request(LONG))
+    stream = engine.stream(request(LONG_TURN_TOKENS))
     entered = anyio.Event()
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -194,14 +194,14 @@ async def test_cancelled_while_adding_leaves_nothing_open(engine: VllmEngine) ->
 
 async def test_cancelled_at_the_gate_never_reaches_the_engine(engine: VllmEngine) -> None:
     async def hold() -> None:
-        async with engine.stream(request(LONG)) as stream:
+        async with engine.stream(request(LONG_TURN_TOKENS)) as stream:
             async for _ in stream:
                 pass
 
     async with anyio.create_task_group() as tasks:
         for _ in range(engine.places):
             tasks.start_soon(hold)
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             while engine.vllm.gate.inside < engine.places:
                 await anyio.lowlevel.checkpoint()
             with anyio.CancelScope() as scope:
@@ -226,7 +226,7 @@ async def test_more_requests_than_places_all_end_and_never_more_are_inside(engin
                 inside.update((engine.stats().open, engine.vllm.gate.inside))
         done.append(1)
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as tasks:
             for _ in range(3 * engine.places):
                 tasks.start_soon(play)
@@ -245,7 +245,7 @@ async def test_late_turns_enter_before_first_ones(engine: VllmEngine) -> None:
                 pass
         engine.close_session(session)
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as tasks:
             for _ in range(engine.places):
                 tasks.start_soon(play, "inside", engine.session())
@@ -337,7 +337,7 @@ async def test_cached_ids_prove_that_a_prompt_was_extended(engine: VllmEngine) -
         dataclasses.replace(request(), prompt=[10**7]),
         request(constraint=Constraint(ConstraintKind.REGEX, "(")),
         request(stop_ids=(-5,)),
-        dataclasses.replace(request(), sampling=dataclasses.replace(Sampling.defaults(), adapter="nobody")),
+        dataclasses.replace(request(), sampling=dataclasses.replace(Sampling.defaults(), adapter="unknown")),
     ],
     ids=["too long", "empty", "unknown id", "bad regex", "bad stop id", "unknown adapter"],
 )

@@ -21,7 +21,7 @@ from tests.playing import Plain, twice
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 5)]
 
-TOLERANCE = 1e-3  # nats, in float32
+TOLERANCE_NATS = 1e-3  # in float32
 PROMPT = list(range(1000, 1100))
 
 
@@ -73,7 +73,7 @@ async def assert_says(engine: VllmEngine, model: Path, weights: Mapping[str, Any
     assert logits.argmax(-1).tolist() == said
     wanted = logits.log_softmax(-1).gather(-1, torch.tensor(said)[:, None])[:, 0]
     given = torch.tensor([logprob for delta in deltas for logprob in delta.logprobs or ()])
-    assert float((wanted - given).abs().max()) < TOLERANCE
+    assert float((wanted - given).abs().max()) < TOLERANCE_NATS
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch

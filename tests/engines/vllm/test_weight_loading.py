@@ -192,14 +192,14 @@ def written_index(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.cases_in_turns(3)
-@pytest.mark.parametrize(("make", "told"), MISFITS.values(), ids=MISFITS.keys())
+@pytest.mark.parametrize(("make", "words"), MISFITS.values(), ids=MISFITS.keys())
 async def test_what_does_not_fit_is_named_and_the_engine_is_not_asked(
-    weights: VllmWeights, tmp_path: Path, make: Callable[[Path], Any], told: list[str]
+    weights: VllmWeights, tmp_path: Path, make: Callable[[Path], Any], words: list[str]
 ) -> None:
     with pytest.raises(BadWeights) as refusal:
         await weights.check(make(tmp_path / "new"))
     message = str(refusal.value)
-    assert [part for part in told if part not in message] == [], message
+    assert [part for part in words if part not in message] == [], message
     assert "\n" not in message
     assert llm_of(weights).asked == []
 
@@ -225,7 +225,7 @@ async def test_a_state_dict_arrives_as_it_was_on_the_way_in(weights: VllmWeights
     given[UP].requires_grad_()
     checked = await weights.check(given)
     with torch.no_grad():
-        given[UP].zero_()  # the trainer goes on
+        given[UP].zero_()  # the next step of the trainer
     await weights.load(checked)
     assert same(llm_of(weights).loaded, tensors())
 
@@ -356,7 +356,7 @@ async def test_a_model_that_is_nowhere_here_starts_and_refuses_new_weights(name:
         await weights.check(tensors())
 
 
-# --- what is left behind
+# --- what is left after an error
 
 
 @pytest.mark.parametrize("source", ["state dict", "folder"])
@@ -393,7 +393,7 @@ async def test_cancelled_check_stops_and_frees_its_memory(
     await weights.prepare()
     with anyio.CancelScope() as scope:
         await weights.check(given)
-        pytest.fail("it went on")
+        pytest.fail("the check was not cancelled")
     assert scope.cancelled_caught
     gc.collect()
     assert list(open_memories()) == []

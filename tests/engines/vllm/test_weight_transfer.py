@@ -67,15 +67,15 @@ BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
     "a tensor twice": (several(announced(tensors()), announced(tensors())), rf"'{EMBEDDING}' twice"),
     "nothing announced": (several({"names": [UP]}), "has no 'dtype_names'"),
     "lists of different lengths": (several({**announced(tensors()), "names": [UP]}), "1 names, 4 dtype_names"),
-    "a part that is no mapping": (several([1]), "a part of it is list"),  # type: ignore[arg-type]  # on purpose
+    "a part that is not a mapping": (several([1]), "a part of it is list"),  # type: ignore[arg-type]  # on purpose
     "never met": (WeightTransfer(announced(tensors())), "are not joined"),
 }
 
 
-@pytest.mark.parametrize(("transfer", "told"), BAD_TRANSFERS.values(), ids=BAD_TRANSFERS.keys())
-async def test_misfit_transfer_is_refused_before_any_call(model: Path, transfer: WeightTransfer, told: str) -> None:
+@pytest.mark.parametrize(("transfer", "message"), BAD_TRANSFERS.values(), ids=BAD_TRANSFERS.keys())
+async def test_misfit_transfer_is_refused_before_any_call(model: Path, transfer: WeightTransfer, message: str) -> None:
     llm = Llm(model, transfer=True)
-    with pytest.raises(BadWeights, match=told):
+    with pytest.raises(BadWeights, match=message):
         await VllmWeights(llm, "the model").check(transfer)
     assert llm.asked == []
 
@@ -116,7 +116,7 @@ async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Pa
     await load(weights, LocalTransfer(here, source))
     assert llm.asked == [met, *sent, *sent]
     await load(weights, LocalTransfer(here, Source(tensors())))
-    assert llm.asked[7:] == [met, *sent], "another model meets anew"
+    assert llm.asked[7:] == [met, *sent], "another trainer's model connects again"
     with pytest.raises(BadWeights, match="are not joined"):
         await weights.check(WeightTransfer(announced(tensors())))
 
@@ -142,7 +142,7 @@ class OnGpu(Llm):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "told"),
+    ("trainer", "message"),
     [
         ("7", r"LocalTransfer: trainer and engine are both on GPU-7, .*\"ipc\".*another GPU"),
         ("8", "LocalTransfer: engine and trainer did not connect"),
@@ -150,17 +150,17 @@ class OnGpu(Llm):
     ],
 )
 async def test_nccl_on_a_shared_gpu_is_refused_before_it_connects(
-    model: Path, monkeypatch: pytest.MonkeyPatch, trainer: str | None, told: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, trainer: str | None, message: str
 ) -> None:
     monkeypatch.setattr(weight_transfer, "trainer_gpu", lambda: trainer)
     llm = OnGpu(model, transfer=True)
-    with pytest.raises(BadWeights, match=told):
+    with pytest.raises(BadWeights, match=message):
         await VllmWeights(llm, "the model").check(LocalTransfer(SimpleNamespace(backend="nccl"), Source(tensors())))
     assert "start" not in llm.asked
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         (Source(without(UP)), rf"LocalTransfer: missing '{UP}'"),
         (Source({**tensors(), UP: torch.ones(3, 4)}), rf"LocalTransfer: the tensor '{UP}' has shape"),
@@ -168,8 +168,10 @@ async def test_nccl_on_a_shared_gpu_is_refused_before_it_connects(
     ],
     ids=["a tensor is missing", "another shape", "no source"],
 )
-async def test_a_source_that_does_not_fit_is_refused_before_both_ends_meet(model: Path, source: Any, told: str) -> None:
+async def test_a_source_that_does_not_fit_is_refused_before_both_ends_meet(
+    model: Path, source: Any, message: str
+) -> None:
     llm = Llm(model, transfer=True)
-    with pytest.raises(BadWeights, match=told):
+    with pytest.raises(BadWeights, match=message):
         await VllmWeights(llm, "the model").check(LocalTransfer(None, source))
     assert llm.asked == []
