@@ -18,9 +18,9 @@ from tests.benchmarks.figures import Figure, main, on_one_core
 from tests.parsing.learnt_formats import CLASSES
 from tests.parsing.written_turns import format_of
 
-ROUNDS = 7
-TIMES = 5
-LONG = 64_000
+ROUND_COUNT = 7
+REPEAT_COUNT = 5
+LONG_CALL_CHARS = 64_000
 FORMATS: tuple[str, ...] = tuple(CLASSES)
 PROSE = "I think so, yes: 3 < 4, and f(x) = [x] {y}. " * 40
 Begin: TypeAlias = Callable[[], TurnStream | HarmonyStream]
@@ -29,7 +29,7 @@ CODE = "def f(x):\n    return x < 3 and '<b>' or \"a\\b\"\n\tif not x: {1: [2, 3
 
 
 def measure() -> Iterator[Figure]:
-    """Deltas of 1 to 6 signs read, by class of format, by processor time."""
+    """Deltas of 1 to 6 characters read, by class of format, by processor time."""
     on_one_core()
     reader = TurnReader(format_of(CLASSES[FORMATS[0]]))
     yield _figure("a delta of prose", partial(TurnStream, reader), _cut(PROSE), calls=0)
@@ -45,9 +45,10 @@ def measure() -> Iterator[Figure]:
 
 
 def _figures(name: str, form: CallFormat, begin: Begin, opening: str, closing: str) -> Iterator[Figure]:
-    short, long = (_written(form, CODE * times) for times in (3, LONG // len(CODE)))
+    short, long = (_written(form, CODE * times) for times in (3, LONG_CALL_CHARS // len(CODE)))
     yield _figure(f"a delta of a thought and a call: {name}", begin, _cut(opening + PROSE + closing + short), calls=1)
-    yield _figure(f"  of a call with {LONG // 1000}k signs", begin, _cut(opening + closing + long), calls=1)
+    name = f"  of a call with {LONG_CALL_CHARS // 1000}k characters"
+    yield _figure(name, begin, _cut(opening + closing + long), calls=1)
 
 
 def _written(form: CallFormat, text: str) -> str:
@@ -58,13 +59,13 @@ def _written(form: CallFormat, text: str) -> str:
 def _figure(name: str, begin: Begin, deltas: Sequence[str], *, calls: int) -> Figure:
     def microseconds() -> float:
         began = time.thread_time()
-        for _ in range(TIMES):
+        for _ in range(REPEAT_COUNT):
             _read(begin(), deltas)
-        return (time.thread_time() - began) / TIMES / len(deltas) * 1e6
+        return (time.thread_time() - began) / REPEAT_COUNT / len(deltas) * 1e6
 
     told = [event.call for event in _read(begin(), deltas) if isinstance(event, FinishedCall)]
     assert [call.error for call in told] == [None] * calls
-    return Figure(name, "us", tuple(microseconds() for _ in range(ROUNDS)), under=5)
+    return Figure(name, "us", tuple(microseconds() for _ in range(ROUND_COUNT)), under=5)
 
 
 def _read(stream: TurnStream | HarmonyStream, deltas: Sequence[str]) -> list[Event]:

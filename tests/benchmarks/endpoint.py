@@ -1,7 +1,7 @@
 """Costs of an endpoint: the time that it adds to a turn, the loop's time for a long history, and a chunk of a stream.
 
-Clients are a process of their own, as agent programs are: what they need of a core is not ours, but for the latencies,
-which have it in them. Beside each load the same conversations are held without HTTP, heard while they are sampled.
+Clients run in a process of their own, as agent programs do. So their processor time is not counted, but the latencies
+contain it. Each load is also played without HTTP: the same conversations, whose deltas are received while sampled.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from runner.testing import ScriptedEngine
 from runner.tools.external_tools import tools_of
 from tests.benchmarks.figures import Figure, main
 
-ROUNDS = 3
-ALONE = 200
-"""Turns that are asked for one after the other."""
-STREAMS = 1_000
+ROUND_COUNT = 3
+SEQUENTIAL_TURN_COUNT = 200
+"""Turns that are requested one after the other."""
+STREAM_COUNT = 1_000
 """Streams that are open at once."""
-SHORT, LONG = 5, 50
-"""Ids of a stream, a chunk each: what is more of a long one is the cost of chunks alone."""
-TICK = 0.01
-BETWEEN = 20
-"""Ticks from one id to the next, so that a stream has five a second: 1,000 streams leave a core some air."""
-SPREAD = 5.0
+SHORT_STREAM_IDS = 5
+LONG_STREAM_IDS = 50
+"""Ids of a stream, one a chunk. A long stream costs more than a short one by its chunks alone."""
+TICK_SECONDS = 0.01
+TICKS_PER_ID = 20
+"""Ticks from one id to the next: a stream has five ids a second, so that 1,000 streams do not fill a core."""
+START_SPREAD_SECONDS = 5.0
 """Seconds over which streams are begun."""
-PROBE = 0.005
+PROBE_SECONDS = 0.005
 """Seconds from one look at the event loop to the next."""
-TURNS = 240
-LAST = 20
-"""Turns of a long history that are measured, and of its begin."""
+HISTORY_TURN_COUNT = 240
+MEASURED_TURN_COUNT = 20
+"""Turns that are measured at the end of a long history, and at its beginning."""
 WORDS = "word " * 600
 
 MESSAGES: list[Message] = [{"role": "system", "content": "s" * 20_000}, {"role": "user", "content": "Go."}]
@@ -64,24 +65,26 @@ CLIENTS = Path(__file__).with_name("endpoint_clients.py")
 
 def measure() -> Iterator[Figure]:
     """Time that an endpoint adds to a turn, and cost of a chunk."""
-    alone = [(_median_alone(served=True), _median_alone(served=False)) for _ in range(ROUNDS)]
+    alone = [(_median_alone(served=True), _median_alone(served=False)) for _ in range(ROUND_COUNT)]
     yield Figure("added to a turn, 20 kB: p50", "ms", tuple(with_it - bare for with_it, bare in alone), under=1)
     yield Figure("  the same turn without HTTP: p50", "ms", tuple(bare for _, bare in alone))
-    rounds = [_Round() for _ in range(ROUNDS)]
+    rounds = [_Round() for _ in range(ROUND_COUNT)]
     for share in (0.5, 0.99):
-        name = f"{STREAMS:,} streams, 20 kB: p{100 * share:.0f}"
+        name = f"{STREAM_COUNT:,} streams, 20 kB: p{100 * share:.0f}"
         added = tuple(each.late(each.served, share) - each.late(each.bare, share) for each in rounds)
         yield Figure(f"added to a turn, {name}", "ms", added, under=10 if share > 0.9 else None)
         bare = tuple(each.late(each.bare, share) for each in rounds)
         yield Figure(f"  beside the engine's time without HTTP, {name}", "ms", bare)
     lags = tuple(each.served.round_of_the_loop for each in rounds)
     yield Figure("a round of the loop by processor time, 99th percentile", "ms", lags, under=10)
-    yield Figure(f"of a core, {STREAMS:,} streams of 5 ids/s", "%", tuple(each.served.of_a_core for each in rounds))
+    yield Figure(
+        f"of a core, {STREAM_COUNT:,} streams of 5 ids/s", "%", tuple(each.served.of_a_core for each in rounds)
+    )
     yield Figure("  the same without HTTP", "%", tuple(each.bare.of_a_core for each in rounds))
     yield Figure("a chunk, of the server's process", "us", tuple(each.chunk for each in rounds), under=20)
     yield Figure("a request and its answer, of the server's process", "us", tuple(each.request for each in rounds))
-    long = [_long_history() for _ in range(ROUNDS)]
-    name = f"the loop's time for {long[0].size / 1000:.0f} kB, {TURNS} turns"
+    long = [_long_history() for _ in range(ROUND_COUNT)]
+    name = f"the loop's time for {long[0].size / 1000:.0f} kB, {HISTORY_TURN_COUNT} turns"
     yield Figure(name, "ms", tuple(each.last for each in long))
     yield Figure("  of that added to the same turn without HTTP", "ms", tuple(map(_added, long)), under=3)
     yield Figure("  the loop's time at the first turns", "ms", tuple(each.first for each in long))
@@ -130,19 +133,19 @@ class _Load:
         """Milliseconds of processor time of a round of the loop, 99th percentile: nothing comes later by it."""
         self._count, self._ids, self._mode, self._served = count, ids, mode, served
         self._urls: list[str] = []
-        self._told: dict[str, float] = {}
+        self._seconds_of: dict[str, float] = {}
         self._turn = anyio.Lock()
 
     def play(self) -> _Load:
         """Play all of it."""
         self._all_there, self._asked = anyio.Event(), anyio.Event()
         at_once = self._mode == "at_once"
-        latency = Latency(first=1, between=BETWEEN) if at_once else Latency()
+        latency = Latency(first=1, between=TICKS_PER_ID) if at_once else Latency()
         engine = ScriptedEngine(
             lambda _: Reply("x" * (self._ids - 1)),
             chunks=1,
             places=self._count,
-            tick=TICK if at_once else 0.0,
+            tick=TICK_SECONDS if at_once else 0.0,
             latency=latency,
             context=10**6,
         )
@@ -161,18 +164,20 @@ class _Load:
                 self._began = time.process_time(), time.monotonic()
                 self._all_there.set()
                 if self._served:
-                    await self._told_by_clients()
+                    await self._measured_by_clients()
             await self._all_there.wait()
             if self._served:
                 await self._asked.wait()
                 turns = [turn for thread in endpoint.threads for turn in thread.turns]
-                self._note(turns, [self._told[turn.handle.removeprefix("call_")] for turn in turns if self._told])
+                self._note(
+                    turns, [self._seconds_of[turn.handle.removeprefix("call_")] for turn in turns if self._seconds_of]
+                )
             else:
                 await self._ask(int(episode.id.partition("#")[0]), conversation)
 
-    async def _told_by_clients(self) -> None:
+    async def _measured_by_clients(self) -> None:
         async with (
-            _clients(self._mode, self._urls, {"body": BODY, "spread": SPREAD}) as (lines, _),
+            _clients(self._mode, self._urls, {"body": BODY, "spread": START_SPREAD_SECONDS}) as (lines, _),
             anyio.create_task_group() as group,
         ):
             group.start_soon(self._look_at_rounds)
@@ -180,7 +185,7 @@ class _Load:
             self._measure()
             group.cancel_scope.cancel()
         if self._mode == "at_once":
-            self._told = {handle.removeprefix("chatcmpl-"): took for handle, took, _ in told}
+            self._seconds_of = {handle.removeprefix("chatcmpl-"): took for handle, took, _ in told}
             self.chunks = sum(chunks for _, _, chunks in told)
         else:
             self.took = told
@@ -190,7 +195,7 @@ class _Load:
         rounds: list[float] = []
         try:
             while True:
-                await anyio.sleep(PROBE)
+                await anyio.sleep(PROBE_SECONDS)
                 began = time.thread_time()
                 await anyio.lowlevel.checkpoint()
                 rounds.append(1e3 * (time.thread_time() - began))
@@ -199,7 +204,7 @@ class _Load:
 
     async def _ask(self, number: int, conversation: Conversation) -> None:
         if self._mode == "at_once":
-            await anyio.sleep(SPREAD * number / self._count)
+            await anyio.sleep(START_SPREAD_SECONDS * number / self._count)
             await self._generate(conversation)
         else:
             async with self._turn:
@@ -208,7 +213,7 @@ class _Load:
 
     async def _generate(self, conversation: Conversation) -> None:
         began = time.perf_counter()
-        # Heard while it is sampled, as a client's is, by somebody who does nothing with it.
+        # The turn is streamed, as it is to a client; the deltas are thrown away.
         turn = await conversation._generate(TurnSinks(receive=lambda event: None), None, None)
         self._note([turn], [time.perf_counter() - began])
 
@@ -228,13 +233,17 @@ class _Round:
     """The same streams with HTTP and without, long ones and short ones."""
 
     def __init__(self) -> None:
-        self.served, self.bare = (_Load(STREAMS, LONG, mode="at_once", served=each).play() for each in (True, False))
-        served, bare = (_Load(STREAMS, SHORT, mode="at_once", served=each).play() for each in (True, False))
+        self.served, self.bare = (
+            _Load(STREAM_COUNT, LONG_STREAM_IDS, mode="at_once", served=each).play() for each in (True, False)
+        )
+        served, bare = (
+            _Load(STREAM_COUNT, SHORT_STREAM_IDS, mode="at_once", served=each).play() for each in (True, False)
+        )
         long, short = self.served.processor - self.bare.processor, served.processor - bare.processor
         chunk = (long - short) / (self.served.chunks - served.chunks)
         self.chunk = 1e6 * chunk
         """Microseconds of a chunk."""
-        self.request = 1e6 * (short - chunk * served.chunks) / STREAMS
+        self.request = 1e6 * (short - chunk * served.chunks) / STREAM_COUNT
         """Microseconds of a request, its chunks apart."""
 
     def late(self, load: _Load, share: float) -> float:
@@ -243,8 +252,10 @@ class _Round:
 
 
 def _median_alone(*, served: bool) -> float:
-    """Milliseconds of a turn that nobody else is beside."""
-    return 1e3 * statistics.median(_Load(ALONE, SHORT, mode="one_by_one", served=served).play().took)
+    """Milliseconds of a turn while no other turn is open."""
+    return 1e3 * statistics.median(
+        _Load(SEQUENTIAL_TURN_COUNT, SHORT_STREAM_IDS, mode="one_by_one", served=served).play().took
+    )
 
 
 @dataclass
@@ -272,8 +283,13 @@ def _long_history() -> _LongHistory:
         return Reply("Let me see.", calls=[ToolCall("", "bash", {"command": f"ls {call.turn}"})])
 
     async def load(episode: Any, conversation: Conversation) -> None:
-        stops = [2, 2 + LAST, TURNS - LAST, TURNS - 1]
-        given = {"body": {"model": "any", "tools": [TOOL]}, "turns": TURNS, "result": WORDS, "stops": stops}
+        stops = [2, 2 + MEASURED_TURN_COUNT, HISTORY_TURN_COUNT - MEASURED_TURN_COUNT, HISTORY_TURN_COUNT - 1]
+        given = {
+            "body": {"model": "any", "tools": [TOOL]},
+            "turns": HISTORY_TURN_COUNT,
+            "result": WORDS,
+            "stops": stops,
+        }
         async with (
             episode.serve() as endpoint,
             _clients("long_history", [endpoint.base_url], given) as (lines, process),
@@ -285,8 +301,8 @@ def _long_history() -> _LongHistory:
                 await process.stdin.send(b"\n")
             await anext(lines)
         found.bare = await _long_without_http(episode)
-        found.first = 1e3 * (spent[1] - spent[0]) / LAST
-        found.last = 1e3 * (spent[3] - spent[2]) / (LAST - 1)
+        found.first = 1e3 * (spent[1] - spent[0]) / MEASURED_TURN_COUNT
+        found.last = 1e3 * (spent[3] - spent[2]) / (MEASURED_TURN_COUNT - 1)
 
     played(load, ScriptedEngine(say, context=10**7))
     return found
@@ -295,13 +311,13 @@ def _long_history() -> _LongHistory:
 async def _long_without_http(episode: Any) -> float:
     """Milliseconds of this thread for one of the last turns of the same conversation, held by the episode itself."""
     conversation, spent = episode.conversation("bare", prompt="Go.", tools=tools_of([TOOL])), 0.0
-    for number in range(TURNS - 1):
+    for number in range(HISTORY_TURN_COUNT - 1):
         began = time.thread_time()
         turn = await conversation.generate()
-        spent += time.thread_time() - began if number >= TURNS - LAST else 0.0
+        spent += time.thread_time() - began if number >= HISTORY_TURN_COUNT - MEASURED_TURN_COUNT else 0.0
         for made in turn.tool_calls:
             conversation.add({"role": "tool", "tool_call_id": made.id, "content": WORDS})
-    return 1e3 * spent / (LAST - 1)
+    return 1e3 * spent / (MEASURED_TURN_COUNT - 1)
 
 
 @asynccontextmanager

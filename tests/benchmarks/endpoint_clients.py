@@ -1,7 +1,7 @@
-"""Clients of an endpoint, as a process of their own: what they do on a core is not the server's.
+"""Clients of an endpoint in a process of their own, so that their processor time is not the server's.
 
-`python endpoint_clients.py MODE` reads one JSON object on its stdin, says a line of JSON at each step, and goes on when
-it is given a further line. Only the standard library is used, and answers are hardly looked at.
+`python endpoint_clients.py MODE` reads one JSON object from stdin. It prints a line of JSON at each step, and continues
+after a further line on stdin. It uses only the standard library, and reads little of the answers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def at_once(given: Any) -> None:
 
 def one_by_one(given: Any) -> None:
     """One stream after the other, on one connection."""
-    body, told = json.dumps(given["body"]).encode(), list[float]()
+    body, took = json.dumps(given["body"]).encode(), list[float]()
     with _connected(given) as connection:
         for path in given["paths"]:
             request = post(path, f"{given['address']}:{given['port']}", body)
@@ -74,12 +74,12 @@ def one_by_one(given: Any) -> None:
             data = b""
             while not data.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
                 data += connection.recv(65536)
-            told.append(time.perf_counter() - began)
-    print(json.dumps(told), flush=True)
+            took.append(time.perf_counter() - began)
+    print(json.dumps(took), flush=True)
 
 
 def long_history(given: Any) -> None:
-    """A loop with a tool, whose history grows; before the requests in `stops` it waits to be told to go on."""
+    """A loop with a tool, whose history grows. Before each request in `stops` it waits for a line on stdin."""
     messages: list[Any] = [{"role": "user", "content": "Go."}]
     (path,) = given["paths"]
     with _connected(given) as connection:

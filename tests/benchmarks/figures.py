@@ -54,7 +54,7 @@ class Figure:
 
 
 def main(measure: Callable[[], Iterable[Figure]]) -> None:
-    """Print what `measure` gives: a table, or with `--json` one object a line."""
+    """Print the figures of `measure`: as a table, or with `--json` as one object a line."""
     parser = argparse.ArgumentParser(description=measure.__doc__)
     parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
     as_json = parser.parse_args().json
@@ -67,7 +67,7 @@ def main(measure: Callable[[], Iterable[Figure]]) -> None:
 
 
 def show(figures: Sequence[Figure]) -> None:
-    """Print a table; where this is no terminal, as wide as it has to be."""
+    """Print a table, which is not cut to the width of a terminal if stdout is a file or a pipe."""
     console = Console()
     (console if console.is_terminal else Console(width=140)).print(shown(figures))
 

@@ -1,4 +1,4 @@
-"""A turn's token fix-up by length of the history, beside rendering everything anew and a hand-written renderer."""
+"""A turn's token fix-up by length of the history, beside rendering all of it again and a hand-written renderer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.tokens.vocabularies import vocabulary
 
 LENGTHS = {"1k": 1_000, "10k": 10_000, "125k": 125_000}
 WORDS = "The quick brown fox jumps over the lazy dog. " * 18
-TIMES = 100
-ROUNDS = 7
-EPISODES = 200
+REPEAT_COUNT = 100
+ROUND_COUNT = 7
+EPISODE_COUNT = 200
 
 
 def measure() -> Iterator[Figure]:
@@ -47,7 +47,7 @@ def measure() -> Iterator[Figure]:
         yield Figure(f"everything rendered and encoded again, {name}", "us", _timed(case.render_anew, 1))
     for name, case in cases.items():
         yield Figure(f"renderers 0.1.12, Qwen3's bridge, {name}", "us", _timed(case.peer, 20))
-    by_clock, by_processor = zip(*(on_event_loop(_turns) for _ in range(ROUNDS)), strict=True)
+    by_clock, by_processor = zip(*(on_event_loop(_turns) for _ in range(ROUND_COUNT)), strict=True)
     yield Figure("turns on 10,000 tokens of history", "turns/s", by_clock, at_least=1500)
     yield Figure("  by processor time", "turns/s", by_processor)
 
@@ -129,9 +129,9 @@ def _calls(number: int) -> Message:
 def _in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, tuple[float, ...]]:
     """Microseconds of each way, by rounds that take turns, so that what else the machine does hits all alike."""
     values: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+    for _ in range(ROUND_COUNT):
         for name, way in ways.items():
-            values[name].append(_microseconds(way, TIMES))
+            values[name].append(_microseconds(way, REPEAT_COUNT))
     return {name: tuple(each) for name, each in values.items()}
 
 
@@ -152,7 +152,7 @@ class LongSums(Environment):
     def tasks(self) -> Iterator[Task]:
         before: list[Message] = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "Noted."}]
         many = 10_000 // len(WORDS + "Noted.")
-        for number in range(EPISODES):
+        for number in range(EPISODE_COUNT):
             question: Message = {"role": "user", "content": f"What is {number} + 25?"}
             yield Task(id=str(number), prompt=[*before * (many + 1), question], answer="42")
 

@@ -24,14 +24,14 @@ from runner.testing import ScriptedEngine
 from tests.benchmarks.environments import REPLIES, AsyncSums
 from tests.benchmarks.figures import Figure, main
 
-EPISODES = 2_000
-WAITING_EPISODES = 400
-ROUNDS = 5
-WORKERS = 4
-PLACES = 8
-WAIT = 8
+EPISODE_COUNT = 2_000
+WAITING_EPISODE_COUNT = 400
+ROUND_COUNT = 5
+WORKER_COUNT = 4
+PLACE_COUNT = 8
+FIRST_ID_TICK_COUNT = 8
 """Ticks from a request to its first id, of those engines that wait."""
-TICK = 0.02
+TICK_SECONDS = 0.02
 """Seconds of a tick: some twelve trajectories a second of one of them, so that none of them is busy.
 
 One that comes late on full cores delays all that follow, so there are few of them."""
@@ -39,7 +39,7 @@ One that comes late on full cores delays all that follow, so there are few of th
 
 def measure() -> Iterator[Figure]:
     """Whole episodes on workers of Ray: trajectories a second, processor time, efficiency."""
-    alone = [on_event_loop(_alone) for _ in range(ROUNDS)]
+    alone = [on_event_loop(_alone) for _ in range(ROUND_COUNT)]
     rates, driver, worker = zip(*on_event_loop(_busy), strict=True)
     yield Figure("trajectories of four turns played by two workers, run file", "/s", rates)
     yield Figure("processor time of the driver for each", "ms", driver, under=1.0)
@@ -50,16 +50,18 @@ def measure() -> Iterator[Figure]:
     yield Figure("processor time of the driver for each of these", "ms", driver, under=1.0)
     yield Figure("processor time of the worker for each of these, which is its share", "ms", worker, under=0.6)
     waiting = on_event_loop(_waiting)
-    yield Figure(f"{WORKERS} workers that wait, beside {WORKERS} times one process", "", waiting, at_least=0.95)
+    yield Figure(
+        f"{WORKER_COUNT} workers that wait, beside {WORKER_COUNT} times one process", "", waiting, at_least=0.95
+    )
 
 
 async def _alone() -> float:
     with TemporaryDirectory() as folder:
-        return (await _play(ScriptedEngine(REPLIES), EPISODES, Path(folder) / "run.db"))[1]
+        return (await _play(ScriptedEngine(REPLIES), EPISODE_COUNT, Path(folder) / "run.db"))[1]
 
 
 class ReplayingWorker(Worker):
-    """Plays one episode, and gives it for all others that it is asked for."""
+    """Plays one episode, and returns its trajectories for all later ones."""
 
     _first: AttemptResult | None = None
 
@@ -112,26 +114,26 @@ async def _measured(engine: RayEngines) -> list[tuple[float, float, float]]:
     """Trajectories a second, and milliseconds of the driver and the workers for each, by rounds."""
     measured = []
     async with engine:
-        for _ in range(ROUNDS):
+        for _ in range(ROUND_COUNT):
             before = _worked(engine)
             with TemporaryDirectory() as folder:
-                rate, cost = await _play(engine, EPISODES, Path(folder) / "run.db")
-            measured.append((rate, cost, (_worked(engine) - before) * 1e3 / EPISODES))
+                rate, cost = await _play(engine, EPISODE_COUNT, Path(folder) / "run.db")
+            measured.append((rate, cost, (_worked(engine) - before) * 1e3 / EPISODE_COUNT))
     return measured
 
 
 async def _waiting() -> tuple[float, ...]:
     ratios = []
-    async with RayEngines(_slow(), workers=WORKERS) as engine:
-        for _ in range(ROUNDS):
-            one, _ = await _play(_slow(), WAITING_EPISODES // WORKERS, None)
-            many, _ = await _play(engine, WAITING_EPISODES, None)
-            ratios.append(many / one / WORKERS)
+    async with RayEngines(_slow(), workers=WORKER_COUNT) as engine:
+        for _ in range(ROUND_COUNT):
+            one, _ = await _play(_slow(), WAITING_EPISODE_COUNT // WORKER_COUNT, None)
+            many, _ = await _play(engine, WAITING_EPISODE_COUNT, None)
+            ratios.append(many / one / WORKER_COUNT)
     return tuple(ratios)
 
 
 def _slow() -> ScriptedEngine:
-    return ScriptedEngine(REPLIES, places=PLACES, latency=Latency(first=WAIT), tick=TICK)
+    return ScriptedEngine(REPLIES, places=PLACE_COUNT, latency=Latency(first=FIRST_ID_TICK_COUNT), tick=TICK_SECONDS)
 
 
 async def _play(engine: Any, episodes: int, file: Path | None) -> tuple[float, float]:

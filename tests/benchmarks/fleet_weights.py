@@ -17,7 +17,7 @@ from tests.benchmarks.figures import Figure, main
 from tests.cluster.ray_games import TalksLong
 from tests.engines.small_model import small_model
 
-ROUNDS = 5
+ROUND_COUNT = 5
 LAYERS: int | None = None
 """Layers of the demo model; all of them are 270 MB."""
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
@@ -50,7 +50,7 @@ async def _updates(model: Path) -> list[tuple[float, float, float]]:
         # As a trainer does, which has a batch first; and the first steps of an engine take seconds.
         await anext(run)
         group.start_soon(_drop, run)
-        for _ in range(ROUNDS):
+        for _ in range(ROUND_COUNT):
             began = time.perf_counter()
             update = await engine.update_weights(weights, mode="keep")
             measured.append((time.perf_counter() - began, update.pause_seconds, update.load_seconds))

@@ -22,8 +22,8 @@ from tests.benchmarks.figures import Figure, main
 from tests.interop.installing import HOME
 from tests.interop.test_openenv import serving
 
-ROUNDS = 5
-TURNS = 50
+ROUND_COUNT = 5
+TURN_COUNT = 50
 FILE_BYTES = 1 << 30
 ROW_BYTES = 8192
 GROUP_ROWS = 2048
@@ -76,7 +76,7 @@ def measure() -> Iterator[Figure]:
         else:
             print("interop: OpenEnv is not measured; `make test-interop` installs it", file=sys.stderr)
         for name, environment, made in rooms:
-            values = tuple(anyio.run(_answered, environment, made) for _ in range(ROUNDS))
+            values = tuple(anyio.run(_answered, environment, made) for _ in range(ROUND_COUNT))
             yield Figure(f"{name}: a call answered", "ms", values)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "tasks.parquet"
@@ -88,14 +88,14 @@ def measure() -> Iterator[Figure]:
 
 async def _answered(environment: Callable[[], Environment], made: Any) -> float:
     """Milliseconds that the calls of one episode took, for each."""
-    replies = [*[[made]] * TURNS, "Done."]
-    limits = Limits(turns=TURNS + 1)
+    replies = [*[[made]] * TURN_COUNT, "Done."]
+    limits = Limits(turns=TURN_COUNT + 1)
     async with Run(environment(), ScriptedEngine(replies, context=65536), limits=limits, breaker=1) as run:
         played: list[Trajectory] = [each async for each in run]
     turns = [turn for turn in played[0].turns if turn.tool_calls]
-    if len(turns) != TURNS:
+    if len(turns) != TURN_COUNT:
         raise AssertionError(f"{played[0].outcome.value}: {played[0].error}")
-    return 1000 * sum(turn.timings.environment for turn in turns) / TURNS
+    return 1000 * sum(turn.timings.environment for turn in turns) / TURN_COUNT
 
 
 def _write(file: Path) -> int:

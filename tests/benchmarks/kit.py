@@ -11,7 +11,7 @@ from runner import Environment, Task, reward, tool
 from runner.testing import call, play
 from tests.benchmarks.figures import Figure, main
 
-ROUNDS = 9
+ROUND_COUNT = 9
 
 IMPORT = """
 import time, pytest
@@ -40,10 +40,12 @@ class Product(Environment):
 def measure() -> Iterator[Figure]:
     """The testing kit: its plugin, and an episode in a plain test."""
     yield Figure(
-        "import runner.pytest_plugin, pytest being there", "ms", tuple(map(_imported, range(ROUNDS))), under=30
+        "import runner.pytest_plugin, pytest being there", "ms", tuple(map(_imported, range(ROUND_COUNT))), under=30
     )
     _played(0)  # what is loaded once
-    yield Figure("play() of two turns, an event loop of its own each time", "ms", tuple(map(_played, range(ROUNDS))))
+    yield Figure(
+        "play() of two turns, an event loop of its own each time", "ms", tuple(map(_played, range(ROUND_COUNT)))
+    )
 
 
 def _imported(_: int) -> float:

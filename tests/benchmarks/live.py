@@ -18,11 +18,11 @@ from runner.testing import Latency, ScriptedEngine
 from tests.benchmarks.environments import AsyncSums
 from tests.benchmarks.figures import Figure, main, on_one_core
 
-EPISODES = 10_000
-SPOKEN = 250
-TICK = 0.25
-SECONDS = 10.0
-PROBE = 0.005
+EPISODE_COUNT = 10_000
+REPLY_CHARS = 250
+TICK_SECONDS = 0.25
+MEASURED_SECONDS = 10.0
+PROBE_SECONDS = 0.005
 
 
 def measure() -> Iterator[Figure]:
@@ -34,16 +34,21 @@ def measure() -> Iterator[Figure]:
 async def _measure() -> list[Figure]:
     # An id a tick for each stream; that they begin apart by up to 50 ticks changes nothing once all have begun.
     engine = ScriptedEngine(
-        "x" * SPOKEN, places=EPISODES, chunks=1, latency=Latency(between=1, jitter=50), tick=TICK, logprobs=False
+        "x" * REPLY_CHARS,
+        places=EPISODE_COUNT,
+        chunks=1,
+        latency=Latency(between=1, jitter=50),
+        tick=TICK_SECONDS,
+        logprobs=False,
     )
-    async with Run(AsyncSums(EPISODES), engine, concurrency=Concurrency(episodes=EPISODES)) as run:
+    async with Run(AsyncSums(EPISODE_COUNT), engine, concurrency=Concurrency(episodes=EPISODE_COUNT)) as run:
         empty = _resident()
         with collector_settings():
-            while len(run.plays) < EPISODES or engine.stats().sampled_tokens < EPISODES:  # noqa: ASYNC110  # nobody tells
-                await anyio.sleep(0.1)
+            while len(run.plays) < EPISODE_COUNT or engine.stats().sampled_tokens < EPISODE_COUNT:  # noqa: ASYNC110
+                await anyio.sleep(0.1)  # no event is set
             gc.collect()
-            kilobytes = (_resident() - empty) / EPISODES / 1000
-            tokens = _token_bytes(engine) / EPISODES / 1000
+            kilobytes = (_resident() - empty) / EPISODE_COUNT / 1000
+            tokens = _token_bytes(engine) / EPISODE_COUNT / 1000
             began, sampled = time.perf_counter(), engine.stats().sampled_tokens
             by_clock, by_processor = await _lags()
             rate = (engine.stats().sampled_tokens - sampled) / (time.perf_counter() - began)
@@ -62,10 +67,10 @@ async def _lags() -> tuple[list[float], list[float]]:
     """Delays of a timer in ms, and the time of the round of the loop after it."""
     by_clock: list[float] = []
     by_processor: list[float] = []
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + MEASURED_SECONDS
     while (began := time.perf_counter()) < end:
-        await anyio.sleep(PROBE)
-        by_clock.append((time.perf_counter() - began - PROBE) * 1e3)
+        await anyio.sleep(PROBE_SECONDS)
+        by_clock.append((time.perf_counter() - began - PROBE_SECONDS) * 1e3)
         worked = time.thread_time()
         await anyio.lowlevel.checkpoint()
         by_processor.append((time.thread_time() - worked) * 1e3)
@@ -76,7 +81,7 @@ def _token_bytes(engine: ScriptedEngine) -> int:
     """Bytes of ids, log-probabilities and sources in the logs, and of what the engine keeps for what it will say."""
     streams = cast("Iterable[ScriptedStream]", engine.runtime.requests)
     logged = sum(len(stream.request.prompt) + stream.sent for stream in streams)
-    return logged * 9 + EPISODES * (SPOKEN + 1) * 2 * 8
+    return logged * 9 + EPISODE_COUNT * (REPLY_CHARS + 1) * 2 * 8
 
 
 def _resident() -> int:

@@ -17,11 +17,11 @@ from runner.runs.event_loop import on_event_loop
 from tests.benchmarks.figures import Figure, main
 from tests.cluster.ray_cluster import standing
 
-ROUNDS = 4
-"""Workers that are killed, in two seats by turns: each seat has another one three times an hour."""
-MACHINES = 3
-LOOK = 0.002
-"""Seconds between two looks."""
+WORKER_KILL_COUNT = 4
+"""Workers that are killed, in two slots by turns: a slot gets at most three new workers an hour."""
+MACHINE_KILL_COUNT = 3
+POLL_SECONDS = 0.002
+"""Seconds between two looks at the list of workers."""
 
 
 def measure() -> Iterator[Figure]:
@@ -36,7 +36,7 @@ def measure() -> Iterator[Figure]:
 async def _workers() -> list[tuple[float, float]]:
     measured = []
     async with RayEngines(ScriptedEngine("hi"), workers=2) as engine:
-        for number in range(ROUNDS):
+        for number in range(WORKER_KILL_COUNT):
             victim = engine.workers()[number % 2]
             began = time.perf_counter()
             os.kill(victim.pid, signal.SIGKILL)
@@ -49,7 +49,7 @@ async def _machines(folder: Path) -> list[float]:
     measured = []
     with standing(folder, cpus=1) as cluster:
         async with RayEngines(ScriptedEngine("hi"), workers=(1, 2), address=cluster.address) as engine:
-            for _ in range(MACHINES):
+            for _ in range(MACHINE_KILL_COUNT):
                 await anyio.to_thread.run_sync(cluster.tell, "add")
                 await _after(engine, 0.0, workers=2)
                 began = time.perf_counter()
@@ -60,9 +60,9 @@ async def _machines(folder: Path) -> list[float]:
 
 
 async def _after(engine: RayEngines, began: float, *, workers: int) -> float:
-    """The seconds until there are so many workers."""
-    while len(engine.workers()) != workers:  # noqa: ASYNC110  # nobody tells
-        await anyio.sleep(LOOK)
+    """Wait until there are so many workers, and return the seconds since `began`."""
+    while len(engine.workers()) != workers:  # noqa: ASYNC110  # no event is set
+        await anyio.sleep(POLL_SECONDS)
     return time.perf_counter() - began
 
 

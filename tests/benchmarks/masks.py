@@ -22,10 +22,10 @@ from tests.parsing.learnt_formats import CLASSES, learnt
 from tests.parsing.many_tools import MANY_TOOLS, arguments_of
 from tests.tokens.vocabularies import vocabulary
 
-ROUNDS = 5
-LINES = 12
+ROUND_COUNT = 5
+CODE_REPEAT_COUNT = 12
 FORMATS: tuple[str, ...] = tuple(CLASSES)
-LOGITS = 151_936
+VOCABULARY_SIZE = 151_936
 CODE = "def f(x):\n    return x < 3 and '</p>' or \"a\\b\"\n\tif not x: {1: [2, 3]}  # it's é\n"
 
 
@@ -63,17 +63,19 @@ def measure() -> Iterator[Figure]:
         yield from bench.figures(f"{name}, {len(MANY_TOOLS)} tools", many, _one_of_many(form), under=(100, 2_000))
         if name == "raw strings":
             yield from bench.figures(
-                f"{name}, behind a thought", _behind_thought(form), f"{CODE * LINES}</think>\n\n{calls}"
+                f"{name}, after a thought", _after_thought(form), f"{CODE * CODE_REPEAT_COUNT}</think>\n\n{calls}"
             )
-            yield from bench.figures(f"{name}, in free text", constraint(form, TOOLS, "auto"), f"{CODE * LINES}{calls}")
+            yield from bench.figures(
+                f"{name}, in free text", constraint(form, TOOLS, "auto"), f"{CODE * CODE_REPEAT_COUNT}{calls}"
+            )
 
 
-def _behind_thought(form: CallFormat) -> Constraint | None:
+def _after_thought(form: CallFormat) -> Constraint | None:
     return constraint(form, TOOLS, "required", thought=OPENED)
 
 
 def _written(form: CallFormat) -> str:
-    text = CODE * LINES
+    text = CODE * CODE_REPEAT_COUNT
     for end in ends_of_strings(form):
         text = text.replace(end, "")
     arguments: Mapping[str, Any] = {
@@ -103,9 +105,9 @@ class _Bench:
         names += marks
         stop = self._tokenizer.token_id("<|im_end|>")
         self._info = xgrammar.TokenizerInfo(
-            names, xgrammar.VocabType.BYTE_LEVEL, vocab_size=LOGITS, stop_token_ids=[stop]
+            names, xgrammar.VocabType.BYTE_LEVEL, vocab_size=VOCABULARY_SIZE, stop_token_ids=[stop]
         )
-        self._mask = xgrammar.allocate_token_bitmask(1, LOGITS)
+        self._mask = xgrammar.allocate_token_bitmask(1, VOCABULARY_SIZE)
 
     def marks_of(self, form: CallFormat) -> list[str]:
         """The tags of a format, which vocabularies made for it have as control tokens."""
@@ -126,7 +128,7 @@ class _Bench:
         assert enforced is not None
         ids = self._ids(text)
         compiling, filling = [], []
-        for _ in range(ROUNDS):
+        for _ in range(ROUND_COUNT):
             # A new compiler, since one keeps what it compiled.
             compiler = TokenGrammarCompiler(xgrammar.GrammarCompiler(self._info, max_threads=8))
             began = time.process_time()

@@ -16,12 +16,12 @@ from runner.engines.vllm.engine import VllmEngine
 from runner.runs.event_loop import collector_settings, on_event_loop
 from tests.benchmarks.figures import Figure, main
 
-EPISODES = 16
-TURNS = 4
-TOKENS = 16
-ROUNDS = 8
+EPISODE_COUNT = 16
+TURN_COUNT = 4
+TURN_TOKENS = 16
+ROUND_COUNT = 8
 WORDS = "one two three four five six seven eight nine ten " * 30
-ANSWER = "Go on, and say what comes next. " * 2
+ANSWER = "Continue, and say what comes next. " * 2
 
 
 class Work(NamedTuple):
@@ -69,20 +69,20 @@ def measure() -> Iterator[Figure]:
 def figures(ours: tuple[float, ...], raw: tuple[float, ...]) -> Iterator[Figure]:
     """Of the ids a second that both ways gave, round by round."""
     ratios = tuple(one / other for one, other in zip(ours, raw, strict=True))
-    name = f"{EPISODES} episodes of {TURNS} turns of {TOKENS} ids"
+    name = f"{EPISODE_COUNT} episodes of {TURN_COUNT} turns of {TURN_TOKENS} ids"
     yield Figure(f"{name}, through Run", "ids/s", ours)
     yield Figure(f"{name}, straight through AsyncLLM", "ids/s", raw)
     yield Figure("  Run / AsyncLLM, round by round", "", ratios, at_least=0.97)
 
 
 async def _on_an_engine() -> tuple[tuple[float, ...], tuple[float, ...]]:
-    async with VllmEngine("smollm2-135m", max_num_seqs=EPISODES, max_model_len=2048) as engine:
+    async with VllmEngine("smollm2-135m", max_num_seqs=EPISODE_COUNT, max_model_len=2048) as engine:
         return await rounds(engine)
 
 
 async def rounds(engine: VllmEngine, work: Work | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Ids a second through `Run` and straight through `AsyncLLM`, for each round."""
-    work = work or Work(EPISODES, TURNS, TOKENS, ROUNDS)
+    work = work or Work(EPISODE_COUNT, TURN_COUNT, TURN_TOKENS, ROUND_COUNT)
     ours: list[float] = []
     raw: list[float] = []
     _, requests = await _through_run(engine, work)  # also warms the engine up

@@ -18,8 +18,8 @@ from runner.testing import ScriptedEngine
 from tests.benchmarks.environments import REPLIES, AsyncSums
 from tests.benchmarks.figures import Figure, main, on_one_core
 
-ROUNDS = 7
-TIMES = 200
+ROUND_COUNT = 7
+REPEAT_COUNT = 200
 
 
 def measure() -> Iterator[Figure]:
@@ -32,7 +32,7 @@ def measure() -> Iterator[Figure]:
 
 async def _played() -> list[Trajectory]:
     engine = ScriptedEngine(REPLIES)
-    async with Run(AsyncSums(TIMES), engine, concurrency=Concurrency(episodes=64)) as run:
+    async with Run(AsyncSums(REPEAT_COUNT), engine, concurrency=Concurrency(episodes=64)) as run:
         return [trajectory async for trajectory in run]
 
 
@@ -52,7 +52,7 @@ def _prompts(trajectory: Trajectory) -> Iterator[Figure]:
 
 def _storing(trajectories: list[Trajectory]) -> Iterator[Figure]:
     packing, writing = [], []
-    for _ in range(ROUNDS):
+    for _ in range(ROUND_COUNT):
         packer, batch = Packer(next_key=1, launch=1, resumed=False), StatementBatch()
         began = time.thread_time()
         for trajectory in trajectories:
@@ -60,7 +60,7 @@ def _storing(trajectories: list[Trajectory]) -> Iterator[Figure]:
         packing.append((time.thread_time() - began) / len(trajectories) * 1e6)
         writing.append(_written(batch) / len(trajectories) * 1e6)
     yield Figure("commit of an episode of 4 turns: packed", "us", tuple(packing))
-    yield Figure(f"  and inserted, {TIMES} in one transaction", "us", tuple(writing))
+    yield Figure(f"  and inserted, {REPEAT_COUNT} in one transaction", "us", tuple(writing))
 
 
 def _written(batch: StatementBatch) -> float:
@@ -81,12 +81,12 @@ def _written(batch: StatementBatch) -> float:
 def _figure(name: str, once: Callable[[], object]) -> Figure:
     def microseconds() -> float:
         began = time.thread_time()
-        for _ in range(TIMES):
+        for _ in range(REPEAT_COUNT):
             once()
-        return (time.thread_time() - began) / TIMES * 1e6
+        return (time.thread_time() - began) / REPEAT_COUNT * 1e6
 
     once()
-    return Figure(name, "us", tuple(microseconds() for _ in range(ROUNDS)))
+    return Figure(name, "us", tuple(microseconds() for _ in range(ROUND_COUNT)))
 
 
 if __name__ == "__main__":

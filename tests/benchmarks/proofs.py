@@ -18,10 +18,10 @@ from runner.models import demo_model
 from runner.training import weight_proof
 from tests.benchmarks.figures import Figure, main
 
-ROUNDS = 3
-SEQUENCES = 4
-LENGTH = 256
-SAMPLED = 16
+ROUND_COUNT = 3
+SEQUENCE_COUNT = 4
+PROOF_LENGTH = 256
+SAMPLED_TOKENS = 16
 LARGE: dict[str, Any] | None = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -30,10 +30,10 @@ LARGE: dict[str, Any] | None = {
     "num_key_value_heads": 8,
 }
 """Sizes of Llama 3.2 1B, which is measured with random weights and the demo model's vocabulary; None for none."""
-LARGE_ROUNDS = 2
-LARGE_LENGTH = 64
-LARGE_SEQUENCES = 2
-LARGE_SAMPLED = 8
+LARGE_ROUND_COUNT = 2
+LARGE_PROOF_LENGTH = 64
+LARGE_SEQUENCE_COUNT = 2
+LARGE_SAMPLED_TOKENS = 8
 """Fewer ids than for the demo model: two cores compute some ten ids of the 1B shape in a second."""
 LARGE_BYTES = 12 * 2**30
 """Free memory that the large model needs: trainer, engine, a second model while weights are loaded, and their copy."""
@@ -62,10 +62,10 @@ async def _large_figures(demo: Path) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         model = _large(Path(folder), demo)
         sizes = {
-            "rounds": LARGE_ROUNDS,
-            "sequences": LARGE_SEQUENCES,
-            "length": LARGE_LENGTH,
-            "sampled": LARGE_SAMPLED,
+            "rounds": LARGE_ROUND_COUNT,
+            "sequences": LARGE_SEQUENCE_COUNT,
+            "length": LARGE_PROOF_LENGTH,
+            "sampled": LARGE_SAMPLED_TOKENS,
         }
         return await _figures("1B shape", Path(folder), model, **sizes)
 
@@ -93,10 +93,10 @@ async def _figures(
     *,
     rounds: int | None = None,
     sequences: int | None = None,
-    length: int = LENGTH,
+    length: int = PROOF_LENGTH,
     sampled: int | None = None,
 ) -> list[Figure]:
-    rounds, sequences, sampled = rounds or ROUNDS, sequences or SEQUENCES, sampled or SAMPLED
+    rounds, sequences, sampled = rounds or ROUND_COUNT, sequences or SEQUENCE_COUNT, sampled or SAMPLED_TOKENS
     tensors, dtype = model.state_dict(), str(model.dtype).removeprefix("torch.")
     async with VllmEngine(folder, template="hermes", dtype=dtype, max_model_len=1024) as engine:
         proof = weight_proof(model, engine.tokenizer, size=length)

@@ -19,9 +19,9 @@ from runner.runs.event_loop import on_event_loop
 from tests.benchmarks.figures import Figure, main
 from tests.engines.small_model import small_model
 
-EPISODES = 24
-TURNS = 6
-PLACES = 8
+EPISODE_COUNT = 24
+TURN_COUNT = 6
+PLACE_COUNT = 8
 WORDS = "Tell me of the river, the mill, the town and the road that goes there. " * 12
 
 
@@ -29,10 +29,10 @@ class Talk(Environment):
     """Many turns, each with something to read."""
 
     def tasks(self) -> list[Task]:
-        return [Task(id=str(number), prompt=f"Story {number}. {WORDS}") for number in range(EPISODES)]
+        return [Task(id=str(number), prompt=f"Story {number}. {WORDS}") for number in range(EPISODE_COUNT)]
 
     async def rollout(self, conversation: Conversation) -> None:
-        for turn in range(TURNS):
+        for turn in range(TURN_COUNT):
             await conversation.generate(sampling=Sampling(max_tokens=24, stop_ids=()))
             # They come back in another order than they went, as they do from tools.
             await anyio.sleep(0.01 * (int(self.task.id) * 7 % 5))
@@ -53,7 +53,7 @@ def measure() -> Iterator[Figure]:
 
 
 async def _both(model: Path) -> dict[str, tuple[float, float]]:
-    async with VllmEngine(model, template="pythonic", data_parallel_size=2, max_num_seqs=PLACES) as engine:
+    async with VllmEngine(model, template="pythonic", data_parallel_size=2, max_num_seqs=PLACE_COUNT) as engine:
         pinned = await _played(engine)
         llm = engine.vllm.llm
         llm.add_request = _anywhere(llm.add_request)
@@ -80,7 +80,7 @@ async def _played(engine: VllmEngine) -> tuple[float, float]:
 
     client.get_core_engine_for_request = watch
     try:
-        async with Run(Talk, engine, concurrency=Concurrency(episodes=EPISODES)) as run:
+        async with Run(Talk, engine, concurrency=Concurrency(episodes=EPISODE_COUNT)) as run:
             async for _ in run:
                 pass
         await engine.idle()

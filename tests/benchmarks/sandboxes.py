@@ -17,13 +17,13 @@ from runner.testing import call, play_many
 from tests.benchmarks.figures import Figure, main
 from tests.sandbox.engines import IMAGE_FOLDER, engine_or_reason
 
-ROUNDS = 2
-CALLS = 4
-WIDTH = 4
+ROUND_COUNT = 2
+CALL_COUNT = 4
+MAX_OPEN_SANDBOXES = 4
 """Sandboxes that are opened at once."""
-SANDBOXES = 8
-LAG_SANDBOXES = 32
-COMMANDS = 1
+SANDBOX_COUNT = 8
+LAG_SANDBOX_COUNT = 32
+COMMAND_COUNT = 1
 """Commands in each sandbox while the lag is measured."""
 
 
@@ -51,26 +51,28 @@ def measure() -> Iterator[Figure]:
     os.environ[ENGINE_VARIABLE] = engine
     anyio.run(partial(_opened, Containers(engine), 1))  # builds the image
     yield Figure(
-        f"{CALLS + 1} turns with a plain tool, an episode", "ms", tuple(_played(Plain()) for _ in range(ROUNDS))
+        f"{CALL_COUNT + 1} turns with a plain tool, an episode",
+        "ms",
+        tuple(_played(Plain()) for _ in range(ROUND_COUNT)),
     )
-    with_sandbox = tuple(_played(Terminal(str(IMAGE_FOLDER), "true", memory_mb=64)) for _ in range(ROUNDS))
-    yield Figure(f"{CALLS + 1} turns with a command in a sandbox, its creation and removal", "ms", with_sandbox)
+    with_sandbox = tuple(_played(Terminal(str(IMAGE_FOLDER), "true", memory_mb=64)) for _ in range(ROUND_COUNT))
+    yield Figure(f"{CALL_COUNT + 1} turns with a command in a sandbox, its creation and removal", "ms", with_sandbox)
     times = anyio.run(_exec_milliseconds, Containers(engine))
     yield Figure("exec of true in a sandbox, one after the other", "ms", times)
     rates = []
-    for _ in range(ROUNDS):
+    for _ in range(ROUND_COUNT):
         began = time.perf_counter()
-        anyio.run(_opened, Containers(engine), SANDBOXES)
-        rates.append(SANDBOXES * 60 / (time.perf_counter() - began))
-    yield Figure(f"sandboxes opened, used once and removed, {WIDTH} at once", "a minute", tuple(rates))
+        anyio.run(_opened, Containers(engine), SANDBOX_COUNT)
+        rates.append(SANDBOX_COUNT * 60 / (time.perf_counter() - began))
+    yield Figure(f"sandboxes opened, used once and removed, {MAX_OPEN_SANDBOXES} at once", "a minute", tuple(rates))
     lags = sorted(anyio.run(_lags, Containers(engine)))
     for name, share in (("median", 0.5), ("99 %", 0.99), ("longest", 1)):
         value = lags[min(len(lags) - 1, int(share * len(lags)))]
-        yield Figure(f"lag of the loop with {LAG_SANDBOXES} sandboxes, {name}", "ms", (value,))
+        yield Figure(f"lag of the loop with {LAG_SANDBOX_COUNT} sandboxes, {name}", "ms", (value,))
 
 
 def _played(environment: Environment) -> float:
-    replies: Any = [*([call("bash", command="true")] for _ in range(CALLS)), "done"]
+    replies: Any = [*([call("bash", command="true")] for _ in range(CALL_COUNT)), "done"]
     began = time.perf_counter()
     (trajectory,) = play_many(environment, ScriptedEngine(replies), tasks=[Task(id="one", prompt="Do it.")])
     if trajectory.reward != 1:
@@ -79,7 +81,7 @@ def _played(environment: Environment) -> float:
 
 
 async def _opened(provider: Containers, count: int) -> None:
-    limiter = anyio.CapacityLimiter(WIDTH)
+    limiter = anyio.CapacityLimiter(MAX_OPEN_SANDBOXES)
 
     async def one() -> None:
         async with limiter, provider.open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
@@ -112,13 +114,13 @@ async def _lags(provider: Containers) -> list[float]:
 
     async def one() -> None:
         async with provider.open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
-            for _ in range(COMMANDS):
+            for _ in range(COMMAND_COUNT):
                 await sandbox.exec(["sh", "-c", "seq 20000"])
 
     async with anyio.create_task_group() as group:
         group.start_soon(watch)
         async with anyio.create_task_group() as boxes:
-            for _ in range(LAG_SANDBOXES):
+            for _ in range(LAG_SANDBOX_COUNT):
                 boxes.start_soon(one)
         group.cancel_scope.cancel()
     return lags

@@ -15,8 +15,8 @@ from tests.benchmarks.figures import Figure, main, on_one_core
 
 TEXT = "[add(a=17, b=25)]"
 IDS = len(TEXT) + 1
-TURNS = 10
-ROUNDS = 3
+TURN_COUNT = 10
+ROUND_COUNT = 3
 SAMPLING = Sampling.defaults()
 
 
@@ -34,7 +34,7 @@ def measure() -> Iterator[Figure]:
         ),
     }
     for name, (streams, parts, engine) in kinds.items():
-        costs = tuple(on_event_loop(_microseconds, streams, engine) / parts for _ in range(ROUNDS))
+        costs = tuple(on_event_loop(_microseconds, streams, engine) / parts for _ in range(ROUND_COUNT))
         yield Figure(name, "us", costs)
 
 
@@ -45,12 +45,12 @@ async def _microseconds(streams: int, engine: ScriptedEngine) -> float:
             async with anyio.create_task_group() as tasks:
                 for number in range(streams):
                     tasks.start_soon(_talk, engine, number)
-            return (time.process_time() - began) / streams / TURNS * 1e6
+            return (time.process_time() - began) / streams / TURN_COUNT * 1e6
 
 
 async def _talk(engine: ScriptedEngine, number: int) -> None:
     session = engine.session()
-    for turn in range(TURNS):
+    for turn in range(TURN_COUNT):
         request = GenerationRequest(
             name=f"{number}/main/{turn}",
             prompt=[1] * 350,

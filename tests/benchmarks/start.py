@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.benchmarks.figures import Figure, main
 
-ROUNDS = 9
+ROUND_COUNT = 9
 
 
 def measure() -> Iterator[Figure]:
@@ -19,7 +19,7 @@ def measure() -> Iterator[Figure]:
     nothing = _milliseconds([sys.executable, "-c", "pass"])
     imported = _milliseconds([sys.executable, "-c", "import runner"])
     used = _milliseconds([sys.executable, "-c", "from runner import Environment, Run, ScriptedEngine, VllmEngine"])
-    bare = sorted(nothing)[ROUNDS // 2]
+    bare = sorted(nothing)[ROUND_COUNT // 2]
     yield Figure("import runner", "ms", tuple(max(0.0, value - bare) for value in imported), under=150)
     yield Figure("  and what a run needs from it", "ms", tuple(max(0.0, value - bare) for value in used))
     yield Figure("deltarunner --help", "ms", _milliseconds([command, "--help"]), under=500)
@@ -33,7 +33,7 @@ def _milliseconds(command: Sequence[str]) -> tuple[float, ...]:
         return (time.perf_counter() - began) * 1e3
 
     once()  # writes what is compiled
-    return tuple(once() for _ in range(ROUNDS))
+    return tuple(once() for _ in range(ROUND_COUNT))
 
 
 if __name__ == "__main__":

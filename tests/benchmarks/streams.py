@@ -34,11 +34,11 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.log import Source, TokenLog
 from tests.benchmarks.figures import Figure, main, on_one_core
 
-STREAMS = 1000
-STEPS = 100
+STREAM_COUNT = 1000
+STEP_COUNT = 100
 PROMPT = list(range(256))
 TOKENIZER = ByteTokenizer()
-ROUNDS = 3
+ROUND_COUNT = 3
 
 
 def measure() -> Iterator[Figure]:
@@ -50,7 +50,7 @@ def measure() -> Iterator[Figure]:
         "  eight ids a delta, our default": (_stream, 8, True),
         "  each a delta, Python's own collector settings": (_stream, 1, False),
     }
-    rounds = [{name: on_event_loop(_microseconds, *kind) for name, kind in kinds.items()} for _ in range(ROUNDS)]
+    rounds = [{name: on_event_loop(_microseconds, *kind) for name, kind in kinds.items()} for _ in range(ROUND_COUNT)]
     for number, name in enumerate(kinds):
         yield Figure(name, "us", tuple(results[name] for results in rounds), under=None if number else 25)
 
@@ -70,12 +70,12 @@ class Core:
     async def get_output_async(self) -> Any:
         # As the socket's reader does: the loop comes to everybody else between two steps.
         await asyncio.sleep(0)
-        if self.answered == STEPS:
+        if self.answered == STEP_COUNT:
             await asyncio.Event().wait()
         self.answered += 1
         if self.answered == 2:  # the first step wakes tasks that are still being started
             self.began = time.thread_time()
-        return self._decode(self._last if self.answered == STEPS else self._step)
+        return self._decode(self._last if self.answered == STEP_COUNT else self._step)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         raise AssertionError(f"nothing is aborted here: {request_ids}")
@@ -93,7 +93,8 @@ def _encoded_step(*, finished: bool) -> Any:
     )
     reason = FinishReason.LENGTH if finished else None
     outputs = [
-        EngineCoreOutput(f"{number}", [65], new_logprobs=logprobs, finish_reason=reason) for number in range(STREAMS)
+        EngineCoreOutput(f"{number}", [65], new_logprobs=logprobs, finish_reason=reason)
+        for number in range(STREAM_COUNT)
     ]
     return [bytes(buffer) for buffer in MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=1.0))]
 
@@ -147,7 +148,7 @@ def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
         VllmProcess(ResolvedModel("none", "", Path()), {}),
         frontend,
         VllmWeights(frontend, "none"),
-        gate=AdmissionGate(STREAMS, 16_000_000, block=16),
+        gate=AdmissionGate(STREAM_COUNT, 16_000_000, block=16),
         context=4096,
         as_vllm=RequestConverter(stream_interval, ByteTokenizer().encode),
         version="0",
@@ -163,27 +164,27 @@ async def _microseconds(read: Reader, stream_interval: int, tuned: bool) -> floa
     core = Core()
     frontend = Frontend(core)
     engine = _engine(frontend, stream_interval)
-    logs = [TokenLog() for _ in range(STREAMS)]
+    logs = [TokenLog() for _ in range(STREAM_COUNT)]
     with collector_settings() if tuned else nullcontext():
         async with anyio.create_task_group() as streams:
             for number, log in enumerate(logs):
                 streams.start_soon(read, engine, _request(number), log)
-            while len(frontend.output_processor.request_states) < STREAMS:
+            while len(frontend.output_processor.request_states) < STREAM_COUNT:
                 await anyio.lowlevel.checkpoint()
             frontend.read()
         cost = time.thread_time() - core.began
     assert frontend.output_handler is not None
     frontend.output_handler.cancel()
     gc.collect()
-    assert all(sum(log.mask()) == STEPS for log in logs) or read is _throw_away
-    return cost / STREAMS / (STEPS - 1) * 1e6
+    assert all(sum(log.mask()) == STEP_COUNT for log in logs) or read is _throw_away
+    return cost / STREAM_COUNT / (STEP_COUNT - 1) * 1e6
 
 
 def _request(number: int) -> GenerationRequest:
     return GenerationRequest(
         name=f"{number}/main/0",
         prompt=PROMPT,
-        sampling=Sampling(max_tokens=STEPS).over(Sampling.defaults()),
+        sampling=Sampling(max_tokens=STEP_COUNT).over(Sampling.defaults()),
         stop_ids=(2,),
         seed=number,
     )

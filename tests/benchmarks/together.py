@@ -19,9 +19,9 @@ from tests.benchmarks.parity import WORDS, Work, rounds
 from tests.benchmarks.turn_cost import MODEL, scripted_llm
 
 WIDTHS = (64, 512)
-TURNS = 3
-TOKENS = 128
-ROUNDS = 2
+TURN_COUNT = 3
+TURN_TOKENS = 128
+ROUND_COUNT = 2
 STEP_SECONDS = 0.05
 
 
@@ -30,20 +30,20 @@ def measure() -> Iterator[Figure]:
     with TemporaryDirectory() as folder, quiet_output(Path(folder) / "vllm.log"):
         ratios = on_event_loop(_ratios)
     for width, values in ratios.items():
-        name = f"Run / AsyncLLM, {width} episodes of {TURNS} turns of {TOKENS} ids that end together"
+        name = f"Run / AsyncLLM, {width} episodes of {TURN_COUNT} turns of {TURN_TOKENS} ids that end together"
         yield Figure(name, "", values, at_least=0.95)
 
 
 async def _ratios() -> dict[int, tuple[float, ...]]:
     model = resolve_model(MODEL)
     tokenizer, _, stop_ids = load_language(model, None)
-    reply = [*tokenizer.encode(WORDS * 2)[: TOKENS - 1], stop_ids[0]]
+    reply = [*tokenizer.encode(WORDS * 2)[: TURN_TOKENS - 1], stop_ids[0]]
     llm = scripted_llm(str(model.folder), reply, max(WIDTHS), STEP_SECONDS)
     try:
         async with VllmEngine.over(llm, model=MODEL, places=max(WIDTHS)) as engine:
             found = {}
             for width in WIDTHS:
-                ours, raw = await rounds(engine, Work(width, TURNS, TOKENS, ROUNDS))
+                ours, raw = await rounds(engine, Work(width, TURN_COUNT, TURN_TOKENS, ROUND_COUNT))
                 found[width] = tuple(one / other for one, other in zip(ours, raw, strict=True))
             return found
     finally:

@@ -16,11 +16,11 @@ from runner.training import TrainingBatch, sample_rows
 from tests.benchmarks.figures import Figure, main, on_one_core
 from tests.histories import Twice
 
-EPISODES = 512
-GROUP = 8
-ROUNDS = 5
-REPEATS = 20
-CALLS = 2_000
+EPISODE_COUNT = 512
+GROUP_SIZE = 8
+ROUND_COUNT = 5
+REPEAT_COUNT = 20
+CALL_COUNT = 2_000
 TEXT = "A sentence of the model that is about as long as a call of a tool. " * 3
 
 
@@ -39,23 +39,23 @@ def measure() -> Iterator[Figure]:
     groups = _played()
     trajectories = [each for group in groups for each in group.trajectories]
     ids = sum(len(segment.log) for each in trajectories for segment in each.segments) / len(trajectories)
-    rows = [_seconds(lambda: [sample_rows(each) for each in trajectories]) for _ in range(ROUNDS)]
+    rows = [_seconds(lambda: [sample_rows(each) for each in trajectories]) for _ in range(ROUND_COUNT)]
     yield Figure(f"sample_rows: rows of {ids:.0f} ids", "1/s", tuple(len(trajectories) / each for each in rows))
-    padded = [_seconds(lambda: TrainingBatch.padded(groups, pad_id=0)) for _ in range(ROUNDS)]
+    padded = [_seconds(lambda: TrainingBatch.padded(groups, pad_id=0)) for _ in range(ROUND_COUNT)]
     yield Figure("TrainingBatch.padded: rows", "1/s", tuple(len(trajectories) / each for each in padded))
     yield Figure("  memory of the batch, an id", "bytes", (_bytes(groups) / (ids * len(trajectories)),))
-    yield Figure("Run: an episode", "us", tuple(_run() for _ in range(ROUNDS)))
+    yield Figure("Run: an episode", "us", tuple(_run() for _ in range(ROUND_COUNT)))
     # Alone, since both are less than the differences between runs.
-    yield Figure("  an observer of it, its thread included", "us", tuple(_observer(groups) for _ in range(ROUNDS)))
-    yield Figure("  BackgroundPlayer: a call and its result, in place of an await", "us", tuple(_calls(ROUNDS)))
+    yield Figure("  an observer of it, its thread included", "us", tuple(_observer(groups) for _ in range(ROUND_COUNT)))
+    yield Figure("  BackgroundPlayer: a call and its result, in place of an await", "us", tuple(_calls(ROUND_COUNT)))
 
 
 def _tasks() -> list[Task]:
-    return [Task(id=f"t{number}", prompt="Say something.") for number in range(EPISODES // GROUP)]
+    return [Task(id=f"t{number}", prompt="Say something.") for number in range(EPISODE_COUNT // GROUP_SIZE)]
 
 
 def _played() -> list[Group]:
-    with BackgroundPlayer(Twice, ScriptedEngine([TEXT, TEXT]), group_size=GROUP) as player:
+    with BackgroundPlayer(Twice, ScriptedEngine([TEXT, TEXT]), group_size=GROUP_SIZE) as player:
         return player.play_groups(_tasks())
 
 
@@ -80,26 +80,26 @@ def _run() -> float:
 
     async def play() -> None:
         engine = ScriptedEngine([TEXT, TEXT])
-        async with Run(Twice, engine, tasks=_tasks(), group_size=GROUP) as run:
+        async with Run(Twice, engine, tasks=_tasks(), group_size=GROUP_SIZE) as run:
             async for _ in run.groups():
                 pass
 
-    return _seconds(lambda: anyio.run(play)) / EPISODES * 1e6
+    return _seconds(lambda: anyio.run(play)) / EPISODE_COUNT * 1e6
 
 
 def _observer(groups: list[Group]) -> float:
     """Microseconds of the events of an episode of two turns, until an observer has them."""
 
     def send() -> None:
-        for _ in range(REPEATS):
-            threads = ObserverThreads([Counting()], group_size=GROUP, seed=0)
+        for _ in range(REPEAT_COUNT):
+            threads = ObserverThreads([Counting()], group_size=GROUP_SIZE, seed=0)
             threads.start({})
             for group in groups:
                 for trajectory in group.trajectories:
-                    threads.episode([trajectory], GROUP)
+                    threads.episode([trajectory], GROUP_SIZE)
             threads.end(Summary())
 
-    return _seconds(send) / REPEATS / EPISODES * 1e6
+    return _seconds(send) / REPEAT_COUNT / EPISODE_COUNT * 1e6
 
 
 def _calls(rounds: int) -> Iterator[float]:
@@ -110,7 +110,7 @@ def _calls(rounds: int) -> Iterator[float]:
 
     with BackgroundPlayer(Twice, ScriptedEngine([TEXT])) as player:
         for _ in range(rounds):
-            yield _seconds(lambda: [player._call(nothing()) for _ in range(CALLS)]) / CALLS * 1e6
+            yield _seconds(lambda: [player._call(nothing()) for _ in range(CALL_COUNT)]) / CALL_COUNT * 1e6
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from tests.benchmarks.figures import Figure, main
 
 MODEL = "smollm2-135m"
 REPLY = "[add(a=1, b=2)]"
-EPISODES = 512
-TURNS = 3
+EPISODE_COUNT = 512
+TURN_COUNT = 3
 WIDTHS = (64, 512)
-ROUNDS = 5
+ROUND_COUNT = 5
 STEP_SECONDS = 0.005
-"""Seconds of a step of the core, which gives every open request an id."""
+"""Seconds of a step of the core, which samples an id for each open request."""
 
 
 def measure() -> Iterator[Figure]:
@@ -47,7 +47,7 @@ async def _rounds(folder: Path) -> dict[int, list[float]]:
     llm = scripted_llm(str(model.folder), reply, max(WIDTHS), STEP_SECONDS)
     try:
         async with VllmEngine.over(llm, model=MODEL, places=max(WIDTHS)) as engine:
-            for number in range(ROUNDS + 1):
+            for number in range(ROUND_COUNT + 1):
                 for width in WIDTHS:
                     cost = await _play(engine, width, folder / f"{number}-{width}.db")
                     if number:  # the first round loads and learns
@@ -59,12 +59,12 @@ async def _rounds(folder: Path) -> dict[int, list[float]]:
 
 async def _play(engine: VllmEngine, width: int, file: Path) -> float:
     run = Run(
-        Calculator(questions=EPISODES),
+        Calculator(questions=EPISODE_COUNT),
         engine,
         file=file,
         concurrency=Concurrency(episodes=width),
         sampling=Sampling(temperature=0.0),
-        limits=Limits(turns=TURNS),
+        limits=Limits(turns=TURN_COUNT),
     )
     async with run:
         with collector_settings():
@@ -73,7 +73,7 @@ async def _play(engine: VllmEngine, width: int, file: Path) -> float:
                 assert not trajectory.outcome.failed, trajectory.error
                 assert all(len(turn.tool_calls) == 1 for turn in trajectory.turns)
                 turns += len(trajectory.turns)
-            assert turns == EPISODES * TURNS
+            assert turns == EPISODE_COUNT * TURN_COUNT
             return (time.process_time() - worked) / turns
 
 

@@ -13,20 +13,20 @@ from runner.testing import ScriptedEngine
 from tests.benchmarks.environments import REPLIES, AsyncSums, SyncSums
 from tests.benchmarks.figures import Figure, main, on_one_core
 
-EPISODES = 500
-ROUNDS = 7
+EPISODE_COUNT = 500
+ROUND_COUNT = 7
 
 
 def measure() -> Iterator[Figure]:
     """Turns a second on one core, with a scripted engine that takes no time."""
     on_one_core()
     kinds: dict[str, tuple[Environment, bool]] = {
-        "async tools": (AsyncSums(EPISODES), False),
-        "async tools, run file": (AsyncSums(EPISODES), True),
-        "sync tools": (SyncSums(EPISODES), False),
-        "sync tools, run file": (SyncSums(EPISODES), True),
+        "async tools": (AsyncSums(EPISODE_COUNT), False),
+        "async tools, run file": (AsyncSums(EPISODE_COUNT), True),
+        "sync tools": (SyncSums(EPISODE_COUNT), False),
+        "sync tools, run file": (SyncSums(EPISODE_COUNT), True),
     }
-    rounds = [{name: _round(*kind) for name, kind in kinds.items()} for _ in range(ROUNDS)]
+    rounds = [{name: _round(*kind) for name, kind in kinds.items()} for _ in range(ROUND_COUNT)]
     for name in kinds:
         by_clock, by_processor = zip(*(results[name] for results in rounds), strict=True)
         yield Figure(f"turns, {name}", "turns/s", by_clock, at_least=2000)

@@ -31,12 +31,12 @@ from tests.clients.programs import SCRIPTS
 from tests.engines.remote.model_server import model_server
 from tests.repository import ROOT
 
-EPISODES = 32
-PLACES = 8
+EPISODE_COUNT = 32
+PLACE_COUNT = 8
 """Episodes that are played at once, and requests that the engine runs at once."""
-ROUNDS = 3
-TURNS = 6
-TOKENS = 48
+ROUND_COUNT = 3
+TURN_COUNT = 6
+TURN_TOKENS = 48
 
 # 0.3.1 is the last with `ToolEnv`, whose episodes are played in the process; openai 3 came after it.
 PEER = Install("verifiers", ("verifiers==0.3.1", "openai<3"), npm=False, script="")
@@ -44,7 +44,7 @@ THEIRS = "verifiers 0.3.1 over the same server"
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 2048,
-    "max_num_seqs": PLACES,
+    "max_num_seqs": PLACE_COUNT,
     "enforce_eager": True,
     "block_size": 32,
     "max_num_batched_tokens": 512,
@@ -124,7 +124,9 @@ def figures(ways: dict[str, Way]) -> Iterator[Figure]:
     """Of each way to play."""
     for way, of in ways.items():
         played = of.rounds
-        yield Figure(f"{EPISODES} episodes, {way}", "episodes/s", _each(played, lambda each: EPISODES / each.wall))
+        yield Figure(
+            f"{EPISODE_COUNT} episodes, {way}", "episodes/s", _each(played, lambda each: EPISODE_COUNT / each.wall)
+        )
         yield Figure("  turns", "turns/s", _each(played, lambda each: each.turns / each.wall))
         yield Figure("  by the clock", "s", _each(played, lambda each: each.wall))
         yield Figure("  processor time of the client", "s", _each(played, lambda each: each.processor))
@@ -164,7 +166,7 @@ def install() -> str:
 async def _in_process(template: Path) -> Way:
     async with VllmEngine(template=template, **ENGINE) as engine:
         way = Way(await _round(engine, 1), [])
-        for _ in range(ROUNDS):
+        for _ in range(ROUND_COUNT):
             await engine.vllm.llm.reset_prefix_cache()
             way.rounds.append(await _round(engine, 0))
         return way
@@ -181,7 +183,7 @@ def _over_a_server(template: Path, *, beside_verifiers: bool) -> dict[str, Way]:
         with _peer(server.url, str(server.folder), template.with_name("verifiers.log")) as theirs:
             plays = {"over a server": ours} | ({THEIRS: theirs} if beside_verifiers else {})
             ways = {way: Way(play(1), []) for way, play in plays.items()}
-            for number in range(ROUNDS):
+            for number in range(ROUND_COUNT):
                 for way, play in list(plays.items())[:: -1 if number % 2 else 1]:
                     _forget_prefixes(server.url)
                     ways[way].rounds.append(play(0))
@@ -194,8 +196,8 @@ async def _over_server(url: str, template: Path, temperature: float) -> Round:
 
 
 async def _round(engine: Engine, temperature: float) -> Round:
-    sampling, concurrency = Sampling(max_tokens=TOKENS, temperature=temperature), Concurrency(episodes=PLACES)
-    async with Run(Sums(EPISODES), engine, sampling=sampling, concurrency=concurrency) as run:
+    sampling, concurrency = Sampling(max_tokens=TURN_TOKENS, temperature=temperature), Concurrency(episodes=PLACE_COUNT)
+    async with Run(Sums(EPISODE_COUNT), engine, sampling=sampling, concurrency=concurrency) as run:
         with collector_settings():
             began = time.process_time(), time.perf_counter()
             trajectories = [trajectory async for trajectory in run]
@@ -217,10 +219,10 @@ def _peer(url: str, model: str, log: Path) -> Iterator[Callable[[float], Round]]
         "url": url,
         "model": model,
         "rows": list(_rows()),
-        "turns": TURNS,
-        "concurrency": PLACES,
+        "turns": TURN_COUNT,
+        "concurrency": PLACE_COUNT,
         # As trainers ask: with ids and log-probabilities, which ours always have.
-        "sampling": {"max_tokens": TOKENS, "logprobs": True, "extra_body": {"return_token_ids": True}},
+        "sampling": {"max_tokens": TURN_TOKENS, "logprobs": True, "extra_body": {"return_token_ids": True}},
     }
     processes: list[subprocess.Popen[str]] = []
 
@@ -249,7 +251,7 @@ def _peer(url: str, model: str, log: Path) -> Iterator[Callable[[float], Round]]
 
 def _rows() -> Iterator[dict[str, Any]]:
     """The same tasks as rows of a data set: messages as OpenAI's API takes them, and the answer."""
-    for task in (environment := Sums(EPISODES)).tasks():
+    for task in (environment := Sums(EPISODE_COUNT)).tasks():
         environment.task = task
         messages: list[dict[str, Any]] = [{"role": "system", "content": environment.system_prompt}]
         for message in environment.prompt():
