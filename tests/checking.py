@@ -63,7 +63,7 @@ class Good(Environment):
 
 
 def folder_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The body of a fixture: a folder whose mine.py is imported anew by each test."""
+    """The body of a fixture: a folder whose mine.py each test imports again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(leak_checks, "SETTLE_SECONDS", 0.5)  # leaks of these tests would not end in five seconds either

@@ -106,13 +106,13 @@ def _may_be_on_trio(metafunc: pytest.Metafunc) -> bool:
 
 @pytest.fixture
 def clock() -> trio.testing.MockClock:
-    """Time that stands still until a test moves it; its `trio.run`, or its `anyio_backend`, takes it."""
+    """A clock that only the test moves; it is passed to `trio.run`, or to `anyio_backend`."""
     return trio.testing.MockClock()
 
 
 @pytest.fixture
 def release() -> Iterator[threading.Event]:
-    """Lets threads that were left behind end."""
+    """An event that abandoned threads wait for; it is set after the test, so that they end."""
     event = threading.Event()
     yield event
     event.set()
@@ -185,7 +185,7 @@ def _turn(item: pytest.Item) -> int:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End what the tests of a real engine share with the last of them, and the cluster with the last test on it.
 
-    The process goes on with other tests, and an event loop that is still there would be in the way of their own.
+    The process then runs other tests, and an event loop that still exists would be in the way of theirs.
     """
     if _shared_by(item) and nextitem is not None and _shared_by(nextitem) != _shared_by(item):
         item.session._setupstate.teardown_exact(None)  # private, and as pytest 8 and 9 have it
@@ -223,7 +223,7 @@ def small_model_folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def hugging_face_model(small_model_folder: Path) -> Any:
-    """The small model in Hugging Face's hands, in float32, to compare an engine with; nobody changes it."""
+    """The small model in Transformers, in float32, to compare an engine with; no test changes it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' own affairs
         import torch

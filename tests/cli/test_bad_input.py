@@ -103,7 +103,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
         ["'reward': give NAME=NUMBER"],
     ),
     "an impossible limit": (["mine.py:Greeting", "--limit", "turns=0"], "BadOption", ["turns=0", "at least 1"]),
-    "a limit that is no number": (
+    "a limit that is not a number": (
         ["mine.py:Greeting", "--limit", "seconds=soon"],
         "BadOption",
         ["seconds='soon'", "number"],
@@ -164,7 +164,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
         "StorageFailed",
         ["/proc/deltarunner", "Give another"],
     ),
-    "a file that is no run file": (
+    "a file that is not a run file": (
         ["mine.py:Greeting", "--file", "mine.py"],
         "RunFileError",
         ["mine.py", "not a SQLite database"],
@@ -182,7 +182,7 @@ OF_THE_ENGINE: dict[str, tuple[list[str], str, list[str]]] = {
         "BadOption",
         ["give --model"],
     ),
-    "an interval that is no number": (
+    "an interval that is not a number": (
         ["mine.py:Greeting", "--engine-option", "stream_interval=often"],
         "BadOption",
         ["give a whole number of ids"],
@@ -192,7 +192,7 @@ OF_THE_ENGINE: dict[str, tuple[list[str], str, list[str]]] = {
 OTHERS: dict[str, tuple[list[str], int, list[str]]] = {
     "no number": (["run", "calculator", "--temperature", "warm"], 2, ["temperature"]),
     "show what is not there": (["show", "nowhere.db"], 7, ["the run file nowhere.db does not exist"]),
-    "export what is no run file": (["export", "mine.py"], 7, ["not a run file"]),
+    "export a file that is not a run file": (["export", "mine.py"], 7, ["not a run file"]),
     "no such command": (["nonsense"], 2, ["No such command"]),
 }
 

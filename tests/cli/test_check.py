@@ -111,7 +111,7 @@ BAD = {
     roll = None
     limits = Limits(turns=4)
     def step(self, turn):
-        return None if random.Random(next(CALLS)).random() < 0.4 else "Go on."
+        return None if random.Random(next(CALLS)).random() < 0.4 else "Continue."
 """,
     # --- what episodes share
     "class attribute": """
@@ -182,7 +182,7 @@ BAD = {
         self.ticker = threading.Thread(target=self.stop.wait, args=(600,), daemon=True)
         self.ticker.start()
 """,
-    "thread of nobody": """
+    "thread without an attribute": """
     def setup(self):
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """,
@@ -269,7 +269,7 @@ SAYS = {
     "blocking": (3, r"the event loop was blocked for .* in Env.bad (.*mine.py:\d+): it blocks the event loop: make"),
     "file": (3, "still open after close(): self.log (file .*mine.py). Close it in close(), or open it in setup() with"),
     "thread": (3, "still open after close(): self.ticker (thread 'Thread (wait)'). Close it in close()"),
-    "thread of nobody": (3, "still open after close(): thread 'Thread (sleep)'. Close it in close()"),
+    "thread without an attribute": (3, "still open after close(): thread 'Thread (sleep)'. Close it in close()"),
     "task": (3, "still open after close(): a task of Env.beat(). Close it in close()"),
     "failing close": (0, "warning  close(): OSError: no such connection"),
     "tool called as a hook": (3, "@tool prompt() is a hook's name: the runner calls it too. Rename the method."),
@@ -308,7 +308,7 @@ class Env(Good):
     assert (result.exit_code, findings(result)) == (0, [])
 
 
-# The mistakes that are planted here leave files behind.
+# The planted mistakes leave files open.
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mistake", BAD)
@@ -320,7 +320,7 @@ def test_each_mistake_is_named_with_its_fix_in_one_line(folder: Path, mistake: s
     found = [line for line in lines if any(re.search(pattern, line) for pattern in patterns)]
     assert found, result.output
     assert result.exit_code == code, result.output
-    # One line each: what several episodes did in the same way is not told several times.
+    # One line for each mistake: a mistake that several episodes make is reported once.
     assert len(lines) <= 2, result.output
 
 
@@ -420,8 +420,8 @@ class Env(Good):
 
     async def rollout(self, conversation):
         said = await conversation.generate(sampling=Sampling(schema=SCHEMA), tool_choice="none")
-        told = json.loads(said.text)
-        assert 1 <= told["days"] <= 5 and len(told["city"]) >= 3, said.text
+        trip = json.loads(said.text)
+        assert 1 <= trip["days"] <= 5 and len(trip["city"]) >= 3, said.text
         conversation.add("And?")
         said = await conversation.generate(sampling=Sampling(choice=("left", "right")), tool_choice="none")
         assert said.text in ("left", "right"), said.text

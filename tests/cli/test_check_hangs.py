@@ -16,7 +16,7 @@ from runner import Environment, Task, reward, tool
 
 class Game(Environment):
     def tasks(self):
-        return [Task(id=str(number), prompt="Go on!") for number in range(2)]
+        return [Task(id=str(number), prompt="Continue!") for number in range(2)]
 
     @reward
     def right(self) -> bool:

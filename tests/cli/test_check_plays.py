@@ -162,7 +162,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield from folder_of_modules(tmp_path, monkeypatch)
 
 
-# The mistakes that are planted here leave processes behind.
+# The planted mistakes leave processes running.
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mistake", BAD)

@@ -61,7 +61,7 @@ FIGURES = LiveStats(
 
 
 class Waiting(Environment):
-    """Speaks; the second episode fails, and the third waits until it is told to go on."""
+    """Plays one turn; the second episode then fails, and the third waits for `go`."""
 
     def __init__(self, go: anyio.Event | None = None) -> None:
         self.go = go
@@ -83,7 +83,7 @@ class Waiting(Environment):
 
 
 class Screen(io.StringIO):
-    """Says when it was told that all four episodes are done."""
+    """Terminal that sets `complete` once it shows that all four episodes are done."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,19 +189,20 @@ class Calling(Environment):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("said", "told"), [('<tool_call>{"wave"}</tool_call>', True), ('<tool_call>{"name": "wave"}</tool_call>', False)]
+    ("said", "reported"),
+    [('<tool_call>{"wave"}</tool_call>', True), ('<tool_call>{"name": "wave"}</tool_call>', False)],
 )
-async def test_wrong_template_is_reported_during_and_after_the_run(said: str, told: bool) -> None:
+async def test_wrong_template_is_reported_during_and_after_the_run(said: str, reported: bool) -> None:
     async with Run(Calling, ScriptedEngine(said, template="hermes")) as run:
         [_ async for _ in run]
         stats = StatsReader().read(run)
         summary = run.summary
-    assert (stats.calls, stats.malformed) == (4, 4 if told else 0)
-    assert ("4 of 4 tool calls could not be read" in list(in_words(stats))) == told
+    assert (stats.calls, stats.malformed) == (4, 4 if reported else 0)
+    assert ("4 of 4 tool calls could not be read" in list(in_words(stats))) == reported
     console = Console(file=io.StringIO(), width=200)
     console.print(summary_table(summary.as_dict()))
     assert isinstance(console.file, io.StringIO)
-    assert ("in another format than its template" in console.file.getvalue()) == told
+    assert ("in another format than its template" in console.file.getvalue()) == reported
 
 
 def test_times_have_minutes_and_hours() -> None:
@@ -357,7 +358,7 @@ async def test_phases_and_notes_of_an_engine_are_shown() -> None:
         async with run:
             async for _ in run:
                 pass
-            while not any("computing in" in line for line in said):  # noqa: ASYNC110  # it is told of no event
+            while not any("computing in" in line for line in said):  # noqa: ASYNC110  # no event is set
                 await anyio.sleep(0.05)
         group.cancel_scope.cancel()
     assert ", importing vLLM" in said

@@ -139,7 +139,7 @@ def test_a_project_requires_deltarunner_from_where_it_was_installed(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("told", "source"),
+    ("content", "source"),
     [
         (None, ""),
         ('{"url": "file:///nowhere/deltarunner.whl", "archive_info": {}}', ""),
@@ -153,12 +153,12 @@ def test_a_project_requires_deltarunner_from_where_it_was_installed(tmp_path: Pa
     ],
 )
 def test_an_installed_deltarunner_knows_where_it_came_from(
-    told: str | None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str | None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Installed:
         def read_text(self, name: str) -> str | None:
             assert name == "direct_url.json"
-            return told
+            return content
 
     monkeypatch.setattr(new, "__file__", str(tmp_path / "runner" / "cli" / "new.py"))
     monkeypatch.setattr(new, "distribution", lambda name: Installed())

@@ -26,8 +26,8 @@ def test_library_output_goes_to_log_and_ours_to_terminal(capfd: pytest.CaptureFi
 def test_output_is_put_back_after_an_exception(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(KeyError), quiet_output(tmp_path / "log"):
         raise KeyError
-    os.write(2, b"heard\n")
-    assert capfd.readouterr().err == "heard\n"
+    os.write(2, b"shown\n")
+    assert capfd.readouterr().err == "shown\n"
 
 
 def test_a_log_is_appended_to(tmp_path: Path) -> None:

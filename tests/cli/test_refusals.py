@@ -164,7 +164,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
     checked = deltarunner("check", f"mine.py:{name}")
     assert checked.exit_code == code, checked.output
     assert said in checked.output
-    # Two groups are played at once, and the one that comes first is told of.
+    # Two groups are played at once, and the error names the one that ended first.
     assert bool(re.search(r"error    group_reward rank\(\) of task 't-[01]'", checked.output)) is bool(code)
 
 

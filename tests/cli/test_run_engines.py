@@ -36,7 +36,7 @@ def play(engine: Any = None, **options: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"cluster": "auto"}, "--cluster auto: give --workers, the number"),
         ({"worker_gpus": 0.0}, "--worker-gpus 0: give --workers, the number"),
@@ -51,8 +51,8 @@ def play(engine: Any = None, **options: Any) -> int:
         ({"workers": "2", "listen": "127.0.0.1:8000"}, "--listen 127.0.0.1:8000: each worker serves its own"),
     ],
 )
-def test_options_that_conflict_with_workers_are_refused(folder: Path, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(BadOption, match=re.escape(told)):
+def test_options_that_conflict_with_workers_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadOption, match=re.escape(message)):
         play(environment="mine.py:Greeting", **options)
     assert not Path("runs").exists()
 

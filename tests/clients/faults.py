@@ -34,7 +34,7 @@ class Troubled(Application):
         hosts: as for `Application`.
         trouble: what goes wrong.
         at: which request for a turn it befalls, from 0.
-        further: what a server gives its endpoints besides.
+        further: other arguments of the server for its endpoints.
     """
 
     seen: list[str]
@@ -115,7 +115,7 @@ async def _answer(send: Send, status: int, error: Mapping[str, Any], *headers: t
 
 @contextmanager
 def troubled(trouble: Trouble, at: int) -> Iterator[list[Troubled]]:
-    """Runs inside of the block have such endpoints; gives those that were made."""
+    """Have runs inside of the block serve such endpoints, and return the list of them."""
     made: list[Troubled] = []
 
     def make(hosts: Sequence[str], **further: Any) -> Troubled:

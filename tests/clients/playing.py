@@ -1,4 +1,4 @@
-"""An agent program plays an episode: what it was told, what it asked, and what every such episode has to be."""
+"""An agent program plays an episode: its prompt, its requests, and assertions that hold for each such episode."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class Played:
 
 
 def respelling(says: Says, model: Path, **settings: Any) -> ScriptedEngine:
-    """An engine with a model's vocabulary, whose ids are never those that encoding its words would give.
+    """An engine with a model's vocabulary, whose ids always differ from the encoding of its text.
 
-    A prompt in which something that it said was encoded anew is told by its ids.
+    So the ids of a prompt show whether text that the engine sampled was encoded again.
     """
     tokenizer = load_tokenizer(model)
 
@@ -116,7 +116,7 @@ def respelling(says: Says, model: Path, **settings: Any) -> ScriptedEngine:
 
 
 def in_order(*answers: Answer, aside: Answer = "A short title") -> Says:
-    """Says these in order where tools are offered, and something else where none are."""
+    """Reply with these answers in order where tools are offered, else with `aside`."""
 
     def says(asked: ModelCall) -> Answer:
         if "<tools>" not in asked.prompt:
@@ -127,7 +127,7 @@ def in_order(*answers: Answer, aside: Answer = "A short title") -> Says:
 
 
 def by_history(*answers: Answer, aside: Answer = "A short title") -> Says:
-    """Says what comes next by how much of it is in the history, so that whoever asks again hears the same."""
+    """Reply with the answer after those in the history, so that a repeated request gets the same answer."""
     least: dict[str, int] = {}
 
     def says(asked: ModelCall) -> Answer:

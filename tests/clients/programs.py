@@ -88,7 +88,7 @@ PROGRAMS = {
         "smolagents",
         "smolagents_tools.py",
         last=[call("final_answer", answer="It holds hello.")],
-        # It tells calls and results as text.
+        # It writes calls and results as text.
         verdicts=["new", "retold", "retold"],
         tolerated=tolerated("content_parts"),
     ),

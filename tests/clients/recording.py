@@ -129,7 +129,7 @@ class Scenario:
             if self.trouble is not None:
                 stack.enter_context(troubled(self.trouble, at=self.program.asides + 1))
             played = await play_program(self.argv or self.program.argv, engine, folder, env=self.env, serve=self.serve)
-        # What was refused, or cut before anything was said, left nothing behind.
+        # A request that was refused, or cut before anything was sampled, left no record of a turn.
         answered = [each for each in came if each.record is not None and each.record.turn is not None]
         answered.sort(key=lambda each: each.record.number if each.record is not None else 0)
         places = {each.record.number: place for place, each in enumerate(answered) if each.record is not None}

@@ -1,8 +1,8 @@
-"""Reduces what agent programs sent to what a test needs of it: every text of theirs becomes filler of the same length.
+"""Reduction of what agent programs sent to what a test needs: each text becomes filler of the same length.
 
-What stays is the structure: keys, roles, numbers, how often what stands where, white space at the ends of lines, and
-the spacing of JSON. Equal texts become equal filler, and a line that begins as another whole one does goes on beginning
-so. What names our turns becomes a placeholder: `call_$3$_0` is the first call of the turn that answered request 3.
+The structure stays: keys, roles, numbers, the places and number of texts, white space at the ends of lines, and the
+spacing of JSON. Equal texts become equal filler. If a line begins with another whole line, so does its filler. Handles
+of our turns become placeholders: `call_$3$_0` is the first call of the turn that answered request 3.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.recorded_words import IDENTIFIER, KEPT, STAYS
 
 __all__ = ["SentRequest", "as_text", "reduced"]
 
-CAP: Final = 400
-"""A text is no longer than this: the ids of longer ones cost time and tell nothing more."""
+MAX_TEXT_CHARS: Final = 400
+"""Maximum length of a text: the ids of longer ones cost time and test nothing more."""
 
-DESCRIPTION: Final = 40
+MAX_DESCRIPTION_CHARS: Final = 40
 """Maximum length of a tool's description, in characters."""
 
-_LEAST: Final = 4
-"""So long a line has to be for another one to be told to begin with it."""
+_MIN_PREFIX_CHARS: Final = 4
+"""Minimum length of a line that the filler of longer lines may begin with."""
 
 _CODEX: Final = "x-codex-turn-metadata"
 _HANDLE: Final = re.compile(r"([a-z]+_)([0-9a-f]{12})((?:_\d+j?)?)")
@@ -64,7 +64,7 @@ class SentRequest:
     tolerated: Sequence[str]
     """Its changes without a meaning."""
     parent: int | None
-    """The request whose turn it goes on from, by its place in the list."""
+    """The request whose turn it continues, by its place in the list."""
     cause: str
     """The cause of the segment with its turn."""
 
@@ -94,7 +94,7 @@ class _Marks:
             self.seen.add(line)
             return line
         if line not in self.known:
-            ends = range(len(line) - 1, _LEAST - 1, -1)
+            ends = range(len(line) - 1, _MIN_PREFIX_CHARS - 1, -1)
             whole = next((line[:end] for end in ends if line[:end] in self.known), "")
             self.known[line] = self.known[whole] + self.text(line[len(whole) :]) if whole else self._new(len(line))
         return self.known[line]
@@ -117,7 +117,7 @@ class _Marks:
         self._used.add(filler(number, length))
         return f"«{number}:{length}»"
 
-    def text(self, text: str, cap: int = CAP) -> str:
+    def text(self, text: str, cap: int = MAX_TEXT_CHARS) -> str:
         """A text, line by line; of one that is too long the begin, and something that is its own."""
         if len(text) > cap:
             end = text[len(text.rstrip()) :][:cap]
@@ -132,7 +132,7 @@ class _Marks:
         return volatile + begin + (self.line(core) if core else "") + end
 
     def name(self, name: str) -> str:
-        """A name of a tool, word by word: names that are put together of names go on being so."""
+        """A name of a tool, word by word, so that a name made of other names still is."""
         if re.fullmatch(r"[\w.-]+", name, re.ASCII) is None:
             return self.text(name)
         return _WORD.sub(self._of_word, name)
@@ -206,10 +206,10 @@ class _Reducer:
             return self._marks.name(text)
         if key == "arguments":
             return self._json(text)
-        return self._marks.text(text, DESCRIPTION if key in _DESCRIBES else CAP)
+        return self._marks.text(text, MAX_DESCRIPTION_CHARS if key in _DESCRIBES else MAX_TEXT_CHARS)
 
     def _json(self, text: str) -> str:
-        """JSON with its own keys and spacing; what is none is a text."""
+        """JSON with its own keys and spacing; text that is not JSON is reduced as a text."""
         try:
             json.loads(text)
         except ValueError:
@@ -261,7 +261,7 @@ class _Reducer:
         return made
 
     def _schema(self, schema: Any, key: str = "") -> Any:
-        """A schema without what tells a value that a client has in mind."""
+        """A schema without examples, defaults and other hints at values."""
         if isinstance(schema, list):
             return [self._schema(each, key) for each in schema]
         if not isinstance(schema, dict):
@@ -275,7 +275,7 @@ class _Reducer:
 
 
 def _outline(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the schema of a tool that nobody calls what it takes at most."""
+    """The parameters in the schema of a tool that is never called, with their types."""
     taken = schema.get("properties", {})
     types = {name: of.get("type") for name, of in taken.items() if isinstance(of, dict)}
     properties = {name: {"type": kind} for name, kind in types.items() if isinstance(kind, str)}

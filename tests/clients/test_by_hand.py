@@ -1,4 +1,4 @@
-"""Programs that somebody starts by hand play an episode by what `deltarunner serve` shows, in a home of their own."""
+"""Programs started by hand, with what `deltarunner serve` shows, play an episode in a home of their own."""
 
 from __future__ import annotations
 

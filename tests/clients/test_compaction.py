@@ -34,20 +34,21 @@ class Outgrown:
 
 
 OUTGROWN = {
-    # It hears that the history does not fit, asks for a summary elsewhere, and keeps its last turns with their ids.
+    # The endpoint refuses a history that does not fit. Then it asks for a summary elsewhere, and keeps its last turns
+    # with their ids.
     "pi": Outgrown(32_768, 8, (("new", "edited"),), asides=1),
     # It goes by the limit in its settings.
     "opencode": Outgrown(32_768, 5, (("new",), ("new",)), asides=2),
-    # It asks for the summary in the same thread and without tools, and leaves all of its turns behind.
+    # It asks for the summary in the same thread and without tools, and drops all of its turns.
     "codex": Outgrown(32_768, 5, (("new", "tools", "rewound"),), asides=0),
-    # It goes by the limit in its variables, hears even so that it does not fit, and leaves its last turn out.
+    # It goes by the limit in its variables. Its history is refused nevertheless, and it leaves its last turn out.
     "claude": Outgrown(65_536, 10, (("new", "rewound", "rewound", "edited"),), asides=0),
     "qwen": Outgrown(49_152, 6, (("new", "edited"),), asides=1, often=True),
 }
 
 
 def saying(program: Program, steps: int) -> Says:
-    """So many steps, whatever becomes of the history between them, and a summary to whoever wants one."""
+    """Reply with so many steps, whatever the program does to the history, and with a summary where one is requested."""
     prints = program.shell("yes the quick brown fox jumps over lazy dogs | head -n 600")
     writes = program.shell("echo hello > hello.txt")
     words: list[Answer] = [Reply(f"Step {step}.", calls=[prints]) for step in range(steps)]

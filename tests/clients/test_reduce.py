@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.reduce import CAP, SentRequest, as_text, reduced
+from tests.clients.reduce import MAX_TEXT_CHARS, SentRequest, as_text, reduced
 from tests.filler import MARK, expanded, filler
 
 HANDLE = "call_0123456789ab"
@@ -78,7 +78,7 @@ def test_a_line_that_begins_as_another_one_goes_on_beginning_so() -> None:
 
 def test_long_text_is_cut_and_differs_from_one_with_the_same_begin() -> None:
     one, other, again = contents("word " * 200 + "one", "word " * 200 + "two", "word " * 200 + "one\n")
-    assert len(one) == CAP
+    assert len(one) == MAX_TEXT_CHARS
     assert one != other
     assert again == f"{one}\n"
 

@@ -1,4 +1,4 @@
-"""smolagents' agent that calls tools by Python code: it offers no tools, and tells its history in other words."""
+"""smolagents' agent that calls tools by Python code: it offers no tools, and rewrites its history in other words."""
 
 from __future__ import annotations
 

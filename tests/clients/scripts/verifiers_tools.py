@@ -40,7 +40,7 @@ class Sums(vf.ToolEnv):
     def __init__(self, **options) -> None:
         super().__init__(tools=[add, subtract, multiply, answer], **options)
         for each in self.tool_defs:
-            each.strict = None  # a strict tool is a grammar, which nobody else has
+            each.strict = None  # a strict tool has a grammar, which the other ways to play do not have
         self.played = []
 
     async def env_response(self, messages, state, **kwargs):
