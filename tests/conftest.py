@@ -43,7 +43,7 @@ _memory = 0
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sweeps", "sweeps over templates, vocabularies, event loops and random cases")
     group.addoption("--sweeps", choices=("sampled", "whole"), default="sampled", help="a part of them, or all")
-    group.addoption("--sweep-seed", type=int, default=sweeps.SEED, help="which part and which random cases")
+    group.addoption("--sweep-seed", type=int, default=sweeps.DEFAULT_SEED, help="which part and which random cases")
     parser.getgroup("clients").addoption("--clients", action="store_true", help="play with agent programs too")
     parser.getgroup("ray").addoption("--ray", action="store_true", help="play on Ray in this process: test_on_ray does")
 

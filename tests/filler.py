@@ -16,11 +16,11 @@ MARK: Final = re.compile(r"«(\d+):(\d+)(\^?)»")
 
 LETTERS: Final = "bcdfghjklmnpqrstvwxz"
 
-_WHOLE: Final = 24
-"""So many letters stand together at first: names of tools are of letters alone."""
+_FIRST_WORD_LENGTH: Final = 24
+"""Characters before the first full stop: names of tools have letters alone."""
 
-_WORD: Final = 6
-"""The letters of a word after that."""
+_WORD_LENGTH: Final = 6
+"""Characters from one full stop to the next."""
 
 
 def filler(number: int, length: int) -> str:
@@ -29,7 +29,7 @@ def filler(number: int, length: int) -> str:
     for place in range(length):
         rest, digit = divmod(rest, len(LETTERS))
         state = (state * 1_103_515_245 + 12_345) % 2**31
-        if place >= _WHOLE and place % _WORD == 0:
+        if place >= _FIRST_WORD_LENGTH and place % _WORD_LENGTH == 0:
             letters.append(".")
         else:
             # The number itself comes first, and what follows is drawn by it.

@@ -32,7 +32,7 @@ class Twice(Plain):
 
 
 PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
-# From the fifth message on another word stands behind every turn: no probe has so long a history of only questions.
+# From the fifth message on another word follows every turn: no probe has so long a history of only questions.
 COUNTING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"

@@ -55,7 +55,7 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
                 # The run would wait for them for ever.
                 pytest.exit(
                     f"{node.gateway.id} takes the place of a process that ended and does not find {min(lacking)}: "
-                    f"were files changed meanwhile?",
+                    f"were files changed during the run?",
                     returncode=pytest.ExitCode.INTERNAL_ERROR,
                 )
             self.registered_collections[node] = list(collection)

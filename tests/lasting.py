@@ -1,4 +1,4 @@
-"""The process that plays the tests lasts: nothing of ours ends it, and what else does is told on its stderr."""
+"""Guard of the process that plays the tests: no test ends it, and its stderr names any other cause of its end."""
 
 from __future__ import annotations
 

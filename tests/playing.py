@@ -50,7 +50,7 @@ def recording(replies: Replies, **settings: Any) -> ScriptedEngine:
 
 
 def assert_nothing_open(engine: Any) -> None:
-    """The engine has no request, and nobody waits for one."""
+    """The engine has no request, and no task waits for one."""
     stats = engine.stats()
     assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
 
@@ -99,7 +99,7 @@ async def twice(conversation: Conversation) -> None:
 
 
 async def until(true: Callable[[], object], *, seconds: float = 600) -> None:
-    """Wait for what no event tells: processes, connections, an engine's figures."""
+    """Wait for a change without an event: processes, connections, an engine's figures."""
     with anyio.fail_after(seconds):
-        while not true():  # noqa: ASYNC110  # no event tells of these
+        while not true():  # noqa: ASYNC110  # these have no event
             await anyio.sleep(0.005)

@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-__all__ = ["SEED", "begin", "part", "random_of", "times", "whole"]
+__all__ = ["DEFAULT_SEED", "begin", "part", "random_of", "times", "whole"]
 
 # The same for every commit: one that is green stays green, and `git bisect` finds the commit that broke a test.
-SEED: Final = 0
+DEFAULT_SEED: Final = 0
 
 T = TypeVar("T")
 

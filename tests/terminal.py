@@ -29,7 +29,7 @@ class Terminal:
         name = os.ttyname(self._slave)
         # A session leader that opens a terminal gets it as its controlling one.
         script = f"exec {shlex.join(command)} <{name} >{name} 2>&1"
-        # pytest-xdist gives its processes a fixed size, which a program would take for that of its window.
+        # pytest-xdist sets a fixed size for its processes, and a program would take it for the size of its window.
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         environment["TERM"] = "xterm-256color"
         self.process = subprocess.Popen(["sh", "-c", script], cwd=folder, env=environment, start_new_session=True)
@@ -64,7 +64,7 @@ class Terminal:
                 raise AssertionError(f"{pattern!r} was not printed within {seconds:g} s, but: {self.text[-3000:]}")
 
     def resize(self, *, columns: int, rows: int) -> None:
-        """Give the window another size; the program is told by SIGWINCH."""
+        """Resize the window; the program receives SIGWINCH."""
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def press(self, keys: bytes) -> None:

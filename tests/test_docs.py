@@ -196,7 +196,7 @@ def test_reference_has_every_public_name_and_no_other(
     on_pages = {defined_as(documented, name).path: defined_as(documented, name) for name in there}
     named = [defined_as(documented, name) for thing in on_pages.values() for name in held_by(thing)]
     held = {thing.path: thing for thing in named}
-    assert set(there) - set(public) <= set(held), "nobody who reads the reference comes to it"
+    assert set(there) - set(public) <= set(held), "the reference does not document it"
     missing = [path for path, thing in held.items() if path not in on_pages and not is_said(thing, set(on_pages))]
     assert sorted(missing) == sorted(WITHIN)
 

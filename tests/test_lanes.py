@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 pytest_plugins = ["pytester"]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 CONFTEST = """
 import pytest
@@ -62,7 +62,7 @@ def test_other(n, worker_id): played("other", worker_id)
 def play(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: str) -> pytest.RunResult:
     """Play with pytest-xdist and without the other plugins, which every process would import."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    return pytester.runpytest_subprocess("-p", "xdist", "-p", "no:cacheprovider", *options, timeout=WATCHDOG)
+    return pytester.runpytest_subprocess("-p", "xdist", "-p", "no:cacheprovider", *options, timeout=WATCHDOG_SECONDS)
 
 
 def test_groups_stay_together_and_all_else_is_where_there_is_time(

@@ -117,7 +117,7 @@ async def test_adding_a_result_without_a_call_raises_at_once() -> None:
             await conversation.generate()
             with pytest.raises(BadMessage, match=r"message 1 \(tool\) answers no call"):
                 conversation.add([QUESTION, RESULT])
-            conversation.add("Go on.")
+            conversation.add("Continue.")
             await conversation.generate()
 
     trajectory = await play(Answers, recording(["21", "42"]))

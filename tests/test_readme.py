@@ -17,7 +17,7 @@ from runner.engines.scripted.script import ModelCall, call
 from runner.training import TrainingTensors
 from tests.repository import ROOT
 
-# Some of the README are no scripts of the weather: those of agent programs are played in tests/endpoint/test_pages.py.
+# Not all blocks of the README are weather scripts: tests/endpoint/test_pages.py plays those of agent programs.
 BLOCKS = [
     block
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)

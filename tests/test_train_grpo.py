@@ -76,7 +76,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def trained_engine(engine: VllmEngine) -> AsyncIterator[VllmEngine]:
-    """The real engine, with its first weights again behind the test."""
+    """The real engine; it gets its first weights back after the test."""
     yield engine
     await engine.update_weights(demo_model())
 
@@ -274,7 +274,7 @@ class Nudged(Trainer):
     async def sampling(self) -> None:
         before = self.engine.stats().sampled_tokens
         with anyio.fail_after(1200):
-            while self.engine.stats().sampled_tokens == before:  # noqa: ASYNC110  # it tells nobody
+            while self.engine.stats().sampled_tokens == before:  # noqa: ASYNC110  # it has no event
                 await anyio.sleep(0.01)
 
 

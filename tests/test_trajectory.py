@@ -15,7 +15,7 @@ class Talks(Plain):
     async def rollout(self, conversation: Conversation) -> None:
         for _ in range(50):
             await conversation.generate()
-            conversation.add("Go on.\n" * 20)
+            conversation.add("Continue.\n" * 20)
 
 
 class Adds(Plain):

@@ -58,7 +58,7 @@ class Wandering(Environment):
     async def cuts(self, conversation: Conversation) -> None:
         for sampling in (Sampling(stop=("END", "STOP")), Sampling(stop_ids=(ord("!"),)), None):
             await conversation.generate(sampling=sampling)
-            conversation.add("Go on.", "Please.")
+            conversation.add("Continue.", "Please.")
         for sampling in (None, None, Sampling(stop=("END",))):
             turn = await conversation.generate(sampling=sampling)
         assert turn.text == "It was a dark "
@@ -81,7 +81,7 @@ class Wandering(Environment):
         turn = await conversation.generate()
         conversation.add(*await conversation.call_tools(turn))
         await conversation.generate()
-        conversation.add("Nobody sees this.")
+        conversation.add("No turn follows this.")
 
 
 ASKED: Any = [{"role": "user", "content": "In short?"}]

@@ -21,7 +21,7 @@ from runner.turn_events import TurnProgress
 from tests.endpoint.response_building import as_codex_keeps, deltas, events_of, letters
 from tests.endpoint.serving import ImmediateSink
 from tests.episode.awkward import misspelling
-from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
+from tests.episode.client_recordings import RECORDINGS, SENT_TOKENS, Recording, Request, filled_in
 from tests.episode.recorded import NAMES, RecordedRequest, recorded, replay, replies
 from tests.playing import Plain, play_all
 
@@ -255,7 +255,7 @@ async def ask_again(episode: Any, request: Request, turns: list[Any]) -> None:
 
 
 async def ask_and_go_away(episode: Any, request: Request, turns: list[Any], engine: Any) -> None:
-    enough = engine.stats().sampled_tokens + SENT
+    enough = engine.stats().sampled_tokens + SENT_TOKENS
     async with anyio.create_task_group() as group:
         group.start_soon(ask_again, episode, request, turns)
         while engine.stats().sampled_tokens < enough:

@@ -155,7 +155,7 @@ async def test_no_reward_of_the_wrong_kind_is_taken_for_a_number() -> None:
 
 
 class Gone(Plain):
-    """Cancels its own task, where it is told to."""
+    """Cancels its own task in the hook that `where` names."""
 
     where = ""
 

@@ -13,13 +13,13 @@ from tests.playing import Plain, play
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 STEPS: dict[str, tuple[Any, str]] = {
-    "five": (("go on", 1.0, False, False, {}), r"step() returned a tuple of 5 (str, float, bool, bool, dict)"),
-    "four": (("go on", 1.0, True, {}), r"step() returned a tuple of 4 (str, float, bool, dict)"),
+    "five": (("continue", 1.0, False, False, {}), r"step() returned a tuple of 5 (str, float, bool, bool, dict)"),
+    "four": (("continue", 1.0, True, {}), r"step() returned a tuple of 4 (str, float, bool, dict)"),
     "array first": ((np.zeros(2), 0.0, False, False, {}), r"step() returned a tuple of 5 (ndarray, float"),
     "message first": (({"role": "user", "content": "x"}, 1.0, False, False, {}), r"returned a tuple of 5 (dict, float"),
-    "two": (("go on", 1.0), r"step() returned a tuple of 2 (str, float)"),
-    "a list": (["go on", 1.0, False, False, {}], r"step() returned a list of 5 (str, float, bool, bool, dict)"),
-    "texts": (("go on", "and on"), r"step() returned a tuple of 2 (str, str)"),
+    "two": (("continue", 1.0), r"step() returned a tuple of 2 (str, float)"),
+    "a list": (["continue", 1.0, False, False, {}], r"step() returned a list of 5 (str, float, bool, bool, dict)"),
+    "texts": (("continue", "and on"), r"step() returned a tuple of 2 (str, str)"),
     "a number": (1.0, r"step() returned 1.0, of type float"),
     "a flag": (True, r"step() returned True, of type bool"),
     "an array": (np.zeros(2), r"of type ndarray"),
@@ -58,10 +58,10 @@ async def test_prompt_that_returns_what_reset_does_names_the_fix() -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        "go on",
-        {"role": "user", "content": "go on"},
-        [{"role": "user", "content": "go on"}],
-        ({"role": "user", "content": "go on"}, {"role": "user", "content": "please"}),
+        "continue",
+        {"role": "user", "content": "continue"},
+        [{"role": "user", "content": "continue"}],
+        ({"role": "user", "content": "continue"}, {"role": "user", "content": "please"}),
     ],
 )
 async def test_messages_in_any_form_are_taken(reply: Any) -> None:

@@ -318,7 +318,7 @@ async def test_gymnasium() -> None:
 
 
 class Server:
-    """A server of tools and an environment behind a stream, as MCP and OpenEnv are; it answers in a task of its own."""
+    """A server of tools and an environment over a stream, like MCP and OpenEnv; it answers in a task of its own."""
 
     def __init__(self) -> None:
         self.send, self._receive = anyio.create_memory_object_stream[Any]()

@@ -1,4 +1,4 @@
-"""Settings that an environment gives its own episode: `self.sampling`, and `self.limits` in `setup()`."""
+"""Settings that an environment makes for its own episode: `self.sampling`, and `self.limits` in `setup()`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sets(Plain):
             setattr(self, name, value)
 
     def step(self, turn: Turn) -> str | None:
-        return "Go on." if turn.number < 3 else None
+        return "Continue." if turn.number < 3 else None
 
 
 async def test_sampling_from_setup_holds_and_the_run_overrides_it() -> None:
@@ -130,7 +130,7 @@ async def test_limits_that_are_assigned_too_late_are_refused(hook: str) -> None:
 
         def step(self, turn: Turn) -> str | None:
             self.change("step")
-            return "Go on." if turn.number == 0 else None
+            return "Continue." if turn.number == 0 else None
 
         async def rollout(self, conversation: Conversation) -> None:
             await super().rollout(conversation)

@@ -1,9 +1,9 @@
 """Histories that agent programs once sent back and no installed one does today, in words of our own.
 
-2 is of Qwen Code, which does so where reasoning ends with white space, as ours never does. 11 is of Claude Code behind
-a result, where it speaks as the system only behind the first message today. 12 is of openai-agents for JavaScript, in
-the form of chat; 13 of OpenHands and 21 of aider, which are not installed. 15 is of Codex with a part of a text, where
-the recorded one keeps reasoning alone. All others are recorded: `mutations` says where.
+2 is of Qwen Code, which does so where reasoning ends with white space, as ours never does. 11 is of Claude Code: it has
+a system message after a result, and today only after the first message. 12 is of openai-agents for JavaScript, in the
+form of chat; 13 of OpenHands and 21 of aider, which are not installed. 15 is of Codex with a part of a text, where the
+recorded one keeps reasoning alone. All others are recorded: `mutations` says where.
 
 "$0.1" is the id of the second call of the first turn, and "$0" all of the first turn as a careful client sends it.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.testing import Fault, Reply, call
 
-__all__ = ["RECORDINGS", "RUN", "SENT", "Recording", "Request", "filled_in"]
+__all__ = ["RECORDINGS", "RUN", "SENT_TOKENS", "Recording", "Request", "filled_in"]
 
 RUN: Any = {
     "type": "function",
@@ -44,7 +44,7 @@ class Request:
     cut: bool = False
     """True if the client leaves before the turn is there."""
     parent: int | None = None
-    """The turn that it goes on from, as a number."""
+    """The number of the turn that it continues."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def filled_in(given: Any, turns: Sequence[Any]) -> Any:
 LOOKS: Any = Reply(
     "<think>\nI look first.\n</think>\n\n\n\nI will look.  \n", calls=[call("run", command="ls  -l", seconds=2.0)]
 )
-SENT = 12
-"""Number of ids of a turn that is cut."""
-CUT = Reply("It was a long way to where the files are.", fault=Fault.stall(at=SENT), chunks=1)
+SENT_TOKENS = 12
+"""Tokens of the truncated turn that were sent."""
+CUT = Reply("It was a long way to where the files are.", fault=Fault.stall(at=SENT_TOKENS), chunks=1)
 TWO = [call("run", command="one"), call("run", command="two")]
 
 SYSTEM: Any = {"role": "system", "content": "You mend programs."}
@@ -171,13 +171,15 @@ RECORDINGS: dict[str, Recording] = {
         says=[LOOKS, CUT, "Done.", "Yes."],
         causes=("start", "retry"),
     ),
-    "21 an assistant message that nobody said, later": Recording(
+    "21 an assistant message that was not sampled, later": Recording(
         "aider",
         [
             first(),
-            Request([*BEGUN, "$0", result(), user("A file."), assistant("Ok."), user("Go on.")], "foreign", parent=0),
             Request(
-                [*BEGUN, "$0", result(), user("A file."), assistant("Ok."), user("Go on."), "$1", user("And?")],
+                [*BEGUN, "$0", result(), user("A file."), assistant("Ok."), user("Continue.")], "foreign", parent=0
+            ),
+            Request(
+                [*BEGUN, "$0", result(), user("A file."), assistant("Ok."), user("Continue."), "$1", user("And?")],
                 "append",
                 parent=1,
             ),

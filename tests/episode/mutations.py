@@ -144,7 +144,7 @@ def asks_otherwise(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def cut_parts_stay(requests: Sequence[RecordedRequest]) -> bool:
-    """They stay where it is asked again, and behind that too."""
+    """The parts stay when the turn is asked again, and after that too."""
     kept = [each.verdict for each in requests if "cut_items" in each.tolerated]
     return kept == ["again", "append"]
 
@@ -156,7 +156,9 @@ MUTATIONS: Final = (
         ("langgraph.tools", "autogen.tools", "openai-agents-chat.tools"),
         tolerated("reasoning_left_out"),
     ),
-    Mutation(3, "arguments spelt anew", ("langgraph.tools", "inspect-ai.tools"), tolerated("arguments_respelt")),
+    Mutation(
+        3, "arguments spelt in another way", ("langgraph.tools", "inspect-ai.tools"), tolerated("arguments_respelt")
+    ),
     Mutation(4, "arguments as an object", ("claude.tools",), calls_have_objects),
     Mutation(5, "content null beside calls", ("pi.silent", "pydantic-ai.silent"), tolerated("content_null")),
     Mutation(6, "a newline before the content", ("inspect-ai.tools",), tolerated("white_space")),
@@ -189,8 +191,8 @@ MUTATIONS: Final = (
         19, "compaction with the summary as an assistant message", ("opencode.compaction",), summary_by("assistant")
     ),
     Mutation(20, "tools removed for one request", ("codex.compaction",), tools_are_gone),
-    Mutation(21, "an assistant message that nobody said", ("qwen.tools",), somebody_else_spoke),
-    Mutation(22, "calls told again as text", ("smolagents.tools", "smolagents.code"), found("retold")),
+    Mutation(21, "an assistant message that was not sampled", ("qwen.tools",), somebody_else_spoke),
+    Mutation(22, "calls repeated as text", ("smolagents.tools", "smolagents.code"), found("retold")),
     Mutation(23, "sampling that the client fixes", ("smolagents.tools",), asks_for_sampling),
 )
 """All of them that are recorded."""

@@ -52,7 +52,7 @@ class Found:
     again: str
     tolerated: frozenset[str]
     parent: int | None
-    """The request whose turn it goes on from."""
+    """The request whose turn it continues."""
     cause: str
     """The cause of the segment with its turn."""
 

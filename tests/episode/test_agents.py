@@ -259,7 +259,7 @@ class Judged(Plain):
 async def test_a_judge_in_a_reward_speaks_also_after_a_limit_or_an_end() -> None:
     class Endless(Judged):
         def step(self, turn: Turn) -> str:
-            return "Go on."
+            return "Continue."
 
     class Ends(Judged):
         def step(self, turn: Turn) -> str:
@@ -306,7 +306,7 @@ async def test_engine_failure_under_a_judge_is_played_again() -> None:
 
 
 class Branches(Plain):
-    """Opens another conversation with what main was told and said, by its prompt or by `add`."""
+    """Opens another conversation with the messages of main, by its prompt or by `add`."""
 
     def __init__(self, *, train: bool, added: bool = False, few_shot: bool = False) -> None:
         self.train = train

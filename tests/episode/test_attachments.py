@@ -60,7 +60,7 @@ class Board(Environment):
 
 
 class Attaches(Plain):
-    """Attaches what the test gives."""
+    """Attaches the values that the test sets."""
 
     given: ClassVar[dict[str, Any]] = {}
     times = 1

@@ -42,7 +42,7 @@ def result(turn: Turn, text: str, number: int = 0) -> dict[str, Any]:
 
 
 async def asked(loop: Callable[[Any], Awaitable[None]], says: Any, **options: Any) -> list[Trajectory]:
-    """The trajectories of an episode that is nothing but a loop of somebody else's."""
+    """The trajectories of an episode that only runs the loop of an external agent."""
 
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
@@ -147,7 +147,7 @@ async def test_of_the_turns_that_a_client_names_the_latest_is_gone_on_from() -> 
         first = await episode.chat([SYSTEM, TASK], tools=[RUN])
         history = [SYSTEM, TASK, first.as_message(), user("And?")]
         meant, _ = await episode.chat(history, tools=[RUN]), await episode.chat(history, tools=[RUN])
-        history += [meant.as_message(), user("Go on.")]
+        history += [meant.as_message(), user("Continue.")]
         made.extend([meant, await episode.chat(history, tools=[RUN], handles=[first.handle, meant.handle])])
 
     trajectories = await asked(loop, ["Hm.", "Yes.", "Yes.", "Done."])
@@ -162,7 +162,7 @@ async def test_an_assistant_message_that_nobody_sampled_is_context() -> None:
     async def loop(episode: Any) -> None:
         messages: list[Any] = [SYSTEM, TASK]
         turn = await episode.chat(messages, tools=[RUN])
-        messages += [turn.as_message(), user("Files?"), {"role": "assistant", "content": "Ok."}, user("Go on.")]
+        messages += [turn.as_message(), user("Files?"), {"role": "assistant", "content": "Ok."}, user("Continue.")]
         turn = await episode.chat(messages, tools=[RUN])
         await episode.chat([*messages, turn.as_message(), user("And?")], tools=[RUN])
 
@@ -222,7 +222,7 @@ async def test_a_late_system_message_is_a_users_where_that_is_wanted(system_as_u
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             first = await self.episode.chat([SYSTEM, TASK], train=True)
-            messages = [SYSTEM, TASK, first.as_message(), late, user("Go on.")]
+            messages = [SYSTEM, TASK, first.as_message(), late, user("Continue.")]
             await self.episode.chat(messages, system_as_user=system_as_user)
 
     (trajectory,) = await play_all(Foreign, recording(["one", "two"], template=refusing()))

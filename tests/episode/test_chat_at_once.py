@@ -165,7 +165,7 @@ async def test_a_tool_of_the_usual_loop_may_ask_too() -> None:
     class HandsOff(Plain):
         @tool
         async def ask(self) -> str:
-            """Ask somebody else."""
+            """Ask another agent."""
             turn = await self.episode.chat([{"role": "user", "content": "Help."}], label="helper", train=False)
             return turn.text
 

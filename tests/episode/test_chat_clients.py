@@ -16,7 +16,7 @@ from runner.chat_requests import ChatRequest
 from runner.cli.app import app
 from runner.testing import assert_exact
 from tests.episode.awkward import misspelling
-from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
+from tests.episode.client_recordings import RECORDINGS, SENT_TOKENS, Recording, Request, filled_in
 from tests.episode.mutations import MUTATIONS, Mutation
 from tests.episode.recorded import NAMES, recorded, replay, replies
 from tests.playing import Plain, play_all, recording
@@ -30,7 +30,7 @@ async def ask(episode: Any, request: Request, turns: list[Any]) -> None:
 
 
 async def ask_and_go_away(episode: Any, request: Request, turns: list[Any], engine: Any) -> None:
-    enough = engine.stats().sampled_tokens + SENT
+    enough = engine.stats().sampled_tokens + SENT_TOKENS
     async with anyio.create_task_group() as group:
         group.start_soon(ask, episode, request, turns)
         while engine.stats().sampled_tokens < enough:

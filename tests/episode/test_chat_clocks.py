@@ -1,4 +1,4 @@
-"""The clocks over requests, on trio's virtual clock: they stand still only while all that ask wait."""
+"""The clocks over requests, on trio's virtual clock: they are paused only while all that ask wait."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.playing import Plain, play_all
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: behind which of the turns so far (none: from the start), and what is said there."""
+    """A request: the index of the turn that it continues (-1 for the start), and the messages that it adds."""
 
     behind: int
     says: str
@@ -100,7 +100,7 @@ async def check(steps: list[list[Ask]], calls: list[bool]) -> None:
 
 
 def check_parent(known: Known, found: Turn | None) -> None:
-    """The turn was asked behind the one that the client meant, or behind one that said the same at the same place."""
+    """The parent is the turn that the client meant, or one with the same text at the same place."""
     if known.before is None:
         assert found is None
         return

@@ -17,7 +17,7 @@ from tests.playing import tasks
 
 pytestmark = pytest.mark.anyio
 
-WHO: ContextVar[str] = ContextVar("who", default="nobody")
+WHO: ContextVar[str] = ContextVar("who", default="unset")
 
 
 class Says(Environment):
@@ -66,7 +66,7 @@ async def results(environment: type[Environment], **options: Any) -> list[list[A
 @pytest.mark.parametrize("environment", [Says, Asks])
 async def test_variable_of_setup_is_seen_and_reset_by_others(environment: type[Environment]) -> None:
     assert await results(environment) == [["t0", "t0"], ["t1", "t1"], ["t2", "t2"]]
-    assert WHO.get() == "nobody"
+    assert WHO.get() == "unset"
 
 
 async def test_later_hook_changes_what_an_earlier_one_set() -> None:
@@ -98,13 +98,13 @@ class Returns(Says):
 
     @reward
     def kept(self) -> bool:
-        return WHO.get() == "nobody"
+        return WHO.get() == "unset"
 
     def close(self) -> None: ...
 
 
 async def test_variable_that_a_sync_hook_resets_is_reset_in_the_task() -> None:
-    assert await results(Returns) == [["nobody", "nobody"]] * 3
+    assert await results(Returns) == [["unset", "unset"]] * 3
 
 
 async def test_variable_that_an_async_hook_resets_is_reset_in_threads() -> None:
@@ -123,7 +123,7 @@ async def test_variable_that_an_async_hook_resets_is_reset_in_threads() -> None:
             WHO.reset(self.token)
             return WHO.get()
 
-    assert await results(Waits) == [["set", "nobody"]] * 3
+    assert await results(Waits) == [["set", "unset"]] * 3
 
 
 async def test_variable_is_set_and_reset_many_times() -> None:
@@ -143,10 +143,10 @@ async def test_variable_is_set_and_reset_many_times() -> None:
             WHO.reset(self.token)
             self.token = WHO.set("third")
             WHO.reset(self.token)
-            return WHO.get() == "nobody"
+            return WHO.get() == "unset"
 
         async def close(self) -> None:  # type: ignore[override]  # as above
-            assert WHO.get() == "nobody"
+            assert WHO.get() == "unset"
 
     assert await results(Again) == [["second", "second"]] * 3
 

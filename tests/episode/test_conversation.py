@@ -42,7 +42,7 @@ async def test_stop_string_cuts_the_text_and_keeps_its_last_id(chunks: Any) -> N
     async def talk(conversation: Conversation) -> None:
         first = await conversation.generate(sampling=Sampling(stop=("END", "ND.")))
         assert (first.text, first.finish, first.stop) == ("one ", FinishReason.STOP, "END")
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
     engine = recording(["one END. two", "three"], chunks=chunks)
@@ -99,11 +99,11 @@ async def test_remaining_counts_what_is_left_also_if_messages_were_added() -> No
         await conversation.generate()
         said = await conversation.remaining()
         assert said == first - len("Yes") - 1
-        assert await conversation.remaining("Go on.") < said
+        assert await conversation.remaining("Continue.") < said
         assert await conversation.remaining() == said  # it was only asked
         assert await conversation.remaining("x" * 400) < 0
         assert await conversation.remaining("x" * 1_000_000) < 0
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         before = await conversation.remaining()
         turn = await conversation.generate()
         assert turn.start == 300 - before
@@ -121,7 +121,7 @@ async def test_score_is_of_the_next_reply_and_records_nothing() -> None:
             assert await conversation.score(["a", "ab", "c"]) == [-97.0, -97.0 - 98.0, -99.0]
             assert len(conversation.turns) == turn
             await conversation.generate()
-            conversation.add("Go on.")
+            conversation.add("Continue.")
         with pytest.raises(BadOption, match="give texts that are not empty"):
             await conversation.score(["a", ""])
 
@@ -154,7 +154,7 @@ def test_real_score_is_that_of_the_reply_when_sampled(float32_engine: PooledEngi
             expected = await float32_engine.score([*kept.prompt_ids, *ids], start=len(kept.prompt_ids))
             assert scored == pytest.approx(sum(expected), abs=1e-3)
             assert scored < -0.1
-            conversation.add("Go on.")
+            conversation.add("Continue.")
 
     async def main() -> None:
         async with Run(talking(talk), float32_engine, tasks=tasks(1)) as run:
@@ -277,7 +277,7 @@ async def test_assistant_messages_in_the_prompt_are_context_with_mask_0() -> Non
 async def test_control_text_in_a_reply_that_was_cut_still_extends() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(max_tokens=5))
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
     trajectory = await talked(talk, [Reply("né à Paris"), "Done"])

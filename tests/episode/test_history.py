@@ -84,7 +84,7 @@ async def test_fork_appends_where_the_template_leaves_the_past_as_it_was() -> No
     assert (len(trajectory.segments), junction.result, junction.anchor) == (1, Result.APPENDED, Anchor.COMMON_PREFIX)
 
 
-# What was said before is repeated behind a message that begins with a dot, which no probe does.
+# The template repeats the message before after one that begins with a dot, and no probe begins with one.
 REPEATS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% if m.content[:1] == '.' %}{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}" + OPENER
@@ -260,7 +260,7 @@ async def test_changed_tools_start_a_segment_in_the_environments_name() -> None:
 
 async def test_messages_added_during_a_turn_come_after_it() -> None:
     async def talk(conversation: Conversation) -> None:
-        added = iter(["meanwhile"])
+        added = iter(["added"])
 
         def while_speaking(turn: Any) -> Reply:
             for words in added:
@@ -269,12 +269,12 @@ async def test_messages_added_during_a_turn_come_after_it() -> None:
 
         speaks.append(while_speaking)
         await conversation.generate()
-        assert [message["content"] for message in conversation.messages] == ["Question 0?", "21", "meanwhile"]
+        assert [message["content"] for message in conversation.messages] == ["Question 0?", "21", "added"]
         await conversation.generate()
 
     speaks: list[Any] = []
     trajectory = await talked(talk, recording(lambda turn: speaks[0](turn)))
-    assert [message["content"] for message in trajectory.messages] == ["Question 0?", "21", "meanwhile", "21"]
+    assert [message["content"] for message in trajectory.messages] == ["Question 0?", "21", "added", "21"]
 
 
 # --- what was said
@@ -295,7 +295,7 @@ async def test_close_before_another_stop_is_not_part_of_the_text() -> None:
 async def test_fork_says_who_closed_a_turn_that_was_cut() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(max_tokens=2))
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
     trajectory = await talked(talk, recording(["21 and more", "42"]), history="fork")

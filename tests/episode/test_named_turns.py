@@ -19,7 +19,7 @@ from tests.verifying import verify
 
 pytestmark = pytest.mark.anyio
 
-TEXT = "I look, **first** of all, at the files; then I go on."
+TEXT = "I look, **first** of all, at the files; then I continue."
 THINKS = f"<think>\nHm, the files.\n</think>\n{TEXT}"
 CALLS = [call("run", command="ls"), call("run", command="pwd")]
 
@@ -54,18 +54,18 @@ CHANGES: dict[str, tuple[Change, set[Tolerated]]] = {
     "content blank": (having(content=" \n"), {Tolerated.TEXT_LEFT_OUT}),
     "content of no parts": (having(content=[]), {Tolerated.CONTENT_PARTS, Tolerated.TEXT_LEFT_OUT}),
     "text cut": (having(content="I look, **first** of all"), {Tolerated.TEXT_LEFT_OUT}),
-    "end of text": (having(content="then I go on."), {Tolerated.TEXT_LEFT_OUT}),
-    "middle left out": (having(content="I look; then I go on."), {Tolerated.TEXT_LEFT_OUT}),
+    "end of text": (having(content="then I continue."), {Tolerated.TEXT_LEFT_OUT}),
+    "middle left out": (having(content="I look; then I continue."), {Tolerated.TEXT_LEFT_OUT}),
     "markup taken off": (
-        having(content="I look, first of all, at the files; then I go on."),
+        having(content="I look, first of all, at the files; then I continue."),
         {Tolerated.TEXT_REFORMATTED},
     ),
     "as HTML": (
-        having(content="<p>I look, <strong>first</strong> of all, at the files; then I go on.</p>"),
+        having(content="<p>I look, <strong>first</strong> of all, at the files; then I continue.</p>"),
         {Tolerated.TEXT_REFORMATTED},
     ),
     "white space joined": (
-        having(content="I  look,\n**first** of all,\tat the files; then I go on."),
+        having(content="I  look,\n**first** of all,\tat the files; then I continue."),
         {Tolerated.TEXT_REFORMATTED},
     ),
     "upper case": (having(content=TEXT.upper()), {Tolerated.TEXT_REFORMATTED}),

@@ -34,7 +34,7 @@ class Endless(Plain):
     """A game that never ends of its own."""
 
     def step(self, turn: Turn) -> str | None:
-        return "Go on."
+        return "Continue."
 
 
 def always(text: str) -> Any:
@@ -73,7 +73,7 @@ async def test_a_game_answers_a_cut_turn_and_goes_on() -> None:
     trajectory = await play(Endless, always("12345678"), sampling=Sampling(max_tokens=4), limits=Limits(turns=3))
     assert [(turn.finish, turn.text) for turn in trajectory.turns] == [(FinishReason.LENGTH, "1234")] * 3
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TURN_LIMIT, "turns")
-    assert [message["content"] for message in trajectory.messages] == ["Question 0?", *["1234", "Go on."] * 3]
+    assert [message["content"] for message in trajectory.messages] == ["Question 0?", *["1234", "Continue."] * 3]
     assert len(trajectory.segments) == 1
 
 

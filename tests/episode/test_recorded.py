@@ -24,8 +24,7 @@ pytestmark = pytest.mark.anyio
 
 TESTED = {client.name: client.tested for client in CLIENTS}
 
-LARGEST = 64_000
-"""The most bytes of a recording."""
+MAX_RECORDING_BYTES = 64_000
 
 OWN = {
     "form": {"chat", "responses", "anthropic"},
@@ -119,7 +118,7 @@ def test_a_word_that_is_none_of_the_wire_forms_is_found(value: Any) -> None:
 def test_a_recording_is_small() -> None:
     assert NAMES
     sizes = {name: (FOLDER / f"{name}.json").stat().st_size for name in NAMES}
-    assert {name: size for name, size in sizes.items() if size > LARGEST} == {}
+    assert {name: size for name, size in sizes.items() if size > MAX_RECORDING_BYTES} == {}
 
 
 @pytest.mark.cases_in_turns(3)

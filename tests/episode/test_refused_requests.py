@@ -1,4 +1,4 @@
-"""Requests that a template cannot write: each fails alone, and the episode goes on as if it had never come."""
+"""Requests that a template cannot write: each fails alone, and the episode continues as if it had never come."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ async def test_one_reward_that_is_none_makes_the_sum_none() -> None:
         ("0.5", "the string '0.5'"),
         (math.nan, "nan"),
         ([1], r"\[1\]"),
-        ({"nobody": 1.0}, "'nobody', which is not a trained"),
+        ({"unknown": 1.0}, "'unknown', which is not a trained"),
         (
             {"style": 1.0},
             "For several scores write a @reward for each, or .* a @metric that returns the dict",

@@ -18,7 +18,7 @@ from tests.engines.vllm.test_scheduler_stats import stats
 
 pytestmark = pytest.mark.anyio
 
-STALL = 120.0
+STALL_SECONDS = 120.0
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -62,7 +62,7 @@ async def answer(prompt: list[int], sampling: TokenSampling, *, session: str) ->
 
 async def played(*names: str, retries: int = 0) -> tuple[Run, list[tuple[str, Outcome]]]:
     engine = TokenEngine(answer, tokenizer=TOKENIZER, template="hermes", context=4096, takes=["logprobs"])
-    limits = replace(Limits.defaults().lifted(), stall_seconds=STALL)
+    limits = replace(Limits.defaults().lifted(), stall_seconds=STALL_SECONDS)
     async with Run(Talks(names), engine, limits=limits, retries=retries) as run:
         ends = [(trajectory.task.id, trajectory.outcome) async for trajectory in run]
     return run, ends
@@ -99,7 +99,7 @@ async def test_a_retry_says_of_what() -> None:
 async def test_first_step_may_take_ten_times_as_long(turns: int) -> None:
     progress = Progress(first=FIRST_STEP_FACTOR)
     async with anyio.create_task_group() as group:
-        clocks = [Clock(STALL) for _ in range(turns)]
+        clocks = [Clock(STALL_SECONDS) for _ in range(turns)]
 
         async def wait(clock: Clock, done: anyio.Event) -> None:
             with clock, progress.watched(clock):
@@ -108,9 +108,9 @@ async def test_first_step_may_take_ten_times_as_long(turns: int) -> None:
         done = anyio.Event()
         for clock in clocks:
             group.start_soon(wait, clock, done)
-        await anyio.sleep(9 * STALL)
+        await anyio.sleep(9 * STALL_SECONDS)
         progress.note()
-        await anyio.sleep(STALL - 1)
+        await anyio.sleep(STALL_SECONDS - 1)
         assert not any(clock.fired for clock in clocks)
         await anyio.sleep(2)  # from the first step on the limit is as given
         assert all(clock.fired for clock in clocks)
@@ -118,26 +118,26 @@ async def test_first_step_may_take_ten_times_as_long(turns: int) -> None:
 
 async def test_engine_without_a_first_step_has_stalled() -> None:
     progress = Progress(first=FIRST_STEP_FACTOR)
-    with Clock(STALL) as clock, progress.watched(clock):
-        await anyio.sleep(11 * STALL)
+    with Clock(STALL_SECONDS) as clock, progress.watched(clock):
+        await anyio.sleep(11 * STALL_SECONDS)
     assert clock.fired
-    assert clock.seconds == 10 * STALL  # the message has the true time
+    assert clock.seconds == 10 * STALL_SECONDS  # the message has the true time
 
 
 async def test_later_turn_has_its_own_limit() -> None:
     progress = Progress(first=FIRST_STEP_FACTOR)
     progress.note()
-    with Clock(STALL) as clock, progress.watched(clock):
-        await anyio.sleep(1.1 * STALL)
+    with Clock(STALL_SECONDS) as clock, progress.watched(clock):
+        await anyio.sleep(1.1 * STALL_SECONDS)
     assert clock.fired
 
 
 async def test_steps_that_compute_prompts_restart_clocks() -> None:
     count, progress = SchedulerStats(), Progress()
     count.on_progress = progress.note
-    with Clock(STALL) as clock, progress.watched(clock):
+    with Clock(STALL_SECONDS) as clock, progress.watched(clock):
         for _ in range(40):
-            await anyio.sleep(STALL / 10)
+            await anyio.sleep(STALL_SECONDS / 10)
             count.record(0, stats(2), prompt_tokens=512)
     assert not clock.fired
     assert (count.steps, count.prompt_tokens) == (40, 40 * 512)
@@ -146,9 +146,9 @@ async def test_steps_that_compute_prompts_restart_clocks() -> None:
 async def test_steps_that_compute_nothing_restart_no_clock() -> None:
     count, progress = SchedulerStats(), Progress()
     count.on_progress = progress.note
-    with Clock(STALL) as clock, progress.watched(clock):
+    with Clock(STALL_SECONDS) as clock, progress.watched(clock):
         for _ in range(40):
-            await anyio.sleep(STALL / 10)
+            await anyio.sleep(STALL_SECONDS / 10)
             count.record(0, stats(2))
     assert clock.fired
     assert count.steps == 0
@@ -156,11 +156,11 @@ async def test_steps_that_compute_nothing_restart_no_clock() -> None:
 
 async def test_the_shortest_patience_is_not_missed_beside_longer_ones() -> None:
     progress = Progress()
-    with Clock(1000 * STALL) as long, progress.watched(long):
+    with Clock(1000 * STALL_SECONDS) as long, progress.watched(long):
         progress.note()
-        with Clock(STALL) as short, progress.watched(short):
+        with Clock(STALL_SECONDS) as short, progress.watched(short):
             for _ in range(40):
-                await anyio.sleep(STALL / 4)
+                await anyio.sleep(STALL_SECONDS / 4)
                 progress.note()
     assert not short.fired
     assert not long.fired
@@ -168,11 +168,11 @@ async def test_the_shortest_patience_is_not_missed_beside_longer_ones() -> None:
 
 async def test_a_clock_that_is_not_watched_any_more_is_left_alone() -> None:
     progress = Progress()
-    with Clock(STALL) as clock:
+    with Clock(STALL_SECONDS) as clock:
         with progress.watched(clock):
             progress.note()
         for _ in range(20):
-            await anyio.sleep(STALL / 10)
+            await anyio.sleep(STALL_SECONDS / 10)
             progress.note()
     assert clock.fired
 
@@ -181,5 +181,5 @@ async def test_a_lifted_limit_stays_lifted() -> None:
     progress = Progress()
     with Clock(None) as clock, progress.watched(clock):
         progress.note()
-        await anyio.sleep(10 * STALL)
+        await anyio.sleep(10 * STALL_SECONDS)
     assert not clock.fired

@@ -1,4 +1,4 @@
-"""A turn that is heard while it is sampled: what the finished turn says, as it comes, and cut where it is left."""
+"""A streamed turn: its parts add up to the finished turn, and a reader that leaves cuts it at that place."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def test_turn_left_early_is_cut_and_continued_exactly() -> None:
                     break
         assert (stream.turn.finish, stream.turn.text[:3]) == (FinishReason.ABORT, "one")
         assert len(stream.turn.text) < len("one two three")
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
     first, second = (await talked(talk, engine)).turns

@@ -1,4 +1,4 @@
-"""Time limits, on trio's virtual clock: time stands still until a test moves it."""
+"""Time limits, on trio's virtual clock: time is paused until a test moves it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_seconds_cut_the_play_where_it_stands_and_it_is_scored(clock: trio
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
             await self.passes(601)
-            raise AssertionError("the play went on")
+            raise AssertionError("the play continued")
 
     trajectory = await play(Slow(clock), "Yes")
     assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.TIME_LIMIT, "seconds", 1.0)
@@ -379,7 +379,7 @@ class Asks(Plain):
     async def ask(self, hook: str) -> str:
         """The hook: it asks, then is at work itself for some seconds."""
         if hook != self.hook:
-            return "Go on."
+            return "Continue."
         other = self.episode.conversation("other", prompt="What do you say?")
         said = (await other.generate()).text
         await anyio.sleep(self.seconds)

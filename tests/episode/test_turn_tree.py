@@ -44,7 +44,7 @@ async def test_history_that_ends_at_any_turn_continues_its_ids() -> None:
         "another way",
         "five",
     ]
-    assert trained(trajectory) == trajectory.sampled, "what was left behind stays trained, where it was sampled"
+    assert trained(trajectory) == trajectory.sampled, "turns that a later one abandoned stay trained"
 
 
 async def test_history_that_ends_at_a_prompt_samples_its_turn_again() -> None:

@@ -1,4 +1,4 @@
-"""Event loops whose clock stands still until a test puts it forward: a time limit fires when the test says so."""
+"""Event loops whose clock is paused until a test puts it forward: a time limit fires when the test says so."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Hanging(Greeting):
         if self.task.id == "t-3":
             time.sleep(3600)
 '''
-"""The file mine.py of somebody who makes every mistake once."""
+"""The file mine.py of an author who makes every mistake once."""
 
 
 def scripted_engine(settings: Any) -> Engine:

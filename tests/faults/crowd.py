@@ -108,7 +108,7 @@ class Rollouts(Crowd):
     async def rollout(self, conversation: Conversation) -> None:
         while len(conversation.turns) < 5:
             reply = await self.episode.answer(await conversation.generate())
-            conversation.add(reply or "Go on.")
+            conversation.add(reply or "Continue.")
 
 
 async def announce(file: Path) -> None:

@@ -16,9 +16,9 @@ from runner import Conversation, Environment, Task, Turn, metric, reward, tool
 from runner.engines.scripted.script import Answer, ModelCall, call
 
 BAD = "13"
-EPISODES = 64
-SWALLOWS = 100
-LARGE = 100_000_000
+EPISODE_COUNT = 64
+SWALLOW_COUNT = 100
+LARGE_CHARS = 100_000_000
 
 HOOKS = ["setup", "prompt", "tool", "step", "reward", "metric", "close"]
 
@@ -51,7 +51,7 @@ def raises() -> Any:
 
 
 def raises_at_length() -> Any:
-    raise ValueError("x" * LARGE)
+    raise ValueError("x" * LARGE_CHARS)
 
 
 def raises_no_exception() -> Any:
@@ -67,7 +67,7 @@ def recurses() -> Any:
 
 
 def returns_100_mb() -> Any:
-    return "x" * LARGE
+    return "x" * LARGE_CHARS
 
 
 def hangs() -> Any:
@@ -79,8 +79,8 @@ async def waits_for_ever() -> Any:
 
 
 async def swallows_cancellation() -> Any:
-    """Waits until it is cancelled, and goes on a hundred times as if it were not."""
-    for _ in range(SWALLOWS):
+    """Swallows a hundred cancellations, and waits again after each."""
+    for _ in range(SWALLOW_COUNT):
         try:
             await anyio.sleep_forever()
         except BaseException:
@@ -104,7 +104,7 @@ class Pupils(Environment):
         self.asked = False
 
     def tasks(self) -> list[Task]:
-        return [Task(id=str(number), prompt=f"Task {number}: add two numbers.") for number in range(EPISODES)]
+        return [Task(id=str(number), prompt=f"Task {number}: add two numbers.") for number in range(EPISODE_COUNT)]
 
     def act(self, hook: str) -> Any:
         return self.deed() if self.task.id == BAD and self.hook == hook else None

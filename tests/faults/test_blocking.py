@@ -1,4 +1,4 @@
-"""Synchronous code that waits holds nobody up; code that computes, or blocks the loop, is named with what to do."""
+"""Synchronous code that waits delays no episode; code that computes, or blocks the loop, is named with what to do."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.timing, pytest.mark.slow]
 
-SLEEPERS = 50
-SIBLINGS = 14
-WATCHDOG = 600.0
+SLEEPER_COUNT = 50
+SIBLING_COUNT = 14
+WATCHDOG_SECONDS = 600.0
 
 
 class Bedroom:
@@ -35,14 +35,14 @@ class Sleepers(Environment):
         self.bedroom = bedroom
 
     def tasks(self) -> list[Task]:
-        sleepers = [Task(id=f"sleeper {number}", prompt="sleep") for number in range(SLEEPERS)]
-        return sleepers + [Task(id=f"sibling {number}", prompt="talk") for number in range(SIBLINGS)]
+        sleepers = [Task(id=f"sleeper {number}", prompt="sleep") for number in range(SLEEPER_COUNT)]
+        return sleepers + [Task(id=f"sibling {number}", prompt="talk") for number in range(SIBLING_COUNT)]
 
     @tool
     def sleep(self) -> str:
         """Wait for the morning."""
         self.bedroom.asleep.release()
-        assert self.bedroom.morning.wait(WATCHDOG)
+        assert self.bedroom.morning.wait(WATCHDOG_SECONDS)
         return "good morning"
 
     @reward
@@ -61,15 +61,21 @@ async def test_50_blocking_synchronous_tools_delay_no_other_episodes_tokens() ->
     played: list[Trajectory] = []
     # A delta a millisecond: the siblings talk for a third of a second.
     engine = ScriptedEngine(sleep_or_talk, tick=0.001, latency=Latency(between=1), chunks=1)
-    with anyio.fail_after(WATCHDOG):
-        async with Run(Sleepers(bedroom), engine, concurrency=Concurrency(episodes=SLEEPERS + SIBLINGS)) as run:
+    with anyio.fail_after(WATCHDOG_SECONDS):
+        async with Run(
+            Sleepers(bedroom), engine, concurrency=Concurrency(episodes=SLEEPER_COUNT + SIBLING_COUNT)
+        ) as run:
             async for trajectory in run:
                 played.append(trajectory)
-                if len(played) == SIBLINGS:
-                    assert all(bedroom.asleep.acquire(blocking=False) for _ in range(SLEEPERS)), "all 50 sleep by now"
-                    assert not any("Sleepers" in blocker.where for blocker in run.lag.blockers()), "waiting is no crime"
+                if len(played) == SIBLING_COUNT:
+                    assert all(bedroom.asleep.acquire(blocking=False) for _ in range(SLEEPER_COUNT)), (
+                        "all 50 sleep by now"
+                    )
+                    assert not any("Sleepers" in blocker.where for blocker in run.lag.blockers()), (
+                        "code that only waits is not a blocker"
+                    )
                     bedroom.morning.set()
-    assert all(trajectory.task.id.startswith("sibling") for trajectory in played[:SIBLINGS])
+    assert all(trajectory.task.id.startswith("sibling") for trajectory in played[:SIBLING_COUNT])
     assert {trajectory.outcome for trajectory in played} == {Outcome.COMPLETED}
 
 
@@ -77,7 +83,7 @@ async def test_50_blocking_synchronous_tools_delay_no_other_episodes_tokens() ->
 
 
 class Computing(Environment):
-    """Its tool computes in its threads until somebody has named it."""
+    """Its tool computes in its threads until it was named as a blocker."""
 
     def __init__(self, named: threading.Event) -> None:
         self.named = named
@@ -99,7 +105,7 @@ class Computing(Environment):
 
 
 class BlockingTheLoop(Computing):
-    """Its step sleeps on the event loop until somebody has named it."""
+    """Its step sleeps on the event loop until it was named as a blocker."""
 
     async def step(self, turn: Turn) -> None:
         if not self.named.is_set():
@@ -119,7 +125,7 @@ async def blockers_until_named(
                 pass
 
     try:
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(play)
                 while not any(name in blocker.where for blocker in run.lag.blockers()):  # noqa: ASYNC110  # by a thread

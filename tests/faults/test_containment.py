@@ -17,7 +17,7 @@ from tests.faults.comparing import by_key
 from tests.faults.suspects import (
     AT_ONCE,
     BAD,
-    EPISODES,
+    EPISODE_COUNT,
     HOOKS,
     TOO_LONG_ASYNC,
     TOO_LONG_SYNC,
@@ -30,8 +30,8 @@ from tests.faults.suspects import (
 
 pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(3), pytest.mark.slow]
 
-WATCHDOG = 600.0
-LONGER_THAN_ANY_HOOK_MAY = 500.0
+WATCHDOG_SECONDS = 600.0
+PAST_HOOK_LIMITS_SECONDS = 500.0
 LIMITS = Limits(
     seconds=5000, setup_seconds=400, step_seconds=400, tool_seconds=400, reward_seconds=400, close_seconds=400
 )
@@ -53,12 +53,12 @@ async def play(environment: Pupils, limits: Limits = LIMITS) -> tuple[dict[str, 
     """All 64 trajectories by task, and the run's faults; time passes once the 63 siblings are done."""
     played: dict[str, Trajectory] = {}
     engine = ScriptedEngine(speak, seed=3)
-    with anyio.fail_after(LONGER_THAN_ANY_HOOK_MAY + WATCHDOG):
+    with anyio.fail_after(PAST_HOOK_LIMITS_SECONDS + WATCHDOG_SECONDS):
         async with engine, Run(environment, engine, limits=limits, seed=11) as run:
             async for trajectory in run:
                 played[trajectory.task.id] = trajectory
-                if len(played) == EPISODES - 1 and BAD not in played:
-                    put_forward(LONGER_THAN_ANY_HOOK_MAY)
+                if len(played) == EPISODE_COUNT - 1 and BAD not in played:
+                    put_forward(PAST_HOOK_LIMITS_SECONDS)
             assert engine.stats().open == engine.stats().waiting == engine.stats().live_sessions == 0
     return played, list(run.summary.faults)
 
@@ -67,7 +67,7 @@ _undisturbed: dict[type[Pupils], dict[Any, Any]] = {}
 
 
 async def undisturbed(environment: type[Pupils]) -> dict[Any, Any]:
-    """The siblings of a run in which nobody misbehaves; played once, on whichever event loop comes first."""
+    """The siblings of a run without a bad episode; played once, on the event loop of the first test."""
     if environment not in _undisturbed:
         played, _ = await play(environment())
         assert {trajectory.outcome for trajectory in played.values()} == {Outcome.COMPLETED}
@@ -161,7 +161,7 @@ async def test_a_constructor_that_fails_once_fails_one_episode(deed: Deed) -> No
 
     played, _ = await play(Delicate())
     assert Counter(trajectory.outcome for trajectory in played.values()) == {
-        Outcome.COMPLETED: EPISODES - 1,
+        Outcome.COMPLETED: EPISODE_COUNT - 1,
         Outcome.ENV_ERROR: 1,
     }
 

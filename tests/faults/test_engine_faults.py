@@ -29,7 +29,7 @@ from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 @pytest.fixture(params=[ASYNCIO, TRIO], ids=["asyncio", "trio"])
@@ -63,7 +63,7 @@ async def test_engine_death_ends_all_episodes_and_keeps_finished_ones(
         return Fault.death(at=3, message="out of memory") if call.number == 60 else None
 
     engine = ScriptedEngine(speak, faults=dies_late, latency=Latency(between=1), chunks=1)
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         played, death = await play_until_death(
             Run(environment(), engine, file=file, concurrency=Concurrency(episodes=16))
         )
@@ -123,7 +123,7 @@ async def test_engine_death_is_noticed_while_the_engine_is_idle() -> None:
         _, death = await play_until_death(run)
         deaths.append(death)
 
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(play)
             while AllSilent.waiting < 8:
@@ -159,7 +159,7 @@ async def test_stalled_request_is_an_engine_error_and_is_played_again() -> None:
 
     played: list[Trajectory] = []
     engine = ScriptedEngine(speak, faults=stalls_once)
-    with anyio.fail_after(WATCHDOG * 10):
+    with anyio.fail_after(WATCHDOG_SECONDS * 10):
         async with Run(AsyncPupils(), engine, limits=Limits(stall_seconds=120)) as run:
             async for trajectory in run:
                 played.append(trajectory)

@@ -20,7 +20,7 @@ from tests.repository import ROOT
 
 pytestmark = pytest.mark.slow
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 ROUNDS = sweeps.times(6, 4)
 
 
@@ -56,7 +56,7 @@ def test_kill_9_loses_no_announced_episode_and_resume_completes(tmp_path: Path, 
         assert ids <= finished(file), "an announced episode is not in the file"
     before = finished(file)
     last = start(file)
-    output, _ = last.communicate(timeout=WATCHDOG)
+    output, _ = last.communicate(timeout=WATCHDOG_SECONDS)
     assert last.returncode == 0
     rest = {line.split(b"\t")[0].decode() for line in output.splitlines()}
     everything = {f"{task.id}#{index}" for task in Crowd().tasks() for index in range(GROUP_SIZE)}

@@ -18,9 +18,9 @@ from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
 EPISODES = sweeps.times(1000, 400)
-WIDTH = 16
-GROWTH = 300_000
-"""Bytes that may be allocated more at the end than half way; one episode takes some 20 kB."""
+CONCURRENT_EPISODES = 16
+MAX_GROWTH_BYTES = 300_000
+"""Growth of the allocated memory between half way and the end; one episode takes some 20 kB."""
 
 
 def many(base: type[Pupils]) -> Pupils:
@@ -37,7 +37,12 @@ async def test_nothing_leaks_after_many_episodes(tmp_path: Path, environment: ty
     engine = ScriptedEngine(speak)
     async with engine:
         with no_leaks(engine):
-            run = Run(many(environment), engine, file=tmp_path / "run.db", concurrency=Concurrency(episodes=WIDTH))
+            run = Run(
+                many(environment),
+                engine,
+                file=tmp_path / "run.db",
+                concurrency=Concurrency(episodes=CONCURRENT_EPISODES),
+            )
             async with run:
                 async for _ in run:
                     pass
@@ -48,7 +53,7 @@ async def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     sizes: dict[int, int] = {}
     tracemalloc.start()
     try:
-        width = Concurrency(episodes=WIDTH)
+        width = Concurrency(episodes=CONCURRENT_EPISODES)
         async with Run(many(AsyncPupils), ScriptedEngine(speak), file=tmp_path / "run.db", concurrency=width) as run:
             read = 0
             async for _ in run:
@@ -58,7 +63,7 @@ async def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
                     sizes[read], _peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert sizes[EPISODES] - sizes[EPISODES // 2] < GROWTH
+    assert sizes[EPISODES] - sizes[EPISODES // 2] < MAX_GROWTH_BYTES
 
 
 async def test_live_trajectories_are_bounded_by_episodes_in_flight() -> None:
@@ -67,8 +72,10 @@ async def test_live_trajectories_are_bounded_by_episodes_in_flight() -> None:
 
     gc.collect()
     others = living()  # of earlier tests, which pytest may still hold
-    async with Run(many(AsyncPupils), ScriptedEngine(speak), concurrency=Concurrency(episodes=WIDTH)) as run:
+    async with Run(
+        many(AsyncPupils), ScriptedEngine(speak), concurrency=Concurrency(episodes=CONCURRENT_EPISODES)
+    ) as run:
         alive = [living() - others async for trajectory in run if int(trajectory.task.id) % 40 == 0]
     assert len(alive) == EPISODES / 40
     assert min(alive) >= 1, "the one that is being read"
-    assert max(alive) <= 3 * WIDTH
+    assert max(alive) <= 3 * CONCURRENT_EPISODES

@@ -14,7 +14,7 @@ from runner.generation import BatchResults, Generation
 from runner.testing import ModelCall, ScriptedEngine
 from tests.playing import assert_nothing_open
 
-EOS: Final = 257
+EOS_ID: Final = 257
 """The id that ends a row of the scripted engine's bytes."""
 
 Kind = Literal["torch", "numpy"]
@@ -67,4 +67,4 @@ def texts_of(output: Any) -> list[str]:
     """The sampled text of each row, without the id that ended it."""
     starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
     sampled = [row[start:] for row, start in zip(rows_of(output), starts, strict=True)]
-    return [bytes(token_id for token_id in row if token_id != EOS).decode() for row in sampled]
+    return [bytes(token_id for token_id in row if token_id != EOS_ID).decode() for row in sampled]

@@ -14,7 +14,7 @@ from runner.generation import Generation, verify_right_padding
 from runner.testing import Fault, Latency, ModelCall, Reply
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.log import VersionSpan
-from tests.generation.batching import EOS, Kind, array, collect, generating, loudly, padded, rows_of, texts_of
+from tests.generation.batching import EOS_ID, Kind, array, collect, generating, loudly, padded, rows_of, texts_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 async def test_a_batch_comes_back_as_prompt_then_sampled_ids_then_padding(kind: Kind, dtype: str) -> None:
     async with generating(config={"_pad_token_id": 9}) as (generation, engine):
         output: Any = await generation.generate(padded(["ab", "cde", "f"], kind=kind, pad=9, width=6, dtype=dtype))
-    expected = [[*b"abAB", EOS, 9, 9], [*b"cdeCDE", EOS], [*b"fF", EOS, 9, 9, 9, 9]]
+    expected = [[*b"abAB", EOS_ID, 9, 9], [*b"cdeCDE", EOS_ID], [*b"fF", EOS_ID, 9, 9, 9, 9]]
     assert output["output_ids"].tolist() == expected
     assert output["generation_lengths"].tolist() == [3, 4, 2]
     assert output["unpadded_sequence_lengths"].tolist() == [5, 7, 3]
@@ -144,7 +144,7 @@ async def test_ids_up_to_the_end_of_a_stop_string_are_kept() -> None:
 
 
 async def test_every_setting_reaches_the_engine() -> None:
-    config = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [10, EOS]}
+    config = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [10, EOS_ID]}
     config["bad_words"] = ["moon"]
     async with generating(config=config) as (generation, engine):
         await generation.generate(padded(["a"]))
@@ -153,7 +153,7 @@ async def test_every_setting_reaches_the_engine() -> None:
     assert (sampled.max_tokens, sampled.temperature, sampled.top_p, sampled.top_k) == (7, 0.5, 0.9, 3)
     assert (greedy.max_tokens, greedy.temperature, greedy.top_p, greedy.top_k) == (7, 0, 1, 1)
     assert sampled.bad_words == greedy.bad_words == ("moon",)
-    assert [call.stop_ids for call in engine.calls] == [(EOS, 10)] * 2
+    assert [call.stop_ids for call in engine.calls] == [(EOS_ID, 10)] * 2
     assert [call.seed for call in engine.calls] == [None, None]
 
 
@@ -259,14 +259,14 @@ async def test_padding_that_the_type_of_the_ids_cannot_hold_is_refused() -> None
         with pytest.raises(BadBatch, match="holds uint16, which cannot hold the padding -1 and 259 ids: give int64"):
             await generation.generate(padded(["ab"], dtype="uint16"))
         output = await generation.generate(padded(["ab", "a"], pad=-1, dtype="int16"))
-    assert output["output_ids"].tolist() == [[*b"abAB", EOS], [*b"aA", EOS, -1, -1]]
+    assert output["output_ids"].tolist() == [[*b"abAB", EOS_ID], [*b"aA", EOS_ID, -1, -1]]
 
 
 @pytest.mark.parametrize("pad", [99_999, -100])
 async def test_padding_may_be_an_id_that_no_tokenizer_has(pad: int) -> None:
     async with generating(config={"_pad_token_id": pad}) as (generation, _):
         output = await generation.generate(padded(["ab", "a"], pad=pad))
-    assert output["output_ids"].tolist() == [[*b"abAB", EOS], [*b"aA", EOS, pad, pad]]
+    assert output["output_ids"].tolist() == [[*b"abAB", EOS_ID], [*b"aA", EOS_ID, pad, pad]]
 
 
 async def test_further_keys_of_a_trainer_are_not_read() -> None:

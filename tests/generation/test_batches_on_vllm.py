@@ -17,19 +17,19 @@ from tests.generation.batching import padded, rows_of
 
 pytestmark = pytest.mark.anyio
 
-# The model goes on with what it is sure of: in bfloat16 near ties fall as the rows beside a row have it.
+# The model is sure how each text continues: in bfloat16 the other rows of a batch decide between near ties.
 TEXTS = (
     "1, 2, 3, 4, 5, 6, 7, 8, 9,",
     "the cat sat the cat sat the cat sat the cat sat the cat",
     "0, 1, 2, 3, 4, 5, 6, 7,",
 )
-LIMIT = 16
-PAD = 0
+MAX_NEW_TOKENS = 16
+PAD_ID = 0
 
 
 async def streamed(engine: VllmEngine, ids: list[int]) -> tuple[list[int], list[float]]:
     """The ids that a plain stream samples greedily after these ids."""
-    sampling = Sampling(max_tokens=LIMIT, temperature=0).over(Sampling.defaults())
+    sampling = Sampling(max_tokens=MAX_NEW_TOKENS, temperature=0).over(Sampling.defaults())
     request = GenerationRequest(name="plain/main/0", prompt=ids, sampling=sampling, stop_ids=engine.stop_ids)
     async with engine.stream(request) as stream:
         deltas = [delta async for delta in stream]
@@ -38,7 +38,7 @@ async def streamed(engine: VllmEngine, ids: list[int]) -> tuple[list[int], list[
 
 
 def check(output: Any, prompts: Sequence[list[int]], plain: Sequence[tuple[list[int], list[float]]]) -> None:
-    assert verify_right_padding(output, PAD) == (True, None)
+    assert verify_right_padding(output, PAD_ID) == (True, None)
     assert rows_of(output) == [ids + sampled for ids, (sampled, _) in zip(prompts, plain, strict=True)]
     for row, (ids, (sampled, logprobs)) in enumerate(zip(prompts, plain, strict=True)):
         start, end = len(ids), len(ids) + len(sampled)
@@ -51,10 +51,10 @@ async def test_a_torch_batch_gets_what_plain_streams_get_right_padded(engine: Vl
     tokenizer = engine.tokenizer
     prompts = [tokenizer.encode(text) for text in TEXTS]
     plain = [await streamed(engine, ids) for ids in prompts]
-    assert all(len(sampled) == LIMIT for sampled, _ in plain)
-    batch: dict[str, Any] = padded(prompts, kind="torch", pad=PAD)
-    stops: dict[str, Any] = {**padded(prompts[:1], kind="torch", pad=PAD), "stop_strings": [[" 11,", "1, 12"]]}
-    config = {"max_new_tokens": LIMIT, "temperature": 1.0, "seed": 3, "_pad_token_id": PAD}
+    assert all(len(sampled) == MAX_NEW_TOKENS for sampled, _ in plain)
+    batch: dict[str, Any] = padded(prompts, kind="torch", pad=PAD_ID)
+    stops: dict[str, Any] = {**padded(prompts[:1], kind="torch", pad=PAD_ID), "stop_strings": [[" 11,", "1, 12"]]}
+    config = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0, "seed": 3, "_pad_token_id": PAD_ID}
     async with Generation(engine, config) as generation:
         output: Any = await generation.generate(batch, greedy=True)
         each: dict[int, Any] = {index: one async for index, one in generation.generate_async(batch, greedy=True)}
@@ -76,5 +76,5 @@ async def test_a_torch_batch_gets_what_plain_streams_get_right_padded(engine: Vl
     assert kept == plain[0][0][: len(kept)]
     assert stopped["finish_reasons"] == ["stop"]
     spans = [span for (span,) in output["weight_versions"]]
-    assert [(span.start, span.end) for span in spans] == [(len(ids), len(ids) + LIMIT) for ids in prompts]
+    assert [(span.start, span.end) for span in spans] == [(len(ids), len(ids) + MAX_NEW_TOKENS) for ids in prompts]
     assert {span.version for span in spans} == {engine.weight_version}

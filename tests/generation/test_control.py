@@ -17,7 +17,7 @@ from runner.generation import Generation
 from runner.testing import Latency, ScriptedEngine
 from runner.tokens.log import VersionSpan
 from tests.engines.controlling import NotOurs, runs_as
-from tests.generation.batching import EOS, generating, loudly, padded, rows_of, texts_of
+from tests.generation.batching import EOS_ID, generating, loudly, padded, rows_of, texts_of
 from tests.playing import assert_nothing_open
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
@@ -168,7 +168,7 @@ async def test_weights_that_change_under_a_batch_are_told_for_each_id() -> None:
         async with in_flight(generation, engine, padded(["abcdefgh"]), ids=3) as said:
             await engine.update_weights("new ones", version="step 1", mode="keep")
         (output,) = said
-    assert rows_of(output) == [[*b"abcdefghABCDEFGH", EOS]]
+    assert rows_of(output) == [[*b"abcdefghABCDEFGH", EOS_ID]]
     first, second = output["weight_versions"][0]
     assert (first.version, first.start) == ("scripted", 8)
     assert (second.version, second.start, second.end) == ("step 1", first.end, 17)

@@ -1,4 +1,4 @@
-"""Results as they finish: their order, and that whoever stops reading leaves no request open."""
+"""Results as they finish: their order, and that no request stays open after the caller stops reading."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from anyio.from_thread import start_blocking_portal
 from runner import FinishReason
 from runner.generation import BatchResults, Generation
 from runner.testing import Fault, Latency, ModelCall, Reply, ScriptedEngine, cancel_everywhere, no_leaks
-from tests.generation.batching import EOS, collect, generating, loudly, padded, texts_of
+from tests.generation.batching import EOS_ID, collect, generating, loudly, padded, texts_of
 from tests.playing import assert_nothing_open
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 class Boom(Exception):
@@ -45,7 +45,7 @@ async def test_rows_come_as_each_finishes_and_each_is_a_batch_of_one() -> None:
     assert [index for index, _ in said] == [2, 1, 0]
     for index, result in said:
         letter = "abc"[index]
-        assert result["output_ids"].tolist() == [[ord(letter), ord(letter.upper()), EOS]]
+        assert result["output_ids"].tolist() == [[ord(letter), ord(letter.upper()), EOS_ID]]
         assert result["generation_lengths"].tolist() == [2]
         assert len(result["finish_reasons"]) == len(result["weight_versions"]) == 1
 
@@ -158,7 +158,7 @@ async def cancel_the_whole_batch(generation: Generation) -> None:
 )
 async def test_when_a_reader_has_left_no_request_is_open(leave: Any) -> None:
     async with generating(faults=silent_but_first, places=2) as (generation, engine):
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             await leave(generation)
             assert_nothing_open(engine)
         assert {str(call.finish.reason) for call in engine.calls if call.finish} == {"stop", "abort"}
@@ -223,7 +223,7 @@ async def drop_it_in_a_cycle(generation: Generation) -> None:
 )
 async def test_results_that_nobody_holds_any_more_are_ended_without_a_block(leave: Any) -> None:
     async with generating(faults=silent_but_first, places=2) as (generation, engine):
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             held = await leave(generation)
             while engine.stats().open or engine.stats().waiting:
                 await anyio.lowlevel.checkpoint()

@@ -42,7 +42,7 @@ def children() -> list[psutil.Process]:
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has ended
             command = " ".join(each.cmdline())
-            if "mcp_" in command and " http" not in command:  # a server over HTTP may have a key behind it
+            if "mcp_" in command and " http" not in command:  # a server over HTTP may have a key in its arguments
                 found.append(each)
     return found
 

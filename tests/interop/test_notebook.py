@@ -45,7 +45,7 @@ def executed(folder: Path, form: str) -> str:
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     (folder / "given.ipynb").write_text(nbformat.writes(notebook))
-    # In a process of its own: Jupyter's client leaves sockets and an event loop behind.
+    # In a process of its own: Jupyter's client leaves sockets and an event loop open.
     options = ["--execute", "--allow-errors", "--to", form, "--output", "made", "given.ipynb"]
     subprocess.run([sys.executable, "-m", "nbconvert", *options], cwd=folder, check=True, timeout=300)
     return (folder / f"made.{'ipynb' if form == 'notebook' else form}").read_text()

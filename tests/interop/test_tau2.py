@@ -41,7 +41,7 @@ class RightActions:
         mine = "user" if model_call.agent == "user" else "assistant"
         if speaker != mine:
             self.pending[task.id] = (speaker, reply)
-            return "Go on."
+            return "Continue."
         return reply
 
     def script(self, task: Any) -> Iterator[tuple[str, Any]]:

@@ -36,7 +36,7 @@ WHEELS = HOME / "wheels"
 PAGE = (DOCS / "trainers.md").read_text(encoding="utf-8")
 TOP_K = Sampling(top_k=3)
 TRAINING = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-"""Sampling of an episode of a training, as verl's agent loop gives it."""
+"""Sampling of a training episode, as verl's agent loop passes it."""
 
 
 class Weather(Environment):

@@ -13,7 +13,7 @@ def arguments_of(number: int) -> dict[str, Any]:
     """Return arguments of the tool with this number, of every type that it takes."""
     return {
         f"path_{number}": "some path",
-        "text": "some text\nthat goes on",
+        "text": "some text\nthat continues",
         "mode": f"slow {number}",
         "items": ["a", "b"],
         "count": number,

@@ -10,8 +10,8 @@ import xgrammar
 
 from runner.parsing.grammar_compiler import TokenGrammarCompiler, holds_token_ids
 
-SIZE = 60
-VOCABULARY = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(SIZE)]
+VOCABULARY_SIZE = 60
+VOCABULARY = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(VOCABULARY_SIZE)]
 
 
 def tag(form: dict[str, Any]) -> str:
@@ -26,14 +26,14 @@ GRAMMARS = {
 
 
 def own() -> Any:
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([*VOCABULARY, b""], stop_token_ids=[SIZE]))
+    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([*VOCABULARY, b""], stop_token_ids=[VOCABULARY_SIZE]))
 
 
 def let_through(compiler: Any, grammar: str) -> set[int]:
     compile_it = compiler.compile_structural_tag if grammar.startswith("{") else compiler.compile_grammar
-    mask = xgrammar.allocate_token_bitmask(1, SIZE + 1)
+    mask = xgrammar.allocate_token_bitmask(1, VOCABULARY_SIZE + 1)
     xgrammar.GrammarMatcher(compile_it(grammar)).fill_next_token_bitmask(mask)
-    return {index for index in range(SIZE + 1) if int(mask[0, index // 32]) >> (index % 32) & 1}
+    return {index for index in range(VOCABULARY_SIZE + 1) if int(mask[0, index // 32]) >> (index % 32) & 1}
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

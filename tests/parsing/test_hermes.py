@@ -104,14 +104,14 @@ def test_text_without_calls_is_unchanged_content(text: str) -> None:
     assert parse(text) == ParsedText(text, "", [])
 
 
-MILLION = 10**6
+HUGE_LENGTH = 10**6
 HUGE = {
-    "openings": "<tool_call>" * (MILLION // 11),
-    "nested lists": "<tool_call>" + "[" * MILLION,
-    "nested objects": "<tool_call>" + '{"a":' * (MILLION // 5),
-    "closed lists": "<tool_call>" + "[" * (MILLION // 2) + "]" * (MILLION // 2) + "</tool_call>",
-    "long string": '<tool_call>"' + "x" * MILLION,
-    "digits": '<tool_call>{"name": "add", "arguments": {"a": ' + "9" * MILLION + "}}</tool_call>",
+    "openings": "<tool_call>" * (HUGE_LENGTH // 11),
+    "nested lists": "<tool_call>" + "[" * HUGE_LENGTH,
+    "nested objects": "<tool_call>" + '{"a":' * (HUGE_LENGTH // 5),
+    "closed lists": "<tool_call>" + "[" * (HUGE_LENGTH // 2) + "]" * (HUGE_LENGTH // 2) + "</tool_call>",
+    "long string": '<tool_call>"' + "x" * HUGE_LENGTH,
+    "digits": '<tool_call>{"name": "add", "arguments": {"a": ' + "9" * HUGE_LENGTH + "}}</tool_call>",
 }
 
 

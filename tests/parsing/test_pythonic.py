@@ -157,20 +157,20 @@ def test_no_calls_with_tool_choice_none_or_without_tools() -> None:
     assert parse(text, tools=[]) == ParsedText(text, "", [])
 
 
-MILLION = 10**6
+HUGE_LENGTH = 10**6
 HUGE = {
-    "open brackets": "[add(" * (MILLION // 5),
-    "unknown openings": "[nope(" * (MILLION // 6),
-    "nested lists": "[note(value=" + "[" * MILLION,
-    "minus signs": "[note(value=" + "-" * MILLION + "1)]",
-    "plus terms": "[note(value=" + "1+" * (MILLION // 2) + "1)]",
-    "digits": "[note(value=" + "9" * MILLION + ")]",
-    "backslashes": '[note(value="' + "\\" * MILLION,
-    "quotes": "[note(value=" + "'\"" * (MILLION // 2),
-    "commas": "[note(" + "," * MILLION + ")]",
-    "closed mentions": "[add(a=1, b=2)] " * (MILLION // 16) + "end",
-    "attributes": "[note(value=" + "a." * (MILLION // 2) + "a)]",
-    "null characters": "[note(value=\0" + "\0" * MILLION + ")]",
+    "open brackets": "[add(" * (HUGE_LENGTH // 5),
+    "unknown openings": "[nope(" * (HUGE_LENGTH // 6),
+    "nested lists": "[note(value=" + "[" * HUGE_LENGTH,
+    "minus signs": "[note(value=" + "-" * HUGE_LENGTH + "1)]",
+    "plus terms": "[note(value=" + "1+" * (HUGE_LENGTH // 2) + "1)]",
+    "digits": "[note(value=" + "9" * HUGE_LENGTH + ")]",
+    "backslashes": '[note(value="' + "\\" * HUGE_LENGTH,
+    "quotes": "[note(value=" + "'\"" * (HUGE_LENGTH // 2),
+    "commas": "[note(" + "," * HUGE_LENGTH + ")]",
+    "closed mentions": "[add(a=1, b=2)] " * (HUGE_LENGTH // 16) + "end",
+    "attributes": "[note(value=" + "a." * (HUGE_LENGTH // 2) + "a)]",
+    "null characters": "[note(value=\0" + "\0" * HUGE_LENGTH + ")]",
 }
 
 

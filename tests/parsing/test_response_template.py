@@ -278,7 +278,7 @@ async def test_streaming_is_refused_with_the_fix() -> None:
             async with conversation.stream(tool_choice="none") as stream:
                 said = [event async for event in stream]
             assert "".join(each.text for each in said if isinstance(each, ReasoningPiece)) == "Hm."
-            conversation.add("Go on.")
+            conversation.add("Continue.")
             async with conversation.stream() as stream:
                 _ = [event async for event in stream]
 

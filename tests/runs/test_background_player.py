@@ -36,7 +36,7 @@ FIRST, SECOND = tasks(2)
 
 
 class Waits(Plain):
-    """An episode that waits until the test lets it go on; then it takes another turn."""
+    """An episode that waits until the test releases it; then it takes another turn."""
 
     entered = threading.Event()
     release = threading.Event()

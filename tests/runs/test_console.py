@@ -15,7 +15,7 @@ from tests.repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 AUTHOR = """
 from runner import Environment, Task, reward
@@ -51,7 +51,7 @@ def without_reader(folder: Path, *command: str, both: bool = False) -> subproces
             stdout=writer,
             stderr=writer if both else subprocess.PIPE,
             text=True,
-            timeout=WATCHDOG,
+            timeout=WATCHDOG_SECONDS,
             check=False,
         )
     finally:
@@ -101,7 +101,7 @@ from runner import ScriptedEngine, run
 class Pressing(Greeting):
     def setup(self):
         if self.task.id == "t-0":
-            os.kill(os.getpid(), signal.SIGINT)  # of which a person is told
+            os.kill(os.getpid(), signal.SIGINT)  # the console shows it
 
 try:
     run(Pressing(), ScriptedEngine("hi"), quiet={quiet}, file="w.db")

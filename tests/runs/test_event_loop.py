@@ -37,7 +37,7 @@ from runner.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 class Greeting(Environment):
@@ -246,7 +246,7 @@ class Base(Environment):
 
 def in_a_process(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG + 10, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS + 10, check=False)
 
 
 def test_third_interrupt_ends_a_process_with_a_blocked_loop(tmp_path: Path) -> None:
@@ -353,5 +353,7 @@ def test_a_thread_that_never_comes_back_does_not_keep_pytest(tmp_path: Path) -> 
     file = tmp_path / "test_hanging.py"
     file.write_text(PREAMBLE + "".join(map(textwrap.dedent, (HANGING, test))))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG + 10, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS + 10, check=False, cwd=tmp_path
+    )
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout

@@ -11,9 +11,9 @@ import pytest
 from runner import Outcome, RunFile
 from tests.terminal import CTRL_C, Terminal
 
-START = 900.0
+START_SECONDS = 900.0
 """Ten times what the start and the first finished episode take on the slowest machine."""
-END = 300.0
+END_SECONDS = 300.0
 """The watchdog of each step of the end; no test waits for it."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.apart]
@@ -34,8 +34,8 @@ def playing(tmp_path: Path, demo_model_folder: Path) -> Iterator[Terminal]:
     ]
     command = [DELTARUNNER, "run", "calculator", "--concurrency", "8", "--file", "run.db", *options]
     with Terminal(command, folder=tmp_path) as terminal:
-        terminal.read_until("starting the engine", seconds=END)
-        terminal.read_until("reward", seconds=START)
+        terminal.read_until("starting the engine", seconds=END_SECONDS)
+        terminal.read_until("reward", seconds=START_SECONDS)
         yield terminal
 
 
@@ -48,8 +48,8 @@ def outcomes(folder: Path) -> dict[Outcome, int]:
 @pytest.mark.in_turns("starts and ends", 6)
 def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
-    playing.read_until("press Ctrl-C again to stop them now", seconds=END)
-    assert playing.wait(seconds=2 * END) == 130
+    playing.read_until("press Ctrl-C again to stop them now", seconds=END_SECONDS)
+    assert playing.wait(seconds=2 * END_SECONDS) == 130
     assert re.search(r"finishing \d+ episode", playing.text)
     counts = outcomes(tmp_path)
     assert counts[Outcome.COMPLETED] > 0
@@ -61,11 +61,11 @@ def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path
 @pytest.mark.in_turns("starts and ends", 6)
 def test_first_ctrl_c_drains_and_second_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
-    playing.read_until("press Ctrl-C again to stop them now", seconds=END)
+    playing.read_until("press Ctrl-C again to stop them now", seconds=END_SECONDS)
     assert re.search(r"finishing \d+ episode", playing.text)
     playing.press(CTRL_C)
-    playing.read_until("kept as partial", seconds=END)
-    assert playing.wait(seconds=END) == 130
+    playing.read_until("kept as partial", seconds=END_SECONDS)
+    assert playing.wait(seconds=END_SECONDS) == 130
     counts = outcomes(tmp_path)
     assert counts[Outcome.COMPLETED] > 0
     assert counts[Outcome.CANCELLED] > 0
@@ -77,22 +77,22 @@ def test_first_ctrl_c_drains_and_second_keeps_partial_episodes(playing: Terminal
 def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> None:
     for said in ("press Ctrl-C again to stop them now", "kept as partial"):
         playing.press(CTRL_C)
-        playing.read_until(said, seconds=END)
+        playing.read_until(said, seconds=END_SECONDS)
     playing.press(CTRL_C)
-    assert playing.wait(seconds=END) == 130
+    assert playing.wait(seconds=END_SECONDS) == 130
     assert outcomes(tmp_path)[Outcome.COMPLETED] > 0
     # They see that their parent is gone, and go.
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in engine_processes(tmp_path)], timeout=END)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in engine_processes(tmp_path)], timeout=END_SECONDS)
     assert alive == []
 
 
 @pytest.mark.in_turns("starts and ends", 6)
 def test_ctrl_c_gives_up_an_engine_that_is_starting(tmp_path: Path, demo_model_folder: Path) -> None:
     with Terminal([DELTARUNNER, "run", "calculator", "--file", "run.db"], folder=tmp_path) as terminal:
-        terminal.read_until_like(r"starting the engine, ([3-9]|\d\d) s", seconds=END)
+        terminal.read_until_like(r"starting the engine, ([3-9]|\d\d) s", seconds=END_SECONDS)
         terminal.press(CTRL_C)
-        terminal.read_until("cancelling the start", seconds=END)
-        assert terminal.wait(seconds=END) == 130
+        terminal.read_until("cancelling the start", seconds=END_SECONDS)
+        assert terminal.wait(seconds=END_SECONDS) == 130
     assert not (tmp_path / "run.db").exists()
     assert engine_processes(tmp_path) == []
 

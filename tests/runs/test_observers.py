@@ -1,4 +1,4 @@
-"""Observers: what they are told, off the hot path; one that raises, blocks or never returns harms nothing."""
+"""Observers: their events, off the hot path; one that raises, blocks or never returns harms nothing."""
 
 from __future__ import annotations
 

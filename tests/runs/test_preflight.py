@@ -94,7 +94,7 @@ async def test_text_of_one_episode_changes_no_token_of_another(text: str, tmp_pa
     [
         ("{% for m in messages %}", "not valid jinja2"),
         ("{{ raise_exception('not today') }}", "not today"),
-        ("{{ nobody.gave.this }}", "nobody"),
+        ("{{ missing_name.of.this }}", "missing_name"),
         ("no words of anybody", "question"),
     ],
 )

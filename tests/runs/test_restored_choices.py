@@ -46,7 +46,7 @@ class Choosing(ScriptedEngine):
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:
         self.dtype = described.get("dtype", "the model's")
-        self.happened.append(f"goes on in {self.dtype}")
+        self.happened.append(f"resumes in {self.dtype}")
 
     async def __aenter__(self) -> Self:
         self.happened.append(f"starts in {self.dtype}")
@@ -76,7 +76,7 @@ async def test_resumed_run_keeps_its_dtype_on_another_machine(tmp_path: Path, em
     await played(Choosing("bfloat16"), file)
     other = Choosing("float32")
     await played(other, file)
-    assert other.happened == ["goes on in bfloat16", "starts in bfloat16"]
+    assert other.happened == ["resumes in bfloat16", "starts in bfloat16"]
 
 
 async def test_engines_of_agents_keep_theirs(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_writer_refuses_files_that_are_not_run_files(tmp_path: Path) -> No
     engine = Choosing()
     with pytest.raises(Exception, match=r"run\.db"):
         await played(engine, file)
-    assert "goes on" not in " ".join(engine.happened)
+    assert "resumes" not in " ".join(engine.happened)
 
 
 # --- the command line
@@ -131,8 +131,8 @@ def test_the_same_command_keeps_the_dtype_of_its_file(
     make_incomplete(path)
     other = Choosing("float32")
     assert command(other, **options) == 0
-    assert other.happened == ["goes on in bfloat16", "starts in bfloat16"]
-    assert list(tmp_path.rglob("*.db")) == [path], "it went on with that file"
+    assert other.happened == ["resumes in bfloat16", "starts in bfloat16"]
+    assert list(tmp_path.rglob("*.db")) == [path], "it continued that file"
     with RunFile(path) as run_file:
         assert run_file.header.engine["dtype"] == "bfloat16"
 

@@ -156,7 +156,7 @@ async def test_sync_and_async_task_generators_are_closed_at_the_end() -> None:
 
 
 class Curriculum:
-    """Gives a task until it was solved, then the next."""
+    """Yields a task until it was solved, then the next."""
 
     def __init__(self, levels: int) -> None:
         self.levels = levels
@@ -259,7 +259,7 @@ async def test_episode_is_announced_after_its_commit(tmp_path: Path, monkeypatch
     commit_episode = RunWriter.commit_episode
 
     async def late(self: RunWriter, trajectories: list[Trajectory], *, retry: bool = False) -> None:
-        await anyio.wait_all_tasks_blocked()  # whoever was told already would look into the file here
+        await anyio.wait_all_tasks_blocked()  # a reader that was notified too early would look into the file here
         await commit_episode(self, trajectories, retry=retry)
 
     monkeypatch.setattr(RunWriter, "commit_episode", late)
@@ -479,7 +479,7 @@ async def test_cancel_reaches_episodes_before_their_first_step() -> None:
         await anyio.sleep_forever()
 
     async def one() -> AsyncIterator[Task]:
-        # Heard once the episode of this task was begun, and before it runs.
+        # The cancellation takes effect after the episode of this task was begun, and before it runs.
         asyncio.get_running_loop().call_soon(run.cancel)
         yield Task("t0", "Go.")
 

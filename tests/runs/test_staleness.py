@@ -33,7 +33,7 @@ class TwoTurns(Plain):
         await conversation.generate()
         if self.between is not None:
             await self.between(self.episode)
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
 
@@ -192,7 +192,7 @@ async def test_max_version_lag_refuses_engines_without_versions() -> None:
 
 
 def slow(**settings: Any) -> ScriptedEngine:
-    """One id at a tick, so that there is something to stand still."""
+    """An engine with one id at a tick, so that a pause falls into a turn."""
     return recording("A long answer.", chunks=1, latency=Latency(between=1), **settings)
 
 
@@ -276,7 +276,7 @@ async def test_sleep_cuts_turns_that_a_pause_kept() -> None:
         await engine.resume()
         (trajectory,) = [each async for each in run]
     assert (trajectory.text, len(engine.calls)) == ("A long answer.", 2)
-    assert (trajectory.outcome, trajectory.turns[0].resampled > 0) == (Outcome.COMPLETED, True), "it is no failure"
+    assert (trajectory.outcome, trajectory.turns[0].resampled > 0) == (Outcome.COMPLETED, True), "it is not a failure"
 
 
 async def test_turn_aborted_by_its_engine_fails_without_retries() -> None:
@@ -321,7 +321,7 @@ def _sampling() -> Any:
 
 
 async def test_rewards_may_not_see_a_turn_of_mixed_versions_as_two() -> None:
-    """The spans of a turn that went on under new weights are in order and without a gap."""
+    """The spans of a turn that continued under new weights are in order and without a gap."""
 
     class Scored(Plain):
         @reward

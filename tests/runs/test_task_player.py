@@ -241,7 +241,7 @@ async def test_processes_that_share_visits_have_other_seeds(tmp_path: Path) -> N
     assert ids == [f"t0{visit}#{index}" for visit in visits for index in range(2)]
     assert len(seeds) == len(ids)
     async with Player(Plain, recording("Yes"), group_size=2, file=tmp_path / "1.db") as player:
-        player.share_visits(1, 3)  # goes on after those of the file
+        player.share_visits(1, 3)  # continues after those of the file
         assert [t.id for group in await player.play_group(FIRST) for t in group.trajectories] == ["t0@7#0", "t0@7#1"]
 
 

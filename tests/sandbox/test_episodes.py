@@ -118,8 +118,8 @@ async def test_a_terminal_without_image_or_check_is_refused() -> None:
         terminal(network="host")
     with pytest.raises(BadEnvironment, match="upload='none': the folder does not exist"):
         terminal(upload="none")
-    with pytest.raises(Exception, match="unable to find user nobody-here"):
-        await played("done", terminal(user="nobody-here"))
+    with pytest.raises(Exception, match="unable to find user no-such-user"):
+        await played("done", terminal(user="no-such-user"))
 
 
 class Own(Environment):

@@ -69,7 +69,7 @@ def test_jsonl_logprobs_are_null_for_ids_not_sampled(run_file: RunFile) -> None:
     export_jsonl(run_file, stream)
     first, *_, last = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert first["segments"][0]["logprobs"][:12] == [None] * 8 + [-0.5, -0.25, -1.0, -0.125]
-    assert last["segments"][1]["logprobs"] == [None, None, None]  # an engine that gives none
+    assert last["segments"][1]["logprobs"] == [None, None, None]  # an engine without log-probabilities
 
 
 def test_parquet_has_a_row_per_trained_trajectory(run_file: RunFile, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_jsonl_is_standard_json_whatever_an_author_returns(tmp_path: Path) -> No
     write(tmp_path / "run.db", [odd], [odder])
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     with RunFile(tmp_path / "run.db") as run_file:
         export_jsonl(run_file, tmp_path / "out.jsonl")

@@ -218,7 +218,7 @@ def test_filters_choose_the_same_in_every_form(
     [
         (["--outcome", "complete"], "it does not exist; outcomes are completed, turn_limit"),
         (["--agent", "user"], "no trained trajectory has the agent 'user'; agents are 'main', 'black'"),
-        (["--agent", "nobody"], "no trained trajectory has the agent 'nobody'"),
+        (["--agent", "unknown"], "no trained trajectory has the agent 'unknown'"),
         (["--task", "d"], "no trained trajectory has the task 'd'; tasks are 'a', 'b'"),
         (["--min-reward", "nan"], "give a finite number"),
     ],

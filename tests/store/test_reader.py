@@ -221,7 +221,7 @@ DAMAGES = {
         "segment 0 has 24 ids and the sources of 12",
     ),
     "an unknown source": ("UPDATE segments SET sources = '[[1000, 24]]'", "OverflowError"),
-    "messages are no JSON": ("UPDATE segments SET messages = '['", "JSONDecodeError"),
+    "messages are not JSON": ("UPDATE segments SET messages = '['", "JSONDecodeError"),
     "a segment is gone": ("DELETE FROM segments", "IndexError"),
     "the task is gone": ("DELETE FROM tasks", "its task is not there"),
     "an outcome that there is not": ("UPDATE episodes SET outcome = 'fine'", "'fine' is not a valid Outcome"),

@@ -47,13 +47,13 @@ async def test_stored_returns_earlier_trajectories_in_commit_order(path: Path) -
 async def test_changed_configuration_is_refused_with_a_diff(path: Path) -> None:
     async with RunWriter(path, header(sampling={"temperature": 1.0}, seed=3)) as writer:
         await writer.commit_episode([played()])
-    before = path.read_bytes()  # noqa: ASYNC240  # a small file, and nobody waits
+    before = path.read_bytes()  # noqa: ASYNC240  # a small file, and no other task waits
     with pytest.raises(ConfigurationChanged) as caught:
         await claims(path, sampling={"temperature": 0.0}, seed=3)
     assert "sampling.temperature: 1.0 -> 0.0" in str(caught.value)
     assert "seed" not in str(caught.value)
     assert str(path) in str(caught.value)
-    assert path.read_bytes() == before  # noqa: ASYNC240  # a small file, and nobody waits
+    assert path.read_bytes() == before  # noqa: ASYNC240  # a small file, and no other task waits
 
 
 async def test_changed_versions_warn_and_sizes_are_free(path: Path) -> None:

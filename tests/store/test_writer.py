@@ -315,7 +315,7 @@ async def test_flush_commits_while_the_event_loop_is_blocked(path: Path) -> None
         await anyio.wait_all_tasks_blocked()
         flushing = threading.Thread(target=writer.flush)
         flushing.start()
-        flushing.join()  # the loop stands still here
+        flushing.join()  # the loop is blocked here
         with RunFile(path) as run_file:
             assert len(run_file) == 10
 

@@ -1,4 +1,4 @@
-"""Cancelling at every suspension point: all of them, each once, and what the check finds is told with its place."""
+"""Cancelling at every suspension point: all of them, each once, and each finding names its place."""
 
 import contextlib
 import sys
@@ -144,15 +144,15 @@ async def and_goes_on() -> None:
     await checkpoint()
 
 
-@pytest.mark.parametrize(("scenario", "told"), [(at_its_end, "returned"), (and_goes_on, "continued")])
+@pytest.mark.parametrize(("scenario", "outcome"), [(at_its_end, "returned"), (and_goes_on, "continued")])
 async def test_whoever_swallows_the_cancellation_is_named(
-    scenario: Callable[[], Coroutine[Any, Any, None]], told: str
+    scenario: Callable[[], Coroutine[Any, Any, None]], outcome: str
 ) -> None:
     with pytest.raises(AssertionError) as caught:
         await cancel_everywhere(scenario)
     text = str(caught.value)
     assert text.startswith(f"cancelled in swallows ({__file__}:")
-    assert f"but it {told}: swallows ({__file__}:" in text
+    assert f"but it {outcome}: swallows ({__file__}:" in text
     assert "cancelled at suspension point" in caught.value.__notes__[0]
 
 

@@ -98,7 +98,7 @@ BROKEN: dict[str, tuple[Callable[[Engine], Engine], str]] = {
         lambda engine: Changed(engine, never_leaves),
         "test_exit_before_reading_ends_the_request",
     ),
-    "gives no log-probabilities": (
+    "returns no log-probabilities": (
         lambda engine: Changed(engine, says_no_probabilities),
         "test_last_delta_has_the_finish",
     ),

@@ -19,7 +19,7 @@ from runner.testing.forcing import ForcedEngine
 
 pytestmark = pytest.mark.anyio
 
-STOP = 257  # <|im_end|> of the scripted engine's vocabulary
+STOP_ID = 257  # <|im_end|> of the scripted engine's vocabulary
 
 
 def test_the_kit_loads_no_engine() -> None:
@@ -38,7 +38,7 @@ class Talk(Environment):
         await conversation.generate()
         judge = self.episode.conversation("judge", prompt="Was that right?")
         await judge.generate()
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         await conversation.generate()
 
     @reward
@@ -47,7 +47,7 @@ class Talk(Environment):
 
 
 def ids_of(text: str) -> list[int]:
-    return [*text.encode(), STOP]
+    return [*text.encode(), STOP_ID]
 
 
 async def played(engine: ForcedEngine, **options: Any) -> list[Trajectory]:
@@ -60,7 +60,7 @@ async def played(engine: ForcedEngine, **options: Any) -> list[Trajectory]:
 
 def said(engine: ForcedEngine) -> set[tuple[str, str]]:
     tokenizer = engine.tokenizer
-    return {(call.name, tokenizer.decode([i for i in call.sampled if i != STOP])) for call in engine.calls}
+    return {(call.name, tokenizer.decode([i for i in call.sampled if i != STOP_ID])) for call in engine.calls}
 
 
 async def test_a_list_is_read_from_its_beginning_by_every_conversation() -> None:
@@ -108,7 +108,7 @@ async def test_wrapped_engine_is_entered_once_and_marked_forced() -> None:
     assert (engine.running, beneath.running) == (False, False)
 
 
-@pytest.mark.parametrize("script", [[72, STOP], "text", 7, [["a", "b"]], {"main": 3}, [[1.5]]], ids=repr)
+@pytest.mark.parametrize("script", [[72, STOP_ID], "text", 7, [["a", "b"]], {"main": 3}, [[1.5]]], ids=repr)
 def test_what_is_no_list_of_turns_is_refused_at_once(script: Any) -> None:
     with pytest.raises(BadOption, match=r"a list of (turns|token ids)"):
         force(ScriptedEngine("free"), script)
@@ -135,7 +135,7 @@ def test_an_engine_that_cannot_be_forced_is_refused_before_it_starts(arguments: 
 def request(max_tokens: int = 8, constraint: Constraint | None = None) -> GenerationRequest:
     sampling = replace(Sampling.defaults(), max_tokens=max_tokens, stop_ids=(99,))
     return GenerationRequest(
-        name="e/main/0", prompt=[72, 105], sampling=sampling, stop_ids=(STOP,), constraint=constraint
+        name="e/main/0", prompt=[72, 105], sampling=sampling, stop_ids=(STOP_ID,), constraint=constraint
     )
 
 
@@ -151,26 +151,26 @@ async def sampled(engine: ForcedEngine, wanted: GenerationRequest) -> tuple[list
 @pytest.mark.parametrize(
     ("ids", "kept", "reason"),
     [
-        ([1, 2, STOP], [1, 2, STOP], FinishReason.STOP),
+        ([1, 2, STOP_ID], [1, 2, STOP_ID], FinishReason.STOP),
         ([1, 2, 99], [1, 2, 99], FinishReason.STOP),
         ([*range(8)], [*range(8)], FinishReason.LENGTH),
-        ([*range(20), STOP], [*range(8)], FinishReason.LENGTH),
+        ([*range(20), STOP_ID], [*range(8)], FinishReason.LENGTH),
     ],
     ids=["the model's stop", "the author's stop", "exactly full", "cut"],
 )
 async def test_a_turn_ends_by_its_own_stop_or_is_cut(ids: list[int], kept: list[int], reason: FinishReason) -> None:
     engine = ScriptedEngine("free")
     # The scripted engine knows only the stops of a request, not those of its sampling.
-    wanted = replace(request(), stop_ids=(STOP, 99))
+    wanted = replace(request(), stop_ids=(STOP_ID, 99))
     assert await sampled(force(engine, [ids]), wanted) == (kept, reason)
 
 
 async def test_a_stop_id_before_min_tokens_cannot_be_forced() -> None:
     wanted = replace(request(), sampling=replace(request().sampling, min_tokens=4))
     with pytest.raises(RequestRejected, match=r"the stop id 257 is forced after 2 ids, but Sampling\(min_tokens=4\)"):
-        await sampled(force(ScriptedEngine("free"), [[1, 2, STOP]]), wanted)
-    assert await sampled(force(ScriptedEngine("free"), [[1, 2, 3, 4, STOP]]), wanted) == (
-        [1, 2, 3, 4, STOP],
+        await sampled(force(ScriptedEngine("free"), [[1, 2, STOP_ID]]), wanted)
+    assert await sampled(force(ScriptedEngine("free"), [[1, 2, 3, 4, STOP_ID]]), wanted) == (
+        [1, 2, 3, 4, STOP_ID],
         FinishReason.STOP,
     )
 
@@ -180,10 +180,10 @@ async def test_a_stop_id_before_min_tokens_cannot_be_forced() -> None:
     [
         ([1, 2, 3], None, r"e/main/0: 3 ids are forced, but the turn may have 8: end them with a stop id \(99, 257\)"),
         ([], None, "0 ids are forced"),
-        ([1, STOP, 3], None, "the stop id 257 ends the turn after 2 ids, so the 1 ids after it"),
-        ([1, 400, STOP], None, "400 cannot be forced: the model's ids are 0 to"),
-        ([-1, STOP], None, "-1 cannot be forced"),
-        ([1, STOP], Constraint(ConstraintKind.REGEX, "[0-9]+"), r"constrained \(regex\).*tool_choice='auto'"),
+        ([1, STOP_ID, 3], None, "the stop id 257 ends the turn after 2 ids, so the 1 ids after it"),
+        ([1, 400, STOP_ID], None, "400 cannot be forced: the model's ids are 0 to"),
+        ([-1, STOP_ID], None, "-1 cannot be forced"),
+        ([1, STOP_ID], Constraint(ConstraintKind.REGEX, "[0-9]+"), r"constrained \(regex\).*tool_choice='auto'"),
     ],
     ids=["too few", "none at all", "after a stop", "past the vocabulary", "negative", "grammar"],
 )
@@ -207,7 +207,7 @@ async def test_a_refusal_is_the_episodes_error_and_is_not_tried_again() -> None:
 
 
 class Deaf(ScriptedEngine):
-    """Samples what it likes, whatever it was told."""
+    """Samples what it likes and ignores the forced ids."""
 
     def stream(self, request: GenerationRequest) -> Any:
         return super().stream(replace(request, extra={}))

@@ -71,7 +71,7 @@ bytewise: Callable[[VllmEngine, str], list[int]] = NAMES["bytewise"]
 
 START, STOP, END_OF_TEXT = 1, 2, 0
 SMILE = "\N{SLIGHTLY SMILING FACE}"
-TOLERANCE = 1e-3  # nats; the two implementations were seen to differ by 4e-5
+TOLERANCE_NATS = 1e-3  # the two implementations were seen to differ by 4e-5
 
 Teacher = Callable[[Sequence[int]], list[float]]
 
@@ -122,7 +122,7 @@ def awkward(engine: VllmEngine) -> list[Said]:
 
 
 class Notebook(Environment):
-    """Plays turn by turn what it is told of them; the tools are real."""
+    """Generates the given turns in order; the tools are real."""
 
     def __init__(self, turns: Sequence[Said]) -> None:
         self.said = turns
@@ -307,7 +307,7 @@ def deviation(trajectory: Trajectory, ids: Sequence[int], teacher: Teacher) -> D
 
 
 def rendered(engine: VllmEngine, messages: Sequence[Message], tools: Sequence[Any]) -> array[int]:
-    """The messages through the template and encoded anew, as it must not be done."""
+    """Ids of the messages rendered and encoded again, which a run must never do."""
     text = engine.template.renderer().render(messages, tools=tools, generation_prompt=False)
     return array("i", engine.tokenizer.encode(text))
 
@@ -319,14 +319,14 @@ async def test_stored_logprobs_match_the_exact_sequence_only(
     (segment,) = trajectory.segments
     exact = deviation(trajectory, segment.log.ids, teacher)
     assert exact.unaligned == 0
-    assert exact.largest < TOLERANCE
+    assert exact.largest < TOLERANCE_NATS
 
     again = rendered(forcible, segment.messages, segment.tools)
     assert again[: trajectory.turns[0].start] == segment.log.ids[: trajectory.turns[0].start]
     assert again != segment.log.ids
     other = deviation(trajectory, again, teacher)
     assert other.unaligned > 0
-    assert other.largest > TOLERANCE
+    assert other.largest > TOLERANCE_NATS
 
 
 async def test_even_a_single_split_token_is_seen_in_the_log_probabilities(
@@ -339,9 +339,9 @@ async def test_even_a_single_split_token_is_seen_in_the_log_probabilities(
     said = [Said([*split, STOP]), Said([*encode("Bye."), STOP], answered=False)]
     trajectory = await play(forcible, said)
     (segment,) = trajectory.segments
-    assert deviation(trajectory, segment.log.ids, teacher).largest < TOLERANCE
+    assert deviation(trajectory, segment.log.ids, teacher).largest < TOLERANCE_NATS
     other = deviation(trajectory, rendered(forcible, segment.messages, segment.tools), teacher)
-    assert (other.unaligned > 0, other.largest > TOLERANCE) == (True, True)
+    assert (other.unaligned > 0, other.largest > TOLERANCE_NATS) == (True, True)
 
 
 def request(name: str, length: int, forced: Sequence[int] | None = None) -> GenerationRequest:
@@ -388,11 +388,11 @@ async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: V
 
     for wanted, (ids, logprobs) in zip(free, alone, strict=True):
         assert together[wanted.name][0] == ids
-        assert together[wanted.name][1] == pytest.approx(logprobs, abs=TOLERANCE)
+        assert together[wanted.name][1] == pytest.approx(logprobs, abs=TOLERANCE_NATS)
     for wanted in forced:
         ids, logprobs = together[wanted.name]
         assert ids == wanted.extra["force"]
-        assert logprobs == pytest.approx(teacher([*wanted.prompt, *ids])[len(wanted.prompt) :], abs=TOLERANCE)
+        assert logprobs == pytest.approx(teacher([*wanted.prompt, *ids])[len(wanted.prompt) :], abs=TOLERANCE_NATS)
     ids, _ = together["partly"]
     assert ids[:3] == [700, 701, 702]
     # Past its end the model is free: its likeliest id each time.

@@ -1,4 +1,4 @@
-"""Leaks are found and named; what an event loop keeps for reuse is none."""
+"""Leaks are found and named; objects that an event loop keeps for reuse are not leaks."""
 
 import gc
 import os

@@ -215,7 +215,7 @@ def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.Monkey
         play(Adds, SAYS)
 
 
-# --- in an environment: what the model is told
+# --- in an environment: the text that the model reads
 
 
 def test_a_tool_result_that_is_dropped() -> None:
@@ -318,7 +318,7 @@ def test_a_rollout_that_swallows_its_cancellation() -> None:
         play_cancelled(Retries, SAYS)
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the plays of `check` that nobody watches
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # from plays of `check` that do not look for leaks
 def test_a_file_that_only_the_garbage_collector_closes() -> None:
     class Reads(Adds):
         @tool

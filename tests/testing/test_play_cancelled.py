@@ -1,4 +1,4 @@
-"""play_cancelled finds what an environment leaves behind when it is cut, and says where it was."""
+"""play_cancelled finds leftovers of an environment that is cancelled, and names the place of the cancellation."""
 
 from __future__ import annotations
 

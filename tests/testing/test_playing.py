@@ -30,7 +30,7 @@ pytest_plugins = ["pytester"]
 
 
 class Sums(Environment):
-    """Numbers, one a turn, until somebody says stop."""
+    """Numbers, one a turn, until the model says stop."""
 
     def __init__(self) -> None:
         self.total = 0

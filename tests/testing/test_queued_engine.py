@@ -26,11 +26,8 @@ from tests.testing.inner import run
 pytest_plugins = ["pytester"]
 
 
-NUMBER: Any = 5
-
-
 class Talks(Environment):
-    """Goes on while there is more to be said."""
+    """Continues while a turn ends in three dots."""
 
     limits = Limits(seconds=60)
 
@@ -38,7 +35,7 @@ class Talks(Environment):
         return [Task(id="t", prompt="Say something.")]
 
     def step(self, turn: Turn) -> str | None:
-        return "Go on." if turn.text.endswith("...") else None
+        return "Continue." if turn.text.endswith("...") else None
 
     @tool
     def f(self, a: int) -> int:
@@ -119,7 +116,7 @@ def test_bytes_that_are_no_text_are_cut_where_the_piece_is() -> None:
         (lambda engine: engine.say("abc", chunks=inside()), "a multi-byte character does not occur"),
         (lambda engine: engine.say("abc", chunks=inside("b")), "a single token id in this vocabulary"),
         (lambda engine: engine.say("<|im_end|>", chunks=inside("<|im_end|>")), "a single token id"),
-        (lambda engine: engine.say("abc", chunks=inside(NUMBER)), r"inside\(5\): give a piece of the text"),
+        (lambda engine: engine.say("abc", chunks=inside(5)), r"inside\(5\): give a piece of the text"),  # type: ignore[arg-type]
     ],
     ids=["nothing", "a number", "an empty list", "no size", "no such piece", "ascii", "a byte", "a control token", "5"],
 )

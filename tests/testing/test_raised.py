@@ -53,7 +53,7 @@ class Limited(Plain):
     limits = Limits(turns=1)
 
     def step(self, turn: Any) -> str:
-        return "Go on."
+        return "Continue."
 
     @reward
     def correct(self) -> float:

@@ -1,4 +1,4 @@
-"""Recordings: small, sorted, read back exactly, and every doubt about one is told with what to do."""
+"""Recordings: small, sorted, read back exactly, and every doubt about one comes with what to do."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_once_records_what_is_missing_and_none_replays_it(pytester: pytest.Pytes
     silent = TEST.replace("QueuedEngine().say(*SAID)", "QueuedEngine().always('never')")
     run(pytester, silent).assert_outcomes(passed=1)
     run(pytester, silent, "--runner-record=once").assert_outcomes(passed=1)
-    # Recorded anew, the test meets what the engine says now.
+    # After recording again, the test sees the current replies of the engine.
     run(pytester, silent, "--runner-record=rewrite").assert_outcomes(failed=1)
 
 

@@ -69,7 +69,7 @@ def test_conversations_render_and_every_call_is_answered(template: str, messages
 @settings(deadline=None)
 @given(chunkings())
 def test_chunkings_can_be_cut(chunks: object) -> None:
-    check_chunks(chunks)  # type: ignore[arg-type]  # whatever it gives
+    check_chunks(chunks)  # type: ignore[arg-type]  # any object
 
 
 @settings(deadline=None)

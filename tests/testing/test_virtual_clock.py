@@ -1,4 +1,4 @@
-"""Virtual time: it stands still while anything runs, jumps when everything waits, and can be put forward."""
+"""Virtual time: it is paused while anything runs, jumps when everything waits, and can be put forward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.testing.inner import run
 
 pytest_plugins = ["pytester"]
 
-WATCHDOG = 600.0
-LONG = 590.0  # seconds; after 600 in which nothing happens a run takes itself for stuck
+WATCHDOG_SECONDS = 600.0
+LONG_SECONDS = 590.0  # after 600 in which nothing happens a run takes itself for stuck
 
 
 class Waits(Environment):
-    def __init__(self, seconds: float = LONG) -> None:
+    def __init__(self, seconds: float = LONG_SECONDS) -> None:
         self.seconds = seconds
 
     def tasks(self) -> list[Task]:
@@ -37,9 +37,9 @@ class Waits(Environment):
 
 
 def test_minutes_pass_at_once_and_exactly(virtual_clock: VirtualClock) -> None:
-    trajectory = play(Waits, "go", clock=virtual_clock, limits=Limits(seconds=2 * LONG))
+    trajectory = play(Waits, "go", clock=virtual_clock, limits=Limits(seconds=2 * LONG_SECONDS))
     assert trajectory.outcome == "completed"
-    assert trajectory.seconds == pytest.approx(LONG, abs=0.1)
+    assert trajectory.seconds == pytest.approx(LONG_SECONDS, abs=0.1)
 
 
 def test_limits_fire_to_the_second(virtual_clock: VirtualClock) -> None:
@@ -52,7 +52,7 @@ def test_time_stands_still_while_a_thread_works(virtual_clock: VirtualClock) -> 
     done = threading.Event()
 
     async def waits_for_a_thread() -> float:
-        with anyio.move_on_after(LONG):
+        with anyio.move_on_after(LONG_SECONDS):
             await to_thread.run_sync(done.wait, 0.1)
         return anyio.current_time()
 
@@ -79,7 +79,7 @@ def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> 
 
 
 def test_thread_waiting_for_the_loop_is_not_busy(virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG)  # what a thread would have that counts as at work
+    monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG_SECONDS)  # what a thread would have that counts as at work
 
     def asks() -> None:
         for _ in range(3):
@@ -128,7 +128,7 @@ def test_thread_is_busy_while_its_task_on_the_loop_runs(
         async with anyio.create_task_group() as group:
 
             def starts() -> None:
-                from_thread.run_sync(group.start_soon, anyio.sleep, LONG)
+                from_thread.run_sync(group.start_soon, anyio.sleep, LONG_SECONDS)
                 time.sleep(0.1)
 
             with anyio.move_on_after(50) as limit:
@@ -145,12 +145,12 @@ def test_without_autojump_time_passes_by_hand() -> None:
 
     async def waits() -> float:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.sleep, LONG)
+            tasks.start_soon(anyio.sleep, LONG_SECONDS)
             await anyio.wait_all_tasks_blocked()
-            clock.jump(LONG)
+            clock.jump(LONG_SECONDS)
         return anyio.current_time()
 
-    assert clock.run(waits) == clock.now == LONG
+    assert clock.run(waits) == clock.now == LONG_SECONDS
 
 
 def test_it_may_be_put_forward_from_another_thread() -> None:
@@ -158,12 +158,12 @@ def test_it_may_be_put_forward_from_another_thread() -> None:
 
     async def waits() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(to_thread.run_sync, clock.jump, LONG)
-            await anyio.sleep(LONG)
+            tasks.start_soon(to_thread.run_sync, clock.jump, LONG_SECONDS)
+            await anyio.sleep(LONG_SECONDS)
 
     before = time.monotonic()
     clock.run(waits)
-    assert clock.now == LONG
+    assert clock.now == LONG_SECONDS
     assert time.monotonic() - before < 60
 
 
@@ -183,12 +183,12 @@ def test_async_tests_run_by_it_on_either_loop(backends: tuple[VirtualClock, tupl
 
     async def waits() -> float:
         began = anyio.current_time()
-        await anyio.sleep(LONG)
+        await anyio.sleep(LONG_SECONDS)
         clock.jump(1)
         return anyio.current_time() - began
 
-    assert anyio.run(waits, backend=backend, backend_options=options) == LONG + 1
-    assert clock.now == LONG + 1
+    assert anyio.run(waits, backend=backend, backend_options=options) == LONG_SECONDS + 1
+    assert clock.now == LONG_SECONDS + 1
 
 
 def test_the_fixture_serves_as_the_loop_of_async_tests(pytester: pytest.Pytester) -> None:

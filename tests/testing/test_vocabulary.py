@@ -64,7 +64,7 @@ class Echo(Environment):
         return text
 
     def step(self, turn: Turn) -> str | None:
-        return "Go on, the end is in <|im_end|>." if len(self.episode.turns) < 4 else None
+        return "Continue, the end is in <|im_end|>." if len(self.episode.turns) < 4 else None
 
     @reward
     def spoke(self) -> bool:

@@ -156,7 +156,7 @@ class Model:
         return found
 
     def sampled(self, said: str, stop: str | None) -> list[int]:
-        """The ids of what a model says, its stop behind."""
+        """The ids of a turn that the model samples, with the stop id at the end."""
         return [*self.tokenizer.encode(said), *([] if stop is None else [self.id(stop)])]
 
     def render(

@@ -1,6 +1,6 @@
 """The promise of a bridge, checked for random templates and conversations.
 
-A bridge that is given is exact: what it appends behind the turn is what the template writes there in a render of the
+A bridge that is given is exact: what it appends after the turn is what the template writes there in a render of the
 whole conversation, with the real words of every turn. `python -m tests.tokens.template_fuzz MINUTES SEED` looks for one
 that is not, with other templates in every round.
 """
@@ -98,7 +98,7 @@ def _check(
     said, _, behind = turn.removeprefix(prompt).partition(STOP) if turn.startswith(prompt) else ("a", "", "")
     behind_stop = "add" not in said if turn is whole else STOP in behind or "add" in behind
     if history[-1].get("tool_calls") and behind_stop:
-        return "calls behind the stop"  # which no sampled turn could have had
+        return "calls after the stop"  # which no sampled turn could have had
     sampled = [*tokenizer.encode(said), stop]
     try:
         bridge = bridger.bridge(history, new, TOOLS, sampled=sampled, stop=stop, turn=number)

@@ -343,7 +343,7 @@ def templates(draw: st.DrawFn) -> str:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Message]:
-    """A conversation with answered turns, in which whoever speaks may say nothing or white space."""
+    """A conversation with answered turns, in which any message may be empty or white space."""
     texts = st.sampled_from(TEXTS)
     messages: list[Any] = []
     if draw(st.integers(0, 2)) == 0:

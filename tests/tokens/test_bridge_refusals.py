@@ -1,4 +1,4 @@
-"""The bridge: what gives none and is refused by name, and what only looks so."""
+"""Refusals of the bridge: each names its cause, and harmless cases that look alike are not refused."""
 
 from typing import Any
 

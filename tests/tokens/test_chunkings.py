@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 EVERY_SPLIT_UP_TO = sweeps.times(10, 7)
 SPLITS_OF_LONGER = sweeps.times(500, 30)
-NEXT = "Go on."
+NEXT = "Continue."
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +83,17 @@ CASES = {
     "a stop string, real ids": Case(
         "<answer>42</answer> and so on<|im_end|>", "qwen3", stop=("</answer>",), text="<answer>42", cause="</answer>"
     ),
-    "a stop string that is no end": Case("EN EN END<|im_end|>", stop=("ENDS",), text="EN EN END"),
+    "a stop string that is never complete": Case("EN EN END<|im_end|>", stop=("ENDS",), text="EN EN END"),
     "a stop string across a character": Case("aé🙂b<|im_end|>", stop=("🙂",), kept=7, text="aé", cause="🙂"),
-    "a stop id with ids behind": Case("It is<|im_end|>\n<|im_start|>", kept=6, text="It is"),
-    "a stop id with a stop string behind": Case("It<|im_end|>END", stop=("END",), kept=3, text="It"),
+    "a stop id with ids after it": Case("It is<|im_end|>\n<|im_start|>", kept=6, text="It is"),
+    "a stop id with a stop string after it": Case("It<|im_end|>END", stop=("END",), kept=3, text="It"),
     "a stop string before a stop id": Case("a END<|im_end|>b", stop=("END",), kept=5, text="a ", cause="END"),
     "an unterminated call, cut": Case("[add(a=17, ", finish=CUT, broken=True, reason=CUT),
     "an unterminated call, stopped": Case("[add(a=17, <|im_end|>", broken=True),
     "cut by length": Case("It is 42", finish=CUT, text="It is 42", reason=CUT),
-    "cut behind a call": Case(f"{ONE}\nI", "qwen3", finish=CUT, text="I", calls=(SUM,), reason=CUT),
+    "cut after a call": Case(f"{ONE}\nI", "qwen3", finish=CUT, text="I", calls=(SUM,), reason=CUT),
     "cut inside the reasoning": Case("<think>\nCarry the", "qwen3", finish=CUT, reasoning="Carry the", reason=CUT),
-    "ids that nobody would encode": Case("f|o|r|t|y|-|t|w|o<|im_end|>", "qwen3", text="forty-two"),
+    "ids that encoding never makes": Case("f|o|r|t|y|-|t|w|o<|im_end|>", "qwen3", text="forty-two"),
 }
 
 
@@ -119,7 +119,7 @@ class Adds(Plain):
 
 def ids_of(case: Case, tokenizer: Tokenizer) -> list[int]:
     pieces = case.said.split("|") if "f|o|r" in case.said else [case.said]
-    if len(pieces) > 1:  # a letter an id, and the stop behind them
+    if len(pieces) > 1:  # one id for each letter, and the stop after them
         return [token_id for piece in "forty-two" for token_id in tokenizer.encode(piece)] + tokenizer.encode(
             "<|im_end|>"
         )
@@ -221,7 +221,7 @@ def _check(case: Case, ids: Sequence[int], trajectory: Trajectory, tokenizer: To
 
 
 def _difference(trajectories: Sequence[Trajectory], ways: Sequence[tuple[int, ...]]) -> str:
-    """The first way that gives something else than the first one, and what."""
+    """The first way whose result differs from that of the first one, with the difference."""
     first = shown(trajectories[0])
     at = next(index for index, trajectory in enumerate(trajectories) if shown(trajectory) != first)
     return f"cut into {ways[0]}: {first}\ncut into {ways[at]}: {shown(trajectories[at])}"

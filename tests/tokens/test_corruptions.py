@@ -25,7 +25,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-# --- the newline behind the stop
+# --- the newline after the stop
 
 
 @pytest.mark.parametrize("name", CHATML)

@@ -57,7 +57,7 @@ async def test_history_changed_by_a_harness_is_rendered_again(name: str, kind: s
     engine = speaking(name, ["42", "84", "168"])
     trajectory = await talked(talk, engine)
     made = model(name)
-    # What was asked before, and nothing behind it, is asked again: from the same ids, which are those of a render.
+    # An earlier request comes again without the turns after it: it has the same ids, which are those of a render.
     cause = "again" if kind == "shrunk from the end" else "environment"
     assert [segment.cause for segment in trajectory.segments] == ["start", cause]
     last = trajectory.turns[2]
@@ -154,13 +154,13 @@ async def test_a_stop_string_cuts_the_text_and_not_the_ids(name: str, chunks: An
 # --- what the random conversations found
 
 
-@pytest.mark.parametrize("behind", ["\n", "\n\n", " \n", "\n<"])
+@pytest.mark.parametrize("rest", ["\n", "\n\n", " \n", "\n<"])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_turn_cut_after_a_call_and_space_gets_no_second_call_end(name: str, behind: str) -> None:
+def test_turn_cut_after_a_call_and_space_gets_no_second_call_end(name: str, rest: str) -> None:
     made = model(name)
     said = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
     history = [QUESTION, says("", called({"a": 17, "b": 25}))]
-    text, _ = made.after(made.sampled(said + behind, None), history, result("42"), cut=True)
+    text, _ = made.after(made.sampled(said + rest, None), history, result("42"), cut=True)
     assert text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n")
 
 

@@ -251,7 +251,7 @@ def test_deepseek_folds_tool_and_user_turns_as_its_template_does() -> None:
 
 
 def test_deepseek_goes_on_behind_a_tool_result_without_being_asked() -> None:
-    # Miles #1599: the assistant is not opened again behind a result, and the next bridge must not close it twice.
+    # Miles #1599: the assistant is not opened again after a result, and the next bridge must not close it twice.
     made = model("deepseek-v3.1")
     stop = FAMILIES["deepseek-v3.1"].stops[0]
     history = [QUESTION, says("", SUM), result("42"), says("It is 42.")]

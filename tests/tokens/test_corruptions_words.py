@@ -322,7 +322,7 @@ def first_only() -> VocabularyTokenizer:
 @pytest.mark.parametrize("scheme", ["first", "every stretch"])
 @pytest.mark.parametrize("name", ["mistralai-Mistral-7B-Instruct-v0.2", "mistralai-Mistral-7B-Instruct-v0.3"])
 def test_suffix_encoded_apart_equals_the_whole_on_sentencepiece(name: str, scheme: str, stop: str | None) -> None:
-    # Miles #1319: a SentencePiece vocabulary writes a space before a text, and a suffix is none.
+    # Miles #1319: a SentencePiece vocabulary writes a space before a text, and a suffix is not a text of its own.
     tokenizer = first_only() if scheme == "first" else vocabulary("mistral_sentencepiece")
     entry = next(entry for entry in corpus() if entry.name == name)
     renderer = entry.renderer({"bos_token": "<s>", "eos_token": "</s>"})

@@ -101,7 +101,7 @@ def together(tokenizer: Tokenizer, deltas: Sequence[Sequence[int]]) -> str:
 
 
 def cut(ids: Sequence[int], borders: int) -> list[Sequence[int]]:
-    """`ids` cut behind each place whose bit is set in `borders`."""
+    """`ids` cut after each place whose bit is set in `borders`."""
     ends = [at + 1 for at in range(len(ids) - 1) if borders >> at & 1]
     return [ids[start:end] for start, end in zip([0, *ends], [*ends, len(ids)], strict=True)]
 

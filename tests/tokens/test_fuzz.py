@@ -321,7 +321,7 @@ def _check_cut(own: Speaker, past: list[Message], ids: Ids, new: list[Message]) 
     turn, thinking = _read(own, text)
     calls = turn.get("tool_calls", ())
     following = [message for message in new if message["role"] == "tool"][: len(calls)] if calls else []
-    following = following or [{"role": "user", "content": "Go on."}]
+    following = following or [{"role": "user", "content": "Continue."}]
     made = bridged(own, [*past, turn], following, ids, None, thinking=thinking)
     if thinking:
         assert made is Property.REASONING_CLOSED
@@ -340,7 +340,7 @@ def _check_cut(own: Speaker, past: list[Message], ids: Ids, new: list[Message]) 
     # What the model wrote of its last call's end is not written again, and what it did not write is.
     missing, end = shown.partition("<|im_end|>")[0], rest.partition("<|im_end|>")[0]
     written = text.split(LAST_WORD, len(calls))[-1]
-    if LAST_WORD in written:  # half of a call behind it ends as the last whole one does
+    if LAST_WORD in written:  # half of a call after the last whole one ends as that one does
         assert end.endswith(missing)
     else:
         assert missing == (end.removeprefix(written) if end.startswith(written) else "")

@@ -263,7 +263,7 @@ def test_a_result_of_an_edited_call_keeps_its_own_id() -> None:
 
 
 def test_a_result_that_answers_nothing_is_left_as_it_is() -> None:
-    orphan = result("nobody", "3")
+    orphan = result("unknown", "3")
     assert compare(STORED, [*STORED, orphan]).appended == (orphan,)
     assert is_same([QUESTION, orphan], [QUESTION, orphan])
 

@@ -104,7 +104,7 @@ def test_every_tail_is_that_of_the_whole_history(name: str) -> None:
 def test_conversations_separate_templates_that_look_back(name: str) -> None:
     # Else the test above would hold of anything.
     renderer, tools, conversations = written(name)
-    short: list[Message] = [{"role": "user", "content": "Go on."}]
+    short: list[Message] = [{"role": "user", "content": "Continue."}]
     differing = [
         case
         for conversation in conversations
@@ -300,7 +300,7 @@ def test_past_that_raises_differs_from_one_that_changes_a_tail(condition: str) -
     assert past(behind(f"{{{{ raise_exception('long') if {condition} }}}}")) is Lookback.REFUSES
 
 
-@pytest.mark.parametrize("unknown", ["x | told", "x is told"])
+@pytest.mark.parametrize("unknown", ["x | no_such_filter", "x is no_such_test"])
 def test_unknown_filter_on_some_pasts_counts_as_a_refusal(unknown: str) -> None:
     branch = f"{{% if messages | length > 22 %}}{{{{ {unknown} }}}}{{% endif %}}"
     assert past(behind("{% set x = messages[-1].content %}" + branch)) is Lookback.REFUSES
@@ -323,7 +323,7 @@ def test_a_template_that_is_not_followed_is_not_proven() -> None:
         ("{% if m.content %}{{ m.content }}{% endif %}", False),
         ("{{ (m.content + '.') | trim }}", False),
         ("{{ (m.content + '\\n') | trim }}", False),
-        ("{{ (m.content + '\\n.') | trim }}", True),  # behind white space alone the line break goes too
+        ("{{ (m.content + '\\n.') | trim }}", True),  # after white space alone the line break is removed too
         ("{{ (m.content + '\\n.').lstrip() }}", True),
         ("{{ (m.content + '..').strip('.') }}", False),
         ("{{ (m.content + '.a').lstrip('.') }}", True),

@@ -15,7 +15,7 @@ from runner.tokens.log import Source, TokenLog
 from runner.tokens.prefix_replacement import PrefixReplacement, PrefixResult, replace_prefix_tokens
 from runner.tokens.template import ChatTemplate, TemplateRaised
 
-EOS = 2
+EOS_ID = 2
 
 
 def joined(ids: list[int]) -> PrefixReplacement:
@@ -30,24 +30,24 @@ def test_published_case_of_a_split_token_keeps_the_split() -> None:
     prefix = [11, 12, 13, 40, 41, 1001, 2]
     everything = [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41]
     expected = [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41]
-    assert replace_prefix_tokens(model, prefix, everything, EOS) == joined(expected)
+    assert replace_prefix_tokens(model, prefix, everything, EOS_ID) == joined(expected)
 
 
 def test_published_case_before_the_first_turn_takes_the_template() -> None:
-    replaced = replace_prefix_tokens([], [9, 2], [9, 2, 33, 44], EOS)
+    replaced = replace_prefix_tokens([], [9, 2], [9, 2, 33, 44], EOS_ID)
     assert replaced == PrefixReplacement([9, 2, 33, 44], PrefixResult.FIRST_TURN)
     assert not replaced.result.refused
 
 
 def test_published_a_prefix_without_eos_is_refused() -> None:
-    replaced = replace_prefix_tokens([7, 2], [9, 9, 9], [9, 9, 9, 2, 10], EOS)
+    replaced = replace_prefix_tokens([7, 2], [9, 9, 9], [9, 9, 9, 2, 10], EOS_ID)
     assert replaced.result is PrefixResult.NO_EOS
     assert replaced.ids is None
     assert replaced.explanation == "none of [2] is in template_prefix_token_ids"
 
 
 def test_published_of_two_eos_in_the_prefix_the_last_one_counts() -> None:
-    replaced = replace_prefix_tokens([100, 2], [9, 2, 9, 2], [9, 2, 9, 2, 77, 88], EOS)
+    replaced = replace_prefix_tokens([100, 2], [9, 2, 9, 2], [9, 2, 9, 2, 77, 88], EOS_ID)
     assert replaced == joined([100, 2, 77, 88])
 
 
@@ -56,7 +56,7 @@ def test_published_case_of_stripped_reasoning_keeps_it() -> None:
     prefix = [11, 12, 88, 88, 88, 56, 2]
     everything = [11, 12, 56, 2, 70, 71, 2, 40, 41]
     expected = [11, 12, 99, 99, 99, 55, 2, 70, 71, 2, 40, 41]
-    assert replace_prefix_tokens(model, prefix, everything, EOS) == joined(expected)
+    assert replace_prefix_tokens(model, prefix, everything, EOS_ID) == joined(expected)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_published_several_ids_may_close_a_turn(
 
 
 def test_published_an_eos_that_the_whole_lacks_is_refused() -> None:
-    assert replace_prefix_tokens([100, 2], [9, 2], [9, 77], EOS).result is PrefixResult.HISTORY_SHRUNK
+    assert replace_prefix_tokens([100, 2], [9, 2], [9, 77], EOS_ID).result is PrefixResult.HISTORY_SHRUNK
 
 
 def test_published_a_stop_within_a_tool_loop_counts_where_it_is_given() -> None:
@@ -92,15 +92,15 @@ def test_published_a_stop_within_a_tool_loop_counts_where_it_is_given() -> None:
 
 def theirs(model: list[int], prefix: list[int], everything: list[int]) -> list[int]:
     """NeMo RL's rule, to show that what is refused here would go through there."""
-    close = [at for at, token_id in enumerate(everything) if token_id == EOS][prefix.count(EOS) - 1]
-    return model[: len(model) - (model[-1] == EOS)] + everything[close:]
+    close = [at for at, token_id in enumerate(everything) if token_id == EOS_ID][prefix.count(EOS_ID) - 1]
+    return model[: len(model) - (model[-1] == EOS_ID)] + everything[close:]
 
 
 def test_an_assistant_turn_without_ids_is_refused() -> None:
     model, prefix = [10, 2, 99, 51, 2], [10, 2, 99, 50, 2, 11, 2, 99, 60, 2]
     everything = [*prefix, 12, 2, 99]
     assert theirs(model, prefix, everything) == [10, 2, 99, 51, 2, 12, 2, 99]
-    assert replace_prefix_tokens(model, prefix, everything, EOS) == PrefixReplacement(
+    assert replace_prefix_tokens(model, prefix, everything, EOS_ID) == PrefixReplacement(
         None,
         PrefixResult.TURN_WITHOUT_IDS,
         "model_prefix_token_ids holds 2 turns by their EOS, template_prefix_token_ids 4",
@@ -109,7 +109,7 @@ def test_an_assistant_turn_without_ids_is_refused() -> None:
 
 def test_an_eos_written_in_a_message_is_refused() -> None:
     model, prefix = [10, 8, 11, 2, 99, 51, 2], [10, 2, 11, 2, 99, 51, 2]
-    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS)
+    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS_ID)
     assert replaced.result is PrefixResult.TURN_WITHOUT_IDS
 
 
@@ -117,7 +117,7 @@ def test_a_history_that_lost_its_last_turn_is_refused() -> None:
     model = prefix = [99, 50, 2, 11, 2]
     everything = [99, 50, 2, 12, 2, 99]
     assert theirs(model, prefix, everything) == [*model, 99]
-    replaced = replace_prefix_tokens(model, prefix, everything, EOS)
+    replaced = replace_prefix_tokens(model, prefix, everything, EOS_ID)
     assert replaced == PrefixReplacement(
         None,
         PrefixResult.HISTORY_SHRUNK,
@@ -126,7 +126,9 @@ def test_a_history_that_lost_its_last_turn_is_refused() -> None:
 
 
 def test_a_prefix_with_fewer_turns_than_the_model_had_is_refused() -> None:
-    replaced = replace_prefix_tokens([9, 2, 8, 50, 2, 9, 2, 8, 51, 2], [9, 2, 8, 50, 2], [9, 2, 8, 50, 2, 9, 2, 8], EOS)
+    replaced = replace_prefix_tokens(
+        [9, 2, 8, 50, 2, 9, 2, 8, 51, 2], [9, 2, 8, 50, 2], [9, 2, 8, 50, 2, 9, 2, 8], EOS_ID
+    )
     assert replaced.result is PrefixResult.HISTORY_SHRUNK
 
 
@@ -139,7 +141,7 @@ def test_turn_not_closed_with_an_eos_by_the_template_is_refused() -> None:
 
 
 def test_edit_in_the_whole_render_is_refused_from_the_ids_alone() -> None:
-    replaced = replace_prefix_tokens([10, 2, 99, 51, 2], [10, 2, 99, 50, 2], [13, 2, 99, 50, 2, 12, 2, 99], EOS)
+    replaced = replace_prefix_tokens([10, 2, 99, 51, 2], [10, 2, 99, 50, 2], [13, 2, 99, 50, 2, 12, 2, 99], EOS_ID)
     assert replaced.result is PrefixResult.HISTORY_EDITED
     assert "turn 0" in replaced.explanation
 
@@ -148,7 +150,7 @@ EDITED = ([10, 2, 99, 51, 2], [13, 2, 99, 50, 2], [13, 2, 99, 50, 2, 12, 2, 99])
 
 
 def test_edits_in_both_renders_are_refused_if_sampled_ids_are_known() -> None:
-    replaced = replace_prefix_tokens(*EDITED, EOS, sampled=[0, 0, 0, 1, 1])
+    replaced = replace_prefix_tokens(*EDITED, EOS_ID, sampled=[0, 0, 0, 1, 1])
     assert replaced.result is PrefixResult.HISTORY_EDITED
     assert replaced.explanation == (
         "model_prefix_token_ids[0:] is [10, 2, 99], which was not sampled, "
@@ -157,13 +159,13 @@ def test_edits_in_both_renders_are_refused_if_sampled_ids_are_known() -> None:
 
 
 def test_edits_in_both_renders_cannot_be_seen_without_sampled_ids() -> None:
-    assert replace_prefix_tokens(*EDITED, EOS).ids == [10, 2, 99, 51, 2, 12, 2, 99]
+    assert replace_prefix_tokens(*EDITED, EOS_ID).ids == [10, 2, 99, 51, 2, 12, 2, 99]
 
 
 def test_edit_between_turns_is_refused_if_sampled_ids_are_known() -> None:
     model, sampled = [10, 2, 99, 51, 2, 20, 2, 99, 52, 2], [0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
     prefix = [10, 2, 99, 50, 2, 21, 2, 99, 53, 2]
-    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS, sampled=sampled)
+    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS_ID, sampled=sampled)
     assert replaced.result is PrefixResult.HISTORY_EDITED
     assert "model_prefix_token_ids[5:]" in replaced.explanation
 
@@ -171,40 +173,40 @@ def test_edit_between_turns_is_refused_if_sampled_ids_are_known() -> None:
 def test_moving_tool_list_is_refused_if_sampled_ids_are_known() -> None:
     model, sampled = [7, 10, 2, 99, 50, 2], [0, 0, 0, 0, 1, 1]
     prefix, everything = [7, 10, 2, 99, 50, 2], [10, 2, 99, 50, 2, 7, 12, 2, 99]
-    replaced = replace_prefix_tokens(model, prefix, everything, EOS, sampled=sampled)
+    replaced = replace_prefix_tokens(model, prefix, everything, EOS_ID, sampled=sampled)
     assert replaced.result is PrefixResult.HISTORY_EDITED
     assert "template_token_ids[0:]" in replaced.explanation
 
 
 def test_a_second_stop_id_is_refused_where_the_stop_ids_are_known() -> None:
     prefix = [10, 2, 99, 51, 2]
-    replaced = replace_prefix_tokens([10, 2, 99, 51, 3], prefix, [*prefix, 12, 2, 99], EOS, stop_ids=[2, 3])
+    replaced = replace_prefix_tokens([10, 2, 99, 51, 3], prefix, [*prefix, 12, 2, 99], EOS_ID, stop_ids=[2, 3])
     assert replaced.result is PrefixResult.SECOND_STOP
     assert "add 3 to eos_token_id" in replaced.explanation
 
 
 def test_a_second_stop_id_looks_like_a_cut_turn_without_them() -> None:
     prefix = [10, 2, 99, 51, 2]
-    replaced = replace_prefix_tokens([10, 2, 99, 51, 3], prefix, [*prefix, 12, 2, 99], EOS)
+    replaced = replace_prefix_tokens([10, 2, 99, 51, 3], prefix, [*prefix, 12, 2, 99], EOS_ID)
     assert replaced == joined([10, 2, 99, 51, 3, 2, 12, 2, 99])
 
 
 def test_an_eos_among_the_stop_ids_is_no_second_stop() -> None:
     prefix = [10, 2, 99, 50, 2]
-    replaced = replace_prefix_tokens([10, 2, 99, 51, 2], prefix, [*prefix, 12, 2, 99], EOS, stop_ids=[2, 3])
+    replaced = replace_prefix_tokens([10, 2, 99, 51, 2], prefix, [*prefix, 12, 2, 99], EOS_ID, stop_ids=[2, 3])
     assert replaced == joined([10, 2, 99, 51, 2, 12, 2, 99])
 
 
 def test_two_trailing_eos_are_refused() -> None:
     prefix = [10, 2, 99, 51, 2]
-    replaced = replace_prefix_tokens([10, 2, 99, 51, 2, 2], prefix, [*prefix, 12, 2, 99], EOS)
+    replaced = replace_prefix_tokens([10, 2, 99, 51, 2, 2], prefix, [*prefix, 12, 2, 99], EOS_ID)
     assert replaced.result is PrefixResult.TWO_TRAILING_EOS
     assert replaced.explanation == "model_prefix_token_ids ends with 2 EOS: [2, 2]"
 
 
 def test_two_trailing_eos_of_the_template_are_its_own() -> None:
     prefix = [10, 2, 99, 50, 2, 2]
-    replaced = replace_prefix_tokens([10, 2, 99, 51, 2, 2], prefix, [*prefix, 12, 2, 99], EOS)
+    replaced = replace_prefix_tokens([10, 2, 99, 51, 2, 2], prefix, [*prefix, 12, 2, 99], EOS_ID)
     assert replaced == joined([10, 2, 99, 51, 2, 2, 12, 2, 99])
 
 
@@ -221,7 +223,7 @@ def test_thought_closed_like_a_turn_and_dropped_is_refused() -> None:
 
 
 def test_two_eos_in_the_prefix_are_a_turn_without_ids() -> None:
-    replaced = replace_prefix_tokens([100, 2], [9, 2, 9, 2], [9, 2, 9, 2, 77, 88], EOS, sampled=[1, 1])
+    replaced = replace_prefix_tokens([100, 2], [9, 2, 9, 2], [9, 2, 9, 2, 77, 88], EOS_ID, sampled=[1, 1])
     assert replaced.result is PrefixResult.TURN_WITHOUT_IDS
 
 
@@ -231,35 +233,35 @@ def test_the_mask_of_a_token_log_says_what_was_sampled() -> None:
     log.append_sampled([220, 17, 2], None)
     prefix = array("i", [11, 12, 13, 40, 41, 1001, 2])
     everything = prefix + array("i", [21, 22, 40, 41])
-    replaced = replace_prefix_tokens(log.ids, prefix, everything, EOS, sampled=log.mask())
+    replaced = replace_prefix_tokens(log.ids, prefix, everything, EOS_ID, sampled=log.mask())
     assert replaced == joined([*log.ids, 21, 22, 40, 41])
 
 
 def test_a_cut_turn_is_followed_by_the_close_that_the_bridge_wrote() -> None:
     model, sampled = [10, 2, 99, 51, 52, 2, 20, 2, 99, 53, 2], [0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
     prefix = [10, 2, 99, 1001, 2, 20, 2, 99, 53, 2]
-    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS, sampled=sampled)
+    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS_ID, sampled=sampled)
     assert replaced == joined([*model, 12, 2, 99])
 
 
 def test_what_nobody_sampled_inside_a_turn_belongs_to_the_turn() -> None:
     model, sampled = [10, 2, 99, 51, 70, 52, 2], [0, 0, 0, 1, 0, 1, 1]
     prefix = [10, 2, 99, 1001, 2]
-    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS, sampled=sampled)
+    replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS_ID, sampled=sampled)
     assert replaced == joined([*model, 12, 2, 99])
 
 
 def test_a_turn_cut_at_its_first_id_gets_the_templates_close() -> None:
     prefix = [10, 2, 99, 2]
-    replaced = replace_prefix_tokens([10, 2, 99], prefix, [*prefix, 12, 2, 99], EOS, sampled=[0, 0, 0])
+    replaced = replace_prefix_tokens([10, 2, 99], prefix, [*prefix, 12, 2, 99], EOS_ID, sampled=[0, 0, 0])
     assert replaced == joined([*prefix, 12, 2, 99])
 
 
 def test_generation_prompt_missing_in_history_may_count_as_sampled() -> None:
     model, prefix, everything = [10, 2, 99, 70, 51, 2], [10, 2, 99, 70, 51, 2], [10, 2, 99, 51, 2, 12, 2, 99, 70]
-    strict = replace_prefix_tokens(model, prefix, everything, EOS, sampled=[0, 0, 0, 0, 1, 1])
+    strict = replace_prefix_tokens(model, prefix, everything, EOS_ID, sampled=[0, 0, 0, 0, 1, 1])
     assert strict.result is PrefixResult.HISTORY_EDITED
-    assert replace_prefix_tokens(model, prefix, everything, EOS, sampled=[0, 0, 0, 1, 1, 1]) == joined(
+    assert replace_prefix_tokens(model, prefix, everything, EOS_ID, sampled=[0, 0, 0, 1, 1, 1]) == joined(
         [*model, 12, 2, 99, 70]
     )
 
@@ -275,7 +277,7 @@ def test_an_eos_must_be_given(eos: list[int]) -> None:
 
 def test_a_mask_of_another_length_is_an_error() -> None:
     with pytest.raises(BadOption, match="sampled has 1 entries for 2 ids"):
-        replace_prefix_tokens([1, 2], [1, 2], [1, 2], EOS, sampled=[1])
+        replace_prefix_tokens([1, 2], [1, 2], [1, 2], EOS_ID, sampled=[1])
 
 
 # --- properties
@@ -289,7 +291,7 @@ def test_models_ids_stay_bit_for_bit_before_the_templates_tail(
 ) -> None:
     everything = prefix + tail if grows else tail
     given_lists = (list(model), list(prefix), list(everything))
-    replaced = replace_prefix_tokens(model, prefix, everything, EOS)
+    replaced = replace_prefix_tokens(model, prefix, everything, EOS_ID)
     assert (model, prefix, everything) == given_lists
     assert (replaced.ids is None) == replaced.result.refused == bool(replaced.explanation)
     if replaced.ids is None or not model:
@@ -319,21 +321,21 @@ def talks(draw: st.DrawFn) -> Talk:
     """Turns of ChatML's form, each said in ids that may not be the template's, some of them cut."""
     model, sampled, prefix, close = list[int](), list[int](), list[int](), list[int]()
     for asked, said, written, was_cut in draw(TURNS):
-        question = [*close, USER, *asked, EOS, NEWLINE, ASSISTANT]
-        answer = said if was_cut else [*said, EOS]
-        close = [EOS, NEWLINE] if was_cut else [NEWLINE]
+        question = [*close, USER, *asked, EOS_ID, NEWLINE, ASSISTANT]
+        answer = said if was_cut else [*said, EOS_ID]
+        close = [EOS_ID, NEWLINE] if was_cut else [NEWLINE]
         model += question + answer
         sampled += [0] * len(question) + [1] * len(answer)
-        prefix += [USER, *asked, EOS, NEWLINE, ASSISTANT, *written, EOS, NEWLINE]
-    tail = [NEWLINE, USER, *draw(TEXT), EOS, NEWLINE, ASSISTANT]
+        prefix += [USER, *asked, EOS_ID, NEWLINE, ASSISTANT, *written, EOS_ID, NEWLINE]
+    tail = [NEWLINE, USER, *draw(TEXT), EOS_ID, NEWLINE, ASSISTANT]
     return Talk(model, sampled, prefix, prefix + tail[1:], tail)
 
 
 @given(talks(), st.booleans())
 def test_a_history_that_was_only_extended_is_joined(talk: Talk, spans_are_known: bool) -> None:
     sampled = talk.sampled if spans_are_known else None
-    replaced = replace_prefix_tokens(talk.model, talk.prefix, talk.everything, EOS, sampled=sampled)
-    close = [] if talk.model[-1] == EOS else [EOS]
+    replaced = replace_prefix_tokens(talk.model, talk.prefix, talk.everything, EOS_ID, sampled=sampled)
+    close = [] if talk.model[-1] == EOS_ID else [EOS_ID]
     assert replaced == joined(talk.model + close + talk.tail)
 
 
@@ -357,14 +359,14 @@ def test_edit_of_unsampled_ids_is_refused_if_spans_are_known(
     at = data.draw(st.sampled_from(asked))
     model = edit(talk.model, at)
     sampled = [int(mask == 1) for mask in edit(talk.sampled, at)]
-    replaced = replace_prefix_tokens(model, talk.prefix, talk.everything, EOS, sampled=sampled)
+    replaced = replace_prefix_tokens(model, talk.prefix, talk.everything, EOS_ID, sampled=sampled)
     assert replaced.result is PrefixResult.HISTORY_EDITED
 
 
 @given(talks(), TEXT, TEXT)
 def test_turns_without_ids_are_refused(talk: Talk, asked: list[int], written: list[int]) -> None:
-    prefix = [*talk.prefix, USER, *asked, EOS, NEWLINE, ASSISTANT, *written, EOS, NEWLINE]
-    replaced = replace_prefix_tokens(talk.model, prefix, prefix + talk.tail[1:], EOS)
+    prefix = [*talk.prefix, USER, *asked, EOS_ID, NEWLINE, ASSISTANT, *written, EOS_ID, NEWLINE]
+    replaced = replace_prefix_tokens(talk.model, prefix, prefix + talk.tail[1:], EOS_ID)
     assert replaced.result is PrefixResult.TURN_WITHOUT_IDS
 
 

@@ -69,7 +69,7 @@ def stands_apart(names: Sequence[str], text: str, spans: Sequence[tuple[int, int
 
 
 def shown(name: str, text: str) -> str:
-    """`text` without what a vocabulary changes: SentencePiece writes a space behind every control token."""
+    """`text` without what a vocabulary changes: SentencePiece writes a space after every control token."""
     return text.replace(" ", "") if name == "mistral_sentencepiece" else text
 
 

@@ -32,7 +32,7 @@ def _asking(test: str, keep: str = "", *, body: str = KEEPS) -> str:
 
 
 def _behind(text: str) -> str:
-    """A template that writes something behind every turn."""
+    """A template that writes `text` after every turn."""
     return "{% set ns = namespace(last='') %}" + chatml(body=KEEPS).replace(
         "{% endfor %}{% if add", text + "{% endfor %}{% if add"
     )
@@ -65,7 +65,7 @@ ASKING = {
     "joined": _asking("[ns.e, ''] | join == ''"),
     "replaced": _asking("ns.e | replace('a', '') == ''"),
     "selected": _asking("[ns.e] | select | list | length == 0"),
-    "in a macro": "{% macro told(x) %}{{ 'A' if not x }}{% endmacro %}" + _asking("told(ns.e)"),
+    "in a macro": "{% macro mark(x) %}{{ 'A' if not x }}{% endmacro %}" + _asking("mark(ns.e)"),
     "of the message before": chatml(body=KEEPS.replace("{% set ns.last = call.function.arguments %}", "")).replace(
         "assistant\\n' }}", "assistant\\n' }}{{ 'A' if not messages[-2].content }}"
     ),
@@ -111,7 +111,7 @@ def _conversations(words: str) -> Iterator[list[Message]]:
 
 TEMPLATES = {
     f"{kind}: {name}": text
-    for kind, texts in (("asking", ASKING), ("behind", BEHIND), ("closing", CLOSING))
+    for kind, texts in (("asking", ASKING), ("after", BEHIND), ("closing", CLOSING))
     for name, text in texts.items()
 }
 
@@ -172,7 +172,7 @@ BEHIND_THE_STOP = (
     "{% for m in messages %}{% if loop.length > COUNT %}<|im_start|>{{ m.role }}\n.<|im_end|>\n{{ m.content }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A template that writes contents behind the stop, and no message until there are more than COUNT."""
+"""A template that writes contents after the stop, and no message until there are more than COUNT."""
 
 
 @pytest.mark.parametrize("count", range(7))

@@ -25,7 +25,7 @@ TURNS = (
 
 
 def written(folder: Path, name: str, moved: int = 0, **files: object) -> list[dict[str, Any]]:
-    """A folder with a vocabulary of `NAMES`; gives the last `moved` added tokens, which its tokenizer.json lacks."""
+    """Write a vocabulary of `NAMES`; return its last `moved` added tokens, which tokenizer.json lacks."""
     settings = json.loads(vocabulary(name)._tokenizer.to_str())
     added: list[dict[str, Any]] = settings["added_tokens"]
     kept = len(added) - moved
@@ -51,7 +51,7 @@ def tokens_of(tokenizer: Any) -> dict[int, str]:
 
 
 def check_same(folder: Path) -> VocabularyTokenizer:
-    """Tokens and ids are those of transformers; gives ours."""
+    """Check that tokens and ids are those of transformers, and return our tokenizer."""
     ours, theirs, rng = load_tokenizer(folder), transformers_of(folder), random.Random(7)
     assert tokens_of(ours) == tokens_of(theirs)
     assert ours.eos_id == theirs.eos_token_id

@@ -178,7 +178,7 @@ def host(control_tokens: Sequence[str], *, eos_token: str | None = None) -> Voca
     """Qwen's vocabulary with the control tokens of a template whose own vocabulary is not to be had.
 
     Args:
-        control_tokens: added as special tokens behind the last id; those that Qwen has stay as they are.
+        control_tokens: added as special tokens after the last id; those that Qwen has stay as they are.
         eos_token: the one that ends a turn; Qwen's own where it is None.
     """
     return _host(tuple(control_tokens), eos_token)
@@ -286,7 +286,7 @@ def _byte_level(
         pattern: what texts are split with.
         added: the added tokens, in the order of their ids.
         normalizer: the normaliser's part.
-        first_rank: the id of rank 0, with the added tokens before it; None for added tokens behind the last rank.
+        first_rank: the id of rank 0, with the added tokens before it; None for added tokens after the last rank.
         whole_words: a word that is a token is that token, whatever the merges make of it.
     """
     spelled = {piece: _spelled(piece) for piece in ranks}

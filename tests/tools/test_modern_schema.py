@@ -124,7 +124,7 @@ OTHER_DIALECTS: dict[str, tuple[Any, list[Any], list[Any], list[str]]] = {
         [{"a": "12"}],
         [],
     ),
-    "pattern that is none": (taking({"type": "string", "pattern": "["}), [{"a": "x"}], [{"a": 1}], ["pattern of a ("]),
+    "invalid pattern": (taking({"type": "string", "pattern": "["}), [{"a": "x"}], [{"a": 1}], ["pattern of a ("]),
     "pattern of a name": (
         {"type": "object", "properties": {}, "patternProperties": {r"^\p{Lu}": {"type": "integer"}}},
         [{}],
@@ -168,7 +168,7 @@ OTHER_DIALECTS: dict[str, tuple[Any, list[Any], list[Any], list[str]]] = {
         [{"a": 1}],
         ["minLength of a"],
     ),
-    "enum that is none": (taking({"enum": "x"}), [{"a": 1}], [{}], ["enum of a"]),
+    "enum that is not a list": (taking({"enum": "x"}), [{"a": 1}], [{}], ["enum of a"]),
     "enum of nothing": (taking({"enum": []}), [{"a": 1}, {"a": "x"}], [{}], ["enum of a (it lists no value)"]),
     "numbers that a string lists": (
         taking({"type": "string", "enum": [1, 2.5]}),

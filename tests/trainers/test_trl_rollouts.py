@@ -171,7 +171,7 @@ class Copy:
 
 
 class Typed(ScriptedEngine):
-    """An engine that tells its number type, as those with a model do."""
+    """An engine that describes its number type, as those with a model do."""
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "dtype": "float32"}

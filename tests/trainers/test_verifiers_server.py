@@ -334,7 +334,7 @@ BAD = {
 
 async def test_bad_request_has_one_clear_error_and_the_server_lives() -> None:
     async with serving(lambda *_: recording("3")) as (_, client):
-        await client.socket.send_multipart([b"only", b"two"])  # dropped, since it names nobody to be answered
+        await client.socket.send_multipart([b"only", b"two"])  # dropped, since it has no address to reply to
         for name, (route, content, fault) in BAD.items():
             answer, deltas = await client.ask(route, content, raw=isinstance(content, bytes))
             assert (answer["success"], deltas) == (False, []), name

@@ -86,7 +86,7 @@ PLANTED: dict[str, tuple[TraceFault, PlantFault]] = {
         TraceFault.SEAM,
         lambda talk: replace(talk, seam=[*talk.seam[:5], talk.seam[5] + 1, *talk.seam[6:]]),
     ),
-    "an id is behind the seam": (TraceFault.SEAM, lambda talk: replace(talk, seam=[*talk.seam, talk.seam[-1]])),
+    "an id is after the seam": (TraceFault.SEAM, lambda talk: replace(talk, seam=[*talk.seam, talk.seam[-1]])),
     "ids stand after the stop": (
         TraceFault.AFTER_STOP,
         lambda talk: replace(talk, sampled=[*talk.sampled, 40, 41, talk.sampled[-1]]),
@@ -162,7 +162,7 @@ def turn(node: str, prompt: list[int], sampled: list[int], messages: list[Any], 
     }
 
 
-# --- what is no fault
+# --- traces without a fault
 
 
 def test_history_that_the_template_shortens_is_no_finding() -> None:
@@ -245,7 +245,7 @@ def test_date_that_the_template_writes_is_that_of_the_trace() -> None:
     assert verify_trace(read_training_trace(trace), dated).findings == []
 
 
-# --- files that are no traces
+# --- files that are not traces
 
 
 NODE = {"message": {"role": "user", "content": ""}, "token_ids": [1], "mask": [False]}

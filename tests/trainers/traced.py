@@ -106,7 +106,7 @@ def _openenv(talk: Talk) -> dict[str, Any]:
 
 
 def _verifiers(talk: Talk) -> dict[str, Any]:
-    """An episode; ids of a prompt that does not go on with the first call are a branch of their own."""
+    """An episode; a prompt that does not continue the first call has its ids in a branch of its own."""
     nodes: list[dict[str, Any]] = []
 
     def grow(parent: int | None, ids: list[int], messages: list[Any], reply: Any, sampled: list[int]) -> int:

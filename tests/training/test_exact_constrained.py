@@ -36,7 +36,7 @@ from tests.training.making import made, prompt, said
 
 pytestmark = pytest.mark.engine
 
-TOLERANCE = 1e-3  # nats
+TOLERANCE_NATS = 1e-3
 STOP, END_OF_TEXT, REPO_NAME = 2, 0, 3
 
 PAGE = DOCS / "constrained-training.md"
@@ -98,12 +98,12 @@ def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) 
 def assert_exact_under_masks(found: Difference) -> None:
     """At every sampled position; and it is the masks that make it so."""
     assert len(found.masked) > 0
-    assert found.largest < TOLERANCE
+    assert found.largest < TOLERANCE_NATS
     constrained = found.masks.index != UNCONSTRAINED_INDEX
     assert constrained.any()
     assert (found.recorded[found.masks.forced] == 0).all()
-    assert np.abs(found.unmasked[constrained]).max() > 100 * TOLERANCE
-    assert np.abs(found.unmasked[~constrained]).max(initial=0) < TOLERANCE
+    assert np.abs(found.unmasked[constrained]).max() > 100 * TOLERANCE_NATS
+    assert np.abs(found.unmasked[~constrained]).max(initial=0) < TOLERANCE_NATS
 
 
 @pytest.mark.cases_in_turns(2)
@@ -151,7 +151,7 @@ class Forms(Environment):
     async def rollout(self, conversation: Conversation) -> None:
         for number, sampling in enumerate(self.turns):
             turn = await conversation.generate(sampling=sampling)
-            if turn.finish is FinishReason.STOP:  # else the next turn goes on where this one was cut
+            if turn.finish is FinishReason.STOP:  # else the next turn continues this truncated one
                 conversation.add(f"And another, number {number}.")
 
     @reward
@@ -166,7 +166,7 @@ def test_turns_of_every_form_in_one_conversation_have_them_too(float32_engine: A
         assert (episode.outcome.scored, episode.reward) == (True, 1)
         kinds = [turn.constraint.kind if turn.constraint is not None else None for turn in episode.turns]
         assert kinds == ["grammar", None, "regex", "choice", "regex", "grammar", "grammar"]
-        assert episode.turns[-1].start == episode.turns[-2].end  # it went on, with a grammar of its own
+        assert episode.turns[-1].start == episode.turns[-2].end  # it continued that turn, with a grammar of its own
     found = compare(episodes)
     print(f"\nforms: {len(found.masked)} ids, {found.largest:.1e} nats")
     assert_exact_under_masks(found)
@@ -189,7 +189,7 @@ def written() -> dict[str, Constraint]:
     assert form is not None
     calls = {
         "learnt": constraint_of_calls(form, [Tool(add)], "required"),
-        "learnt, behind a thought": constraint_of_calls(
+        "learnt, after a thought": constraint_of_calls(
             form, [Tool(add)], "required", thought=ReasoningFormat("", ".", opened_by_prompt=True)
         ),
         "learnt, free text": constraint_of_calls(form, [Tool(add)], "auto"),

@@ -40,14 +40,14 @@ from tests.training.making import made, prompt, retried, said
 pytestmark = pytest.mark.cases_in_turns(3)
 
 START, STOP, OTHER_STOP, SPECIAL = 256, 257, 258, 259
-VOCABULARY = 270  # bytes, what is above, and padding rows of a model; no multiple of 32
+VOCABULARY_SIZE = 270  # bytes, the ids above, and padding rows of a model; not a multiple of 32
 
 
 @lru_cache
 def bytewise(*, any_whitespace: bool = True) -> GrammarMasks:
     """Over a vocabulary of bytes."""
     names = [*(bytes([byte]) for byte in range(256)), b"", b"", b"", b""]
-    tokenizer = xgrammar.TokenizerInfo(names, vocab_size=VOCABULARY, stop_token_ids=[STOP])
+    tokenizer = xgrammar.TokenizerInfo(names, vocab_size=VOCABULARY_SIZE, stop_token_ids=[STOP])
     return GrammarMasks(tokenizer, stop_ids=[STOP], any_whitespace=any_whitespace)
 
 
@@ -190,7 +190,7 @@ def test_ids_after_an_ignored_end_are_unconstrained() -> None:
     masks = bytewise().masks_of(constrained(trajectory, constraint("regex", "ab")).turns[0])
     assert masks is not None
     assert (masks.index != UNCONSTRAINED_INDEX).tolist() == [True] * 3 + [False] * 3
-    assert masks.allowed.tolist() == [1, 1, 1] + [VOCABULARY] * 3
+    assert masks.allowed.tolist() == [1, 1, 1] + [VOCABULARY_SIZE] * 3
     assert not masks.forced[3:].any()
     assert masks.unpacked()[3:].all()
 
@@ -208,7 +208,7 @@ def test_a_turn_without_a_constraint_has_no_masks() -> None:
     masks = bytewise().masks_for_row(row_of(trajectory))
     assert masks.table.shape == (0, 9)
     assert (masks.index == UNCONSTRAINED_INDEX).all()
-    assert masks.allowed.tolist() == [VOCABULARY] * 4
+    assert masks.allowed.tolist() == [VOCABULARY_SIZE] * 4
 
 
 def test_rows_have_masks_only_at_trained_constrained_ids() -> None:
@@ -237,7 +237,7 @@ def three_rows() -> list[TrainingRow]:
 def test_rows_share_one_table_with_each_mask_once() -> None:
     first, second, third = bytewise().masks_for_rows(three_rows())
     assert first.table is second.table
-    assert [written(mask) for mask in TokenMasks(first.table, np.arange(2), VOCABULARY).unpacked()] == [
+    assert [written(mask) for mask in TokenMasks(first.table, np.arange(2), VOCABULARY_SIZE).unpacked()] == [
         DIGITS,
         f"{DIGITS}$",
     ]
@@ -302,7 +302,7 @@ def test_the_masks_of_a_tree_stand_where_its_terms_do() -> None:
         ([*b"abc", STOP], 2, ord("c")),
         ([SPECIAL, STOP], 0, SPECIAL),
         ([*b"ab", OTHER_STOP], 2, OTHER_STOP),
-        ([*b"ab", VOCABULARY + 4000], 2, VOCABULARY + 4000),
+        ([*b"ab", VOCABULARY_SIZE + 4000], 2, VOCABULARY_SIZE + 4000),
     ],
     ids=["another", "too early", "too late", "control", "another stop", "no id"],
 )
@@ -391,7 +391,7 @@ def tagged_constraint(tool_choice: str, thought: ReasoningFormat | None = None) 
 
 TEXTS = {
     "learnt": (tagged_constraint("required"), TAGGED_CALLS),
-    "learnt, behind a thought": (tagged_constraint("required", OPENED), f"I add.</think>\n{TAGGED_CALLS}"),
+    "learnt, after a thought": (tagged_constraint("required", OPENED), f"I add.</think>\n{TAGGED_CALLS}"),
     "learnt, free text": (tagged_constraint("auto"), f"Both at once.\n{TAGGED_CALLS} and on"),
     "learnt, all of it": (tagged_constraint("auto", OPENED), f"I add <x>.</think>\nBoth.\n{TAGGED_CALLS}"),
     "json": (constraint("json", NUMBER), '{"n":\n  42 }'),

@@ -19,10 +19,10 @@ from runner.training.grammar_torch import (  # noqa: E402  # it imports torch, w
     masked_logprobs,
 )
 
-VOCABULARY, WIDTH, POSITIONS = 333, 8, 40
+VOCABULARY_SIZE, WIDTH, POSITIONS = 333, 8, 40
 
 
-def masks_of(*allowed: list[int] | None, vocabulary: int = VOCABULARY) -> TokenMasks:
+def masks_of(*allowed: list[int] | None, vocabulary: int = VOCABULARY_SIZE) -> TokenMasks:
     """One position for each list of allowed ids; None for all."""
     table = np.zeros((len(allowed), -(-vocabulary // 32)), dtype=np.uint32)
     for row, ids in zip(table, allowed, strict=True):
@@ -37,16 +37,16 @@ class Case:
 
     def __init__(self, kinds: str = "free forced few many") -> None:
         random = np.random.default_rng(0)
-        sizes = {"free": VOCABULARY, "forced": 1, "few": 6, "many": 250}
+        sizes = {"free": VOCABULARY_SIZE, "forced": 1, "few": 6, "many": 250}
         chosen = [kinds.split()[place % len(kinds.split())] for place in random.permutation(POSITIONS)]
-        allowed = [random.choice(VOCABULARY, sizes[kind], replace=False).tolist() for kind in chosen]
+        allowed = [random.choice(VOCABULARY_SIZE, sizes[kind], replace=False).tolist() for kind in chosen]
         self.masks = masks_of(*(None if kind == "free" else ids for kind, ids in zip(chosen, allowed, strict=True)))
         self.targets = torch.tensor([ids[0] for ids in allowed])
         self.temperature = torch.tensor(random.choice([0.5, 0.7, 1.0], POSITIONS))
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.randn(POSITIONS, WIDTH, generator=generator, dtype=torch.float64)
-        self.weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
-        self.bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+        self.weight = torch.randn(VOCABULARY_SIZE, WIDTH, generator=generator, dtype=torch.float64)
+        self.bias = torch.randn(VOCABULARY_SIZE, generator=generator, dtype=torch.float64)
         self.logits = self.hidden @ self.weight.T + self.bias
 
     def expected(self, logits: Any) -> Any:
@@ -101,7 +101,7 @@ def test_bitmask_equals_xgrammars_and_keeps_the_logits() -> None:
     bitmask = torch.from_numpy(np.array(case.masks.table))
     theirs = logits.clone()
     constrained = np.flatnonzero(case.masks.index != UNCONSTRAINED_INDEX)
-    xgrammar.apply_token_bitmask_inplace(theirs, bitmask, vocab_size=VOCABULARY, indices=constrained.tolist())
+    xgrammar.apply_token_bitmask_inplace(theirs, bitmask, vocab_size=VOCABULARY_SIZE, indices=constrained.tolist())
     ours = apply_bitmask(logits, case.masks, 0.7)
     assert torch.equal(ours, theirs / torch.tensor(0.7))
     assert torch.equal(logits, before)
@@ -131,21 +131,21 @@ def test_results_are_float32(dtype: str) -> None:
 
 def test_excluded_id_has_minus_infinity() -> None:
     masks = masks_of([3, 5], list(range(100)), [3])
-    logits = torch.zeros(3, VOCABULARY)
+    logits = torch.zeros(3, VOCABULARY_SIZE)
     assert (masked_logprobs(logits, [4, 100, 332], masks) == -torch.inf).all()
     assert masked_logprobs(logits, [5, 7, 3], masks).isfinite().all()
 
 
 def test_no_positions_give_no_log_probabilities() -> None:
     masks = masks_of([3]).take([])
-    assert masked_logprobs(torch.zeros(0, VOCABULARY), [], masks).shape == (0,)
+    assert masked_logprobs(torch.zeros(0, VOCABULARY_SIZE), [], masks).shape == (0,)
 
 
 def test_the_masks_of_a_batch_are_chosen_by_its_loss_mask() -> None:
     case = Case()
-    grid = TokenMasks(case.masks.table, case.masks.index.reshape(4, 10), VOCABULARY)
+    grid = TokenMasks(case.masks.table, case.masks.index.reshape(4, 10), VOCABULARY_SIZE)
     loss_mask = np.arange(POSITIONS).reshape(4, 10) % 3 == 0
-    logits = case.logits.reshape(4, 10, VOCABULARY)[loss_mask]
+    logits = case.logits.reshape(4, 10, VOCABULARY_SIZE)[loss_mask]
     targets, temperature = case.targets[loss_mask.ravel()], case.temperature[loss_mask.ravel()]
     logprobs = masked_logprobs(logits, targets, grid.take(loss_mask), temperature)
     torch.testing.assert_close(logprobs, case.expected(case.logits)[loss_mask.ravel()])
@@ -153,7 +153,10 @@ def test_the_masks_of_a_batch_are_chosen_by_its_loss_mask() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "said"),
-    [((3, VOCABULARY), r"masks of shape \(40,\) for 3 positions"), ((POSITIONS, 320), "masks of 333 ids for 320 log")],
+    [
+        ((3, VOCABULARY_SIZE), r"masks of shape \(40,\) for 3 positions"),
+        ((POSITIONS, 320), "masks of 333 ids for 320 log"),
+    ],
     ids=["positions", "vocabulary"],
 )
 def test_masks_of_another_shape_are_refused(shape: tuple[int, int], said: str) -> None:

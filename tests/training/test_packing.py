@@ -30,7 +30,7 @@ def test_padded_rows_by_hand() -> None:
 
 
 def test_packed_rows_by_hand() -> None:
-    # By length: 5 opens a sequence, 3 fits behind it, 3 opens another, 2 and 1 fit there.
+    # By length: 5 opens a sequence, 3 fits after it, 3 opens another, 2 and 1 fit there.
     layout = Layout.packed([3, 5, 2, 3, 1], length=8)
     assert layout.segment_ids().tolist() == [[2, 2, 2, 2, 2, 1, 1, 1], [4, 4, 4, 3, 3, 5, 0, 0]]
     assert layout.position_ids().tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 0, 1, 0, 0, 1]]

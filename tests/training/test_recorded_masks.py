@@ -24,7 +24,7 @@ from tests.training.making import group, made, prompt, retried, said
 
 torch = pytest.importorskip("torch")
 
-VOCABULARY = 40
+VOCABULARY_SIZE = 40
 TRUNCATED = Sampling(top_p=0.9, top_k=4, min_p=0.01, temperature=1.0).over(Sampling.defaults())
 
 
@@ -41,7 +41,9 @@ def logprob(before: int, token_id: int, allowed: Any) -> float:
 def recorded(trajectory: Trajectory, *, experts: bool = False) -> Trajectory:
     """The trajectory with a mask for each sampled id, and the log-probabilities among these ids."""
     for turn in trajectory.turns:
-        rows = [sorted({token_id, (token_id + 3) % VOCABULARY, place}) for place, token_id in enumerate(turn.token_ids)]
+        rows = [
+            sorted({token_id, (token_id + 3) % VOCABULARY_SIZE, place}) for place, token_id in enumerate(turn.token_ids)
+        ]
         side = SideData(SamplingMasks.of(rows))
         if experts:
             numbers = np.arange(2 * 3 * (turn.end - 1)).reshape(-1, 2, 3) % 64
@@ -71,7 +73,7 @@ def batches(source: Any) -> list[TrainingBatch]:
 
 @pytest.mark.parametrize("number", range(3))
 def test_ratios_with_recorded_masks_are_one(number: int) -> None:
-    batch = batches([episodes()])[number].with_masks(RecordedMasks(VOCABULARY))
+    batch = batches([episodes()])[number].with_masks(RecordedMasks(VOCABULARY_SIZE))
     assert batch.exact
     assert batch.masks is not None
     allowed = batch.masks.unpacked()
@@ -96,14 +98,14 @@ def test_one_turn_without_its_mask_keeps_the_reason() -> None:
     given = episodes()
     missing = given.trajectories[0].turns[1]
     del missing.log.side_data[missing.start]
-    batch = TrainingBatch.padded([given], pad_id=0).with_masks(RecordedMasks(VOCABULARY))
+    batch = TrainingBatch.padded([given], pad_id=0).with_masks(RecordedMasks(VOCABULARY_SIZE))
     assert batch.inexact_reason == "min_p=0.01 (1 turn); top_k=4 (1 turn); top_p=0.9 (1 turn)"
 
 
 def test_penalties_are_inexact_with_masks_too() -> None:
     penalised = Sampling(top_p=0.9, presence_penalty=0.5).over(Sampling.defaults())
     trajectory = recorded(made([prompt(1), said(2, 3)], sampling=penalised))
-    batch = TrainingBatch.padded([trajectory], pad_id=0).with_masks(RecordedMasks(VOCABULARY))
+    batch = TrainingBatch.padded([trajectory], pad_id=0).with_masks(RecordedMasks(VOCABULARY_SIZE))
     assert batch.inexact_reason == "presence_penalty=0.5 (1 turn)"
 
 
@@ -112,15 +114,15 @@ def test_recorded_masks_replace_those_of_a_grammar() -> None:
     trajectory.turns[0].constraint = Constraint(ConstraintKind.REGEX, "x")
     batch = TrainingBatch.padded([trajectory], pad_id=0)
     with pytest.raises(BadBatch, match="under a grammar and has no sampling masks"):
-        batch.with_masks(RecordedMasks(VOCABULARY))
+        batch.with_masks(RecordedMasks(VOCABULARY_SIZE))
     recorded(trajectory)
-    assert TrainingBatch.padded([trajectory], pad_id=0).with_masks(RecordedMasks(VOCABULARY)).exact
+    assert TrainingBatch.padded([trajectory], pad_id=0).with_masks(RecordedMasks(VOCABULARY_SIZE)).exact
 
 
 def test_masks_of_a_token_tree_are_those_of_its_rows() -> None:
-    batch = TrainingBatch.padded([episodes()], pad_id=0).with_masks(RecordedMasks(VOCABULARY))
+    batch = TrainingBatch.padded([episodes()], pad_id=0).with_masks(RecordedMasks(VOCABULARY_SIZE))
     (tree,) = TokenTree.packs(batch.rows, nodes=4096)
-    masks = RecordedMasks(VOCABULARY).masks_for_terms(batch.rows, tree.terms)
+    masks = RecordedMasks(VOCABULARY_SIZE).masks_for_terms(batch.rows, tree.terms)
     assert batch.masks is not None
     allowed, of_terms = batch.masks.unpacked(), masks.unpacked()
     for term, (row, position) in enumerate(zip(tree.terms.row, tree.terms.position, strict=True)):
@@ -133,7 +135,7 @@ def test_mask_of_another_vocabulary_is_refused(rows: list[list[int]]) -> None:
     turn = trajectory.turns[0]
     turn.log.append_side(turn.start, SideData(SamplingMasks.of(rows)))
     with pytest.raises(BadBatch, match="sampling mask of its sampled id number"):
-        TrainingBatch.padded([trajectory], pad_id=0).with_masks(RecordedMasks(VOCABULARY))
+        TrainingBatch.padded([trajectory], pad_id=0).with_masks(RecordedMasks(VOCABULARY_SIZE))
 
 
 # --- experts

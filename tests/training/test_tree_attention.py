@@ -1,4 +1,4 @@
-"""Attention in blocks: who sees whom, the padded batch's gradients, and sdpa for whatever is no tree."""
+"""Attention in blocks: which ids see which, the padded batch's gradients, and sdpa for rows that are not a tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pytest
 from runner.errors import BadModel
 from runner.training.tree import TokenTree
 from tests.training.test_tree_gradients import padded_loss, tree_loss
-from tests.training.tiny import EXACT, GROUPS, VOCABULARY, Rows, gradients, largest_difference, llama, on_one_thread
+from tests.training.tiny import (
+    EXACT_TOLERANCE,
+    GROUPS,
+    VOCABULARY_SIZE,
+    Rows,
+    gradients,
+    largest_difference,
+    llama,
+    on_one_thread,
+)
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -49,8 +58,8 @@ def test_loss_and_every_gradient_are_those_of_the_padded_batch(rows: Rows, block
     expected, padded = gradients(model, lambda: padded_loss(model, rows))
     model.set_attn_implementation(TREE_ATTENTION)
     loss, tree = gradients(model, lambda: tree_loss(model, rows, nodes=10_000))
-    assert loss == pytest.approx(expected, abs=EXACT)
-    assert largest_difference(padded, tree) < EXACT
+    assert loss == pytest.approx(expected, abs=EXACT_TOLERANCE)
+    assert largest_difference(padded, tree) < EXACT_TOLERANCE
     assert max(float(gradient.abs().max()) for gradient in padded.values()) > 1e-3
 
 
@@ -60,12 +69,12 @@ def test_gradients_stay_the_same_under_checkpointing(block: int) -> None:
     model.train()
     model.gradient_checkpointing_enable()
     loss, checkpointed = gradients(model, lambda: tree_loss(model, rows, nodes=10_000))
-    assert loss == pytest.approx(plain, abs=EXACT)
-    assert largest_difference(expected, checkpointed) < EXACT
+    assert loss == pytest.approx(plain, abs=EXACT_TOLERANCE)
+    assert largest_difference(expected, checkpointed) < EXACT_TOLERANCE
 
 
 def test_a_model_that_attends_so_sees_trees(rows: Rows, block: int) -> None:
-    assert tree_difference(llama(attention=TREE_ATTENTION), TokenTree.of(rows)) < EXACT
+    assert tree_difference(llama(attention=TREE_ATTENTION), TokenTree.of(rows)) < EXACT_TOLERANCE
 
 
 def test_under_autocast_it_is_as_close_as_sdpa(block: int) -> None:
@@ -103,7 +112,7 @@ def test_an_int64_mask_that_is_no_trees_is_sdpas_business() -> None:
 
 
 def test_what_is_no_tree_is_computed_as_by_sdpa() -> None:
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY, (2, 9)))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY_SIZE, (2, 9)))
     padded = torch.ones_like(ids)
     padded[0, 6:] = 0
     ours, theirs = llama(attention=TREE_ATTENTION, kv_heads=2), llama(kv_heads=2)
@@ -111,6 +120,6 @@ def test_what_is_no_tree_is_computed_as_by_sdpa() -> None:
         expected = theirs(input_ids=ids, attention_mask=mask).logits
         assert torch.equal(ours(input_ids=ids, attention_mask=mask).logits, expected)
     changed = ids.clone()
-    changed[0, 7] = (ids[0, 7] + 1) % VOCABULARY  # nobody sees what is padding
+    changed[0, 7] = (ids[0, 7] + 1) % VOCABULARY_SIZE  # no id attends to padding
     seen = ours(input_ids=changed, attention_mask=padded).logits[0, :6]
     assert torch.equal(seen, expected[0, :6])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from runner.training.tree import TokenTree
-from tests.training.tiny import EXACT, GROUPS, Rows, gradients, largest_difference, llama, on_one_thread, row
+from tests.training.tiny import EXACT_TOLERANCE, GROUPS, Rows, gradients, largest_difference, llama, on_one_thread, row
 
 pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
@@ -24,7 +24,10 @@ from runner.training.tree_torch import (  # noqa: E402  # it imports torch, with
     tree_logprobs,
 )
 
-CLOSE = {"sdpa": EXACT, "eager": 1e-4}  # transformers' eager attention has its softmax in float32 whatever the model's
+CLOSE = {
+    "sdpa": EXACT_TOLERANCE,
+    "eager": 1e-4,
+}  # transformers' eager attention has its softmax in float32 whatever the model's
 
 one_thread = pytest.fixture(autouse=True)(on_one_thread)
 
@@ -45,7 +48,7 @@ def padded_logits(model: Any, rows: Rows) -> Any:
 
 
 def padded_logprobs(model: Any, rows: Rows) -> Any:
-    """The log-probability of each trained id of each row, as a padded batch gives it, shape [terms]."""
+    """The log-probability of each trained id of each row, as in a padded batch, shape [terms]."""
     logprobs = padded_logits(model, rows).log_softmax(-1)
     return torch.stack(
         [
@@ -118,7 +121,7 @@ def test_tied_embeddings_have_the_padded_gradient() -> None:
     _, padded = gradients(model, lambda: padded_loss(model, rows))
     _, tree = gradients(model, lambda: tree_loss(model, rows, nodes=10_000))
     assert "lm_head.weight" not in padded
-    assert largest_difference(padded, tree) < EXACT
+    assert largest_difference(padded, tree) < EXACT_TOLERANCE
 
 
 def test_gradients_stay_the_padded_ones_under_checkpointing() -> None:
@@ -126,7 +129,7 @@ def test_gradients_stay_the_padded_ones_under_checkpointing() -> None:
     _, padded = gradients(model, lambda: padded_loss(model, rows))
     model.gradient_checkpointing_enable()
     _, tree = gradients(model, lambda: tree_loss(model, rows, nodes=10_000))
-    assert largest_difference(padded, tree) < EXACT
+    assert largest_difference(padded, tree) < EXACT_TOLERANCE
 
 
 def test_float32_is_as_close_as_float32_is() -> None:

@@ -26,9 +26,9 @@ from tests.repository import DOCS
 from tests.training.making import group as made_group
 from tests.training.making import made, prompt, said
 from tests.training.tiny import (
-    EXACT,
+    EXACT_TOLERANCE,
     GROUPS,
-    VOCABULARY,
+    VOCABULARY_SIZE,
     gradients,
     group,
     in_its_own_dtype,
@@ -82,7 +82,7 @@ def test_the_head_is_run_where_an_id_is_trained_and_nowhere_else() -> None:
     tree = TokenTree.of(rows)
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda _module, given, _result: seen.append(given[0].shape[1]))
-    assert tree_logits(model, tree).shape == (len(tree.logit_nodes), VOCABULARY)
+    assert tree_logits(model, tree).shape == (len(tree.logit_nodes), VOCABULARY_SIZE)
     assert seen == [len(tree.logit_nodes)]
     assert len(tree.logit_nodes) < len(tree) / 1.3
 
@@ -100,7 +100,7 @@ class Wrapped:
 
 
 class WholeHead:
-    """A model that cannot be told where to run its head, and, if `blind`, looks past its mask."""
+    """A model that cannot limit its head to some positions, and, if `blind`, ignores its mask."""
 
     def __init__(self, inner: Any, *, blind: bool = False) -> None:
         self.inner, self.blind = inner, blind
@@ -153,7 +153,7 @@ def test_rows_that_share_a_node_may_be_held_to_different_grammars() -> None:
     rows = [row([1, 2, 3], 2, random), sampled_at(row([1, 2, 3], 2, random), 0.5), row([1, 2, 3], 2, random)]
     model, tree = llama(), TokenTree.of(rows)
     table = np.array([[1 << 3, 0], [1 << 3 | 1 << 4, 0]], dtype=np.int32)
-    masks = TokenMasks(table, np.array([0, 1, UNCONSTRAINED_INDEX], dtype=np.int32), VOCABULARY)
+    masks = TokenMasks(table, np.array([0, 1, UNCONSTRAINED_INDEX], dtype=np.int32), VOCABULARY_SIZE)
     logits = tree_logits(model, tree)
     first, second, third = tree_logprobs(logits, tree, masks).tolist()
     assert first == 0
@@ -167,19 +167,19 @@ def test_hidden_states_and_head_give_the_same_log_probabilities() -> None:
     hidden = tree_hidden(model, tree)
     assert hidden.shape == (len(tree.logit_nodes), 32)
     logprobs = head_logprobs(hidden[terms.logit], model.lm_head.weight, terms.target_id, masks, terms.temperatures)
-    assert (logprobs - tree_logprobs(tree_logits(model, tree), tree)).abs().max() < EXACT
+    assert (logprobs - tree_logprobs(tree_logits(model, tree), tree)).abs().max() < EXACT_TOLERANCE
 
 
 def unmasked(tree: TokenTree) -> TokenMasks:
     return TokenMasks(
-        np.empty((0, 2), dtype=np.int32), np.full(len(tree.terms), UNCONSTRAINED_INDEX, np.int32), VOCABULARY
+        np.empty((0, 2), dtype=np.int32), np.full(len(tree.terms), UNCONSTRAINED_INDEX, np.int32), VOCABULARY_SIZE
     )
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under autocast"])
 def test_head_with_a_bias_has_equal_logprobs(autocast: bool) -> None:
     tree, model = TokenTree.of(GROUPS["rows twice and cut short"]), llama(dtype="float32")
-    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY))
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY_SIZE))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logprobs = tree_head_logprobs(model, tree, unmasked(tree))
     assert logprobs.dtype == torch.float32
@@ -196,7 +196,7 @@ def small(family: str, **settings: Any) -> Any:
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY_SIZE,
         **settings,
     )
     return getattr(transformers, f"{family}ForCausalLM")(config)
@@ -219,12 +219,12 @@ def test_a_wrapper_that_has_to_see_the_pass_is_not_gone_past() -> None:
 
 def test_log_probabilities_of_half_precision_are_float32() -> None:
     tree = TokenTree.of(GROUPS["a group"])
-    logits = torch.randn(len(tree.logit_nodes), VOCABULARY, dtype=torch.bfloat16)
+    logits = torch.randn(len(tree.logit_nodes), VOCABULARY_SIZE, dtype=torch.bfloat16)
     assert tree_logprobs(logits, tree).dtype == torch.float32
 
 
 def mamba() -> Any:
-    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=VOCABULARY, state_size=4)
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=VOCABULARY_SIZE, state_size=4)
     return transformers.MambaForCausalLM(config)
 
 
@@ -298,7 +298,7 @@ def test_a_model_that_cannot_see_a_tree_is_refused(make: Callable[[], Any], mess
 
 def test_a_window_as_long_as_the_rows_does_no_harm() -> None:
     model = in_its_own_dtype(small("Mistral", sliding_window=31).double()).eval()
-    assert tree_difference(model, TokenTree.of(GROUPS["a group"])) < EXACT
+    assert tree_difference(model, TokenTree.of(GROUPS["a group"])) < EXACT_TOLERANCE
 
 
 def test_a_tree_without_nodes_has_no_logits() -> None:
@@ -311,14 +311,14 @@ def test_untrained_row_has_no_terms() -> None:
     untrained = row(rows[0].ids.tolist(), len(rows[0]), np.random.default_rng(0))
     tree = TokenTree.of([untrained])
     logits = tree_logits(llama(), tree)
-    assert logits.shape == (0, VOCABULARY)
+    assert logits.shape == (0, VOCABULARY_SIZE)
     assert tree_logprobs(logits, tree).shape == (0,)
-    assert tree_difference(llama().eval(), TokenTree.of([*rows, untrained])) < EXACT
+    assert tree_difference(llama().eval(), TokenTree.of([*rows, untrained])) < EXACT_TOLERANCE
 
 
 def test_the_difference_shows_a_model_that_does_not_see_trees() -> None:
     tree, model = TokenTree.of(GROUPS["a group"]), llama().eval()
-    assert tree_difference(model, tree) < EXACT
+    assert tree_difference(model, tree) < EXACT_TOLERANCE
     assert tree_difference(WholeHead(model, blind=True), tree) > 0.1
 
 
@@ -350,7 +350,7 @@ def test_page_gradients_equal_those_of_the_padded_page(capsys: pytest.CaptureFix
     assert largest_difference(padded, tree) < 1e-5  # the pages take log-probabilities in float32
     assert max(float(gradient.abs().max()) for gradient in padded.values()) > 1e-2
     assert capsys.readouterr().out == "5 rows as 1 tree: 32 nodes for 116 ids (3.6x), 125 padded (3.9x); logits at 7\n"
-    assert page["proven"](model, groups) < EXACT
+    assert page["proven"](model, groups) < EXACT_TOLERANCE
 
 
 def test_page_model_computes_one_tree_and_is_saved(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_the_two_ways_to_constrained_turns_of_the_page_agree() -> None:
     model, rows, page = llama().eval(), GROUPS["a group"], names_of("shared-prefixes.md")
     tree = TokenTree.of(rows)
     index = np.arange(len(tree.terms), dtype=np.int32) % 2 - 1  # every other one is unconstrained
-    masks = TokenMasks(np.array([[-1, 0]], dtype=np.int32), index, VOCABULARY)
+    masks = TokenMasks(np.array([[-1, 0]], dtype=np.int32), index, VOCABULARY_SIZE)
     grammars = SimpleNamespace(masks_for_terms=lambda _rows, _terms: masks)
     logits_first, hidden_first = (
         page[name](model, tree, rows, grammars) for name in ("constrained", "constrained_and_fast")

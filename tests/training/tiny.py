@@ -13,9 +13,9 @@ from runner.training.rows import TrainingRow
 from runner.trajectory import Trajectory
 
 __all__ = [
-    "EXACT",
+    "EXACT_TOLERANCE",
     "GROUPS",
-    "VOCABULARY",
+    "VOCABULARY_SIZE",
     "Rows",
     "gradients",
     "group",
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 TRAJECTORY = Trajectory(id="episode", task=Task(id="task", prompt="Say"), index=0, agent="main", seed=0)
-VOCABULARY = 64
-EXACT = 1e-9
+VOCABULARY_SIZE = 64
+EXACT_TOLERANCE = 1e-9
 
 Rows = list[TrainingRow]
 
 
 def row(ids: Sequence[int], prompt: int, random: np.random.Generator) -> TrainingRow:
-    """A row that samples in two turns behind its prompt, with a tool's answer between them."""
+    """A row that samples in two turns after its prompt, with a tool's answer between them."""
     mask = np.arange(len(ids)) >= prompt
     mask[prompt + 3 : prompt + 5] = False
     return TrainingRow(
@@ -51,11 +51,11 @@ def row(ids: Sequence[int], prompt: int, random: np.random.Generator) -> Trainin
 def group(prompt: int, lengths: Sequence[int], *, seed: int = 0, begin: Sequence[int] = ()) -> Rows:
     """Rows that share `begin` and a prompt of `prompt` ids, of which every other also shares its first turn."""
     random = np.random.default_rng(seed)
-    shared = [*begin, *random.integers(0, VOCABULARY, prompt).tolist()]
-    turn = random.integers(0, VOCABULARY, 5).tolist()
+    shared = [*begin, *random.integers(0, VOCABULARY_SIZE, prompt).tolist()]
+    turn = random.integers(0, VOCABULARY_SIZE, 5).tolist()
     rows = []
     for number, length in enumerate(lengths):
-        own = random.integers(0, VOCABULARY, length).tolist()
+        own = random.integers(0, VOCABULARY_SIZE, length).tolist()
         ids = shared + (turn + own if number % 2 else own)
         rows.append(row(ids, len(shared), random))
     return rows
@@ -89,7 +89,7 @@ def llama(*, attention: str = "sdpa", kv_heads: int = 4, dtype: str = "float64",
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY_SIZE,
         initializer_range=0.4,  # so that attention matters
         attn_implementation=attention,
         **settings,

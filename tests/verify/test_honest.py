@@ -1,4 +1,4 @@
-"""Nothing is found in a file that nobody touched, however its run went: no stage of it raises a false alarm."""
+"""An unchanged file passes `verify` after any kind of run: no stage raises a false alarm."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Busy(Plain):
         await conversation.generate()
         if self.task.id == "t0":
             conversation.replace("Another past.")
-        conversation.add("Go on.")
+        conversation.add("Continue.")
         if self.episode.id in self.broken:
             raise ValueError("broken")
         await conversation.generate(sampling=Sampling(max_tokens=2))
         if self.task.id != "t1":
             await rival.generate()
         await self.episode.conversation("critic", prompt="Well?").generate()
-        conversation.add("Nobody sees this.")
+        conversation.add("No turn follows this.")
 
     @reward
     def correct(self) -> Any:

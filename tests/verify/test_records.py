@@ -53,7 +53,7 @@ class Scored(Environment):
             await self.episode.conversation(name, prompt="Well?", train=train).generate()
         conversation.replace("And now?")
         await conversation.generate()
-        conversation.add("Nobody sees this.")
+        conversation.add("No turn follows this.")
 
 
 def replies(turn: Any) -> Any:
