@@ -56,6 +56,9 @@ AVOIDED: Final = {
 
 MAX_TEST_NAME_CHARS: Final = 60
 
+MAX_PLACES: Final = 20
+"""Places that are printed for a part over its budget, without -v."""
+
 ANY_AVOIDED: Final = re.compile("|".join(AVOIDED), re.IGNORECASE)
 
 PLACEHOLDER: Final = re.compile(r"\{[^{}]*\}")
@@ -222,7 +225,7 @@ def main() -> int:
     """Print the counts, and return 1 where one is not its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", help="packages of runner/, other folders, or files; all by default")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print each place")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print every place of every part")
     options = parser.parse_args()
 
     paths = files()
@@ -241,8 +244,12 @@ def main() -> int:
         over = any(count > limit for count, limit in zip(counts, budget, strict=True))
         if over or options.verbose:
             print(f"{part}: headless docstrings, avoided words, constants: {counts}, budget {budget}")
-            for fault in sorted(faults, key=lambda fault: fault.rule):
+            places = sorted(faults, key=lambda fault: fault.rule)
+            printed = places if options.verbose else places[:MAX_PLACES]
+            for fault in printed:
                 print(f"  {fault.where}: {fault.text}")
+            if left := len(places) - len(printed):
+                print(f"  and {left} more; -v shows them")
         elif counts != budget:
             print(f"{part}: lower the budget in tests/plain_english.py from {budget} to {counts}")
     if twice := repeated_classes(ROOT / "runner"):

@@ -98,6 +98,33 @@ def test_count_that_differs_from_the_budget_fails(
     assert capsys.readouterr().out.startswith(printed)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "count", "printed", "last"),
+    [
+        ([], 20, 20, "module.py:20: What it does."),
+        ([], 22, 20, "and 2 more; -v shows them"),
+        (["-v"], 22, 22, "module.py:22: What it does."),
+    ],
+    ids=["as many", "too many", "verbose"],
+)
+def test_places_past_the_limit_need_verbose(
+    arguments: list[str],
+    count: int,
+    printed: int,
+    last: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "envs").mkdir()
+    (folder / "envs" / "module.py").write_text('"""What it does."""\n' * count, encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["plain_english", *arguments, "envs"])
+    assert plain_english.main() == 1
+    places = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert sum("module.py" in line for line in places) == printed
+    assert last in places[-1]
+
+
 @pytest.mark.whole  # `make test` has run it before
 def test_this_code_is_within_its_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["plain_english"])
