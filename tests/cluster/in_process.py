@@ -73,7 +73,7 @@ class InProcessDesk:
         self._launcher = launcher
 
     def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> Answer:
-        answer = Answer()  # the limiter_service is elsewhere: it goes on where nobody waits for its answer any more
+        answer = Answer()  # the limiter service is elsewhere: it continues if the caller stops waiting for the answer
         self._launcher.group.start_soon(self._acquire, answer, run, name, limit, worker, lease)
         return answer
 
@@ -144,7 +144,7 @@ class InProcessWorker:
             answer.fail(WorkerLost(why))
             scope.cancel()
         if (relay := getattr(self.worker, "_relay", None)) is not None:
-            relay.close()  # weights are received to their end, whoever is cancelled; a process would be gone
+            relay.close()  # cancelling a call does not end the reception of weights; the end of a process would
 
 
 class Answer:

@@ -14,10 +14,10 @@ from runner.engines.scripted.script import Latency, ModelCall
 from runner.testing import ScriptedEngine
 from tests.cluster.in_process import InProcess, in_process
 
-__all__ = ["WATCHDOG", "Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played"]
+__all__ = ["WATCHDOG_SECONDS", "Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played"]
 
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 def game_tasks(count: int) -> list[Task]:

@@ -31,7 +31,7 @@ class Object:
         raise BadOption("not so")
 
     async def fail(self) -> None:
-        raise KeyError("of nobody's making")
+        raise KeyError("no such key")
 
     async def lock(self) -> Any:
         return threading.Lock()

@@ -1,7 +1,7 @@
-"""A cluster of Ray in a process of its own, for tests; and whether anything of such a process is left.
+"""A cluster of Ray in a process of its own, for tests, and checks that nothing of it is left.
 
-Usage: python -m tests.cluster.ray_cluster FOLDER CPUS. It says its address, and adds and kills nodes as stdin says.
-The actors of its runs are known by their titles and by the folder in which they work, whoever is their parent by then.
+Usage: python -m tests.cluster.ray_cluster FOLDER CPUS. It prints its address, and adds and kills nodes on orders from
+stdin. The actors of its runs are found by their titles and their working folders, since their parents change.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.repository import ROOT
 
 __all__ = ["Standing", "actors", "children", "family", "require_ray", "send", "standing", "until_gone"]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
-CPUS = 16
+CPU_COUNT = 16
 
 
 def require_ray() -> None:
@@ -73,7 +73,7 @@ def send(what: signal.Signals, pids: Collection[int]) -> None:
 
 def until_gone(pids: Collection[int]) -> None:
     """Wait until none of these processes is left."""
-    until = time.monotonic() + WATCHDOG
+    until = time.monotonic() + WATCHDOG_SECONDS
     while left := [pid for pid in pids if _lives(pid)]:
         if time.monotonic() > until:
             commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
@@ -91,13 +91,13 @@ def _lives(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Standing:
-    """A cluster that stands."""
+    """A running cluster."""
 
     address: str
     process: subprocess.Popen[str]
 
     def tell(self, order: str) -> int:
-        """Have it `add` a node with one core, or `add 3`, or `kill` the last one; gives the pid of its raylet."""
+        """Have it `add` a node with one core, or `add 3`, or `kill` the last one; return the pid of its raylet."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{order}\n")
@@ -108,9 +108,10 @@ class Standing:
 
 
 @contextmanager
-def standing(folder: Path, *, cpus: int = CPUS, **settings: str) -> Iterator[Standing]:
+def standing(folder: Path, *, cpus: int = CPU_COUNT, **settings: str) -> Iterator[Standing]:
     """A cluster with these environment variables, and after the block nothing of it."""
-    # Where Ray notes the address of the machine's cluster: nobody else is to find this one, and Ray does not make it.
+    # Ray notes the address of the machine's cluster in this folder, and does not create it. A folder of its own hides
+    # this cluster from other programs.
     (folder / "ray").mkdir()
     command = [sys.executable, "-m", "tests.cluster.ray_cluster", str(folder), str(cpus)]
     with (
@@ -134,7 +135,7 @@ def standing(folder: Path, *, cpus: int = CPUS, **settings: str) -> Iterator[Sta
             started = family(process.pid)
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(WATCHDOG)
+            process.wait(WATCHDOG_SECONDS)
     until_gone(started)
 
 

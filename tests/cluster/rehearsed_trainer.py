@@ -83,7 +83,7 @@ class RehearsedTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vL
         if source.hangs:
             source.hangs = False
             threading.Event().wait(3)
-            raise ConnectionError("nobody waits any more")
+            raise ConnectionError("no receiver waits any more")
         client.finish_weight_update()
 
 

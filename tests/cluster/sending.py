@@ -28,7 +28,7 @@ __all__ = [
 
 
 def elsewhere(world_size: int = 3, *, address: str = "10.0.0.1", parts: int = 1, **settings: Any) -> WeightTransfer:
-    """A trainer elsewhere, of one rank, which meets anew."""
+    """A trainer elsewhere, with one rank, that connects again for each transfer."""
     init = {"master_address": address, "rank_offset": 1, "world_size": world_size}
     return WeightTransfer([part(f"tensor {number}") for number in range(parts)], init=init, **settings)
 

@@ -1,4 +1,4 @@
-"""A fleet's engines as one engine to its trainer: weights, adapters, pauses, and workers that join or die meanwhile."""
+"""A fleet as one engine to its trainer: weights, adapters, pauses, and workers that join or die during these."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_worker_that_waits_for_turns_is_never_late() -> None:
                 (trajectory,) = [each async for each in run]
             assert versions(trajectory) == ["scripted"]
             assert trajectory.sampled > 390
-            assert len(launcher.workers) == 2, "nobody was dismissed"
+            assert len(launcher.workers) == 2, "no worker was dismissed"
             assert {worker.version for worker in engine.workers()} == {"1"}
 
     VirtualClock().run(run)
@@ -238,7 +238,7 @@ def test_worker_overtaken_while_starting_has_the_remaining_adapters() -> None:
 
 
 def load_slowly(worker: InProcessWorker, seconds: float) -> None:
-    """Let it snapshot up in so many seconds, its event loop free meanwhile."""
+    """Let a worker take so many seconds to apply a snapshot, while its event loop is free."""
     catch_up = worker.worker.catch_up
 
     async def slower(snapshot: Any) -> None:

@@ -292,7 +292,7 @@ def test_workers_that_wait_for_weights_count_while_one_plays() -> None:
     slots = fleet.to_start(0.0)
     fleet.waits(slots[0])
     fleet.waits(slots[1])
-    assert (fleet.enough, fleet.width, len(fleet.waiting_for_weights)) == (False, 0, 2), "nobody would ever play"
+    assert (fleet.enough, fleet.width, len(fleet.waiting_for_weights)) == (False, 0, 2), "no worker would ever play"
     fleet.mark_ready(slots[2], 4)
     assert (fleet.enough, fleet.width, len(fleet.ready)) == (True, 4, 1)
     fleet.lost(slots[0], 0.0)

@@ -15,7 +15,7 @@ from runner.cluster.protocol import WorkerLost
 from runner.options import Concurrency
 from runner.testing import VirtualClock, assert_exact
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import WATCHDOG, Dice, compared, dice_engine, fleet, game_tasks, played
+from tests.cluster.playing import WATCHDOG_SECONDS, Dice, compared, dice_engine, fleet, game_tasks, played
 from tests.playing import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -247,7 +247,7 @@ async def test_what_a_lost_worker_held_of_a_limiter_is_given_to_the_others() -> 
     async with fleet(2) as (engine, launcher), engine:
         assert await launcher.limiter_service.acquire(0, "door", 1, 0, 0)
         launcher.workers[0].kill()
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             assert await launcher.limiter_service.acquire(0, "door", 1, 1, 0)
 
 
@@ -393,7 +393,7 @@ async def test_a_worker_that_joins_a_run_that_drains_is_told() -> None:
 
 
 class SlowToConstruct(Dice):
-    """Once it is held, its constructor waits to be let go, as one that reads a large file."""
+    """Once `held` is set, its constructor waits for `go`, like one that reads a large file."""
 
     held = threading.Event()
     go = threading.Event()
@@ -401,7 +401,7 @@ class SlowToConstruct(Dice):
     def __init__(self) -> None:
         if self.held.is_set():
             EVENTS.append("constructs")
-            assert self.go.wait(WATCHDOG), "nothing else happened meanwhile"
+            assert self.go.wait(WATCHDOG_SECONDS), "nothing else happened while it waited"
 
 
 async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() -> None:

@@ -1,4 +1,4 @@
-"""Runs on a real cluster of Ray: the same as in one process, whoever dies."""
+"""Runs on a real cluster of Ray: the same as in one process, whatever process dies."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from tests.sweeps import random_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 ANNOUNCED = 12 * GROUP_SIZE * 2
 """So many trajectories `announcing` announces."""
 
 
 async def played(environment: Any, engine: Any, **options: Any) -> list[Trajectory]:
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with Run(environment, engine, **options) as run:
             return [trajectory async for trajectory in run]
 
@@ -83,7 +83,7 @@ async def test_kill_9_of_a_worker_loses_nothing_and_nothing_comes_twice(cluster:
     file = tmp_path / "run.db"
     engine = RayEngines(slow_crowd(), workers=2)
     announced: list[Trajectory] = []
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with Run(Crowd(8), engine, file=file, **options) as run:
             async for trajectory in run:
                 announced.append(trajectory)
@@ -123,7 +123,7 @@ async def test_kill_9_of_the_driver_ends_workers_and_the_run_resumes(cluster: St
     with RunFile(file) as run_file:
         assert before <= {row.id for row in run_file if not row.outcome.cut_short}
     await anyio.to_thread.run_sync(until_gone, started)
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         rest = await played(Crowd(12), RayEngines(crowd(), workers=3), group_size=GROUP_SIZE, file=file, seed=9)
     assert before.isdisjoint(trajectory.id for trajectory in rest)
     one = tmp_path / "one.db"
@@ -163,10 +163,10 @@ async def test_a_cluster_outlives_the_threads_that_are_idle(
 
 
 async def until_idle_threads_end() -> None:
-    """Wait until every thread that anyio's pool has now is gone; it ends idle ones when it gives another one a call."""
+    """Wait until each thread that anyio's pool has now has ended: the pool ends idle ones while it starts a call."""
     before = {thread for thread in threading.enumerate() if isinstance(thread, PoolThread)}
     assert before, "the engine was started in one of them"
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         while any(thread.is_alive() for thread in before):
             async with anyio.create_task_group() as group:
                 for _ in range(len(before) + 1):  # at once, so that one of them is new and may be the last to be idle
@@ -200,7 +200,7 @@ async def test_an_environment_of_the_script_itself_is_played(cluster: Standing, 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         done = await anyio.run_process([sys.executable, str(script)], env=environ, check=False)
     assert done.stdout == b"1.0 6\n", done.stderr.decode()
 
@@ -218,12 +218,14 @@ if __name__ == "__main__":
 
 @contextmanager
 def endless(script: Path, diary: Path, file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that plays until it is told to stop; killed when the block is left, and after `WATCHDOG`."""
+    """A program that plays until it is interrupted; killed after the block, and after `WATCHDOG_SECONDS`."""
     script.write_text(ENDLESS)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(script), str(diary), str(file)]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE) as process:
-        late = threading.Timer(WATCHDOG, process.kill)  # a line that does not come would be waited for without end
+        late = threading.Timer(
+            WATCHDOG_SECONDS, process.kill
+        )  # a line that does not come would be waited for without end
         late.start()
         try:
             yield process
@@ -244,8 +246,8 @@ async def test_first_ctrl_c_drains_the_workers_and_a_second_one_cuts(cluster: St
         while b"finishing 4 episodes; press Ctrl-C again" not in (line := process.stderr.readline()):
             assert line, "it ended at the first one"
         process.send_signal(signal.SIGINT)
-        # Python ends by the signal itself, which a shell tells as 130.
-        _, errors = await anyio.to_thread.run_sync(process.communicate, None, WATCHDOG)
+        # Python ends by the signal itself, which a shell reports as 130.
+        _, errors = await anyio.to_thread.run_sync(process.communicate, None, WATCHDOG_SECONDS)
     assert process.returncode in (130, -signal.SIGINT), errors.decode()
     assert b"stopping 4 episodes, kept as partial" in errors
     assert len(pids) == 2

@@ -23,8 +23,8 @@ from tests.repository import ROOT
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]
 
 VERSIONS = ["default", "new", "from a folder"]
-START = 400.0
-WATCHDOG = 600.0
+START_SECONDS = 400.0
+WATCHDOG_SECONDS = 600.0
 
 
 def versions(trajectory: Trajectory) -> list[str]:
@@ -58,7 +58,7 @@ async def test_two_real_engines_take_weights_and_a_dead_one_leaves_nothing(
     got: list[Trajectory] = []
     orphans: set[int] = set()
     left: list[Path] = []
-    with anyio.fail_after(START + WATCHDOG):
+    with anyio.fail_after(START_SECONDS + WATCHDOG_SECONDS):
         async with engine:
             while len(engine.workers()) < 2:  # noqa: ASYNC110  # the second one joins when it is ready
                 await anyio.sleep(0.2)
@@ -118,7 +118,7 @@ def talking(model: Path) -> subprocess.Popen[str]:
 
 
 async def test_kill_9_with_real_engines_leaves_nothing_behind(cluster: Standing, small_model_folder: Path) -> None:
-    with anyio.fail_after(START), talking(small_model_folder) as driver:
+    with anyio.fail_after(START_SECONDS), talking(small_model_folder) as driver:
         assert driver.stdout is not None
         workers, first = [await anyio.to_thread.run_sync(driver.stdout.readline) for _ in range(2)]
         started = family(driver.pid).union(*(family(int(pid)) for pid in workers.split()))

@@ -25,7 +25,7 @@ from runner.cluster.ray.calls import RayWorker
 from runner.engines.vllm.cleanup_process import shared_memory_of
 from tests.cluster.ray_cluster import Standing, actors, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hungry, crowd, slow_crowd
-from tests.cluster.test_ray import ANNOUNCED, WATCHDOG, announcing, played, without_attempts
+from tests.cluster.test_ray import ANNOUNCED, WATCHDOG_SECONDS, announcing, played, without_attempts
 from tests.faults.comparing import by_key, differing, stored
 from tests.playing import until
 from tests.sweeps import random_of
@@ -34,18 +34,18 @@ pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
 
 OPTIONS: dict[str, Any] = {"group_size": GROUP_SIZE, "seed": 9}
 
-KILLS = 6
+KILL_COUNT = 6
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """After each of these no actor of its runs is there, and no shared memory that no process has."""
+    """Assert after each test that no actor of its runs exists, and no shared memory without a process that uses it."""
     before = set(os.listdir("/dev/shm"))
     yield
     until_gone(actors())
     made = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("psm_", "vllm_"))}
     used = {name for process in Path("/proc").glob("[0-9]*") for name in shared_memory_of(int(process.name))}
-    # What goes meanwhile was somebody else's.
+    # Memory that is gone by now belonged to other programs.
     assert not {name for name in made - used if Path("/dev/shm", name).exists()}
 
 
@@ -93,16 +93,16 @@ async def test_random_kills_of_workers_lose_and_duplicate_nothing(cluster: Stand
     engine = RayEngines(slow_crowd(), workers=(1, 3))
     file = tmp_path / "run.db"
     announced: list[Trajectory] = []
-    with anyio.fail_after(2 * WATCHDOG):
+    with anyio.fail_after(2 * WATCHDOG_SECONDS):
         async with (
-            Run(Crowd(24), engine, file=file, retries=KILLS, **OPTIONS) as run,
-            killing(random_of("kills of workers"), KILLS) as killed,
+            Run(Crowd(24), engine, file=file, retries=KILL_COUNT, **OPTIONS) as run,
+            killing(random_of("kills of workers"), KILL_COUNT) as killed,
         ):
             async for trajectory in run:
                 announced.append(trajectory)
-                # Whoever reads holds the workers up, so that the kills come at moments of the whole run.
-                await until(lambda: len(killed) >= len(announced) * KILLS // (24 * GROUP_SIZE * 2))
-    assert len(killed) == KILLS
+                # The reader holds the workers up, so that the kills are spread over the whole run.
+                await until(lambda: len(killed) >= len(announced) * KILL_COUNT // (24 * GROUP_SIZE * 2))
+    assert len(killed) == KILL_COUNT
     assert any("is lost: its process died" in event for event in engine.events)
     await assert_as_one_process(announced, file, 24)
 
@@ -143,7 +143,7 @@ async def test_stopped_worker_is_dismissed_and_its_late_answer_dropped(
     engine = RayEngines(slow_crowd(), workers=2)
     file = tmp_path / "run.db"
     announced: list[Trajectory] = []
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         async with Run(Crowd(24), engine, file=file, **OPTIONS) as run:
             async for trajectory in run:
                 announced.append(trajectory)
@@ -167,7 +167,7 @@ async def test_a_stopped_worker_is_ended_though_it_cannot_hear(cluster: Standing
     engine = RayEngines(slow_crowd(), workers=2)
     file = tmp_path / "run.db"
     announced: list[Trajectory] = []
-    with anyio.fail_after(2 * WATCHDOG):
+    with anyio.fail_after(2 * WATCHDOG_SECONDS):
         async with Run(Crowd(24), engine, file=file, **OPTIONS) as run:
             async for trajectory in run:
                 announced.append(trajectory)
@@ -201,7 +201,7 @@ async def test_a_silent_machine_is_taken_for_dead_and_nothing_is_lost(
     stopped: set[int] = set()
     announced: list[Trajectory] = []
     try:
-        with anyio.fail_after(2 * WATCHDOG):
+        with anyio.fail_after(2 * WATCHDOG_SECONDS):
             async with Run(Crowd(24), engine, file=file, **OPTIONS) as run:
                 await until(lambda: len(engine.workers()) == 2)
                 async for trajectory in run:
@@ -247,14 +247,14 @@ async def test_run_that_loses_a_machine_ends_by_name_and_resumes_smaller(
                     await anyio.to_thread.run_sync(small_cluster.tell, "kill")
 
     words = "for 10 s there were fewer than 2 workers, 1 now. Latest events: .* is lost: "
-    with anyio.fail_after(2 * WATCHDOG), pytest.raises(EngineDead, match=words):
+    with anyio.fail_after(2 * WATCHDOG_SECONDS), pytest.raises(EngineDead, match=words):
         await play()
     before, committed = by_key(announced), stored(file)
     assert before == {key: committed[key] for key in before}
     # What was in flight is kept as partial, and played again.
     announced = [trajectory for trajectory in announced if not trajectory.outcome.cut_short]
     assert len(announced) >= moment
-    with anyio.fail_after(2 * WATCHDOG):
+    with anyio.fail_after(2 * WATCHDOG_SECONDS):
         announced += await played(Crowd(500), RayEngines(crowd(), workers=1), file=file, **OPTIONS)
     await assert_as_one_process(announced, file, 500, interrupted=True)
 
@@ -303,16 +303,16 @@ def nearly_full(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @asynccontextmanager
 async def undisturbed() -> AsyncIterator[None]:
-    """Skips the test once other processes take or give memory, from which Ray cannot tell its own."""
+    """Skip the test once other processes take or free memory, which Ray cannot distinguish from its own."""
     before = used_by_others()
 
     async def watch() -> None:
         samples = [0.0]
-        # For a moment what a killed process had is nobody's.
+        # For a moment the memory of a killed process counts for no process.
         while min(samples[-10:]) < 0.6e9:
             await anyio.sleep(0.2)
             samples.append(abs(used_by_others() - before))
-        pytest.skip(f"other processes took or gave {samples[-1] / 1e9:.1f} GB meanwhile")
+        pytest.skip(f"other processes took or freed {samples[-1] / 1e9:.1f} GB during the test")
 
     async with anyio.create_task_group() as group:
         group.start_soon(watch)

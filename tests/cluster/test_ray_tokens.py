@@ -104,7 +104,7 @@ def test_a_cluster_of_ones_own_leaves_no_token(home: Path, monkeypatch: pytest.M
         give_own_token(until_left)
         path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         assert path.read_text() == "token 1"
-        assert path.parent.stat().st_mode & 0o077 == 0, "nobody else may read it"
+        assert path.parent.stat().st_mode & 0o077 == 0, "no other user may read it"
     assert not path.parent.exists()
     assert not (home / ".ray").exists()
 

@@ -22,8 +22,8 @@ from tests.repository import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]
 
-START = 400.0
-WATCHDOG = 600.0
+START_SECONDS = 400.0
+WATCHDOG_SECONDS = 600.0
 LOUDER = "model.layers.5.mlp.down_proj.weight"
 
 
@@ -91,7 +91,7 @@ async def test_trainer_broadcasts_to_two_real_engines_and_survives_a_death(clust
     )
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     engine = RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
-    with anyio.fail_after(START + WATCHDOG):
+    with anyio.fail_after(START_SECONDS + WATCHDOG_SECONDS):
         async with engine:
             await workers_there(engine, 2)
             first = await said(engine)

@@ -17,7 +17,7 @@ import pytest
 from runner import EngineDead, EngineError, Outcome, RayEngine, RayEngines, Run, RunFile, ScriptedEngine
 from tests.cluster.ray_cluster import Standing, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Reads, Slow, crowd, drinks
-from tests.cluster.test_ray import ANNOUNCED, WATCHDOG, announcing, played
+from tests.cluster.test_ray import ANNOUNCED, WATCHDOG_SECONDS, announcing, played
 from tests.sweeps import random_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
@@ -26,12 +26,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
 async def test_late_machine_that_dies_at_a_random_moment_loses_nothing(small_cluster: Standing, tmp_path: Path) -> None:
     engine = RayEngines(ScriptedEngine("hi", places=4), workers=(1, 2))
     file = tmp_path / "run.db"
-    with anyio.fail_after(2 * WATCHDOG):
+    with anyio.fail_after(2 * WATCHDOG_SECONDS):
         async with Run(Slow, engine, file=file) as run:
             assert len(engine.workers()) == 1
             await anyio.to_thread.run_sync(small_cluster.tell, "add")
-            # Nothing is read meanwhile, so that no more is played than is in flight.
-            while len(engine.workers()) < 2:  # noqa: ASYNC110  # nobody tells
+            # Nothing is read until then, so that no more is played than is in flight.
+            while len(engine.workers()) < 2:  # noqa: ASYNC110  # no event is set
                 await anyio.sleep(0.1)
             moment = random_of("death of a late machine")
             got = [await anext(run) for _ in range(1 + moment.randrange(20))]
@@ -93,7 +93,7 @@ async def test_shutdown_by_other_code_ends_the_run_by_name(monkeypatch: pytest.M
             async for _ in run:
                 pass
 
-    with anyio.fail_after(WATCHDOG), pytest.raises(EngineDead, match=r"other code of this process called ray"):
+    with anyio.fail_after(WATCHDOG_SECONDS), pytest.raises(EngineDead, match=r"other code of this process called ray"):
         await play()
     assert len(started) > 4, "workers, and Ray"
     await anyio.to_thread.run_sync(until_gone, started)
@@ -185,7 +185,7 @@ def test_death_of_the_head_ends_the_run_by_name_without_loss(own_cluster: Standi
         lines = [driver.stdout.readline() for _ in range(10)]
         send(signal.SIGKILL, [pid for pid in family(own_cluster.process.pid) if _is_head(pid)])
         lines += driver.stdout.readlines()
-        assert driver.wait(WATCHDOG) == 1
+        assert driver.wait(WATCHDOG_SECONDS) == 1
     told = rf"EngineDead: RayEngines: the head of Ray's cluster, at {own_cluster.address}, has not answered for 40 s"
     assert re.search(told, said.read_text())
     announced = {line.split(b"\t")[0].decode() for line in lines[1:]}

@@ -51,7 +51,7 @@ def kill_at(launcher: InProcess, plays: set[int], *, after: int = 0) -> None:
 
 
 def kills_whoever_plays(launcher: InProcess, *tasks: str, checkpoints: int = 20) -> list[int]:
-    """Let these tasks kill their workers; gives the list of those that they have killed."""
+    """Let these tasks kill their workers, and return the list of workers that they kill."""
     killed: list[int] = []
 
     def watch(worker: InProcessWorker) -> None:

@@ -25,7 +25,7 @@ from tests.playing import until
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
 
-# --- who dies meanwhile
+# --- deaths during a transfer
 
 
 @pytest.mark.parametrize("at", ["check_weights", "meet", "hold", "take_step"])
@@ -223,7 +223,7 @@ def test_silent_trainer_elsewhere_ends_the_waiting_workers() -> None:
     by_virtual_time(run)
 
 
-# --- who comes meanwhile
+# --- workers that join during a transfer
 
 
 @pytest.mark.parametrize("given", ["a folder", *KINDS.values()], ids=["a folder", *KINDS.keys()])

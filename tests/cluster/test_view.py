@@ -225,8 +225,8 @@ class Starting(Said):
         self.said.append(workers)
 
 
-@pytest.mark.parametrize(("workers", "told"), [(2, "1 of 2 workers"), ((2, 3), "1 of at least 2 workers")])
-async def test_while_a_fleet_starts_it_is_said_what_is_waited_for(workers: int | tuple[int, int], told: str) -> None:
+@pytest.mark.parametrize(("workers", "shown"), [(2, "1 of 2 workers"), ((2, 3), "1 of at least 2 workers")])
+async def test_while_a_fleet_starts_it_is_said_what_is_waited_for(workers: int | tuple[int, int], shown: str) -> None:
     reporter = Starting()
     async with in_process() as launcher, anyio.create_task_group() as watching:
 
@@ -242,7 +242,7 @@ async def test_while_a_fleet_starts_it_is_said_what_is_waited_for(workers: int |
         await anyio.sleep(5)
         watching.cancel_scope.cancel()
     absent = "1 without a machine" if workers == 2 else "1 starting; 1 without a machine"
-    assert reporter.said[-1] == f", {told} ({absent})"
+    assert reporter.said[-1] == f", {shown} ({absent})"
 
 
 async def test_idle_fleet_is_stuck_and_names_workers_and_waits() -> None:

@@ -36,7 +36,7 @@ def starts_late(launcher: InProcess, seconds: float, fails: Exception | None = N
 
 
 async def play_on(workers: int, stall: float, seconds: float, fails: Exception | None = None) -> int:
-    """Lose all workers after the second trajectory; gives how many came."""
+    """Lose all workers after the second trajectory, and return the number of trajectories."""
     async with fleet(workers, stall_seconds=stall) as (engine, launcher):
         count = 0
         async with Run(Dice, engine, tasks=game_tasks(60)) as run:

@@ -22,7 +22,7 @@ from tests.playing import Plain, recording, tasks
 
 pytestmark = pytest.mark.anyio
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 @pytest.fixture
@@ -223,7 +223,11 @@ def test_a_database_whose_query_never_ends_costs_its_own_episode_only() -> None:
     print(*summary.faults)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=WATCHDOG, check=False
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     outcomes, faults = done.stdout.splitlines()

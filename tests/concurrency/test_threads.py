@@ -1,4 +1,4 @@
-"""Worker threads: jobs that nobody waits for any more, and who of them computes."""
+"""Worker threads: jobs whose caller no longer waits, and the threads that compute."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from runner.concurrency.threads import Job, Workers, busy_threads
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
-WATCHDOG = 600.0
+WATCHDOG_SECONDS = 600.0
 
 
 def hang(began: threading.Event, release: threading.Event) -> None:
     began.set()
-    release.wait(WATCHDOG)
+    release.wait(WATCHDOG_SECONDS)
 
 
 def test_a_job_that_was_called_off_before_it_began_never_runs() -> None:
@@ -43,7 +43,7 @@ async def test_job_of_a_cancelled_caller_is_abandoned_and_frees_its_place() -> N
     workers = Workers(1)
     job = Job(partial(hang, began, release), "hanging")
     try:
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(workers.call, job)
                 while not began.is_set():  # noqa: ASYNC110  # set by a thread
@@ -65,7 +65,7 @@ async def test_earlier_processor_time_of_a_thread_does_not_count() -> None:
         return sum(range(1_000_000))
 
     waiting = Job(partial(hang, began, release), "waiting")
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(WATCHDOG_SECONDS):
         await workers.call(Job(computes, "computing"))  # the next job gets the same thread, which is idle
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(workers.call, waiting)
@@ -126,7 +126,7 @@ async def test_code_in_a_thread_hears_that_nobody_waits_for_it_any_more() -> Non
         while not began.is_set():  # noqa: ASYNC110  # set by a thread
             await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
-    assert heard.wait(WATCHDOG)
+    assert heard.wait(WATCHDOG_SECONDS)
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
@@ -142,14 +142,14 @@ async def test_threads_end_with_their_workers_and_abandoned_ones_later(anyio_bac
             await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
     made = set(threading.enumerate()) - before
-    with anyio.fail_after(WATCHDOG):  # the one that was not left behind says that it is free once it has the lock
+    with anyio.fail_after(WATCHDOG_SECONDS):  # the thread that was not abandoned is free once it has the lock
         while len(made.intersection(busy_threads())) != 1:  # noqa: ASYNC110  # said by a thread
             await anyio.sleep(0.001)
     assert all(thread.daemon for thread in made)
     workers.close()
     release.set()
-    with anyio.fail_after(WATCHDOG):
-        while any(thread.is_alive() for thread in made):  # noqa: ASYNC110  # threads tell nobody
+    with anyio.fail_after(WATCHDOG_SECONDS):
+        while any(thread.is_alive() for thread in made):  # noqa: ASYNC110  # threads set no event
             await anyio.sleep(0.001)
 
 
@@ -174,7 +174,7 @@ async def test_working_threads_end_while_the_event_loop_is_blocked(anyio_backend
         time.sleep(0.001)  # noqa: ASYNC251  # the loop is to be blocked
     workers.close()
     for thread in made:
-        thread.join(WATCHDOG)
+        thread.join(WATCHDOG_SECONDS)
     assert len(made) == 1
     assert not any(thread.is_alive() for thread in made)
 
@@ -188,7 +188,7 @@ async def test_thread_of_closed_workers_ends_after_its_call(anyio_backend: str) 
     made = set(threading.enumerate()) - before
     assert await workers.call(Job(lambda: "again", "later")) == "again"
     for thread in made:
-        thread.join(WATCHDOG)
+        thread.join(WATCHDOG_SECONDS)
     assert not any(thread.is_alive() for thread in made)
 
 
@@ -201,7 +201,7 @@ async def test_a_process_bound_to_its_thread_lives_until_the_close(anyio_backend
         assert process.poll() is None
         assert await workers.call(Job(process.poll, "a tool")) is None
         workers.close()
-        assert await anyio.to_thread.run_sync(process.wait, WATCHDOG) == -signal.SIGKILL
+        assert await anyio.to_thread.run_sync(process.wait, WATCHDOG_SECONDS) == -signal.SIGKILL
 
 
 def start_bound_to_this_thread() -> subprocess.Popen[bytes]:

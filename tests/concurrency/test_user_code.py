@@ -14,7 +14,7 @@ from runner.concurrency.user_code import describe_error
 def failing(file: str, source: str, **names: Any) -> BaseException:
     """The error of the function `fail` of a file of that name, without this file's own frames."""
     exec(compile(source, file, "exec"), names)
-    with pytest.raises(Exception) as raised:  # noqa: PT011  # whichever it is
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # the source raises errors of any class
         names["fail"]()
     return raised.value.with_traceback(raised.tb.tb_next)
 

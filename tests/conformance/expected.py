@@ -78,7 +78,7 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     if _own_words(rest) > (30 if case.history[-1].get("tool_calls") else 3):
         raise NotApplicable("the template's own words stand after the conversation")
     if case.cut is Cut.AFTER_CALL:
-        return Expected(case.history, spoken + close.rstrip(), "", _behind_call(stop, between, tail), anchored=False)
+        return Expected(case.history, spoken + close.rstrip(), "", _after_call(stop, between, tail), anchored=False)
     close = _common(close, tail)
     at = tail.find(stop, 0, first_new - begin + len(stop))
     if at >= 0:
@@ -151,8 +151,8 @@ def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
     """The render ends where the model's words begin.
 
     Either the generation prompt is there, seen against a render without one. Or the template needs none: nothing but
-    white space stands between the render and an answer that is appended, or the render has more in common with one
-    that goes on with an answer than that has with one that goes on with a question.
+    white space is between the render and an appended answer, or the render shares a longer prefix with one that
+    continues with an answer than that one shares with a render that continues with a question.
     """
     messages = [*case.history, *case.new]
     last = case.new[-1]["content"].rsplit(" ", 1)[1]
@@ -174,7 +174,7 @@ _QUESTION: Message = {"role": "user", "content": "Willowasking"}
 
 
 def _said(case: Case, renderer: Renderer, prompt: str) -> tuple[str, str]:
-    """The last turn as the template writes it, up to the last word, and what the template writes behind it."""
+    """The last turn as the template writes it, up to the last word, and what the template writes after it."""
     said = _render(renderer, case, case.history, prompting=False)
     end = _end_of_turn(case, said)
     if end < 0:
@@ -187,8 +187,8 @@ def _said(case: Case, renderer: Renderer, prompt: str) -> tuple[str, str]:
     return said[begin + len(_common(said[begin:end], prompt[max(0, prompt.rfind(word)) :])) : end], said[end:]
 
 
-def _behind_call(stop: str, between: str, tail: str) -> str:
-    """The tail behind the visible end of the last call: what closes the turn, the white space before it included."""
+def _after_call(stop: str, between: str, tail: str) -> str:
+    """The tail after the visible end of the last call: what closes the turn, and the white space before it."""
     close = stop if stop in between else next((token for token in _in_order(between) if not _of_call(token)), "")
     if not close:
         raise NotApplicable("nothing shows where the call ends")
@@ -225,8 +225,8 @@ def _cut_in_call(case: Case, renderer: Renderer, prompt: str) -> tuple[Case, str
 def _stop(case: Case, renderer: Renderer, rest: str, between: str) -> str | None:
     """The control token that ends the turn.
 
-    Behind a call, the one that ends an answer where it stands there too. Else the first one that the template writes
-    at the end of the conversation and that is no part of a call, else the one that opens what follows.
+    After a call, it is the token that ends an answer, if that token is there too. Else it is the first token that the
+    template writes at the end of the conversation and that is not part of a call, else the one that opens what follows.
     """
     if case.history[-1].get("tool_calls"):
         try:

@@ -167,7 +167,7 @@ def _not_applicable(made: Case, why: NotApplicable, bridger: Bridger, vocabulary
 def _fault(truth: Expected, bridge: Bridge, vocabulary: VocabularyTokenizer) -> str:
     """The fault of a bridge, or ""."""
     ids = vocabulary.encode(truth.stop + truth.text)[1 if truth.stop else 0 :]
-    # SentencePiece writes a space behind each control token, so that only what it makes of the text can be compared.
+    # SentencePiece writes a space after each control token, so only its own decoding of the text can be compared.
     text = truth.text if vocabulary.pieces is not None else vocabulary.decode(ids)
     got = vocabulary.decode(bridge.ids)
     if unicodedata.normalize("NFC", got) != unicodedata.normalize("NFC", text):

@@ -9,7 +9,7 @@ import pytest
 
 from runner import BadControl, BadOption, BadWeights, WeightProof
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import WATCHDOG, dice_engine, fleet
+from tests.cluster.playing import WATCHDOG_SECONDS, dice_engine, fleet
 from tests.engines.test_proofs import IDS, Model
 from tests.playing import until
 
@@ -119,7 +119,7 @@ async def test_proof_of_a_paused_fleet_waits_until_it_is_resumed() -> None:
             group.start_soon(prove, engine)
             await until(lambda: all("prove" in str(worker.calls) for worker in launcher.alive))
             assert not proven
-            with anyio.fail_after(WATCHDOG):
+            with anyio.fail_after(WATCHDOG_SECONDS):
                 await engine.resume()
         assert [each.median for each in proven] == [0.0]
 

@@ -304,7 +304,7 @@ def _unlisted(form: CallFormat) -> Stray | None:
 
 
 def _literals(form: CallFormat) -> Stray | None:
-    """`True` where the format has `true`, in arguments that are no JSON."""
+    """`True` where the format has `true`, in arguments that are not JSON."""
     arguments = form.arguments
     if isinstance(arguments, WholeArguments):
         return None

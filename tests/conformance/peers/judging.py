@@ -25,7 +25,7 @@ class Call:
 
     name: str
     arguments: Any
-    """The object that was read, or the text of what is none."""
+    """The object that was read, or the text of something that is not an object."""
     id: str | None
     error: bool = False
     """It is handed on as one that cannot be read."""
@@ -70,7 +70,7 @@ SLIGHT: Final = frozenset({Fault.CONTENT_LOST, Fault.CONTENT_MORE, Fault.ID, Fau
 def judge(form: CallFormat, trial: Trial, reader: CallsReader) -> Fault | None:
     """The fault of a reading of a trial; None if it is right, or cannot be distinguished from a right one.
 
-    It cannot be told where a template writes this text for what was read too, and the schemas allow it.
+    They cannot be distinguished if the template writes the same text for what was read, and the schemas allow that.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of Python, about texts that a parser takes for code

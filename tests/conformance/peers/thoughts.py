@@ -24,7 +24,7 @@ __all__ = ["RECORD", "Miss", "ThoughtRow", "marks", "play", "play_all", "recorde
 RECORD: Final = Path(__file__).with_name("thoughts.jsonl")
 
 Split: TypeAlias = Callable[[str, str], tuple[str, str]]
-"""The thought and the rest of a text behind a prompt."""
+"""The thought and the rest of a text after a prompt."""
 
 
 class Miss(enum.StrEnum):
@@ -155,7 +155,7 @@ def play(group: Group) -> ThoughtRow:
     trials = list(turns(form))
     found = {OURS: _misses(trials, prompt, _ours(form))}
     for names in reasoning_parsers():
-        # With what a template is asked for thoughts by, and without: the better one is told.
+        # With the option that requests thoughts from a template, and without it: the better result counts.
         splits = [vllm_split(names, tokens, thinking=thinking) for thinking in (True, False)]
         misses = [_misses(trials, prompt, split) for split in splits if split is not None]
         if misses:
