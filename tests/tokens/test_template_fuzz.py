@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -212,3 +213,30 @@ ONLY_ODD = (
 
 def test_the_close_of_the_next_message_is_not_taken_for_the_turns() -> None:
     check_bridges(Written(ONLY_ODD, [[QUESTION, says("words"), MORE]]))
+
+
+WORDS_AFTER_THE_END = (
+    "{% for m in messages[FIRST:] %}OPENS{{ m.role }}\n<|im_end|>\n{% if SHOWN %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}OPENSassistant\n{% endif %}"
+)
+"""A template whose words come after the stop; the next stop in the render is that of the next message."""
+
+
+SHOWN = (
+    "true",
+    "loop.index0 > 1",
+    "m.role == 'assistant' or loop.index is even",
+    "loop.index0 and (m.role == 'user') == (loop.index0 % 2 == 0)",
+)
+"""Conditions on which it shows words; no system message may come first when its marks are learnt."""
+
+
+def test_stop_of_the_next_message_is_not_taken_for_the_turns() -> None:
+    seen: Counter[str] = Counter()
+    system: Message = {"role": "system", "content": "Be kind."}
+    for shown, opens, first in product(SHOWN, ("<|im_start|>", "", "### "), "01"):
+        template = WORDS_AFTER_THE_END.replace("SHOWN", shown).replace("FIRST", first).replace("OPENS", opens)
+        for past in ([], [system]):
+            check_bridges(Written(template, [[*past, QUESTION, *([says("words"), MORE] * 3)]]), seen)
+    assert not _exact(seen)
+    assert seen["marker_in_tail"] > 3

@@ -181,12 +181,15 @@ class Bridger:
         return bool(tail.repeated) and any(self.tokenizer.decode([each]) in tail.repeated for each in self.stop_ids)
 
     def _ends_early(self, tail: Tail) -> bool:
-        """True if the template writes a stop before the last words of a turn of this shape."""
+        """True if the template writes a stop before the last words of the turn."""
         shape = tail.shape
-        if shape not in self._early:
+        early = self._early.get(shape) if tail.local else None
+        if early is None:
             text = tail.own_text()
-            self._early[shape] = any(self.tokenizer.decode([each]) in text for each in self.stop_ids)
-        return self._early[shape]
+            early = any(self.tokenizer.decode([each]) in text for each in self.stop_ids)
+            if tail.local:
+                self._early[shape] = early
+        return early
 
     def _check_real(self, tail: Tail, real: str, text: str) -> None:
         """Refuse a conversation whose end with its own words differs from the end with the sentinel."""
@@ -207,6 +210,9 @@ class Bridger:
     def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _BridgeStart:
         index = tail_ids.find_in_close({stop})
         if index is not None:
+            # Text between the words and the stop may be the begin of the next message, whose stop it is then.
+            if not tail.after_call and self.tokenizer.decode(tail_ids.ids[:index]).strip() and self._ends_early(tail):
+                raise _words_after_end()
             return _BridgeStart(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
         # Some models write the template's close and then stop with another token: the close is not added again.
         closed = tail_ids.end_of_sampled_close(sampled[:-1])
@@ -231,7 +237,7 @@ class Bridger:
                 f"the turn ended with {name!r}, and it is not known where {tail.text[:40]!r} ends",
             )
         if self._ends_early(tail):
-            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
+            raise _words_after_end()
         # gpt-oss stops with <|return|> where history has <|end|>: the sampled id stays and counts as the close.
         return _BridgeStart(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
 
@@ -346,6 +352,10 @@ class Bridger:
     def _control_names(self, text: str) -> list[str]:
         ids = set(self.tokenizer.encode(text)) & self.tokenizer.control_ids
         return [self.tokenizer.decode([token_id]) for token_id in ids]
+
+
+def _words_after_end() -> Unbridgeable:
+    return Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
 
 
 # An author writes system messages, and a model's own control tokens were sampled as such.

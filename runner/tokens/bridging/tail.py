@@ -152,12 +152,17 @@ class Tail:
         return self._answered.shape
 
     def own_text(self) -> str:
-        """Return the template's text of the turn before the sentinel; "" if its begin is not known."""
+        """Return the template's text of the turn before the sentinel, without the model's words.
+
+        "" if its begin is not known, or if the template raises without the words.
+        """
         renderer, tools = self._renderer, self._answered.tools
-        text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
+        *before, _ = self._history
+        turn = _marked(self._answered.turn, self._stem, tools, with_words=False)
         for asking in (True, False):
             with suppress(Unbridgeable):
-                prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
+                text = renderer.render([*before, turn, *self.new], tools).rpartition(_sentinel(self._stem))[0]
+                prompt = renderer.render(before, tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
         return ""
