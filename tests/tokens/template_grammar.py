@@ -279,6 +279,16 @@ THOUGHTS = (
 )
 LOOPS = ("messages", "messages", "messages", "messages[1:]", "msgs")
 
+OPENINGS = (*["<|im_start|>"] * 4, "", "### ", "<|endoftext|>")
+"""Marks before the role of a message."""
+CLOSES = (
+    *("<|im_end|>\n", "<|im_end|>", "\n<|im_end|>\n") * 2,
+    "{% if m.role == 'assistant' %}<|im_end|>{% endif %}\n",
+    "{% if not loop.last %}<|im_end|>{% endif %}\n",
+    "{% if m.role == 'user' %}<|endoftext|>{% else %}<|im_end|>{% endif %}",
+)
+"""Ends of a message."""
+
 
 @st.composite
 def templates(draw: st.DrawFn) -> str:
@@ -319,9 +329,11 @@ def templates(draw: st.DrawFn) -> str:
         body = "{% if " + draw(condition()) + " %}" + body + "{% else %}" + draw(statement(depth=1)) + "{% endif %}"
     if draw(st.integers(0, 4)):
         body += draw(st.sampled_from(CALLS))
-    close = draw(st.sampled_from(["<|im_end|>\n", "<|im_end|>", "\n<|im_end|>\n"]))
-    turn = "<|im_start|>{{ m.role }}\n" + sometimes(statement()) + body + sometimes(statement()) + close
-    turn += sometimes(statement())
+    opens, close = draw(st.sampled_from(OPENINGS)), draw(st.sampled_from(CLOSES))
+    parts = [sometimes(statement()) + body + sometimes(statement()), close]
+    if draw(st.integers(0, 9)) == 0:  # the words after the close
+        parts.reverse()
+    turn = opens + "{{ m.role }}\n" + "".join(parts) + sometimes(statement())
     if draw(st.integers(0, 5)) == 0:
         turn = "{% if " + draw(condition()) + " %}" + turn + "{% endif %}"
     if draw(st.integers(0, 7)) == 0:
@@ -331,7 +343,7 @@ def templates(draw: st.DrawFn) -> str:
     if draw(st.integers(0, 7)) == 0:
         turn = _refusal(draw(condition())) + turn
     asks = sometimes(statement(asking=True))
-    prompt = "<|im_start|>assistant\n" + sometimes(statement(asking=True))
+    prompt = opens + "assistant\n" + sometimes(statement(asking=True))
     return (
         f"{head}{{% for m in {looped} %}}{turn}{{% endfor %}}{asks}"
         f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
