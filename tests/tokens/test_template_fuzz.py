@@ -216,7 +216,7 @@ def test_the_close_of_the_next_message_is_not_taken_for_the_turns() -> None:
 
 
 WORDS_AFTER_THE_END = (
-    "{% for m in messages[FIRST:] %}OPENS{{ m.role }}\n<|im_end|>\n{% if SHOWN %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages[FIRST:] %}OPENS{{ m.role }}\n<|im_end|>\n{% if SHOWN %}{{ WORDS }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}OPENSassistant\n{% endif %}"
 )
 """A template whose words come after the stop; the next stop in the render is that of the next message."""
@@ -234,9 +234,11 @@ SHOWN = (
 def test_stop_of_the_next_message_is_not_taken_for_the_turns() -> None:
     seen: Counter[str] = Counter()
     system: Message = {"role": "system", "content": "Be kind."}
-    for shown, opens, first in product(SHOWN, ("<|im_start|>", "", "### "), "01"):
-        template = WORDS_AFTER_THE_END.replace("SHOWN", shown).replace("FIRST", first).replace("OPENS", opens)
-        for past in ([], [system]):
-            check_bridges(Written(template, [[*past, QUESTION, *([says("words"), MORE] * 3)]]), seen)
+    openings, contents = ("<|im_start|>", "", "### "), ("m.content", "m.content[1:]", "m.content[1:] ~ m.content")
+    for shown, opens, first, words in product(SHOWN, openings, "01", contents):
+        template = WORDS_AFTER_THE_END.replace("SHOWN", shown).replace("FIRST", first)
+        template = template.replace("OPENS", opens).replace("WORDS", words)
+        for past, said in product(([], [system]), ("words", "words <|im_end|>")):
+            check_bridges(Written(template, [[*past, QUESTION, *([says(said), MORE] * 3)]]), seen)
     assert not _exact(seen)
     assert seen["marker_in_tail"] > 3

@@ -185,8 +185,9 @@ class Bridger:
         shape = tail.shape
         early = self._early.get(shape) if tail.local else None
         if early is None:
-            text = tail.own_text()
-            early = any(self.tokenizer.decode([each]) in text for each in self.stop_ids)
+            text, words = tail.own_text(), tail.words
+            stops = [self.tokenizer.decode([each]) for each in self.stop_ids]
+            early = any(text.count(stop) > words.count(stop) for stop in stops)
             if tail.local:
                 self._early[shape] = early
         return early

@@ -151,18 +151,19 @@ class Tail:
     def shape(self) -> TurnShape:
         return self._answered.shape
 
-    def own_text(self) -> str:
-        """Return the template's text of the turn before the sentinel, without the model's words.
+    @property
+    def words(self) -> str:
+        """The model's reasoning and text."""
+        turn = self._answered.turn
+        return f"{turn.get('reasoning_content') or ''}{turn['content']}"
 
-        "" if its begin is not known, or if the template raises without the words.
-        """
+    def own_text(self) -> str:
+        """Return the text of the turn before the sentinel, with the model's words; "" if its begin is not known."""
         renderer, tools = self._renderer, self._answered.tools
-        *before, _ = self._history
-        turn = _marked(self._answered.turn, self._stem, tools, with_words=False)
+        text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
         for asking in (True, False):
             with suppress(Unbridgeable):
-                text = renderer.render([*before, turn, *self.new], tools).rpartition(_sentinel(self._stem))[0]
-                prompt = renderer.render(before, tools, generation_prompt=asking)
+                prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
         return ""
