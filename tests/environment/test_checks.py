@@ -102,11 +102,11 @@ async def test_ambiguous_arguments_are_named_once_per_run(
 
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("name", ["Qwen3", "Kimi K2", "Gemma 4", "LFM 2.5", "DeepSeek V3.2", "gpt-oss"])
-async def test_and_nothing_is_said_where_strings_can_be_told(name: str) -> None:
+async def test_template_that_marks_strings_causes_no_warning(name: str) -> None:
     assert await told(Putting, of_family(name)) == []
 
 
-async def test_nor_where_every_argument_has_one_type() -> None:
+async def test_arguments_of_one_type_cause_no_warning() -> None:
     class Plain(Asking):
         @tool
         def add(self, a: int, b: str, c: str | None = None) -> None:
@@ -176,7 +176,7 @@ EMPTY_RANGE = {"type": "integer", "minimum": 3, "maximum": 1}
 NOTHING_FITS = {"type": "object", "properties": {"a": EMPTY_RANGE}, "required": ["a"]}
 
 
-async def test_what_setup_adds_is_not_looked_at_before_the_run() -> None:
+async def test_tools_that_setup_adds_are_not_checked_before_the_run() -> None:
     class Adding(Asking):
         def setup(self) -> None:
             self.tools += taking("first name", required=("first name",))().bound_tools()

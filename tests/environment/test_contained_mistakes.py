@@ -244,7 +244,7 @@ async def test_coroutine_from_sync_hook_keeps_limits_and_containment() -> None:
     assert outcomes == {"t0": "completed", "t1": "env_error"}
 
 
-async def test_a_limiter_that_lets_nobody_in_is_refused() -> None:
+async def test_limiter_with_0_places_is_env_error() -> None:
     class Shut(Plain):
         async def step(self, turn: Turn) -> None:
             async with self.episode.limiter("door", 0):
@@ -255,7 +255,7 @@ async def test_a_limiter_that_lets_nobody_in_is_refused() -> None:
     assert "at least one must get in" in trajectory.error
 
 
-async def test_a_task_whose_answer_is_no_string_is_refused_by_id() -> None:
+async def test_task_with_a_non_string_answer_is_refused_by_id() -> None:
     with pytest.raises(BadTask, match=r"task 'a': answer: a string is needed, got 5"):
         await play_all(Plain(), "Yes", tasks=[Task(id="a", prompt="x", answer=5)])  # type: ignore[arg-type]
 

@@ -302,7 +302,7 @@ def test_episode_attribute_before_setup_raises() -> None:
         assert not hasattr(Base(), name)
 
 
-def test_a_constructor_that_raises_is_told_with_its_cause() -> None:
+def test_constructor_that_raises_is_refused_with_its_cause() -> None:
     class Unmade(Base):
         def __init__(self) -> None:
             len(5)  # type: ignore[arg-type]  # that is the point
@@ -311,7 +311,7 @@ def test_a_constructor_that_raises_is_told_with_its_cause() -> None:
         Run(Unmade, ScriptedEngine("Yes"))
 
 
-def test_a_constructor_that_wants_arguments_is_told_apart() -> None:
+def test_constructor_with_arguments_is_refused_with_the_fix() -> None:
     class Wants(Base):
         def __init__(self, level: int) -> None:
             self.level = level
@@ -350,12 +350,12 @@ def test_invalid_member_is_refused_at_class_definition(members: dict[str, Any], 
 
 
 @pytest.mark.parametrize("function", ["name", property(weigh)])
-def test_a_tool_mark_on_what_is_no_method_is_refused(function: Any) -> None:
+def test_tool_decorator_on_a_non_method_is_refused(function: Any) -> None:
     with pytest.raises(BadEnvironment, match=r"@tool decorates a method, .* @tool\(name=\.\.\.\)"):
         tool(function)
 
 
-def test_seconds_of_a_tool_that_are_no_number_are_refused() -> None:
+def test_non_numeric_seconds_of_a_tool_are_refused() -> None:
     def slow(self: Any) -> str:
         """Take long."""
         return ""

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("name", ["task", "episode", "shared", "tools"])
-def test_what_only_an_episode_has_is_missed_by_name_and_reason(name: str) -> None:
+def test_episode_attribute_outside_an_episode_raises_with_reason(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"^Plain\.{name} exists only in an episode, from setup\(\) on"):
         getattr(Plain(), name)
     assert not hasattr(Plain(), name)

@@ -380,7 +380,7 @@ async def test_tools_of_a_server_whose_session_is_opened_in_setup() -> None:
     assert (trajectory.outcome, trajectory.reward, trajectory.error) == (Outcome.COMPLETED, 1.0, "")
 
 
-async def test_an_environment_behind_a_connection_is_stepped() -> None:
+async def test_remote_environment_is_stepped_over_a_connection() -> None:
     class Remote(Environment):
         def tasks(self) -> list[Task]:
             return [Task(id="count", prompt="Count to 3.")]
@@ -477,7 +477,7 @@ async def test_ending_from_inside_a_tool() -> None:
     assert (trajectory.reward, trajectory.reason, len(trajectory.turns)) == (1.0, "answered", 1)
 
 
-async def test_a_limit_is_no_error_to_whoever_writes_the_whole_loop() -> None:
+async def test_rollout_that_reraises_a_limit_is_turn_limit_and_scored() -> None:
     class Whole(Environment):
         limits = Limits(turns=2)
 

@@ -184,7 +184,7 @@ async def test_a_lifespan_needs_no_decorator_of_either_colour() -> None:
         seen.clear()
 
 
-async def test_a_lifespan_that_gives_no_context_manager_is_told_to_yield() -> None:
+async def test_lifespan_that_is_not_a_context_manager_is_refused() -> None:
     class Returns(Plain):
         def lifespan(self) -> Any:
             return {"a": 1}

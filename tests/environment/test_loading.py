@@ -111,7 +111,7 @@ def test_an_authors_own_envs_folder_hides_no_bundled_environment(folder: Path) -
         ("wrong.py:Mine", "step: wrong signature"),
     ],
 )
-def test_what_cannot_be_found_is_named_with_what_there_is(folder: Path, name: str, message: str) -> None:
+def test_environment_that_does_not_load_is_refused_with_its_cause(folder: Path, name: str, message: str) -> None:
     (folder / "two.py").write_text(MINIMAL.format(name="One") + MINIMAL.format(name="Two"))
     (folder / "broken.py").write_text("1 / 0")
     (folder / "importing.py").write_text("import not_installed")

@@ -46,7 +46,7 @@ async def test_sampling_may_be_assigned_before_any_turn() -> None:
     assert [len(turn.token_ids) for turn in trajectory.turns] == [6, 1, 2, 3]
 
 
-async def test_what_setup_gives_does_not_reach_the_episodes_beside_it() -> None:
+async def test_settings_from_setup_do_not_reach_other_episodes() -> None:
     class First(Sets):
         def setup(self) -> None:
             if self.episode.index == 0:
@@ -65,7 +65,7 @@ async def test_what_setup_gives_does_not_reach_the_episodes_beside_it() -> None:
         (Limits(context=60), Outcome.CONTEXT_LIMIT),
     ],
 )
-async def test_the_limits_that_setup_gives_are_reached(limits: Limits, outcome: Outcome) -> None:
+async def test_limits_from_setup_hold_and_the_run_overrides_them(limits: Limits, outcome: Outcome) -> None:
     trajectory = await play(Sets(limits=limits), lambda turn: "12345")
     assert (trajectory.outcome, trajectory.limit) == (outcome, next(iter(limits.given())))
     of_the_run = Limits(turns=50, tokens=None, context=None)
@@ -74,7 +74,7 @@ async def test_the_limits_that_setup_gives_are_reached(limits: Limits, outcome: 
 
 
 @pytest.mark.parametrize("name", ["step", "tool", "reward", "seconds"])
-async def test_the_clocks_that_setup_gives_run(name: str) -> None:
+async def test_time_limits_from_setup_hold(name: str) -> None:
     field = name if name == "seconds" else f"{name}_seconds"
 
     class Slow(Sets):
@@ -111,7 +111,7 @@ async def test_the_clocks_that_setup_gives_run(name: str) -> None:
         ({"sampling": {"max_tokens": 2}}, "self.sampling = {'max_tokens': 2}: give Sampling(...)"),
     ],
 )
-async def test_what_cannot_be_heeded_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+async def test_unusable_setting_from_setup_is_env_error_and_named(given: dict[str, Any], said: str) -> None:
     trajectory = await play(Sets(**given), "Yes")
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert said in trajectory.error

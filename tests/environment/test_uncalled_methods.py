@@ -37,7 +37,7 @@ def test_a_method_with_a_name_like_a_hooks_is_named_with_the_hook(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for names in SETTING_SYNONYMS.values() for name in names.split()])
-def test_setting_of_another_name_is_told_with_its_own(name: str) -> None:
+def test_misnamed_setting_is_reported_with_the_right_name(name: str) -> None:
     (text,) = told(type("Odd", (Plain,), {name: "You are brief."}))
     assert text.startswith(f"Odd.{name} is never read: the setting is called ")
     assert hasattr(Environment, text.partition("called ")[2].partition(".")[0])
@@ -48,7 +48,7 @@ def test_setting_of_another_name_is_told_with_its_own(name: str) -> None:
     assert told(type("Reads", (Plain,), {"max_turns": 5, "setup": reads})) == []
 
 
-def test_finished_beside_tasks_is_told_where_it_belongs() -> None:
+def test_misplaced_finished_is_reported_with_the_right_place() -> None:
     class Curriculum(Plain):
         async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]
             yield Task(id="a", prompt="?")
@@ -106,7 +106,7 @@ def test_a_step_that_a_rollout_has_called_is_fine() -> None:
     assert [told(kind) for kind in (Answers, Calls, GoesUp, Steps)] == [[], [], [], []]
 
 
-def test_what_is_called_marked_or_somebody_elses_is_fine() -> None:
+def test_called_marked_or_unrelated_methods_are_not_reported() -> None:
     class Fine(Plain):
         def setup(self) -> None:
             self.reset()

@@ -215,7 +215,7 @@ async def test_an_agent_on_an_engine_of_its_own_is_not_trained() -> None:
 
 
 @pytest.mark.parametrize("what", ["context", "template"])
-async def test_what_fails_in_an_untrained_agent_is_env_error_and_names_it(what: str) -> None:
+async def test_failure_of_an_untrained_agent_is_env_error_and_names_it(what: str) -> None:
     class Served(Plain):
         async def step(self, turn: Turn) -> str:
             user = self.episode.conversation("user", prompt="x" * 500 if what == "context" else "Hello")
@@ -337,7 +337,7 @@ async def test_a_conversation_that_begins_with_what_was_sampled_says_so(added: b
 
 
 @pytest.mark.parametrize(("train", "few_shot"), [(False, False), (True, True)], ids=["untrained", "few-shot"])
-async def test_what_is_not_trained_or_was_not_sampled_is_no_fault(train: bool, few_shot: bool) -> None:
+async def test_untrained_or_unsampled_prompt_passes_assert_exact(train: bool, few_shot: bool) -> None:
     replies = {"main": "It is 78", "branch": ["Yes", "No"]}
     async with Run(Branches(train=train, few_shot=few_shot), recording(replies)) as run:
         trajectories = [t async for t in run]

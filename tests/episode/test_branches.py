@@ -145,7 +145,7 @@ async def test_stored_branches_follow_from_messages_and_ids(tmp_path: Path) -> N
     assert (found["agent"], found["kind"]) == ("further", "layout")
 
 
-async def test_what_cannot_be_branched_is_refused_by_name() -> None:
+async def test_invalid_branch_keep_and_tries_are_refused() -> None:
     class Branches(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             turn = await conversation.generate()
@@ -203,7 +203,7 @@ async def test_an_error_in_one_try_is_that_of_all() -> None:
 # --- the check
 
 
-async def test_a_branch_that_was_encoded_anew_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_branch_that_was_encoded_again_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     branch_off = prompting._branch_off
 
     def encoded_anew(prompt: Any, node: Any) -> None:

@@ -64,7 +64,7 @@ def verdicts(trajectory: Trajectory) -> list[Verdict]:
     return [request.verdict for request in trajectory.requests]
 
 
-async def test_a_loop_that_appends_goes_on_from_the_very_ids() -> None:
+async def test_loop_that_appends_continues_from_the_same_ids() -> None:
     async def loop(episode: Any) -> None:
         messages: list[Any] = [SYSTEM, TASK]
         for text in ("one", "two"):
@@ -95,7 +95,7 @@ async def test_a_turn_that_is_dropped_leaves_the_ids_of_the_turns_before_it() ->
     assert trajectory.segments[1].shared == trajectory.turns[0].end
 
 
-async def test_two_that_go_on_from_one_turn_at_once_are_a_branch() -> None:
+async def test_simultaneous_requests_after_one_turn_are_a_branch() -> None:
     async def loop(episode: Any) -> None:
         messages: list[Any] = [SYSTEM, TASK]
         turn = await episode.chat(messages, tools=[RUN])
@@ -140,7 +140,7 @@ async def test_repeated_request_of_a_delivered_turn_is_a_sibling() -> None:
     assert [segment.cause for segment in trajectory.segments] == ["start", "again"]
 
 
-async def test_of_the_turns_that_a_client_names_the_latest_is_gone_on_from() -> None:
+async def test_latest_of_several_named_turns_is_the_parent() -> None:
     made: list[Turn] = []
 
     async def loop(episode: Any) -> None:
@@ -158,7 +158,7 @@ async def test_of_the_turns_that_a_client_names_the_latest_is_gone_on_from() -> 
     assert (request.parent_agent, request.parent_turn) == (meant.agent, meant.number)
 
 
-async def test_an_assistant_message_that_nobody_sampled_is_context() -> None:
+async def test_unsampled_assistant_message_begins_a_foreign_segment() -> None:
     async def loop(episode: Any) -> None:
         messages: list[Any] = [SYSTEM, TASK]
         turn = await episode.chat(messages, tools=[RUN])

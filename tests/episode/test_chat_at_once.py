@@ -148,7 +148,7 @@ async def test_undelivered_answer_is_sent_without_sampling(
     assert len(trajectory.turns) == 1
 
 
-async def test_what_is_in_flight_when_the_program_ends_is_cut_and_kept() -> None:
+async def test_request_in_flight_when_the_rollout_ends_is_cut_and_kept() -> None:
     class Leaves(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             async with anyio.create_task_group() as group:
@@ -196,5 +196,5 @@ async def test_a_limit_of_turns_ends_every_request() -> None:
     assert trajectory.requests[1].verdict is Verdict.APPEND
 
 
-def test_nobody_is_left_in_a_thread() -> None:
+def test_no_thread_of_a_pool_is_left_running() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]

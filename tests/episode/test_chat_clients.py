@@ -57,7 +57,7 @@ async def played(recorded: Recording, path: Path | None = None) -> tuple[list[Tr
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
-async def test_what_a_client_does_to_its_history_has_its_verdict(name: str) -> None:
+async def test_history_change_of_a_client_has_the_expected_verdict(name: str) -> None:
     recorded = RECORDINGS[name]
     trajectories, engine = await played(recorded)
     for trajectory in trajectories:
@@ -81,7 +81,7 @@ async def test_what_a_client_does_to_its_history_has_its_verdict(name: str) -> N
 
 @pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("name", NAMES)
-async def test_what_came_of_a_recording_follows_from_the_file_and_is_shown(name: str, tmp_path: Path) -> None:
+async def test_verdicts_of_a_named_recording_verify_and_are_shown(name: str, tmp_path: Path) -> None:
     requests, path = recorded(name), tmp_path / "run.db"
     words = iter(replies(requests))
     engine = recording(lambda asked: next(words), template="hermes", context=1_000_000)
@@ -99,7 +99,7 @@ async def test_what_came_of_a_recording_follows_from_the_file_and_is_shown(name:
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
-async def test_what_came_of_it_follows_from_the_file_and_is_shown(name: str, tmp_path: Path) -> None:
+async def test_verdicts_of_a_history_change_verify_and_are_shown(name: str, tmp_path: Path) -> None:
     recorded, path = RECORDINGS[name], tmp_path / "run.db"
     trajectories, _ = await played(recorded, path)
     result = await anyio.to_thread.run_sync(verify, path)

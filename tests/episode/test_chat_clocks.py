@@ -26,7 +26,7 @@ def anyio_backend(clock: trio.testing.MockClock) -> tuple[str, dict[str, object]
     return "trio", {"clock": clock}
 
 
-async def test_a_clock_stands_still_only_while_all_that_ask_wait(clock: trio.testing.MockClock) -> None:
+async def test_clock_stops_only_while_all_requests_wait(clock: trio.testing.MockClock) -> None:
     with Clock(10) as over:
         with Asking():
             with Waiting():
@@ -46,7 +46,7 @@ async def test_a_clock_stands_still_only_while_all_that_ask_wait(clock: trio.tes
     assert over.fired, "4 and 7 seconds were worked"
 
 
-async def test_what_an_outsider_has_sampled_is_under_the_clock_of_the_play(clock: trio.testing.MockClock) -> None:
+async def test_request_from_outside_the_rollout_is_cut_at_seconds(clock: trio.testing.MockClock) -> None:
     class Outside(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             handed.set()

@@ -178,7 +178,7 @@ async def test_local_context_of_decimal_lasts_until_close() -> None:
     assert decimal.getcontext().prec == 28
 
 
-async def test_token_of_another_kind_of_hook_is_told_with_the_fix() -> None:
+async def test_token_reset_in_another_kind_of_hook_fails_with_the_fix() -> None:
     class Crosses(Says):
         @reward
         async def kept(self) -> bool:  # type: ignore[override]  # either form is a reward
@@ -210,7 +210,7 @@ async def test_variables_after_an_abandoned_call_are_the_tasks() -> None:
     assert sorted(seen) == ["t0", "t1", "t2"]
 
 
-async def test_database_of_another_thread_is_told_with_the_fix() -> None:
+async def test_database_of_another_thread_fails_with_the_fix() -> None:
     class Queries(Says):
         def setup(self) -> None:
             with ThreadPoolExecutor(1) as other:

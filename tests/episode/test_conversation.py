@@ -56,7 +56,7 @@ async def test_stop_string_cuts_the_text_and_keeps_its_last_id(chunks: Any) -> N
     assert trajectory.messages[1]["content"] == "one "
 
 
-async def test_generate_goes_on_with_a_turn_that_was_cut() -> None:
+async def test_generate_continues_a_cut_turn() -> None:
     async def talk(conversation: Conversation) -> None:
         first = await conversation.generate(sampling=Sampling(max_tokens=4))
         assert (first.text, first.finish) == ("Once", FinishReason.LENGTH)
@@ -286,7 +286,7 @@ async def test_control_text_in_a_reply_that_was_cut_still_extends() -> None:
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_turn_that_the_rollout_left_behind_ends_with_its_episode(tmp_path: Path, anyio_backend: str) -> None:
+async def test_unawaited_turn_of_a_rollout_ends_with_its_episode(tmp_path: Path, anyio_backend: str) -> None:
     left: list[asyncio.Task[Turn]] = []
 
     class Leaves(Plain):

@@ -294,7 +294,7 @@ async def test_a_constructor_that_raises_fails_its_episodes_only() -> None:
     assert [t.outcome for t in played] == [Outcome.ENV_ERROR, Outcome.COMPLETED, Outcome.COMPLETED]
 
 
-async def test_a_hook_that_nobody_overrode_takes_no_thread() -> None:
+async def test_hook_that_is_not_overridden_takes_no_thread() -> None:
     class Quiet(Environment):
         def tasks(self) -> list[Task]:
             return tasks(1)

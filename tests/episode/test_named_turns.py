@@ -111,7 +111,7 @@ def says(turns: int = 3) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-async def test_what_a_client_changes_around_ids_leaves_one_segment(name: str) -> None:
+async def test_message_changed_around_its_ids_keeps_one_segment(name: str) -> None:
     change, tolerated = CHANGES[name]
     (trajectory,) = await asked(changed_loop(change), says())
     assert verdicts(trajectory) == ["new", "append", "append", "append"]
@@ -124,7 +124,7 @@ async def test_what_a_client_changes_around_ids_leaves_one_segment(name: str) ->
 
 @pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("name", CHANGES)
-async def test_what_a_client_changes_around_ids_is_verified(name: str, tmp_path: Path) -> None:
+async def test_message_changed_around_its_ids_verifies(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     await asked(changed_loop(CHANGES[name][0], 2), says(2), file=path)
     checked = await anyio.to_thread.run_sync(verify, path)
@@ -212,7 +212,7 @@ async def test_a_beginning_that_changes_stays_in_one_thread(
     assert checked.exit_code == 0, checked.output
 
 
-async def test_a_beginning_that_changes_once_is_gone_on_from() -> None:
+async def test_beginning_that_changes_once_starts_one_new_segment() -> None:
     async def loop(episode: Any) -> None:
         messages: list[Any] = [SYSTEM, TASK]
         for number in range(4):

@@ -30,7 +30,7 @@ def serve_http() -> Any:
 
 
 @pytest.mark.parametrize("what", OPENED)
-async def test_what_setup_opens_close_may_close(what: str) -> None:
+async def test_block_opened_in_setup_may_be_closed_in_close(what: str) -> None:
     trajectories, run = await played(Opens(what, "setup", "close"))
     assert_unharmed(trajectories)
     assert not run.summary.faults
@@ -58,7 +58,7 @@ QUICK = ["asyncio_group", "asyncio_timeout", "anyio_group", "anyio_scope", "data
 
 @pytest.mark.parametrize(("opens", "closes"), WHERE)
 @pytest.mark.parametrize("what", QUICK)
-async def test_what_any_hook_opens_a_later_one_may_close(what: str, opens: str, closes: str) -> None:
+async def test_block_opened_in_any_hook_may_be_closed_in_a_later_one(what: str, opens: str, closes: str) -> None:
     trajectories, run = await played(Loops(what, opens, closes))
     assert_unharmed(trajectories)
     assert not run.summary.faults
@@ -80,14 +80,14 @@ CUT = [
 
 
 @pytest.mark.parametrize(("what", "opens"), CUT)
-async def test_what_is_open_when_the_time_is_up_close_may_close(what: str, opens: str) -> None:
+async def test_block_open_at_the_time_limit_may_be_closed_in_close(what: str, opens: str) -> None:
     trajectories, run = await played(Loops(what, opens, "close", waits=True), limits=Limits(seconds=0.5))
     assert_unharmed(trajectories, Outcome.TIME_LIMIT)
     assert not run.summary.faults
 
 
 @pytest.mark.parametrize(("what", "opens"), CUT)
-async def test_what_is_open_in_a_cancelled_run_close_may_close(what: str, opens: str) -> None:
+async def test_block_open_in_a_cancelled_run_may_be_closed_in_close(what: str, opens: str) -> None:
     closed: list[str] = []
 
     class Cut(Loops):
@@ -109,14 +109,14 @@ async def test_what_is_open_in_a_cancelled_run_close_may_close(what: str, opens:
 
 @pytest.mark.parametrize("opens", ["setup", "first"])
 @pytest.mark.parametrize("what", OPENED)
-async def test_what_no_hook_closes_is_closed_or_told(what: str, opens: str) -> None:
+async def test_block_that_no_hook_closes_is_closed_and_reported(what: str, opens: str) -> None:
     trajectories, run = await played(Opens(what, opens, "never"))
     assert_unharmed(trajectories)
     (fault,) = run.summary.faults
     assert fault.startswith("t1#0: self.stack was opened in a hook and never closed; close it in close()")
 
 
-async def test_what_cannot_be_closed_fails_its_episode_alone() -> None:
+async def test_block_that_cannot_be_closed_fails_its_episode_alone() -> None:
     class Hides(Opens):
         async def setup(self) -> None:
             if self.task.id == "t1":
@@ -280,7 +280,7 @@ async def test_on_trio_close_may_close_what_setup_opened(what: str, opens: str) 
 
 @ON_TRIO
 @pytest.mark.parametrize("what", ["anyio_group", "mcp_stdio"])
-async def test_on_trio_what_no_hook_closes_is_closed_and_told(what: str) -> None:
+async def test_on_trio_block_that_no_hook_closes_is_closed_and_reported(what: str) -> None:
     trajectories, run = await played(Opens(what, "setup", "never"))
     assert_unharmed(trajectories)
     (fault,) = run.summary.faults
@@ -289,7 +289,7 @@ async def test_on_trio_what_no_hook_closes_is_closed_and_told(what: str) -> None
 
 @ON_TRIO
 @pytest.mark.parametrize(("opens", "closes"), [("setup", "reward"), ("first", "second"), ("rollout", "close")])
-async def test_on_trio_what_cannot_be_closed_fails_its_episode_alone(opens: str, closes: str) -> None:
+async def test_on_trio_block_that_cannot_be_closed_fails_its_episode(opens: str, closes: str) -> None:
     class NeverUses(Loops):
         async def at(self, hook: str) -> None:  # a group that is left out of order is dead
             self.use = None

@@ -69,7 +69,7 @@ async def test_rollout_that_returns_after_a_cut_turn_is_token_limit() -> None:
     assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.TOKEN_LIMIT, "max_tokens", 1.0)
 
 
-async def test_a_game_answers_a_cut_turn_and_goes_on() -> None:
+async def test_game_may_answer_a_cut_turn_and_continue() -> None:
     trajectory = await play(Endless, always("12345678"), sampling=Sampling(max_tokens=4), limits=Limits(turns=3))
     assert [(turn.finish, turn.text) for turn in trajectory.turns] == [(FinishReason.LENGTH, "1234")] * 3
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TURN_LIMIT, "turns")
@@ -154,7 +154,7 @@ async def test_second_prompt_past_the_context_ends_the_episode() -> None:
 
 
 @pytest.mark.parametrize("after", ["return", "raise"])
-async def test_a_full_context_that_nobody_answered_is_the_outcome(after: str) -> None:
+async def test_swallowed_context_limit_is_still_the_outcome(after: str) -> None:
     class Swallows(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -249,7 +249,7 @@ async def test_an_authors_exception_after_a_limit_fired_leaves_the_limit() -> No
 
 
 @pytest.mark.parametrize("why", ["limit", "end"])
-async def test_nobody_can_swallow_a_latched_ending_by_accident(why: str) -> None:
+async def test_swallowed_ending_is_raised_again_until_the_rollout_ends(why: str) -> None:
     class Stubborn(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             while True:
@@ -384,7 +384,7 @@ class OnlyMetrics(Environment):
         return 1
 
 
-def test_metrics_alone_are_no_reward() -> None:
+def test_class_with_only_metrics_is_refused_at_start() -> None:
     from runner import BadEnvironment
 
     with pytest.raises(BadEnvironment, match="@reward"):

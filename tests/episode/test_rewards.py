@@ -76,7 +76,7 @@ async def test_one_reward_that_is_none_makes_the_sum_none() -> None:
     ],
     ids=["string", "nan", "list", "unknown agent", "a name of its own"],
 )
-async def test_what_is_no_reward_is_env_error(value: Any, said: str) -> None:
+async def test_invalid_reward_value_is_env_error(value: Any, said: str) -> None:
     class Odd(Plain):
         @reward
         def correct(self) -> Any:

@@ -162,7 +162,7 @@ async def test_turns_of_one_conversation_keep_as_many_as_each_asked_for() -> Non
 
 
 @pytest.mark.parametrize("chunks", [1, 4, "whole"], ids=str)
-async def test_what_came_past_a_stop_string_has_no_likeliest_ids(chunks: Any) -> None:
+async def test_ids_past_a_stop_string_have_no_likeliest_ids(chunks: Any) -> None:
     turn = await said(recording("one END two", chunks=chunks), stop=("END",), logprobs=2)
     assert turn.top_ids.shape == (7, 2)
 

@@ -132,7 +132,7 @@ async def test_streamed_pieces_equal_the_turn_in_every_family(name: str, cut: in
     assert cut or [call.name for call in called(events)] == ["add"]
 
 
-async def test_a_close_that_the_model_writes_before_its_stop_is_not_heard() -> None:
+async def test_closing_token_before_the_stop_id_is_not_streamed() -> None:
     tokenizer = ByteTokenizer()
     end = tokenizer.encode("<|im_end|>")[0]
     engine = recording(Reply(ids=[*b"so", end], finish="length"), template="hermes", tokenizer=tokenizer, stop_ids=(7,))
@@ -141,7 +141,7 @@ async def test_a_close_that_the_model_writes_before_its_stop_is_not_heard() -> N
     assert_heard(events, turn)
 
 
-async def test_what_may_begin_a_stop_string_is_heard_only_when_it_does_not() -> None:
+async def test_possible_stop_string_is_withheld_until_it_differs() -> None:
     events, turn = await heard(recording("an ENd, the END of it", chunks=1), "END")
     assert turn.text == joined(events, ContentPiece) == "an ENd, the "
 
@@ -212,7 +212,7 @@ async def listen(conversation: Conversation) -> None:
             raise ZeroDivisionError
 
 
-async def test_an_error_of_whoever_listens_leaves_the_block_as_it_is() -> None:
+async def test_exception_inside_a_stream_block_leaves_it_unchanged() -> None:
     async def talk(conversation: Conversation) -> None:
         with pytest.raises(ZeroDivisionError):
             await listen(conversation)
@@ -223,7 +223,7 @@ async def test_an_error_of_whoever_listens_leaves_the_block_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False], ids=["to the end", "not at all"])
-async def test_an_episode_that_is_over_says_so_to_whoever_listens(listens: bool) -> None:
+async def test_stream_of_an_ended_episode_raises_episode_over(listens: bool) -> None:
     ended: list[bool] = []
 
     async def talk(conversation: Conversation) -> None:
@@ -255,7 +255,7 @@ async def test_two_turns_of_one_agent_are_not_sampled_at_once() -> None:
     await talked(talk, recording("yes", latency=Latency(between=1)))
 
 
-async def test_of_a_turn_that_is_continued_only_what_is_new_is_heard() -> None:
+async def test_continued_turn_streams_only_its_new_part() -> None:
     cut = f"so\n<tool_call>\n{CALL[:20]}"
     engine = recording([Reply(cut, finish="length"), f"{CALL[20:]}\n</tool_call>"], template="hermes", chunks=3)
 

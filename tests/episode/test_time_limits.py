@@ -108,7 +108,7 @@ async def test_session_of_setup_is_open_for_scoring_after_a_time_limit(
     assert (trajectory.outcome, trajectory.reward, trajectory.error) == (Outcome.TIME_LIMIT, 1.0, "")
 
 
-async def test_the_model_reads_that_a_tool_took_longer_and_play_goes_on(clock: trio.testing.MockClock) -> None:
+async def test_tool_that_takes_too_long_is_reported_to_the_model(clock: trio.testing.MockClock) -> None:
     class Searches(Timed):
         @tool
         async def search(self) -> str:
@@ -213,7 +213,7 @@ async def test_prompt_counts_as_setup_and_is_closed(clock: trio.testing.MockCloc
     assert seen == ["closed"]
 
 
-async def test_setup_time_is_no_time_of_play(clock: trio.testing.MockClock) -> None:
+async def test_setup_time_does_not_count_towards_seconds(clock: trio.testing.MockClock) -> None:
     class Prepares(Timed):
         async def setup(self) -> None:
             await self.passes(200)
@@ -351,7 +351,7 @@ async def test_limits_of_the_run_override_the_class_by_field(clock: trio.testing
     assert (await play(Own(clock), "Yes", limits=Limits(seconds=300))).outcome is Outcome.COMPLETED
 
 
-async def test_clocks_stand_still_while_a_template_is_rendered(
+async def test_clocks_stop_while_a_template_is_rendered(
     clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     render, loop, elsewhere = Renderer.render, threading.get_ident(), 0
@@ -450,7 +450,7 @@ def test_clock_of_a_hook_stops_while_an_agent_is_sampled(hook: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
-def test_the_clock_of_a_hook_goes_on_when_the_other_agent_has_spoken(hook: str) -> None:
+def test_clock_of_a_hook_resumes_after_an_agent_was_sampled(hook: str) -> None:
     trajectory, faults = asking(Asks(hook, seconds=6))
     told = [message["content"] for message in trajectory.messages if "took longer than 5 s" in message["content"]]
     if hook == "tool":

@@ -118,7 +118,7 @@ class Adds(Plain):
     ],
     ids=["unknown tool", "missing", "wrong type", "ToolError"],
 )
-async def test_a_bad_call_goes_back_as_a_tool_message_and_play_goes_on(said: str, answered: str) -> None:
+async def test_bad_call_is_answered_by_a_tool_message_and_play_continues(said: str, answered: str) -> None:
     trajectory = await play(Adds, [said, call("add", a=1, b=2), "3"])
     first, second = results(trajectory)
     assert first[:30] == answered[:30]
@@ -327,7 +327,7 @@ class Fails(Plain):
         ("both", "ExceptionGroup: two (2 sub-exceptions): ValueError: one; KeyError: 'other'"),
     ],
 )
-async def test_whatever_a_tool_does_wrong_the_error_names_it_and_its_line(name: str, kind: str) -> None:
+async def test_error_inside_a_tool_names_the_tool_and_its_line(name: str, kind: str) -> None:
     error = (await play(Fails, [call(name)])).error
     assert error.startswith(kind)
     assert re.search(rf"\b{name}\b.*{re.escape(__file__)}:\d+", error), error

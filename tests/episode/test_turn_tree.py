@@ -62,7 +62,7 @@ async def test_history_that_ends_at_a_prompt_samples_its_turn_again() -> None:
     assert trained(trajectory) == trajectory.sampled
 
 
-async def test_a_path_that_was_left_behind_is_found_again() -> None:
+async def test_abandoned_path_is_extended_when_its_history_returns() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
         conversation.add("b")
@@ -81,7 +81,7 @@ async def test_a_path_that_was_left_behind_is_found_again() -> None:
     )
 
 
-async def test_cut_turn_is_continued_also_after_it_went_on() -> None:
+async def test_cut_turn_may_be_branched_from_after_its_continuation() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(max_tokens=4))
         cut = conversation.messages

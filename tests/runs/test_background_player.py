@@ -304,7 +304,7 @@ def test_weights_in_mid_episode_are_recorded_by_turn() -> None:
     assert (versions[0], versions[-1]) == ("scripted", "1")
 
 
-def test_version_that_was_used_is_refused_and_play_goes_on() -> None:
+def test_used_version_is_refused_and_play_continues() -> None:
     with BackgroundPlayer(Plain, recording("Yes")) as player:
         player.update_weights({}, version="7")
         with pytest.raises(BadOption, match="7"):
@@ -312,7 +312,7 @@ def test_version_that_was_used_is_refused_and_play_goes_on() -> None:
         assert player.play(FIRST)[0].reward == 1.0
 
 
-def test_weights_of_another_model_are_refused_and_play_goes_on() -> None:
+def test_weights_of_another_model_are_refused_and_play_continues() -> None:
     class Picky(ScriptedEngine):
         async def check_update(self, *args: Any, **named: Any) -> Any:
             raise BadWeights("the model has no tensor 'x'")

@@ -64,7 +64,7 @@ async def test_no_task_begins_that_cannot_be_needed(begun: list[str]) -> None:
         assert run.plays == set()
 
 
-async def test_next_call_goes_on_with_the_next_task() -> None:
+async def test_next_call_continues_with_the_next_task() -> None:
     async with run_of("sfsfssfsss" * 3) as run:
         calls = [await taken(run, 3) for _ in range(4)]
     ids = [each for call in calls for each in call]
@@ -88,7 +88,7 @@ async def test_every_episode_is_given_or_flat_in_any_order_of_spread(seed: int, 
     assert set(begun) == {f"t{number}" for number in range(counted // 2)}
 
 
-async def test_source_that_ends_gives_fewer() -> None:
+async def test_source_that_ends_early_yields_fewer_groups() -> None:
     async with run_of("sffs") as run:
         assert sorted(await taken(run, 3)) == ["t0", "t3"]
         assert run.summary.flat == 2
@@ -132,7 +132,7 @@ async def test_stored_tasks_of_a_resumed_file_are_not_waited_for(tmp_path: Path)
         assert sorted(await taken(run, 2)) == ["t2", "t3"]
 
 
-def test_background_player_gives_full_groups_and_begins_no_more(begun: list[str]) -> None:
+def test_background_player_begins_no_task_past_the_full_groups(begun: list[str]) -> None:
     given = tasks("sffs" + "s" * 30)
     with BackgroundPlayer(Uneven, recording("Yes"), group_size=2) as player:
         first = [group.task.id for group in player.groups(given, full=2)]

@@ -87,7 +87,7 @@ def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> No
 
 
 @pytest.mark.in_turns("starts and ends", 6)
-def test_ctrl_c_gives_up_an_engine_that_is_starting(tmp_path: Path, demo_model_folder: Path) -> None:
+def test_ctrl_c_during_engine_start_cancels_the_start(tmp_path: Path, demo_model_folder: Path) -> None:
     with Terminal([DELTARUNNER, "run", "calculator", "--file", "run.db"], folder=tmp_path) as terminal:
         terminal.read_until_like(r"starting the engine, ([3-9]|\d\d) s", seconds=END_SECONDS)
         terminal.press(CTRL_C)

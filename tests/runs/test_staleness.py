@@ -287,7 +287,7 @@ async def test_turn_aborted_by_its_engine_fails_without_retries() -> None:
     assert len(engine.calls) == 2
 
 
-async def test_no_clock_runs_while_the_engine_stands_still() -> None:
+async def test_clocks_do_not_run_while_the_engine_is_paused() -> None:
     class Slow(Plain):
         limits = Limits(seconds=0.2, stall_seconds=0.2)
 

@@ -36,7 +36,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
-def test_what_a_run_waits_for_is_known_outside_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_is_readable_in_a_callback_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first Ctrl-C asks in a callback of the loop, and was lost where that raised."""
     monkeypatch.setattr(state, "SHOWN_SECONDS", -1.0)
     seen: list[str] = []
