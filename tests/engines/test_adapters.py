@@ -246,13 +246,13 @@ def kept(book: VllmAdapters) -> set[Path]:
     return set(book._folders)
 
 
-async def test_a_file_is_no_folder(book: VllmAdapters, folder: Path) -> None:
+async def test_adapter_file_is_refused_in_favor_of_its_folder(book: VllmAdapters, folder: Path) -> None:
     with pytest.raises(BadWeights, match="give the folder that holds it"):
         await book.add("poet", folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("source", [None, 7], ids=str)
-async def test_what_is_no_adapter_at_all_is_refused_by_its_kind(book: VllmAdapters, source: Any) -> None:
+async def test_adapter_source_of_a_wrong_type_is_refused_by_its_type(book: VllmAdapters, source: Any) -> None:
     with pytest.raises(BadWeights, match=f"not {type(source).__name__}"):
         await book.add("poet", source)
 
@@ -274,7 +274,7 @@ async def test_shapes_of_a_quantized_model_are_left_to_vllm(model: Path, folder:
     assert await adapters_of(FakeVllm(model, quantization="awq")).add("poet", folder) == "poet@1"
 
 
-async def test_what_vllm_refuses_leaves_nothing_behind(book: VllmAdapters, vllm: FakeVllm, folder: Path) -> None:
+async def test_adapter_that_vllm_refuses_leaves_no_files(book: VllmAdapters, vllm: FakeVllm, folder: Path) -> None:
     await book.add("poet", folder)
     await book.remove("poet")
     vllm.fails = EngineError("add_adapter(): unexpected modules")

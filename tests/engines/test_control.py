@@ -77,7 +77,7 @@ REFUSED: list[Any] = [
 
 
 @pytest.mark.parametrize(("before", "refused", "said"), REFUSED)
-async def test_what_cannot_be_now_is_one_clear_error_and_changes_nothing(
+async def test_control_impossible_in_this_state_raises_and_changes_nothing(
     before: Callable[[Engine], Awaitable[None]], refused: Callable[[Engine], Awaitable[None]], said: str
 ) -> None:
     async with slow() as engine:
@@ -181,9 +181,7 @@ async def in_a_pause(mode: str, *, environment: Plain, clock: trio.testing.MockC
 
 # Only trio has a clock that a test can move.
 @pytest.mark.parametrize("mode", MODES)
-def test_the_clocks_of_whoever_waits_for_a_paused_engine_stand_still(
-    mode: PauseMode, clock: trio.testing.MockClock
-) -> None:
+def test_episode_clocks_stop_while_the_engine_is_paused(mode: PauseMode, clock: trio.testing.MockClock) -> None:
     async def main() -> None:
         trajectories = await in_a_pause(mode, environment=Timed(), clock=clock, seconds=50)
         assert [each.outcome for each in trajectories] == [Outcome.COMPLETED] * 2

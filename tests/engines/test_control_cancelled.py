@@ -142,7 +142,7 @@ async def test_a_resume_that_is_cancelled_natively_is_done() -> None:
         assert not engine.standstill.on
 
 
-async def test_what_is_waited_for_to_its_end_gives_its_result_or_its_error() -> None:
+async def test_call_awaited_to_its_end_returns_or_raises_as_usual() -> None:
     async def raises() -> None:
         await checkpoint()
         raise ValueError("as it is")

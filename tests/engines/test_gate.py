@@ -126,7 +126,7 @@ async def test_a_closed_session_cannot_enter() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_a_cancelled_giant_no_longer_blocks_those_behind_it() -> None:
+async def test_cancelled_large_request_no_longer_blocks_later_ones() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
         await hall.arrive(0, Session(), tokens=50)
@@ -141,7 +141,7 @@ async def test_a_cancelled_giant_no_longer_blocks_those_behind_it() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_failure_wakes_everybody_and_lets_nobody_in() -> None:
+async def test_failure_raises_in_every_waiting_request_and_admits_none() -> None:
     gate = AdmissionGate(1, room=100)
     failed: list[str] = []
 

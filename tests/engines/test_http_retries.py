@@ -30,7 +30,7 @@ def test_a_wait_doubles_up_to_the_longest() -> None:
 
 
 @given(asked=st.floats(0, 120), attempt=st.integers(1, 7), seed=st.integers())
-def test_nobody_asks_earlier_than_the_server_wants(asked: float, attempt: int, seed: int) -> None:
+def test_retry_waits_at_least_as_long_as_the_server_asks(asked: float, attempt: int, seed: int) -> None:
     seconds = Retries(RetryPolicy(), seed=seed).wait_after(HttpFailure(FailureKind.BUSY, "full", asked), attempt)
     assert seconds is not None
     assert seconds >= asked
@@ -70,7 +70,7 @@ def test_waits_follow_from_the_seed_and_those_of_two_seeds_differ() -> None:
     assert first == again != other
 
 
-def test_what_was_waited_is_counted() -> None:
+def test_time_waited_for_retries_is_summed() -> None:
     retries = Retries(RetryPolicy())
     waits = [retries.wait_after(BUSY, attempt) or 0.0 for attempt in (1, 2)]
     assert retries.waited == pytest.approx(sum(waits))

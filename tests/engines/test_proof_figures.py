@@ -88,7 +88,7 @@ def test_arrived_share_of_a_change_is_measured_below_the_noise(share: float) -> 
 
 
 @pytest.mark.parametrize("change", [0.01, 0.03, 0.1])
-def test_scores_that_move_in_steps_are_no_missing_change(change: float) -> None:
+def test_coarse_score_steps_are_not_judged_a_missing_change(change: float) -> None:
     """Logits in bfloat16 between 16 and 32 are multiples of an eighth: most do not move for a small change."""
     update, step = Update(change, 0.02, dtype="float32", weights_dtype="bfloat16"), 0.125
     exact = np.random.default_rng(7).uniform(0, step, SCORE_COUNT)
@@ -99,7 +99,7 @@ def test_scores_that_move_in_steps_are_no_missing_change(change: float) -> None:
 
 
 @pytest.mark.parametrize(("size", "says"), [(0.5, False), (0.1, True)])
-def test_ids_that_take_another_route_are_no_missing_change(size: float, says: bool) -> None:
+def test_rerouted_experts_are_not_judged_a_missing_change(size: float, says: bool) -> None:
     """A tenth of the ids of a mixture of experts differ by much, before and after."""
     update = Update(0.05, 0.01, dtype="float32", weights_dtype="bfloat16")
     routed = np.where(np.random.default_rng(5).random(SCORE_COUNT) < 0.1, drawn(6, SCORE_COUNT, size), 0.0)

@@ -31,7 +31,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_what_is_said_is_heard_while_it_is_sampled() -> None:
+async def test_pieces_arrive_while_the_turn_is_sampled() -> None:
     heard: list[Any] = []
 
     async def talk(conversation: Conversation) -> None:
@@ -47,7 +47,7 @@ async def test_what_is_said_is_heard_while_it_is_sampled() -> None:
     assert "".join(event.text for event in heard) == "A long answer"
 
 
-async def test_reasoning_and_calls_are_heard_too() -> None:
+async def test_reasoning_and_tool_calls_arrive_as_events() -> None:
     heard: list[Any] = []
 
     class Heard(Adding):

@@ -248,7 +248,7 @@ async def test_an_agent_program_can_be_evaluated_on_an_api() -> None:
     assert trajectory.reward == 1.0
 
 
-async def test_a_cut_turn_that_is_to_go_on_at_an_api_is_refused_alone() -> None:
+async def test_continuing_a_cut_turn_is_refused_and_a_new_message_works() -> None:
     import openai
 
     from tests.endpoint.serving import openai_client

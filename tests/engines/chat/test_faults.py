@@ -93,7 +93,7 @@ async def played(api: Api, environment: Any = Plain, *, tasks: Any = None, engin
     ],
     ids=["429", "503", "529", "500", "408", "no JSON", "hangs up", "after the head", "in the stream", "nothing said"],
 )
-async def test_what_fails_before_the_first_piece_is_asked_again(trouble: Trouble, kind: FailureKind) -> None:
+async def test_request_that_fails_before_its_first_piece_is_retried(trouble: Trouble, kind: FailureKind) -> None:
     async with asked("Yes", troubles=[trouble, trouble]) as (api, engine):
         pieces, stream = await hear(engine)
         assert "".join(piece.text for piece in pieces if hasattr(piece, "text")) == "Yes"
@@ -242,7 +242,7 @@ async def test_an_author_may_shorten_a_history_that_does_not_fit() -> None:
     assert api.bodies[1]["messages"] == [{"role": "user", "content": "Shorter?"}]
 
 
-async def test_an_overflow_names_the_numbers_that_the_server_tells() -> None:
+async def test_prompt_too_long_error_has_the_numbers_of_the_server() -> None:
     said = "This model's maximum context length is 100 tokens. However, your messages resulted in 140 tokens."
     async with asked("Yes", troubles=[refuses(400, said)]) as (_, engine):
         with pytest.raises(PromptTooLong) as long:
@@ -289,7 +289,7 @@ async def test_a_turn_that_is_cut_keeps_what_was_said_and_ends_its_request() -> 
     assert [(turn.text, turn.finish) for turn in trajectory.turns] == [("A long a", FinishReason.ABORT)]
 
 
-async def test_leaving_a_stream_gives_its_place_to_the_next() -> None:
+async def test_stream_left_early_frees_its_place() -> None:
     async with asked(Says("A long answer", hold_after=3), engine={"places": 1}) as (api, engine):
         async with engine.stream(wanted()) as stream:
             await anext(stream)
@@ -344,7 +344,7 @@ async def test_openai_s_own_server_needs_a_key(monkeypatch: pytest.MonkeyPatch) 
             pass
 
 
-async def test_an_error_is_no_part_of_the_file_that_tells_the_key(tmp_path: Path) -> None:
+async def test_api_key_is_masked_in_the_errors_of_a_run_file(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     async with serving("Yes", troubles=[refuses(500, f"cannot use {KEY}")] * 20) as api:
         (trajectory,), _, _ = await played(api, engine=asking(api, api_key=KEY), file=file)

@@ -62,7 +62,7 @@ async def test_a_run_file_has_what_was_said_and_what_it_took(tmp_path: Path) -> 
         assert [turn.text for turn in again.turns] == [turn.text for turn in each.turns]
 
 
-async def test_a_run_is_gone_on_with_where_it_was_left(tmp_path: Path) -> None:
+async def test_interrupted_run_resumes_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     async with serving(adds) as api:
         async with Run(Adding, asking(api), file=file, concurrency=Concurrency(episodes=1)) as run:
@@ -202,7 +202,7 @@ def test_serve_offers_a_chat_engine_to_external_programs(tmp_path: Path) -> None
     ],
     ids=["no model", "a server too", "a template", "vLLM's option", "top-k"],
 )
-def test_what_does_not_go_with_an_api_is_refused_on_the_command_line(
+def test_options_that_do_not_fit_an_api_are_refused_on_command_line(
     options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

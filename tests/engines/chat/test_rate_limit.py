@@ -171,7 +171,7 @@ def test_limit_grows_by_one_after_limit_answers() -> None:
     in_trio(test)
 
 
-def test_nobody_asks_before_the_server_wants_to_be_asked_again() -> None:
+def test_overloaded_server_is_not_asked_before_its_wait_is_over() -> None:
     async def test() -> None:
         limits, _ = limiter()
         limits.overloaded(await limits.until_open(), 100.0)
@@ -259,7 +259,7 @@ def test_wait_for_the_rate_limit_stops_episode_clocks(monkeypatch: pytest.Monkey
     assert server.sent[-1] - server.sent[0] > 100
 
 
-def test_what_the_server_takes_to_think_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinking_time_of_the_server_counts_as_episode_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with standing(monkeypatch, thinks=10.0):
         (trajectory,), _, _ = played(ChatEngine("m", base_url="http://standing/v1"), 1, limits=Limits(seconds=5))
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
@@ -295,7 +295,7 @@ def test_infinite_retry_after_does_not_delay_other_requests(monkeypatch: pytest.
     assert seconds < 60
 
 
-def test_a_cancelled_run_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_run_leaves_no_request_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = HttpFailure(FailureKind.BUSY, "HTTP 429: slow down", 100.0)
 
     async def play() -> None:
@@ -323,7 +323,7 @@ def test_the_display_says_that_a_server_is_asked_too_much(monkeypatch: pytest.Mo
     assert "requests at once" in words
 
 
-def test_a_turn_that_is_cancelled_anywhere_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_cancelled_at_any_point_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> int:
         engine = ChatEngine("m", base_url="http://standing/v1", places=1)
         async with engine:

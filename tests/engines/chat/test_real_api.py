@@ -57,7 +57,7 @@ def asking(server: ModelServer, **options: Any) -> ChatEngine:
     return ChatEngine(NAME, base_url=f"{server.url}/v1", **{"api_key": "sk-here", **options})
 
 
-async def test_a_whole_run_evaluates_a_real_server_and_is_gone_on_with(server: ModelServer, tmp_path: Path) -> None:
+async def test_run_against_a_real_server_is_resumed_and_stored(server: ModelServer, tmp_path: Path) -> None:
     file, two = tmp_path / "run.db", Concurrency(episodes=2)
     questions = sweeps.times(4, 3)  # one that is over, and two that were begun
     options: Any = {"sampling": COUNTED, "concurrency": two, "limits": Limits(turns=sweeps.times(4, 2))}
@@ -101,7 +101,7 @@ async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
     assert await once() == await once()
 
 
-async def test_what_a_real_server_says_is_heard_while_it_is_sampled(server: ModelServer) -> None:
+async def test_turn_of_a_real_server_arrives_in_several_pieces(server: ModelServer) -> None:
     heard: list[Any] = []
 
     async def talk(conversation: Conversation) -> None:

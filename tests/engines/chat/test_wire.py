@@ -156,7 +156,7 @@ def test_left_out_sampling_field_is_refused_when_set() -> None:
             check_sampling(sampling.over(Sampling.defaults()), (field,))
 
 
-def test_what_an_engine_cannot_be_given_is_refused_by_its_name() -> None:
+def test_invalid_engine_option_is_refused_by_its_name() -> None:
     for given, words in (
         ({"places": 0}, "places=0"),
         ({"context": 0}, "context=0"),
@@ -193,7 +193,7 @@ async def test_text_reasoning_and_calls_are_read_from_what_is_streamed(field: st
     ]
 
 
-async def test_a_call_whose_arguments_are_no_json_becomes_one_with_an_error() -> None:
+async def test_tool_call_with_invalid_json_arguments_has_an_error() -> None:
     calls = (("add", '{"a": 1'), ("add", "[1]"), ("", "{}"), ("add", '{"a": 2}'))
     async with asked(Says(calls=calls)) as (_, engine):
         _, _, made = text_of((await hear(engine))[0])
@@ -201,7 +201,7 @@ async def test_a_call_whose_arguments_are_no_json_becomes_one_with_an_error() ->
     assert len({call.id for call in made}) == 4
 
 
-async def test_a_call_is_told_as_soon_as_the_next_one_begins() -> None:
+async def test_tool_call_arrives_as_soon_as_the_next_one_begins() -> None:
     calls = (("add", '{"a": 1}'), ("add", '{"a": 2}'))
     async with asked(Says(calls=calls, hold_after=6)) as (api, engine), engine.stream(wanted()) as stream:
         first = await anext(stream)
@@ -234,7 +234,7 @@ async def test_every_end_of_a_turn_has_its_reason(said: Says, finish: FinishReas
     assert (stream.finish.reason, stream.finish.stop) == (finish, stop)
 
 
-async def test_what_a_turn_took_and_which_model_answered_are_read() -> None:
+async def test_usage_and_model_of_a_turn_are_read() -> None:
     told = {
         "prompt_tokens": 20,
         "completion_tokens": 9,
@@ -250,7 +250,7 @@ async def test_what_a_turn_took_and_which_model_answered_are_read() -> None:
     assert (usage.cost, usage.model, usage.fingerprint) == (0.25, "model-2026-01-01", "fp_1")
 
 
-async def test_a_server_that_counts_nothing_is_no_fault() -> None:
+async def test_turn_without_usage_counts_is_accepted() -> None:
     async with asked(Says("Yes", usage=None), engine={"leave_out": ("stream_options",)}) as (api, engine):
         pieces, stream = await hear(engine)
     usage = None if stream.finish is None else stream.finish.usage

@@ -87,7 +87,7 @@ def over(generate: Any, **settings: Any) -> TokenEngine:
 
 @both_backends
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
-async def test_a_run_over_a_function_is_a_run_on_the_engine_behind_it(streamed: bool) -> None:
+async def test_run_over_a_function_equals_a_run_on_the_wrapped_engine(streamed: bool) -> None:
     script: Any = [[call("add", a=17, b=25)], "It is 42."]
     expected = await play(ScriptedEngine(script, chunks=3))
     async with ScriptedEngine(script, chunks=3) as inner:
@@ -124,7 +124,7 @@ async def test_conversations_have_distinct_sessions() -> None:
 
 
 @both_backends
-async def test_a_version_that_is_told_is_noticed_and_stamped() -> None:
+async def test_version_of_an_output_is_stamped_on_turn_and_engine() -> None:
     versions: Iterator[str | int] = iter(["7", "7", 8, 8])
 
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
@@ -143,7 +143,7 @@ async def test_a_version_that_is_told_is_noticed_and_stamped() -> None:
 
 
 @both_backends
-async def test_ids_of_two_versions_in_one_turn_are_told_apart() -> None:
+async def test_ids_of_two_versions_in_one_turn_have_two_spans() -> None:
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
         yield TokenOutput([72, 105], [-0.5, -0.5], version="7")
         yield TokenOutput([46, STOP], [-0.5, -0.5], "stop", "8")
@@ -246,7 +246,7 @@ async def test_cut_call_keeps_its_output_though_clean_up_raises() -> None:
 
 
 @both_backends
-async def test_what_a_function_raises_fails_its_turn_alone() -> None:
+async def test_exception_in_a_function_fails_its_turn_alone() -> None:
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
         if prompt == [1]:
             raise OSError("no route to host")
@@ -456,7 +456,7 @@ class Somebodys:
         ({"adapters": ["a b"]}, "adapter 'a b'"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_made(settings: dict[str, Any], message: str) -> None:
+def test_invalid_option_is_refused_at_construction(settings: dict[str, Any], message: str) -> None:
     generate = settings.pop("generate", say_hello)
     with pytest.raises(BadOption, match=message):
         over(generate, **settings)
@@ -468,7 +468,7 @@ async def test_a_stop_id_past_the_vocabulary_is_refused() -> None:
             raise AssertionError
 
 
-async def test_a_paused_engine_calls_nobody_and_goes_on_with_what_waited() -> None:
+async def test_paused_engine_makes_no_call_and_resumes_waiting_turns() -> None:
     async with ScriptedEngine("Hello.", latency=Latency(between=1)) as inner:
         expected = told(await play(engine_over(inner)))
         engine = engine_over(inner)

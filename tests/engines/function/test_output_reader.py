@@ -98,7 +98,7 @@ async def test_output_after_the_finish_is_an_error() -> None:
     assert [list(delta.token_ids) for delta in read] == [[72]]
 
 
-async def test_a_stream_that_gives_nothing_ended_without_a_finish() -> None:
+async def test_empty_stream_is_refused_as_ended_without_a_finish() -> None:
     with pytest.raises(EngineError, match="ended without a finish"):
         await ask(says())
 

@@ -88,7 +88,7 @@ async def all_of(run: Run) -> list[Trajectory]:
         return [trajectory async for trajectory in run]
 
 
-async def test_a_run_goes_on_with_its_file_at_another_address(tmp_path: Path) -> None:
+async def test_run_resumes_its_file_at_another_server_address(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     for count in (2, 4):
         async with asked(tmp_path) as (server, engine):
@@ -188,7 +188,7 @@ async def test_new_weights_of_a_server_are_seen_by_what_it_samples(tmp_path: Pat
     assert told == ["7"]
 
 
-async def test_weights_that_change_under_a_turn_are_told_for_each_id(tmp_path: Path) -> None:
+async def test_weight_change_during_a_turn_splits_its_version_spans(tmp_path: Path) -> None:
     async with asked(tmp_path, **SLOW) as (server, engine):
         stream = engine.stream(wanted())
         async with stream:
@@ -201,7 +201,7 @@ async def test_weights_that_change_under_a_turn_are_told_for_each_id(tmp_path: P
     assert 0 < first.end == second.start < second.end == len(TEXT) + 1
 
 
-async def test_a_turn_that_is_cut_is_of_the_version_that_was_told_last(tmp_path: Path) -> None:
+async def test_cut_turn_has_the_last_reported_version(tmp_path: Path) -> None:
     async with asked(tmp_path, **SLOW) as (_, engine):
         stream = engine.stream(wanted())
         async with stream:
@@ -253,7 +253,7 @@ async def test_server_without_control_calls_refuses_with_the_fix(tmp_path: Path)
         ({"extra": {"force": [1]}}, r"extra arguments \(force\)"),
     ],
 )
-async def test_what_sglang_cannot_do_is_refused_before_it_is_sent(
+async def test_option_unsupported_by_sglang_is_refused_before_sending(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     async with asked(tmp_path, dialect=ServerDialect.SGLANG) as (server, engine):
@@ -309,7 +309,7 @@ async def test_the_connection_of_a_turn_that_ended_is_used_again(tmp_path: Path)
     assert len(set(ports)) == 1
 
 
-async def test_several_models_are_told_apart_by_the_folders_name(tmp_path: Path) -> None:
+async def test_one_of_several_models_is_chosen_by_the_folder_name(tmp_path: Path) -> None:
     async with serve(tmp_path, others=("other",)) as server:
         with pytest.raises(BadModel, match=r"has several models: scripted, other. Choose one with name="):
             await remote(server, tmp_path).__aenter__()

@@ -103,7 +103,7 @@ async def test_unknown_model_is_refused_with_the_served_ones(tmp_path: Path) -> 
         assert server.bodies[-1]["model"] == "scripted"
 
 
-async def test_nobody_there_is_said_after_the_retries(tmp_path: Path) -> None:
+async def test_unreachable_server_is_reported_after_the_retries(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
         pass
     engine = remote(server, tmp_path)
@@ -113,7 +113,7 @@ async def test_nobody_there_is_said_after_the_retries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://there", "http://"])
-async def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
+async def test_invalid_server_address_is_refused(url: str) -> None:
     with pytest.raises(BadOption, match="give the server's address"):
         RemoteEngine(url)
 
@@ -144,7 +144,7 @@ async def test_an_address_may_end_as_clients_of_openai_want_it(tmp_path: Path) -
     ],
     ids=["429", "503", "no answer", "no id", "half an event", "503 in the answer"],
 )
-async def test_what_no_id_came_of_is_asked_again_and_counted(
+async def test_request_that_fails_before_its_first_id_is_retried(
     tmp_path: Path, trouble: Trouble, kind: FailureKind
 ) -> None:
     async with asked(tmp_path, troubles=[trouble]) as (server, engine):
@@ -223,7 +223,7 @@ async def test_rejected_constraint_fails_only_its_request(tmp_path: Path) -> Non
 # --- after an id
 
 
-async def test_what_breaks_off_is_not_asked_again_and_keeps_what_came(tmp_path: Path) -> None:
+async def test_broken_stream_is_not_retried_and_keeps_its_ids(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"latency": Latency(between=1), "tick": 0.001, "cut_after": 5}
     async with asked(tmp_path, **settings) as (server, engine):
         stream, ids = engine.stream(wanted()), list[int]()

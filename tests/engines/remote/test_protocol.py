@@ -89,7 +89,7 @@ async def test_a_completion_with_ids_means_to_vllm_what_was_asked(tmp_path: Path
 
 
 @pytest.mark.parametrize("count", [0, 3])
-async def test_what_the_stand_in_answers_is_what_vllm_could(tmp_path: Path, count: int) -> None:
+async def test_answers_of_the_stand_in_fit_the_response_models_of_vllm(tmp_path: Path, count: int) -> None:
     completion_chunk = of_vllm("openai.completion.protocol", "CompletionStreamResponse")
     tokens_chunk = of_vllm("scale_out.token_in_token_out.protocol", "GenerateTokensStreamResponse")
 

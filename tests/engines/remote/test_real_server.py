@@ -161,7 +161,7 @@ async def test_a_run_of_the_calculator_is_exact_and_verified(model_server: Model
         assert run_file.header.engine["versions"].keys() == {"vllm"}
 
 
-async def test_places_and_prefix_cache_are_what_the_server_tells(model_server: ModelServer) -> None:
+async def test_places_and_cached_tokens_are_read_from_the_server(model_server: ModelServer) -> None:
     async with remote(model_server) as engine:
         assert (engine.places, engine.context) == (8, 2048)
         assert engine.describe()["logprobs"] == "processed_logprobs"

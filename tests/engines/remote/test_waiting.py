@@ -52,7 +52,7 @@ class OfEpisodes:
 
 
 class TestVirtualTime(OfEpisodes):
-    async def test_no_clock_goes_on_while_a_request_waits_to_be_sent_again(self) -> None:
+    async def test_clock_stops_while_a_request_waits_for_its_retry(self) -> None:
         retries = Retries(RetryPolicy())
         busy = HttpFailure(FailureKind.BUSY, "full", retry_after=100.0)
         began = anyio.current_time()
@@ -62,14 +62,14 @@ class TestVirtualTime(OfEpisodes):
             await anyio.sleep(0.5)
         assert not clock.fired
 
-    async def test_the_clock_goes_on_afterwards(self) -> None:
+    async def test_clock_runs_again_after_the_wait_for_a_retry(self) -> None:
         with Clock(seconds=1.0) as clock:
             assert await runtime_with(Retries(RetryPolicy())).wait_to_retry(HttpFailure(FailureKind.BUSY, "full"), 1)
             await anyio.sleep(2.0)
         assert clock.fired
 
 
-async def test_a_request_is_not_sent_again_before_a_paused_server_goes_on(tmp_path: Path) -> None:
+async def test_retry_waits_until_a_paused_engine_resumes(tmp_path: Path) -> None:
     async def full(_: web.Request) -> web.StreamResponse:
         await engine.pause("keep")
         return web.json_response({}, status=429)

@@ -69,7 +69,7 @@ async def test_each_agent_has_replies_of_its_own() -> None:
             await converse(engine, 1, "7/judge")
 
 
-async def test_a_function_is_told_of_the_turn() -> None:
+async def test_reply_function_receives_episode_agent_turn_and_prompt() -> None:
     heard: list[tuple[str, str, int, int, str, Sequence[int]]] = []
 
     def model(asked: ModelCall) -> str:
@@ -169,7 +169,7 @@ async def test_calls_close_a_thought_that_the_prompt_opened(text: str) -> None:
 
 
 @pytest.mark.parametrize("nothing", [[], {}, 7, [7], [["text in a list of calls"]]], ids=repr)
-def test_what_is_no_reply_is_refused_when_the_engine_is_made(nothing: Any) -> None:
+def test_value_that_is_not_a_reply_is_refused_at_construction(nothing: Any) -> None:
     with pytest.raises(BadOption, match="give"):
         ScriptedEngine(nothing)
 
@@ -289,7 +289,7 @@ async def test_ids_come_in_the_chunks_that_were_asked_for(chunks: Chunks, sizes:
         assert [delta.finish is None for delta in said.deltas] == [True] * (len(said.sizes) - 1) + [False]
 
 
-async def test_ids_come_one_by_one_where_somebody_acts_on_deltas() -> None:
+async def test_ids_come_one_by_one_when_deltas_are_acted_on() -> None:
     async with ScriptedEngine("123") as engine:
         assert (await say(engine, request(acts_on_deltas=True))).sizes == [1] * 4
 

@@ -55,7 +55,7 @@ async def _cancel_when_all_wait(scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-async def test_a_reject_refuses_one_request_and_hurts_nobody_else() -> None:
+async def test_reject_fault_refuses_one_request_and_spares_the_others() -> None:
     async with ScriptedEngine(["a", "b", "c"], faults={1: Fault.reject("not this one")}) as engine:
         session = engine.session()
         assert (await say(engine, request(session=session))).text == "a" + END
@@ -109,7 +109,7 @@ async def test_death_fails_current_waiting_and_later_requests() -> None:
         assert (engine.stats().open, engine.stats().waiting) == (0, 0)
 
 
-async def test_what_had_come_before_the_death_is_kept() -> None:
+async def test_ids_received_before_the_death_are_kept() -> None:
     async with ScriptedEngine(Reply("abcdef", chunks=1), latency=Latency(between=1)) as engine:
         stream = engine.stream(request())
         async with stream:
@@ -138,7 +138,7 @@ async def recording() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-async def test_what_was_asked_and_got_is_recorded_where_it_is_wanted(recording: ScriptedEngine) -> None:
+async def test_recorded_call_holds_its_request_and_sampled_ids(recording: ScriptedEngine) -> None:
     constraint = Constraint(ConstraintKind.CHOICE, '["one"]')
     prompt = [1, 2, 3]
     async with recording.stream(request("e/main/0", prompt=prompt, seed=5, constraint=constraint)) as stream:

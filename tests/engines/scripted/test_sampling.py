@@ -67,7 +67,7 @@ async def test_a_stop_id_that_is_asked_for_ends_a_turn_that_ignores_its_eos() ->
     assert (own.text, own.end) == (f"abc{END}", (FinishReason.STOP, STOP))
 
 
-async def test_what_needs_logits_changes_nothing_that_is_said() -> None:
+async def test_options_that_need_logits_do_not_change_the_reply() -> None:
     penalties: dict[str, Any] = {"repetition_penalty": 2.0, "presence_penalty": 2.0, "frequency_penalty": 2.0}
     plain = await answer("abc", sampled())
     said = await answer("abc", sampled(logit_bias={97: -100}, bad_words=("abc",), temperature=0.0, **penalties))
@@ -94,7 +94,7 @@ async def test_synthetic_top_ids_fit_the_given_log_probabilities(chunks: Any) ->
             assert logprob <= values[-1]
 
 
-async def test_likeliest_ids_are_those_that_the_reply_gives() -> None:
+async def test_likeliest_ids_are_read_from_the_reply() -> None:
     rows = [{52: -0.1, 50: -2.5, 51: -math.inf}, {50: -0.2, 52: -3.0, 51: -2.0}]
     reply = Reply(ids=[52, 50], logprobs=[-0.1, -0.2], top_logprobs=rows)
     ids, logprobs = tops(await answer(reply, sampled(logprobs=2)))
@@ -103,13 +103,13 @@ async def test_likeliest_ids_are_those_that_the_reply_gives() -> None:
     assert len(ids) == 3  # the stop id, which the reply does not reach, has made up ones
 
 
-async def test_a_reply_that_gives_fewer_than_are_asked_for_is_refused() -> None:
+async def test_reply_with_too_few_likeliest_ids_is_refused() -> None:
     reply = Reply(ids=[52], top_logprobs=[{52: -0.1}])
     with pytest.raises(RequestRejected, match=r"\(logprobs=2\) asks for 2 most likely.* have 1\. Ask for fewer"):
         await answer(reply, sampled(logprobs=2))
 
 
-async def test_nobody_is_given_likeliest_ids_that_did_not_ask() -> None:
+async def test_likeliest_ids_are_absent_unless_requested() -> None:
     assert all(delta.top is None for delta in (await answer("abc", sampled())).deltas)
     none = await answer("abc", sampled(logprobs=3), logprobs=False)
     assert all(delta.top is None and delta.logprobs is None for delta in none.deltas)

@@ -43,7 +43,7 @@ def test_unpatched_kernel_writes_past_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("indices", [None, [1]], ids=["all turns", "one turn"])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_forbidden_and_nothing_else_is_masked(patched: Any, size: int, indices: list[int] | None) -> None:
+def test_exactly_the_forbidden_ids_are_masked(patched: Any, size: int, indices: list[int] | None) -> None:
     for forbidden in (set(), {0}, {size - 1}, {0, size // 2}, set(range(size))):
         logits, after = masked(patched, size, forbidden, indices)
         assert not after.any()
@@ -52,6 +52,6 @@ def test_what_is_forbidden_and_nothing_else_is_masked(patched: Any, size: int, i
             assert found == (forbidden if indices is None or turn in indices else set())
 
 
-def test_it_is_mended_once(patched: Any) -> None:
+def test_second_bitmask_patch_changes_nothing(patched: Any) -> None:
     patch_bitmasks()
     assert xgrammar.apply_token_bitmask_inplace is patched

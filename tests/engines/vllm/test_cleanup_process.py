@@ -150,7 +150,7 @@ def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path)
         assert not folder.exists()
 
 
-def test_memory_that_somebody_else_still_uses_is_let_be(folder: Path) -> None:
+def test_shared_memory_in_use_by_another_process_is_kept(folder: Path) -> None:
     with owner_of(folder) as (owner, (memory, _)):
         (cleanup,) = cleanup_processes(folder)
         with memory.open("r+b") as opened, mmap.mmap(opened.fileno(), 0):
@@ -240,7 +240,7 @@ def test_dismissed_cleanup_process_keeps_the_folder(folder: Path) -> None:
     assert folder.exists()
 
 
-def test_a_keeper_that_was_killed_is_missed_by_nobody(folder: Path) -> None:
+def test_owner_dismisses_a_killed_cleanup_process_without_error(folder: Path) -> None:
     with owner_of(folder) as (owner, _):
         assert owner.stdin is not None
         assert owner.stdout is not None

@@ -316,7 +316,7 @@ def test_statistics_are_exact_where_they_can_be(on_engine: Any) -> None:
     on_engine(scenario)
 
 
-def test_a_profile_is_written_where_the_engine_was_told(on_engine: Any, profiles: Path) -> None:
+def test_profile_is_written_to_the_configured_folder(on_engine: Any, profiles: Path) -> None:
     async def scenario(engine: VllmEngine) -> None:
         await engine.start_profile()
         await ask(engine, 2)
@@ -329,7 +329,7 @@ def test_a_profile_is_written_where_the_engine_was_told(on_engine: Any, profiles
 # --- seeds
 
 
-def test_seed_gives_equal_ids_with_chunked_prompts(
+def test_seeded_ids_stay_equal_when_prompts_are_chunked(
     on_engine: Callable[[Scenario], None],
 ) -> None:
     prompts = [range(start, start + 400) for start in (1000, 9000)]  # together more than a step of the engine takes

@@ -58,7 +58,7 @@ def test_others_find_it_wherever_they_stand(around: Path, monkeypatch: pytest.Mo
     folder.remove()
 
 
-def test_it_goes_with_all_that_is_in_it_and_may_be_gone_already(around: Path, engine_folder: EngineFolder) -> None:
+def test_filled_engine_folder_is_removed_and_may_be_removed_again(around: Path, engine_folder: EngineFolder) -> None:
     (engine_folder.path / "socket").touch()
     engine_folder.remove()
     engine_folder.remove()

@@ -262,7 +262,7 @@ CANNOT: dict[str, Callable[[VllmEngine], Awaitable[object]]] = {
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
-async def test_what_is_its_owners_is_refused_by_name(owners_llm: Any) -> None:
+async def test_controls_that_belong_to_the_owner_are_refused(owners_llm: Any) -> None:
     async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         for control in CANNOT.values():
             with pytest.raises(BadControl, match=r"this AsyncLLM belongs to another program|for its owner too"):
@@ -290,7 +290,7 @@ async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(owners_llm
 # --- what cannot be
 
 
-def test_what_is_no_vllm_is_refused() -> None:
+def test_object_that_is_not_a_vllm_engine_is_refused() -> None:
     with pytest.raises(BadOption, match=r"VllmEngine.over\(SimpleNamespace\): it has no add_request; give a vLLM"):
         VllmEngine.over(SimpleNamespace())
 

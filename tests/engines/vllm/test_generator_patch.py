@@ -29,7 +29,7 @@ def test_a_generator_of_a_cpu_cannot_be_taken_back() -> None:
         take_back(plain(7))
 
 
-def test_what_was_sampled_for_nothing_is_sampled_again() -> None:
+def test_numbers_of_a_discarded_sample_are_drawn_again() -> None:
     generator = rewinding(7, [])
     first = numbers(generator)
     for _ in range(3):
@@ -37,7 +37,7 @@ def test_what_was_sampled_for_nothing_is_sampled_again() -> None:
         assert numbers(generator) == first == numbers(plain(7))
 
 
-def test_a_turn_that_is_computed_anew_does_not_repeat_its_numbers() -> None:
+def test_recomputed_turn_does_not_repeat_its_random_numbers() -> None:
     sampled: list[int] = []
     generator = rewinding(7, sampled)
     first = numbers(generator)

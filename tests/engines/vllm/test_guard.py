@@ -20,7 +20,7 @@ run(Calculator(questions=2), VllmEngine("smollm2-135m"))
 @pytest.mark.apart
 @pytest.mark.usefixtures("demo_model_folder")
 @pytest.mark.in_turns("starts and ends", 6)
-def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_is_asked_to_add_one(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900, check=False)

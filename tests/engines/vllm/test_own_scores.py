@@ -47,7 +47,7 @@ class Engine:
         return OwnScores(self, **{"vocabulary": 1000, "context": 4096, "dtype": "float32", **changed})
 
 
-async def test_scores_that_stay_are_told_from_scores_that_move() -> None:
+async def test_scores_count_as_moved_only_after_they_change() -> None:
     engine = Engine()
     own = engine.own_scores()
     assert await own.take()
@@ -71,7 +71,7 @@ async def test_scores_are_computed_once_for_an_update_after_the_first() -> None:
     assert engine.passes == 5
 
 
-async def test_noise_between_two_passes_is_no_movement() -> None:
+async def test_noise_between_two_passes_does_not_count_as_moved() -> None:
     engine = Engine()
     engine.noise = 0.01
     own = engine.own_scores()
@@ -348,7 +348,7 @@ def test_own_weights_are_loaded_once_more_before_the_first_update(
 
 
 @pytest.mark.engine
-def test_files_that_somebody_wrote_over_are_not_the_engines_own(
+def test_overwritten_weight_files_are_not_checked_as_own(
     float32_engine: PooledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -135,7 +135,7 @@ def test_an_engine_has_the_ranks_that_vllm_sends_requests_to() -> None:
         ([{"first": True}, {"last": False}], {1: ["last"]}),  # stages of pipeline parallelism
     ],
 )
-def test_worker_with_old_tensors_is_told_from_frozen_ones(
+def test_stale_tensors_of_a_worker_are_found_among_frozen_ones(
     changed: list[dict[str, bool]], kept: dict[int, list[str]]
 ) -> None:
     assert stale_tensors(changed) == kept

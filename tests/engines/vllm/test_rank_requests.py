@@ -46,7 +46,7 @@ async def test_a_request_names_its_sessions_rank_where_there_are_several(
 
 
 @pytest.mark.parametrize("late", [[], [3]], ids=["nothing", "an id"])
-async def test_what_vllm_cuts_since_a_rank_is_dead_ends_with_that_death(late: list[int]) -> None:
+async def test_abort_by_vllm_after_a_rank_died_raises_that_death(late: list[int]) -> None:
     llm = Llm()
     engine = engine_of(llm)
     (core,) = engine.vllm.process.cores
@@ -65,7 +65,7 @@ async def test_what_vllm_cuts_since_a_rank_is_dead_ends_with_that_death(late: li
     assert not engine.is_alive()
 
 
-async def test_what_vllm_cuts_of_a_living_engine_is_no_death() -> None:
+async def test_abort_by_vllm_of_a_living_engine_ends_as_an_abort() -> None:
     llm = Llm()
     engine = engine_of(llm)
     stream = engine.stream(request())

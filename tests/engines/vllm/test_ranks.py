@@ -251,7 +251,7 @@ async def test_a_seed_and_forced_ids_say_the_same_on_both_ranks(engine: VllmEngi
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_a_pause_holds_both_ranks_and_resuming_lets_both_go_on(engine: VllmEngine, mode: PauseMode) -> None:
+async def test_pause_holds_both_ranks_and_resume_releases_both(engine: VllmEngine, mode: PauseMode) -> None:
     said: list[list[int]] = []
 
     async def speak(rank: int) -> None:

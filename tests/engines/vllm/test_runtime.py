@@ -444,7 +444,7 @@ async def test_a_pause_cancelled_at_any_point_leaves_vllm_going(mode: PauseMode)
     assert await cancel_everywhere(pause, check=goes_on) > 1
 
 
-async def test_wake_leaves_it_paused_until_control_goes_on() -> None:
+async def test_engine_woken_from_deep_sleep_is_paused_until_new_weights() -> None:
     llm = Llm()
     engine = engine_of(llm)
     await engine.sleep(2)

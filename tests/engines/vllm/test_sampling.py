@@ -76,7 +76,7 @@ async def test_a_bias_forces_an_id_or_keeps_it_out(engine: VllmEngine) -> None:
     assert free[0] not in (await ask(engine, logit_bias={free[0]: -100})).ids
 
 
-async def test_a_turn_that_ignores_its_eos_goes_on_past_it_to_max_tokens(engine: VllmEngine) -> None:
+async def test_turn_that_ignores_its_eos_continues_to_max_tokens(engine: VllmEngine) -> None:
     stopped = await ask(engine, logit_bias={EOS_ID: 100})
     assert (stopped.ids, stopped.finish.reason, stopped.finish.stop) == ([EOS_ID], FinishReason.STOP, EOS_ID)
     ignored = await ask(engine, logit_bias={EOS_ID: 100}, ignore_eos=True)

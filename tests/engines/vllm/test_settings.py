@@ -72,7 +72,7 @@ def test_sizes_and_logprobs_are_set_on_purpose(cpu: bool) -> None:
     assert settings.chosen == {**settings.arguments, **settings.environment}
 
 
-def test_what_the_user_gives_wins_and_is_not_called_chosen() -> None:
+def test_user_settings_win_and_are_not_listed_as_chosen() -> None:
     settings = choose_settings({"block_size": 64, "dtype": "float32"}, cpu=True, known=KNOWN)
     assert (settings.arguments["block_size"], settings.arguments["dtype"]) == (64, "float32")
     assert {"block_size", "dtype"}.isdisjoint(settings.chosen)
@@ -124,7 +124,7 @@ def test_exactly_the_ids_given_end_a_turn() -> None:
     assert arguments["ignore_eos"] is True
 
 
-def test_ids_come_one_at_a_time_where_somebody_acts_on_them() -> None:
+def test_stream_interval_is_one_when_deltas_are_acted_on() -> None:
     assert arguments_of()["stream_interval"] == 8
     assert arguments_of(acts_on_deltas=True)["stream_interval"] == 1
     assert "stream_interval" not in arguments_of(known=frozenset())
@@ -242,7 +242,7 @@ def test_a_vllm_that_checks_elsewhere_is_left_as_it_is() -> None:
     assert cache_constraint_checks(dict) is dict
 
 
-def test_what_is_sent_to_the_core_is_what_vllm_itself_sends() -> None:
+def test_cached_constraint_checks_send_the_bytes_of_vllm() -> None:
     sampling_params = pytest.importorskip("vllm.sampling_params")
     encode = importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder().encode
     kinds = sampling_params.SamplingParams, cache_constraint_checks(sampling_params.SamplingParams)

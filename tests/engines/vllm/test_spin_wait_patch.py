@@ -49,7 +49,7 @@ def queues() -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.usefixtures("patched")
-def test_whoever_waits_sleeps_and_gets_every_message(queues: tuple[Any, Any], asked: list[int]) -> None:
+def test_waiting_reader_sleeps_and_gets_every_message(queues: tuple[Any, Any], asked: list[int]) -> None:
     writer, reader = queues
     got: list[int] = []
 

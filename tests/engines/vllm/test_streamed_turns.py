@@ -22,7 +22,7 @@ from runner.testing import assert_exact
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
 
-async def test_a_turn_of_the_real_engine_is_heard_id_by_id(engine: VllmEngine) -> None:
+async def test_turns_of_the_real_engine_arrive_as_events(engine: VllmEngine) -> None:
     events: list[TurnEvent] = []
 
     class Hears(Environment):

@@ -133,7 +133,7 @@ async def test_every_exit_leaves_nothing_open_and_keeps_what_was_sampled(
     assert stream.rest[-1].finish is stream.finish
 
 
-async def test_an_end_that_nobody_read_is_kept_as_it_was(engine: VllmEngine) -> None:
+async def test_finish_that_was_not_read_keeps_its_reason_and_ids(engine: VllmEngine) -> None:
     stream = engine.stream(request(3))
     async with stream:
         with anyio.fail_after(WATCHDOG_SECONDS):
@@ -259,7 +259,7 @@ async def test_late_turns_enter_before_first_ones(engine: VllmEngine) -> None:
     await assert_nothing_open(engine)
 
 
-async def test_a_seed_gives_the_same_ids_again(engine: VllmEngine) -> None:
+async def test_equal_seeds_sample_equal_ids(engine: VllmEngine) -> None:
     first, again, other = [(await sample(engine, request(16, seed=seed)))[0] for seed in (5, 5, 6)]
     assert first == again != other
 

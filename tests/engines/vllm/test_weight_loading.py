@@ -193,7 +193,7 @@ def written_index(folder: Path, text: str) -> Path:
 
 @pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize(("make", "words"), MISFITS.values(), ids=MISFITS.keys())
-async def test_what_does_not_fit_is_named_and_the_engine_is_not_asked(
+async def test_unfit_weights_are_refused_by_name_without_asking_vllm(
     weights: VllmWeights, tmp_path: Path, make: Callable[[Path], Any], words: list[str]
 ) -> None:
     with pytest.raises(BadWeights) as refusal:
@@ -246,7 +246,7 @@ async def test_floats_of_another_width_are_rounded_to_the_models(weights: VllmWe
     assert same(await load(weights, given), wanted)
 
 
-async def test_what_the_model_keeps_in_another_dtype_is_passed_on_as_it_is(tmp_path: Path) -> None:
+async def test_tensor_that_the_model_keeps_in_float32_stays_float32(tmp_path: Path) -> None:
     model = saved(tmp_path / "the model", {NORM: torch.ones(4)})  # float32 in a bfloat16 engine
     weights = VllmWeights(Llm(model), "the model")
     assert (await load(weights, {NORM: torch.full((4,), 1 / 3)}))[NORM].dtype is torch.float32
@@ -372,7 +372,7 @@ async def test_worker_failure_is_one_line_and_frees_the_memory(
     assert list(open_memories()) == []
 
 
-async def test_what_is_never_loaded_is_given_back_with_its_check(weights: VllmWeights) -> None:
+async def test_memory_of_checked_weights_is_freed_if_never_loaded(weights: VllmWeights) -> None:
     checked = await weights.check(tensors())
     assert len(list(open_memories())) == 1
     del checked
@@ -437,7 +437,7 @@ async def test_an_extension_that_inherits_from_ours_takes_state_dicts(model: Pat
     assert same(await load(weights, tensors()), tensors())
 
 
-def test_what_is_loaded_in_a_worker_leaves_out_what_the_model_ignores(model: Path) -> None:
+def test_worker_skips_weights_that_the_model_ignores(model: Path) -> None:
     loaded: Tensors = {}
     worker = WeightWorker()
     worker.reload_weights = lambda weights_iterator: loaded.update(weights_iterator)
