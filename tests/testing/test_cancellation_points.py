@@ -87,14 +87,14 @@ def sync_check() -> None:
 
 
 @pytest.mark.parametrize("check", [sync_check, async_check], ids=["sync", "async"])
-async def test_what_was_left_behind_is_told_with_the_place(check: Callable[[], Awaitable[None] | None]) -> None:
+async def test_failed_check_names_the_place_of_cancellation(check: Callable[[], Awaitable[None] | None]) -> None:
     async def scenario() -> None:
         await checkpoint()
 
     with pytest.raises(AssertionError, match="something is left") as caught:
         await cancel_everywhere(scenario, check=check)
     (note,) = caught.value.__notes__
-    assert note.startswith("cancelled at suspension point 1, in test_what_was_left_behind_is_told_with_the_place.")
+    assert note.startswith("cancelled at suspension point 1, in test_failed_check_names_the_place_of_cancellation.")
     assert f"scenario ({__file__}:" in note
 
 
@@ -117,7 +117,7 @@ async def test_a_missing_cleanup_is_found_at_the_point_where_it_matters() -> Non
     assert taken == 1
 
 
-async def test_what_the_scenario_raises_reaches_the_test() -> None:
+async def test_scenario_error_reaches_the_test_with_its_suspension_point() -> None:
     async def scenario() -> None:
         try:
             await checkpoint()
@@ -145,7 +145,7 @@ async def and_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("scenario", "outcome"), [(at_its_end, "returned"), (and_goes_on, "continued")])
-async def test_whoever_swallows_the_cancellation_is_named(
+async def test_code_that_swallows_the_cancellation_is_named(
     scenario: Callable[[], Coroutine[Any, Any, None]], outcome: str
 ) -> None:
     with pytest.raises(AssertionError) as caught:
@@ -186,7 +186,7 @@ async def test_repeated_swallower_is_named_and_abandoned(
         cancellation_points._ABANDONED.pop().close()
 
 
-async def test_a_shield_that_is_never_left_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shield_that_never_ends_is_reported_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.testing.cancellation_points._MAX_SUSPENSIONS", 1_000)
 
     async def shielded() -> None:
@@ -201,7 +201,7 @@ async def test_a_shield_that_is_never_left_is_told_and_not_waited_for(monkeypatc
         await cancel_everywhere(shielded)
 
 
-async def test_a_deadline_that_fires_in_a_shield_is_no_swallowing() -> None:
+async def test_deadline_in_a_shield_does_not_count_as_swallowing() -> None:
     fired: list[bool] = []
 
     async def scenario() -> None:
@@ -215,7 +215,7 @@ async def test_a_deadline_that_fires_in_a_shield_is_no_swallowing() -> None:
     assert all(fired)
 
 
-async def test_cleaning_up_in_a_shield_and_raising_again_is_no_swallowing() -> None:
+async def test_cleanup_in_a_shield_does_not_count_as_swallowing() -> None:
     closed: list[int] = []
 
     async def scenario() -> None:

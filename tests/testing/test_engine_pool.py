@@ -94,7 +94,7 @@ def test_two_in_one_test_are_refused(pool: EnginePool) -> None:
         pool.engine(says="3")
 
 
-def test_one_that_died_is_started_anew(pool: EnginePool, tests: Tests) -> None:
+def test_dead_engine_is_started_again(pool: EnginePool, tests: Tests) -> None:
     first = pool.engine()
     assert isinstance(first.inner, ScriptedEngine)
     first.home.call(first.inner.entered_runtime.die, "a worker was killed")
@@ -174,7 +174,7 @@ def test_one_of_several_workers_starts_models(pytester: pytest.Pytester) -> None
 
 
 @pytest.mark.usefixtures("few_plugins")
-def test_a_second_worker_that_would_start_a_model_is_told_what_to_do(pytester: pytest.Pytester) -> None:
+def test_second_worker_that_starts_a_model_fails_with_advice(pytester: pytest.Pytester) -> None:
     result = run_apart(pytester, EACH, *TWO_WORKERS, conftest=STAND_IN)
     result.assert_outcomes(passed=2, failed=2)
     told = "real_engine: gw? cannot start a model while * has one. *--dist loadfile*-m engine -n 0*"
@@ -196,7 +196,7 @@ LIMITS: dict[str, Any] = {"limits": Limits(turns=2), "sampling": Sampling(max_to
 
 
 @pytest.mark.engine
-def test_what_the_real_engine_said_is_recorded_and_said_again(float32_engine: PooledEngine, tmp_path: Path) -> None:
+def test_recorded_real_engine_replays_the_same_tokens(float32_engine: PooledEngine, tmp_path: Path) -> None:
     recorded, file = record(float32_engine), tmp_path / "demo.json"
     played = play_many(Calculator, recorded, tasks=2, **LIMITS)
     recorded.save(file)

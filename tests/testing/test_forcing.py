@@ -78,7 +78,7 @@ async def test_agents_without_a_list_and_turns_that_are_none_are_free() -> None:
     assert {text for name, text in said(engine) if not name.endswith("main/1")} == {"free"}
 
 
-async def test_a_function_is_told_which_turn_it_is() -> None:
+async def test_forcing_function_receives_episode_agent_and_turn() -> None:
     engine = force(ScriptedEngine("free"), lambda asked: ids_of(f"{asked.episode} {asked.agent} {asked.turn}"))
     await played(engine)
     assert {text for _, text in said(engine)} == {name.replace("/", " ") for name, _ in said(engine)}
@@ -109,7 +109,7 @@ async def test_wrapped_engine_is_entered_once_and_marked_forced() -> None:
 
 
 @pytest.mark.parametrize("script", [[72, STOP_ID], "text", 7, [["a", "b"]], {"main": 3}, [[1.5]]], ids=repr)
-def test_what_is_no_list_of_turns_is_refused_at_once(script: Any) -> None:
+def test_script_that_is_not_a_list_of_turns_is_refused_at_once(script: Any) -> None:
     with pytest.raises(BadOption, match=r"a list of (turns|token ids)"):
         force(ScriptedEngine("free"), script)
 

@@ -401,7 +401,7 @@ async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: V
 
 
 @pytest.mark.parametrize("ids", ["text", [1, -1], [1.5], 7, [True]], ids=repr)
-async def test_what_is_no_list_of_ids_is_refused_by_vllm_and_harms_nobody(forcible: VllmEngine, ids: Any) -> None:
+async def test_bad_forced_ids_fail_one_vllm_request_and_not_the_next(forcible: VllmEngine, ids: Any) -> None:
     wanted = replace(request("bad", 4), extra={"force": ids})
     with pytest.raises(RequestRejected, match="give a list of token ids"):
         await sampled(forcible, wanted)

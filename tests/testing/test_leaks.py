@@ -96,7 +96,7 @@ async def test_a_task_that_is_left_is_named() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_idle_worker_threads_are_no_leak() -> None:
+async def test_idle_worker_threads_are_not_a_leak() -> None:
     with no_leaks():
         for _ in range(3):
             await to_thread.run_sync(lambda: None)
@@ -136,7 +136,7 @@ async def test_open_requests_and_live_sessions_are_counted() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_what_was_open_before_is_no_leak() -> None:
+async def test_stream_opened_before_the_block_is_not_a_leak() -> None:
     async with ScriptedEngine(Reply("abc", fault=Fault.stall(1))) as engine, engine.stream(request()):
         with no_leaks(engine):
             async with engine.stream(request()):
@@ -171,7 +171,7 @@ def test_garbage_collected_file_is_a_leak() -> None:
     assert caught.value.leaks == ("closed by the garbage collector alone: door",)
 
 
-def test_what_others_left_to_the_garbage_collector_is_not_the_blocks() -> None:
+def test_garbage_made_before_the_block_is_not_a_leak() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         cycle: list[object] = [open(__file__)]  # noqa: SIM115  # the leak

@@ -414,7 +414,7 @@ def test_a_task_that_is_left_running_is_named_by_check() -> None:
     assert "still open after close(): a task of LeavesTask.beat(). Close it in close()" in found(LeavesTask)
 
 
-def test_what_is_closed_only_where_nothing_goes_wrong() -> None:
+def test_resource_closed_only_on_success_fails_the_check() -> None:
     class ClosesLate(Adds):
         is_open = False
 

@@ -111,7 +111,7 @@ def test_a_queue_is_refused_and_so_is_what_cannot_be_played() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_it_is_for_plain_tests() -> None:
+async def test_play_cancelled_is_refused_inside_an_async_test() -> None:
     with pytest.raises(RuntimeError, match=r"play_cancelled\(\) is for a plain"):
         play_cancelled(Closes, SAYS)
 
@@ -133,7 +133,7 @@ def opened() -> IO[str]:
     return open(__file__)
 
 
-def test_what_is_opened_once_for_all_episodes_is_no_leak() -> None:
+def test_file_opened_once_for_all_episodes_is_not_a_leak() -> None:
     once: list[IO[str]] = []
 
     class Opened(Closes):

@@ -166,7 +166,7 @@ def test_fixture_reports_unused_replies_with_the_ending(pytester: pytest.Pyteste
     result.stdout.fnmatch_lines(["*1 reply was never used:*", "*6#0 ended completed*"])
 
 
-def test_nothing_may_be_said_where_nobody_is_asked() -> None:
+def test_empty_reply_list_fits_only_an_environment_without_calls() -> None:
     class Silent(Sums):
         async def rollout(self, conversation: Conversation) -> None:
             self.total = 3

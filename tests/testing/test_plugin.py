@@ -52,7 +52,7 @@ def test_named_and_autoloaded_it_is_one_plugin(pytester: pytest.Pytester) -> Non
     run_apart(pytester, ONE, "-p", "runner.pytest_plugin").assert_outcomes(passed=1)
 
 
-def test_it_works_beside_pytest_asyncio_and_in_its_tests(pytester: pytest.Pytester) -> None:
+def test_plugin_works_beside_pytest_asyncio_and_in_async_tests(pytester: pytest.Pytester) -> None:
     test = """
 async def test_in_a_loop(scripted_engine, no_leaks, loop_watchdog):
     scripted_engine.say("It is 42")
@@ -66,7 +66,7 @@ async def test_the_wrong_door():
     result.stdout.fnmatch_lines(["*play() is for a plain*write `await play_async(...)` here."])
 
 
-def test_it_works_in_the_workers_of_xdist(pytester: pytest.Pytester) -> None:
+def test_plugin_works_in_xdist_workers(pytester: pytest.Pytester) -> None:
     again = "".join(ONE.replace("test_one", f"test_{number}") for number in range(4))
     run_apart(pytester, again, "-n", "2").assert_outcomes(passed=4)
 

@@ -54,12 +54,12 @@ def test_calls_keep_the_exact_ids_and_prompts_their_text(scripted_engine: Queued
     assert scripted_engine.prompts[1].startswith(scripted_engine.prompts[0] + "one ...<|im_end|>")
 
 
-def test_what_is_always_said_comes_when_nothing_is_enqueued(scripted_engine: QueuedEngine) -> None:
+def test_default_reply_is_used_when_the_queue_is_empty(scripted_engine: QueuedEngine) -> None:
     scripted_engine.always("end").say("one ...", "two ...")
     assert [turn.text for turn in play(Talks, scripted_engine).turns] == ["one ...", "two ...", "end"]
 
 
-def test_what_is_cleared_is_not_missed(scripted_engine: QueuedEngine) -> None:
+def test_cleared_replies_are_not_reported_as_unused(scripted_engine: QueuedEngine) -> None:
     scripted_engine.say("never").clear()
     assert scripted_engine.leftovers() == ""
 
@@ -90,7 +90,7 @@ def test_a_reply_is_cut_inside_a_piece(said: str, piece: str, cuts: list[int]) -
     assert ends == [*cuts, len(ids) + 1]
 
 
-def test_however_it_is_cut_the_turn_is_the_same(scripted_engine: QueuedEngine) -> None:
+def test_turn_is_the_same_for_every_way_of_chunking(scripted_engine: QueuedEngine) -> None:
     ways: list[Any] = [1, 3, (1, 2), "whole", "random", inside(), inside("[f("), None]
     for chunks in ways:
         scripted_engine.say(Reply("é日", calls=[call("f", a=1)]), chunks=chunks)
@@ -100,7 +100,7 @@ def test_however_it_is_cut_the_turn_is_the_same(scripted_engine: QueuedEngine) -
         assert (trajectory.turns[0].text, trajectory.turns[0].tool_calls[0].name) == ("é日", "f")
 
 
-def test_bytes_that_are_no_text_are_cut_where_the_piece_is() -> None:
+def test_bytes_that_are_not_text_are_cut_inside_the_piece() -> None:
     tokenizer = PlainTokenizer()
     assert inside("ab").sizes([0xFF, 0xFE, ord("a"), ord("b")], tokenizer) == (3, 2)
 
@@ -120,7 +120,7 @@ def test_bytes_that_are_no_text_are_cut_where_the_piece_is() -> None:
     ],
     ids=["nothing", "a number", "an empty list", "no size", "no such piece", "ascii", "a byte", "a control token", "5"],
 )
-def test_what_cannot_be_said_is_refused_where_it_is_written(mistake: Any, message: str) -> None:
+def test_impossible_reply_is_refused_at_the_line_of_the_call(mistake: Any, message: str) -> None:
     with pytest.raises(BadOption, match=message) as caught:
         mistake(QueuedEngine())
     assert not [entry for entry in caught.traceback.filter(caught) if "/runner/" in str(entry.path)]
@@ -154,7 +154,7 @@ def test_left(scripted_engine):
 """
 
 
-def test_replies_that_nobody_heard_fail_the_test_and_are_listed(pytester: pytest.Pytester) -> None:
+def test_unused_replies_fail_the_test_and_are_listed(pytester: pytest.Pytester) -> None:
     result = run(pytester, LEFT)
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(
@@ -168,7 +168,7 @@ def test_replies_that_nobody_heard_fail_the_test_and_are_listed(pytester: pytest
     )
 
 
-def test_a_test_that_failed_is_not_told_of_them_too(pytester: pytest.Pytester) -> None:
+def test_failed_test_has_no_second_error_for_unused_replies(pytester: pytest.Pytester) -> None:
     run(pytester, LEFT + "    assert False").assert_outcomes(failed=1)
 
 

@@ -31,7 +31,7 @@ def recording(tmp_path: Path) -> Path:
     return tmp_path / "recordings" / "sums.json"
 
 
-def test_what_was_said_is_said_again_to_the_same_prompts(recording: Path) -> None:
+def test_replay_returns_the_recorded_turns_for_the_same_prompts(recording: Path) -> None:
     engine = replay(recording)
     trajectory = play(Sums, engine)
     assert [turn.text for turn in trajectory.turns] == ["1", "2", "stop"]
@@ -163,7 +163,7 @@ def test_failed_or_unused_engine_is_not_recorded(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_call_in_flight_elsewhere_is_told_from_one_that_was_made(recording: Path) -> None:
+def test_replay_with_another_task_fails(recording: Path) -> None:
     with pytest.raises(AssertionError, match=r"is in no|differs"):
         play(Sums, replay(recording), task="a")
 
@@ -193,7 +193,7 @@ def test_a_test_that_failed_is_not_recorded(pytester: pytest.Pytester) -> None:
     assert not list(pytester.path.glob("recordings/*"))
 
 
-def test_recorded_turns_that_nobody_asks_for_make_it_stale(pytester: pytest.Pytester) -> None:
+def test_unused_recorded_turns_make_the_recording_stale(pytester: pytest.Pytester) -> None:
     run(pytester, TEST, "--runner-record=once").assert_outcomes(passed=1)
     shorter = TEST.replace("play(Calculator", "play(Calculator, limits=Limits(turns=1), engine").replace(
         "engine, rec", "engine=rec"
@@ -217,7 +217,7 @@ def test_it(recorded_engine):
     run(pytester, test).assert_outcomes(passed=1)
 
 
-def test_what_is_no_engine_cannot_be_recorded(pytester: pytest.Pytester) -> None:
+def test_object_that_is_not_an_engine_cannot_be_recorded(pytester: pytest.Pytester) -> None:
     result = run(pytester, "def test_it(recorded_engine): recorded_engine(5)", "--runner-record=once")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["recorded_engine(5): give an engine to record, or a function that returns one."])

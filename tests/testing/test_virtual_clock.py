@@ -48,7 +48,7 @@ def test_limits_fire_to_the_second(virtual_clock: VirtualClock) -> None:
     assert trajectory.seconds == pytest.approx(500, abs=0.1)
 
 
-def test_time_stands_still_while_a_thread_works(virtual_clock: VirtualClock) -> None:
+def test_virtual_time_does_not_advance_while_a_thread_works(virtual_clock: VirtualClock) -> None:
     done = threading.Event()
 
     async def waits_for_a_thread() -> float:
@@ -153,7 +153,7 @@ def test_without_autojump_time_passes_by_hand() -> None:
     assert clock.run(waits) == clock.now == LONG_SECONDS
 
 
-def test_it_may_be_put_forward_from_another_thread() -> None:
+def test_virtual_clock_can_be_advanced_from_another_thread() -> None:
     clock = VirtualClock(autojump=False)
 
     async def waits() -> None:

@@ -30,7 +30,7 @@ def test_text_is_composed_and_words_are_one_id(awkward_tokenizer: AwkwardTokeniz
 
 @settings(deadline=None)
 @given(awkward_text())
-def test_what_is_misspelt_says_the_same_and_is_encoded_otherwise(text: str) -> None:
+def test_misspelt_ids_decode_to_the_same_text(text: str) -> None:
     misspelt = AWKWARD.misspell(text)
     assert AWKWARD.decode(misspelt) == text
     again = AWKWARD.encode(AWKWARD.decode(misspelt))
@@ -39,7 +39,7 @@ def test_what_is_misspelt_says_the_same_and_is_encoded_otherwise(text: str) -> N
     ) == AWKWARD.normalize(text)
 
 
-def test_what_was_sampled_does_not_survive_decoding_and_encoding() -> None:
+def test_misspelt_ids_change_when_decoded_and_encoded_again() -> None:
     misspelt = AWKWARD.misspell("the assistant is in")
     assert AWKWARD.encode(AWKWARD.decode(misspelt)) != misspelt
 

@@ -41,7 +41,7 @@ def test_a_hook_in_a_thread_may_wait(pytester: pytest.Pytester) -> None:
     run(pytester, BLOCKS.format(colour="")).assert_outcomes(passed=1)
 
 
-def test_it_allows_what_it_is_told_to(pytester: pytest.Pytester) -> None:
+def test_block_shorter_than_the_set_limit_is_allowed(pytester: pytest.Pytester) -> None:
     test = BLOCKS.format(colour="async").replace("    assert play", "    loop_watchdog.seconds = 60\n    assert play")
     run(pytester, test).assert_outcomes(passed=1)
 
@@ -66,7 +66,9 @@ async def test_no_time_at_all_is_none() -> None:
             pass
 
 
-def test_what_a_test_leaves_behind_fails_it_by_name(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_left_by_a_test_fails_that_test_by_name(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leaks, "no_leaks", partial(leaks.no_leaks, settle=0.5))  # it would not end in five either
     test = """
 import threading

@@ -47,7 +47,7 @@ def test_two_tool_results_share_one_block() -> None:
     )
 
 
-def test_pythonic_gives_each_result_a_turn() -> None:
+def test_pythonic_writes_each_result_as_its_own_turn() -> None:
     made = Bridger(
         tokenizer := ByteTokenizer(), ChatTemplate.load("pythonic").renderer(), [tokenizer.encode("<|im_end|>")[0]]
     )
@@ -65,7 +65,7 @@ def test_pythonic_gives_each_result_a_turn() -> None:
     ],
     ids=["key order", "numbers and white space", "spaces"],
 )
-def test_how_the_model_wrote_its_call_never_changes_the_bridge(made: Bridger, said: str) -> None:
+def test_bridge_is_the_same_for_every_spelling_of_a_call(made: Bridger, said: str) -> None:
     turn = says("", {"a": 17, "b": 25})
     plain, _ = answer(made, "", "<|im_end|>", turn, result("42"))
     text, _ = answer(made, said, "<|im_end|>", turn, result("42"))
@@ -102,7 +102,7 @@ def test_turn_cut_after_a_complete_call_gets_only_the_close(made: Bridger) -> No
     assert bridge.junction.close is Close.MASKED
 
 
-def test_a_turn_cut_right_behind_its_own_close_is_not_closed_twice() -> None:
+def test_turn_cut_after_its_own_close_is_not_closed_twice() -> None:
     made = bridger(chatml(), stops=["<|endoftext|>"])
     text, bridge = answer(made, "42<|im_end|>", None, says("42"), MORE)
     assert text.startswith("\n<|im_start|>user\n")
@@ -199,7 +199,7 @@ def test_stop_that_the_template_never_writes_replaces_its_close(content: str) ->
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
 @pytest.mark.parametrize("close", ["<|im_end|>", "<|im_end|>\n", "\n\n<|im_end|> \n"])
-def test_what_separates_turns_stands_behind_whatever_stop_was_sampled(stop: str, close: str) -> None:
+def test_turn_separator_follows_every_stop_that_is_sampled(stop: str, close: str) -> None:
     made = bridger(chatml(close=close), stops=["<|im_end|>", "<|endoftext|>"])
     text, _ = answer(made, "42", stop, says("42"), MORE)
     separator = close.rpartition("<|im_end|>")[2]
@@ -239,7 +239,7 @@ def test_close_of_history_is_not_added_after_the_sampled_stop() -> None:
         "e\u0301",
     ],
 )
-def test_whatever_a_message_says_the_bridge_is_the_templates_own(made: Bridger, content: str) -> None:
+def test_bridge_equals_the_rendered_template_for_any_content(made: Bridger, content: str) -> None:
     turn = says("", {"a": 1, "b": 2})
     text, bridge = answer(made, "...", "<|im_end|>", turn, result(content), result("7", 1))
     whole = made.renderer.render([QUESTION, turn, result(content), result("7", 1)], tools=[ADD])

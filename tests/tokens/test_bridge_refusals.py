@@ -28,7 +28,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_template_that_gives_no_exact_bridge_is_refused_by_name(name: str) -> None:
+def test_template_without_an_exact_bridge_is_refused_by_name(name: str) -> None:
     made = bridger(REFUSALS[name])
     turn = says("I add.", {"a": 1, "b": 2}) if name in ("marker_in_tail", "template_raises") else says("I add.")
     with pytest.raises(Unbridgeable) as caught:
@@ -141,7 +141,7 @@ def test_a_text_that_the_vocabulary_cannot_write_is_refused_by_name(vocabulary: 
         answer(made, "x", "<|im_end|>", says("x"), result("a\x04b"))
 
 
-def test_an_assistant_message_that_nobody_sampled_is_refused_by_name(made: Bridger) -> None:
+def test_assistant_message_that_was_not_sampled_is_refused_by_name(made: Bridger) -> None:
     with pytest.raises(Unbridgeable, match="assistant_in_new"):
         answer(made, "x", "<|im_end|>", says("x"), MORE, says("and I said this"), MORE)
 
@@ -171,7 +171,7 @@ def test_template_that_comments_on_the_last_turn_is_refused_by_name(remark: str)
         answer(made, "42", "<|im_end|>", says("42"), MORE)
 
 
-def test_what_a_template_looks_for_in_the_last_turn_is_still_there() -> None:
+def test_template_that_searches_the_last_turn_finds_its_words() -> None:
     text = chatml().replace("{% if add_generation_prompt", REMEMBERS["only of some"] + "{% if add_generation_prompt")
     made = bridger(text)
     told, _ = answer(made, "<think>", "<|im_end|>", says("<think>hm"), MORE)

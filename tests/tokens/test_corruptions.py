@@ -29,7 +29,7 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.parametrize("name", CHATML)
-def test_the_newline_behind_the_stop_is_written_exactly_once(name: str) -> None:
+def test_newline_after_the_stop_is_written_exactly_once(name: str) -> None:
     # verl #6921, TRL #5317
     made = model(name)
     asks = "<think>\n" if name in ("qwen3-thinking", "qwen3.6") else ""
@@ -52,7 +52,7 @@ def test_the_newline_is_not_written_again_where_the_model_sampled_it(name: str) 
 
 
 @pytest.mark.parametrize("name", CHATML)
-def test_the_newline_of_the_prompt_is_no_part_of_the_turn(name: str) -> None:
+def test_newline_after_the_stop_is_not_part_of_the_turn(name: str) -> None:
     # verl #6921: the newline was given to the model's turn, and the next prompt had none.
     made = model(name)
     prompt = list(made.bridger().first_prompt([QUESTION], [ADD]))

@@ -91,7 +91,7 @@ async def test_an_assistant_message_among_the_new_ones_forks_by_name(name: str) 
     assert first.log is not second.log
 
 
-def test_a_shrunk_history_is_told_from_one_that_is_asked_again() -> None:
+def test_shrunk_history_and_a_retry_have_different_kinds() -> None:
     stored = [QUESTION, says("42"), MORE, says("84")]
     assert compare(stored, stored[:3]).kind is AlignmentKind.RETRY
     assert compare(stored, stored[:2]).kind is AlignmentKind.SHRUNK
@@ -271,7 +271,7 @@ def test_the_same_stop_twice_is_kept_twice_and_followed_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TOOLS_MOVE))
-def test_tools_that_move_behind_the_turn_are_refused_by_name(name: str) -> None:
+def test_tools_that_move_past_the_turn_are_refused_by_name(name: str) -> None:
     # Mistral-Nemo prints the tools before the last user turn.
     made = model(name)
     history = [QUESTION, says("42")]

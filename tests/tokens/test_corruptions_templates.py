@@ -109,7 +109,7 @@ async def test_gpt_oss_as_it_speaks_plays_ten_turns_in_one_segment() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_gpt_oss_says_in_one_episode_marks_and_ends_no_other() -> None:
+async def test_gpt_oss_channels_of_one_episode_affect_no_other_episode() -> None:
     class Talks(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             for _ in range(4):
@@ -250,7 +250,7 @@ def test_deepseek_folds_tool_and_user_turns_as_its_template_does() -> None:
     assert user.removeprefix(two).startswith("<\uff5cUser\uff5c>And twice that?<\uff5cAssistant\uff5c>")
 
 
-def test_deepseek_goes_on_behind_a_tool_result_without_being_asked() -> None:
+def test_deepseek_turn_after_a_tool_result_is_closed_once() -> None:
     # Miles #1599: the assistant is not opened again after a result, and the next bridge must not close it twice.
     made = model("deepseek-v3.1")
     stop = FAMILIES["deepseek-v3.1"].stops[0]
@@ -403,7 +403,7 @@ def test_a_template_exists_that_takes_an_empty_list_for_tools() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("finish", ["length", "stop"])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-async def test_unterminated_call_block_stays_as_sampled_and_is_no_call(name: str, finish: Any) -> None:
+async def test_unterminated_call_block_stays_as_sampled_and_is_not_a_call(name: str, finish: Any) -> None:
     class Tools(Plain):
         @tool
         def add(self, a: int, b: int) -> int:

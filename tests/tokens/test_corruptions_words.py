@@ -72,7 +72,7 @@ async def test_white_space_around_call_tags_stays_as_it_was_sampled(name: str, s
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", SPELLINGS)
-async def test_how_a_call_is_spelled_stays_as_it_was_sampled(kind: str) -> None:
+async def test_spelling_of_a_call_stays_as_it_was_sampled(kind: str) -> None:
     # JSON spacing, key order, 1e-7, escapes: what a template writes in its own way when it renders the call again.
     made = model("qwen3")
 
@@ -289,7 +289,7 @@ def test_stop_that_is_pad_or_another_eos_replaces_the_close(name: str, stop: str
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("name", "stop"), OTHER_STOPS)
-async def test_an_episode_goes_on_behind_any_of_its_stops(name: str, stop: str) -> None:
+async def test_episode_continues_after_each_of_its_stops(name: str, stop: str) -> None:
     # TRL #7039, AReaL #846
     made = model(name)
     engine = speaking(name, [Reply("42", stop=made.id(stop)), Reply("84", stop=made.id(stop)), "168"])

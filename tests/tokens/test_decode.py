@@ -53,7 +53,7 @@ def test_control_tokens_are_shown_as_they_stream(vocabulary: VocabularyTokenizer
     assert decoder.feed(vocabulary.encode("a<|im_end|>")) == "a<|im_end|>"
 
 
-def test_finish_shows_what_was_open_and_begins_anew() -> None:
+def test_finish_returns_the_open_bytes_and_resets_the_decoder() -> None:
     decoder = IncrementalDecoder(ByteTokenizer())
     assert decoder.feed("é".encode()[:1]) == ""
     assert decoder.finish() == "\ufffd"
@@ -160,7 +160,7 @@ EVERY = ("bytes", *NAMES, *DECODERS)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_way_to_cut_ten_ids_gives_the_text_of_all(name: str) -> None:
+def test_every_split_of_ten_ids_decodes_to_the_same_text(name: str) -> None:
     tokenizer, rng = named(name), random.Random(name)
     for length in (0, 1, 2, 3, 5, 8, 10, 10, 10, 10):
         ids = sampled(name, rng, length)
@@ -196,14 +196,14 @@ def test_runs_of_bytes_end_where_the_library_ends_them(ids: list[int]) -> None:
     assert together(SENTENCEPIECE, [[token_id] for token_id in ids]) == SENTENCEPIECE.decode(ids)
 
 
-def test_a_run_of_bytes_comes_with_the_word_behind_it() -> None:
+def test_run_of_bytes_is_returned_with_the_word_after_it() -> None:
     decoder = IncrementalDecoder(SENTENCEPIECE)
     assert [decoder.feed([number]) for number in "é你".encode()] == [""] * 5
     assert decoder.feed([257]) == "é你a"
     assert decoder.finish() == ""
 
 
-def test_a_decoder_begins_anew_with_what_it_drops() -> None:
+def test_leading_space_is_dropped_again_after_finish() -> None:
     decoder = IncrementalDecoder(SENTENCEPIECE)
     assert [decoder.feed([259]) + decoder.finish(), decoder.feed([259, 0xC3]) + decoder.finish()] == ["a", "a\ufffd"]
     assert decoder.feed([259, 259]) == "a a"

@@ -55,7 +55,7 @@ MIRRORED = chatml(body="{{ m.content }} {{ m.content }} {{ m.content | reverse }
 COUNTED = chatml(body="{{ m.content | length }}: {{ m.content }} {{ m.content }}")
 
 
-def test_what_cannot_be_located_is_refused_by_name() -> None:
+def test_content_that_cannot_be_located_is_refused_by_name() -> None:
     made = bridger(MIRRORED)
     with pytest.raises(Unbridgeable, match="message 0") as caught:
         made.first_prompt([{"role": "user", "content": f"word {EVIL}"}])

@@ -278,7 +278,7 @@ ADD: Dict = {"type": "function", "function": {"name": "add", "description": "Add
 SUB: Dict = {"type": "function", "function": {"name": "sub", "description": "Sub.", "parameters": {}}}
 
 
-def test_no_tools_are_no_tools() -> None:
+def test_empty_and_missing_tool_lists_are_the_same() -> None:
     assert same_tools([], None)
     assert same_tools(None, [])
     assert not same_tools(None, [ADD])
@@ -289,7 +289,7 @@ def test_tools_are_the_same_in_any_order_and_with_any_order_of_keys() -> None:
     assert same_tools([ADD, SUB], [SUB, turned])
 
 
-def test_what_the_model_does_not_read_of_a_tool_does_not_matter() -> None:
+def test_tool_field_that_the_model_does_not_read_is_ignored() -> None:
     assert same_tools([SUB], [{"type": "function", "function": {"name": "sub", "description": "Sub.", "strict": True}}])
 
 

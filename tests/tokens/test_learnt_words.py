@@ -98,13 +98,13 @@ def test_words_that_a_template_writes_are_control_tokens() -> None:
     ],
     ids=["an option", "put together"],
 )
-def test_what_a_template_writes_is_seen_in_what_it_writes(text: str, options: dict[str, str]) -> None:
+def test_control_word_is_found_in_the_rendered_text(text: str, options: dict[str, str]) -> None:
     renderer = ChatTemplate(text, name="marks").renderer(options)
     tokenizer = for_template(vocabulary("gemma"), renderer.written)
     assert tokenizer.control_ids - vocabulary("gemma").control_ids == {vocabulary("gemma").token_id("<unused7>")}
 
 
-def test_words_of_letters_are_words_whoever_writes_them() -> None:
+def test_word_of_letters_in_a_template_is_not_a_control_word() -> None:
     tokenizer = small()
     bound = tokenizer.for_template(lambda: "{{ user }} zz <y>")
     assert bound.control_ids - tokenizer.control_ids == {tokenizer.token_id("<y>")}

@@ -264,7 +264,7 @@ def test_last_question_found_from_the_end_is_the_same_for_all_pasts(
         "{% filter replace('a', messages | length | string) | upper | trim %}a{% endfilter %}",
     ],
 )
-def test_what_looks_back_is_never_proven(expression: str) -> None:
+def test_expression_that_reads_the_past_is_never_proven(expression: str) -> None:
     assert past(behind(expression)) is Lookback.POSSIBLE
 
 
@@ -287,7 +287,7 @@ def test_begin_turn_and_new_messages_alone_are_proven(expression: str) -> None:
 
 
 @pytest.mark.parametrize("sign", [">", "!=", "<=", "=="])
-def test_of_a_number_of_messages_only_the_least_is_known(sign: str) -> None:
+def test_comparison_of_the_message_count_is_proven_below_the_least(sign: str) -> None:
     # A question, the turn, and what answers it are there after every past.
     assert past(behind(f"{{{{ '(more)' if messages | length {sign} 2 }}}}")) is Lookback.NONE
     assert past(behind(f"{{{{ '(more)' if messages | length {sign} 3 }}}}")) is Lookback.POSSIBLE
@@ -330,7 +330,7 @@ def test_a_template_that_is_not_followed_is_not_proven() -> None:
         ("{{ m.content or 'A' }}", False),
     ],
 )
-def test_words_that_change_what_stands_behind_them_are_found(body: str, matter: bool) -> None:
+def test_words_that_change_the_text_after_them_are_found(body: str, matter: bool) -> None:
     renderer = ChatTemplate(chatml(body=body), name="inline").renderer()
     assert Proofs(renderer).words_matter(USER, []) is matter
 

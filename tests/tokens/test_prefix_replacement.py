@@ -191,7 +191,7 @@ def test_a_second_stop_id_looks_like_a_cut_turn_without_them() -> None:
     assert replaced == joined([10, 2, 99, 51, 3, 2, 12, 2, 99])
 
 
-def test_an_eos_among_the_stop_ids_is_no_second_stop() -> None:
+def test_eos_among_the_stop_ids_is_not_counted_as_a_second_stop() -> None:
     prefix = [10, 2, 99, 50, 2]
     replaced = replace_prefix_tokens([10, 2, 99, 51, 2], prefix, [*prefix, 12, 2, 99], EOS_ID, stop_ids=[2, 3])
     assert replaced == joined([10, 2, 99, 51, 2, 12, 2, 99])
@@ -244,7 +244,7 @@ def test_a_cut_turn_is_followed_by_the_close_that_the_bridge_wrote() -> None:
     assert replaced == joined([*model, 12, 2, 99])
 
 
-def test_what_nobody_sampled_inside_a_turn_belongs_to_the_turn() -> None:
+def test_tokens_in_a_turn_that_were_not_sampled_stay_in_the_turn() -> None:
     model, sampled = [10, 2, 99, 51, 70, 52, 2], [0, 0, 0, 1, 0, 1, 1]
     prefix = [10, 2, 99, 1001, 2]
     replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS_ID, sampled=sampled)

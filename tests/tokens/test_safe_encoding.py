@@ -394,7 +394,7 @@ def test_learnt_control_tokens_are_not_made_of_content(
 
 
 @pytest.mark.parametrize("make", [unigram, merging, whole_words], ids=lambda make: make.__name__)
-def test_what_the_normaliser_makes_control_text_is_ordinary_text_too(make: Callable[..., VocabularyTokenizer]) -> None:
+def test_text_normalised_to_a_control_word_is_ordinary_text(make: Callable[..., VocabularyTokenizer]) -> None:
     tokenizer = make(normalizer={"type": "NFKC"})
     text, spans = spelled(["<s>", "a\uff1cs\uff1ea"])  # wide brackets, which NFKC makes plain ones
     assert [token_id for token_id in tokenizer.encode(text, spans) if token_id in tokenizer.control_ids] == [1]

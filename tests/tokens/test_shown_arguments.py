@@ -101,7 +101,7 @@ def test_shown_tool_does_not_depend_on_the_tools_beside_it() -> None:
     assert renderer(TYPES).shown(several) == made.shown(several)
 
 
-def test_what_a_template_without_descriptions_leaves_out_is_named() -> None:
+def test_field_left_out_by_a_template_without_descriptions_is_named() -> None:
     unseen = unseen_of(renderer(NO_NOTES).render_tool, kinds()["model"])
     assert {(each.part, each.what) for each in unseen} >= {
         (ArgumentPart.FIELD, "given.begin"),
@@ -231,7 +231,7 @@ def test_parts_in_keywords_of_older_dialects_are_shown(given: dict[str, Any]) ->
     assert unseen_of(renderer(DUMPS).render_tool, tool) == []
 
 
-def test_arguments_with_names_of_keywords_are_no_keywords() -> None:
+def test_arguments_named_like_keywords_are_ordinary_arguments() -> None:
     properties = {
         name: {"type": "string", "enum": [f"zq{name}"]} for name in ("items", "dependencies", "$recursiveRef")
     }
@@ -326,7 +326,7 @@ def flat(schema: dict[str, Any], definitions: dict[str, Any] | None = None, form
     return parameters_in(form, parameters)["properties"]["given"]
 
 
-def test_what_refers_to_itself_is_put_in_place_once() -> None:
+def test_schema_that_refers_to_itself_is_expanded_once() -> None:
     made = flat({"$ref": "#/$defs/Node"}, {"Node": NODE})
     assert made == {"type": "object", "properties": {"value": {"type": "integer"}, "next": {"type": "object"}}}
 

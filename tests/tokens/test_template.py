@@ -54,7 +54,7 @@ def hermes() -> Renderer:
     return ChatTemplate.load("hermes").renderer()
 
 
-def test_pythonic_puts_one_signature_a_line_behind_the_system_prompt(pythonic: Renderer) -> None:
+def test_pythonic_puts_one_signature_a_line_after_the_system_prompt(pythonic: Renderer) -> None:
     text = pythonic.render([SYSTEM, USER], tools=[ADD, function("now", "The time,\n  in UTC")])
     assert text == (
         "<|im_start|>system\nUse the tools.\n"
@@ -219,7 +219,7 @@ def test_fingerprint_names_text_and_variables() -> None:
     assert template.fingerprint != template.with_variables({"bos_token": "<s>"}).fingerprint
 
 
-def test_the_clock_stands_still() -> None:
+def test_template_reads_the_given_time() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", name="dated")
     assert template.renderer(now=datetime(2025, 12, 31, 23, 59)).render([USER]) == "31 Dec 2025 23:59"
 
@@ -234,7 +234,7 @@ def test_empty_tools_are_none_to_a_template() -> None:
     assert renderer("{{ tools is none }}").render([USER], tools=[]) == "True"
 
 
-def test_templates_see_what_transformers_gives_them() -> None:
+def test_template_has_the_tags_and_filters_of_transformers() -> None:
     text = (
         "{%- for message in messages %}\n    {% generation %}{{ message | tojson }}{% endgeneration %}\n\n"
         "{% if loop.index == 1 %}{% break %}{% endif %}{% endfor %}{{ {'b': 'é<', 'a': 1} | tojson(indent=1) }}"
@@ -336,7 +336,7 @@ def test_tojson_writes_what_the_standard_library_writes(value: Any) -> None:
     assert text == USER["content"] + json.dumps(value, ensure_ascii=False)
 
 
-def test_tojson_of_what_is_no_json_is_a_fault_of_the_template() -> None:
+def test_tojson_of_a_value_that_is_not_json_is_a_template_error() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for value in (endless, {1, 2}, object()):

@@ -177,7 +177,7 @@ BEHIND_THE_STOP = (
 
 
 @pytest.mark.parametrize("count", range(7))
-def test_words_behind_the_stop_of_a_late_message_get_no_bridge(count: int) -> None:
+def test_words_after_the_stop_of_a_late_message_prevent_a_bridge(count: int) -> None:
     seen: Counter[str] = Counter()
     conversation = [QUESTION, *([says("words"), MORE] * 5)]
     check_bridges(Written(BEHIND_THE_STOP.replace("COUNT", str(count)), [conversation]), seen)

@@ -22,7 +22,7 @@ CHATML = "<|im_start|>user\nWhat is é? 你<|im_end|>\n"
 
 
 @given(text=TEXT)
-def test_decoding_gives_back_what_was_encoded(tokenizer: Tokenizer, text: str) -> None:
+def test_decoding_returns_the_encoded_text(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == tokenizer.normalize(text) == text
 
 
@@ -105,7 +105,7 @@ def test_a_normaliser_shows_in_normalize(demo_model_folder: Path) -> None:
     assert len(tokenizer.encode("e\u0301" * 99)) * tokenizer.longest_token >= 99 * 3
 
 
-def test_writing_spaces_as_underlines_is_no_change_of_the_text(demo_model_folder: Path) -> None:
+def test_writing_spaces_as_underlines_does_not_change_the_text(demo_model_folder: Path) -> None:
     prepend = {"type": "Prepend", "prepend": "\u2581"}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     tokenizer = changed(demo_model_folder, normalizer={"type": "Sequence", "normalizers": [prepend, replace]})

@@ -50,7 +50,7 @@ def test_a_log_puts_those_of_a_turn_together_as_they_come(sizes: tuple[int, ...]
     assert log.top_logprobs == {2: three()}
 
 
-def test_a_log_that_is_cut_forgets_those_behind() -> None:
+def test_cut_log_drops_the_top_logprobs_after_the_cut() -> None:
     log = TokenLog(ids=array("i", range(10)))
     log.append_top(2, three())
     log.append_top(6, three())

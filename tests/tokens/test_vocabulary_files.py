@@ -142,7 +142,7 @@ def test_a_folder_whose_files_add_nothing_keeps_the_fingerprint(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ['{"added_tokens_decoder": {"1": "<s>"}}', "{"], ids=["no token", "no JSON"])
-def test_files_that_are_no_settings_are_refused(tmp_path: Path, content: str) -> None:
+def test_malformed_tokenizer_config_is_refused(tmp_path: Path, content: str) -> None:
     written(tmp_path, "gemma")
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(BadModel, match=r"'<s>' is listed as a token|tokenizer_config.json is not JSON"):
