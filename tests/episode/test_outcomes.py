@@ -249,7 +249,7 @@ async def test_an_authors_exception_after_a_limit_fired_leaves_the_limit() -> No
 
 
 @pytest.mark.parametrize("why", ["limit", "end"])
-async def test_swallowed_ending_is_raised_again_until_the_rollout_ends(why: str) -> None:
+async def test_ending_that_the_rollout_swallows_still_ends_the_episode(why: str) -> None:
     class Stubborn(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             while True:
