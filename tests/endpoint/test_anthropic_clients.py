@@ -226,7 +226,7 @@ async def test_sub_agents_with_one_prompt_are_threads_of_their_own() -> None:
     assert [request.label for request in trajectories[0].requests] == ["one"] * 2
 
 
-async def test_a_cut_stream_that_is_asked_again_without_one_is_sampled_anew() -> None:
+async def test_cut_turn_requested_again_without_stream_is_sampled_again() -> None:
     async def loop(program: Program, engine: Any) -> None:
         answer = await program.ask(TASK)
         history = [TASK, assistant(answer), user(result(answer))]

@@ -80,7 +80,7 @@ def test_events_make_the_same_message_as_a_whole_answer() -> None:
         assert api.messages.create(**ASKED).to_dict() == whole(told)
 
 
-def test_a_turn_of_which_nothing_was_told_is_written_at_its_end() -> None:
+def test_turn_without_streamed_progress_is_written_at_its_end() -> None:
     told = said(ORDERED)
     written = writer(ids=True).end(Answered.of(told.turn))
     message = rebuilt(written)
@@ -110,7 +110,7 @@ def test_blocks_are_in_order_and_text_after_a_call_is_new() -> None:
     assert events(streamed(told))[-1] == {"type": "message_stop"}
 
 
-def test_ids_and_what_they_cost_are_told_only_to_who_asks() -> None:
+def test_token_ids_and_logprobs_are_sent_only_on_request() -> None:
     assert b"token_ids" not in streamed(said(ORDERED))
     assert b"logprobs" not in streamed(said(ORDERED), ids=True)
     assert b"token_ids" not in streamed(said(ORDERED), logprobs=True)
@@ -136,7 +136,7 @@ def test_a_call_that_cannot_be_read_is_none_and_the_ids_name_the_turn() -> None:
         ({"tool_calls": [ToolCall("t0", "", {}, "it cannot be read")]}, {}, ("end_turn", None)),
     ],
 )
-def test_why_a_turn_ended_is_told_in_the_words_of_the_form(
+def test_stop_reason_and_stop_sequence_say_why_a_turn_ended(
     settings: dict[str, Any], asked: dict[str, Any], reason: tuple[str, str | None]
 ) -> None:
     calls = settings.pop("tool_calls", ())
@@ -155,7 +155,7 @@ def test_the_input_is_what_no_cache_held() -> None:
     }
 
 
-def test_what_json_cannot_hold_is_written_all_the_same() -> None:
+def test_lone_surrogate_is_a_question_mark_and_large_number_stays() -> None:
     told = said([ContentPiece("half \ud83d"), ToolCalled(ToolCall("t0", "run", {"much": 2**70, "half": "\ud83d"}))])
     for answer in (rebuilt(streamed(told)), whole(told, logprobs=True)):
         assert answer["content"][0]["text"] == "half ?"
@@ -176,7 +176,7 @@ def test_restarted_turn_is_not_streamed_further() -> None:
         writes.write([TurnRestarted()])
 
 
-def test_what_goes_on_with_a_cut_turn_says_what_that_did_not() -> None:
+def test_continuation_of_a_cut_turn_sends_only_its_new_text() -> None:
     cut, on = said([ContentPiece("I will ")]).turn, said([ContentPiece("I will "), ContentPiece("look.")]).turn
     answer = json.loads(writer().whole(Answered.of(on, cut)))
     assert answer["content"] == [{"type": "text", "text": "look."}]
@@ -223,7 +223,7 @@ def test_prompt_that_is_too_long_is_named_in_known_words() -> None:
     assert FORM.refusal(refused)["error"]["message"] == "prompt is too long: 220000 tokens > 200000 maximum"
 
 
-def test_an_episode_that_is_over_is_told_by_its_code() -> None:
+def test_refusal_after_the_end_begins_with_code_episode_over() -> None:
     message = FORM.refusal(Refused(Reason.OVER, "a limit was reached"))["error"]["message"]
     assert message == "episode_over: a limit was reached"
 

@@ -110,7 +110,7 @@ def test_changing_billing_line_is_separate() -> None:
     assert {each.value for each in other.tolerated - one.tolerated} == {"cache_marks"}
 
 
-def test_what_tells_nothing_to_a_model_is_recorded_or_ignored() -> None:
+def test_fields_that_the_model_does_not_see_are_noted_or_ignored() -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": "no", "is_error": True, "cache_control": {"t": 1}}
     (read_result,) = MessageReader().read(asked({"role": "user", "content": [result]}).messages)
     assert {each.value for each in read_result.tolerated} == {"extra_keys", "cache_marks"}
@@ -126,7 +126,7 @@ def test_previous_message_is_named_by_cache_diagnostics() -> None:
 
 
 @given(parts=PARTS)
-def test_what_was_written_comes_back_as_the_message_that_the_turn_is(parts: list[TurnProgress]) -> None:
+def test_answer_sent_back_is_read_as_the_message_of_its_turn(parts: list[TurnProgress]) -> None:
     told = said(parts)
     wanted = told.turn.as_message()
     for answer in (whole(told), rebuilt(streamed(told, range(len(told.progress))))):
@@ -171,7 +171,7 @@ def test_tools_are_functions_and_those_of_the_api_itself_are_left_out() -> None:
         ({"type": "tool", "name": "run"}, "run"),
     ],
 )
-def test_who_may_call_what(given: Any, choice: str | None) -> None:
+def test_tool_choice_of_each_type_is_read(given: Any, choice: str | None) -> None:
     assert asked(tools=[RUN], tool_choice=given).tool_choice == choice
 
 
@@ -219,7 +219,7 @@ def test_a_count_needs_no_most_tokens() -> None:
     assert refusal(given).startswith("max_tokens: ")
 
 
-def test_who_listens_and_to_what() -> None:
+def test_stream_ids_logprobs_and_client_name_are_read() -> None:
     assert not read(body()).stream
     found = read(body(stream=True, return_token_ids=True, logprobs=True), user_agent="claude-cli/2")
     assert (found.stream, found.ids, found.logprobs, found.chat_call.client) == (True, True, True, "claude-cli/2")
@@ -292,7 +292,7 @@ def image(where: list[Any]) -> Any:
         ({"compaction": {"type": "enabled"}}, "compaction: "),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_name(changed: dict[str, Any], begin: str) -> None:
+def test_unusable_field_is_refused_by_its_name(changed: dict[str, Any], begin: str) -> None:
     message = refusal({**body(), **changed})
     assert message.startswith(begin)
 
@@ -350,7 +350,7 @@ JSON: Any = st.recursive(
 
 @pytest.mark.slow
 @given(changes=st.lists(st.tuples(st.sampled_from(places(RICH)), JSON), min_size=1, max_size=3))
-def test_whatever_a_body_holds_it_is_read_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+def test_altered_body_is_read_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     given = deepcopy(RICH)
     for (*path, last), value in changes:
         inside = given

@@ -80,13 +80,13 @@ def test_schema_of_memory_has_every_field_of_the_client() -> None:
     assert names == set(properties["command"]["enum"])
 
 
-def test_a_limit_of_characters_is_told_to_the_model() -> None:
+def test_character_limit_is_part_of_the_tool_description() -> None:
     known = known_function({"type": "text_editor_20250728", "name": EDITS, "max_characters": 5_000}) or {}
     assert "5000 characters" in known["description"]
 
 
 @pytest.mark.parametrize("tool", NOTED, ids=lambda tool: tool["type"])
-def test_a_tool_that_nobody_here_can_run_is_noted_by_name(tool: Any) -> None:
+def test_typed_tool_that_is_not_supported_is_noted_by_name(tool: Any) -> None:
     found = asked(tool)
     assert found.tools == []
     assert found.not_granted == {"tools": [tool["name"]]}
@@ -99,7 +99,7 @@ def test_a_typed_tool_with_a_schema_of_its_own_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPED)
-async def test_anthropics_client_runs_a_typed_tool_and_the_turn_goes_on(kind: str) -> None:
+async def test_anthropics_client_calls_a_typed_tool_and_continues_the_ids(kind: str) -> None:
     name, arguments = TYPED[kind]
 
     async def loop(endpoint: Endpoint) -> None:

@@ -126,7 +126,7 @@ async def test_a_tool_within_a_rollout_may_serve() -> None:
 
 
 @pytest.mark.parametrize("at_once", [0, -1, True, None, "many"])
-async def test_how_many_at_once_is_checked(at_once: Any) -> None:
+async def test_at_once_below_one_or_not_a_whole_number_is_refused(at_once: Any) -> None:
     async def loop(endpoint: Endpoint) -> None:
         raise AssertionError("it began")
 

@@ -60,7 +60,7 @@ async def _said(client: openai.AsyncOpenAI, *, stream: bool, **further: Any) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_loop_of_openais_own_client_goes_on_from_the_very_ids(stream: bool, tmp_path: Any) -> None:
+async def test_tool_loop_of_openais_client_continues_the_sampled_ids(stream: bool, tmp_path: Any) -> None:
     said: list[str] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -112,7 +112,7 @@ async def test_token_ids_of_the_chunks_joined_are_the_turns_ids(chunks: Any) -> 
     assert texts == [turn.text]
 
 
-async def test_a_whole_answer_has_what_a_stream_tells() -> None:
+async def test_whole_answer_has_ids_logprobs_and_usage_of_the_turn() -> None:
     answers: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -133,7 +133,7 @@ async def test_a_whole_answer_has_what_a_stream_tells() -> None:
     assert [each["logprob"] for each in told] == pytest.approx(list(turn.logprobs))
 
 
-async def test_how_a_turn_ended_is_told() -> None:
+async def test_finish_reason_says_why_a_turn_ended() -> None:
     ended: list[str] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -256,7 +256,7 @@ def test_any_body_is_read_or_refused_by_name(body: dict[str, Any]) -> None:
     assert refused.message
 
 
-async def test_what_is_no_text_is_refused_by_its_place_and_ends_nothing() -> None:
+async def test_image_is_refused_by_its_place_and_the_episode_continues() -> None:
     told: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:

@@ -121,7 +121,7 @@ def test_a_choice_between_tools_is_read(choice: Any, meant: str, noted: Any) -> 
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": "run"}},
     ],
 )
-def test_what_is_no_choice_between_tools_is_refused_by_name(choice: Any) -> None:
+def test_invalid_tool_choice_is_refused_by_name(choice: Any) -> None:
     with pytest.raises(Refused, match=r"^tool_choice"):
         read(tools=[RUN], tool_choice=choice)
 

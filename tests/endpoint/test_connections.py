@@ -92,7 +92,7 @@ async def test_chunked_bodies_and_expect_continue_are_accepted() -> None:
     await probed(probe)
 
 
-async def test_bytes_that_are_no_text_in_headers_harm_nothing() -> None:
+async def test_request_with_header_bytes_that_are_not_text_is_answered() -> None:
     async def probe(endpoint: Endpoint) -> None:
         odd = ["x-session-id: \x85\xff\x9b31m\xe9", "user-agent: \xff\xfe", "connection: close"]
         assert statuses(await raw(endpoint, ask(endpoint, *odd))) == [200]
@@ -132,7 +132,7 @@ async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"])
-async def test_connections_without_a_key_lock_out_nobody_who_has_one(sent: bytes, monkeypatch: Any) -> None:
+async def test_connections_without_a_key_do_not_lock_out_a_valid_key(sent: bytes, monkeypatch: Any) -> None:
     """Twice as many as there may be, which hold their places for as long as they can."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
 

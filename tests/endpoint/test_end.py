@@ -44,7 +44,7 @@ async def test_ended_episode_answers_nothing_further() -> None:
     assert [turn.text for turn in trajectory.turns] == ["Done."]
 
 
-async def test_what_it_said_is_told_to_who_waits_then_or_later() -> None:
+async def test_reward_is_returned_to_waits_before_and_after_the_end() -> None:
     async def loop(endpoint: Endpoint) -> None:
         told: list[Any] = []
 
@@ -62,7 +62,7 @@ async def test_what_it_said_is_told_to_who_waits_then_or_later() -> None:
     await served(loop, ["Done."])
 
 
-async def test_a_reward_that_is_no_number_is_refused_and_ends_nothing() -> None:
+async def test_reward_that_is_not_a_number_is_refused_and_ends_nothing() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             refused = await client.post(endpoint.end_url, json={"reward": "good"})
@@ -118,7 +118,7 @@ async def test_reward_key_is_hidden_from_programs() -> None:
 
 
 @pytest.mark.parametrize("where", ["in the URL", "as bearer", "as x-api-key", "beside the program's key"])
-async def test_a_reward_is_told_with_its_key_wherever_that_stands(where: str) -> None:
+async def test_reward_is_accepted_with_its_key_in_url_or_header(where: str) -> None:
     async def loop(endpoint: Endpoint) -> None:
         root, end_key = endpoint.base_url.partition("/e/")[0], endpoint.end_url.split("/")[4]
         url, headers = {
@@ -136,7 +136,7 @@ async def test_a_reward_is_told_with_its_key_wherever_that_stands(where: str) ->
     await served(loop, [])
 
 
-async def test_a_reward_is_told_also_where_the_program_fills_its_places() -> None:
+async def test_reward_is_accepted_while_the_request_limit_is_reached() -> None:
     async def loop(endpoint: Endpoint) -> None:
         endpoint._route.in_flight += endpoint._route.max_requests
         async with http(endpoint) as client:
@@ -147,7 +147,7 @@ async def test_a_reward_is_told_also_where_the_program_fills_its_places() -> Non
     await served(loop, [])
 
 
-async def test_both_keys_are_told_that_the_episode_is_over_once_it_is() -> None:
+async def test_both_keys_of_a_closed_block_are_answered_episode_over() -> None:
     class Served(Plain):
         async def rollout(self, conversation: Any) -> None:
             async with self.episode.serve() as before:
@@ -161,7 +161,7 @@ async def test_both_keys_are_told_that_the_episode_is_over_once_it_is() -> None:
     assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
 
 
-async def test_what_is_being_answered_when_it_says_so_is_answered() -> None:
+async def test_request_in_flight_at_an_end_request_is_still_answered() -> None:
     engine = ScriptedEngine(["A long answer."], chunks=1, tick=0.001, latency=Latency(first=1, between=20), record=True)
 
     async def loop(endpoint: Endpoint) -> None:

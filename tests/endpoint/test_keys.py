@@ -25,7 +25,7 @@ async def statuses(endpoint: Endpoint, *headers: dict[str, str]) -> list[int]:
         return [(await client.get(url, headers=each)).status_code for each in headers]
 
 
-async def test_of_two_keys_in_the_headers_one_has_to_be_right() -> None:
+async def test_request_is_accepted_only_with_a_right_key_in_a_header() -> None:
     async def loop(endpoint: Endpoint) -> None:
         right, bearer = endpoint.api_key, "authorization"
         assert (

@@ -58,7 +58,7 @@ def verdicts(trajectories: Any) -> list[str]:
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("store", [True, None, False])
 @pytest.mark.parametrize("instructions", ["always", "never", "changed"])
-async def test_a_response_goes_on_from_an_earlier_one_by_its_id(
+async def test_request_with_previous_response_id_continues_that_response(
     store: bool | None, instructions: str, tmp_path: Path
 ) -> None:
     async def loop(endpoint: Endpoint) -> None:
@@ -79,7 +79,7 @@ async def test_a_response_goes_on_from_an_earlier_one_by_its_id(
     assert checked.exit_code == 0, checked.output
 
 
-async def test_a_response_is_gone_on_from_twice() -> None:
+async def test_second_continuation_of_one_response_is_a_rewind() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             first = await respond(client, "Mend it.")

@@ -177,7 +177,7 @@ async def test_an_image_of_the_past_is_a_note_in_responses(where: str, tmp_path:
 @pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("arguments", CUT)
 @pytest.mark.parametrize("form", ["chat", "responses", "messages"])
-async def test_earlier_arguments_that_are_no_object_are_accepted(form: str, arguments: str, tmp_path: Path) -> None:
+async def test_earlier_arguments_that_are_not_an_object_are_accepted(form: str, arguments: str, tmp_path: Path) -> None:
     function = {"name": "run", "arguments": arguments}
     call_item = {"type": "function_call", "call_id": "c", **function}
     use = {"type": "tool_use", "id": "c", "name": "run", "input": arguments}

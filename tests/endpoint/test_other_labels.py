@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
     ],
     ids=" then ".join,
 )
-async def test_a_verdict_tells_of_the_clients_own_thread_alone(asked: Any, verdicts: list[str]) -> None:
+async def test_verdict_depends_only_on_the_clients_own_thread(asked: Any, verdicts: list[str]) -> None:
     async def loop(endpoint: Endpoint) -> None:
         histories: list[list[Any]] = []
         async with http(endpoint) as client:

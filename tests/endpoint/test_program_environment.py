@@ -156,7 +156,7 @@ def test_program_without_tools_is_trained_on_request(
     assert ("no request is trained" in capfd.readouterr().out) is not bool(train)
 
 
-def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) -> None:
+def test_serve_shows_a_key_for_each_episode_until_ctrl_c(work: Path) -> None:
     """A user starts the program by hand. Its request to the end URL ends the episode, and the next key is shown."""
     shown: list[str] = []
     answers: list[Any] = []
@@ -200,7 +200,7 @@ _TOOL = {"type": "function", "function": {"name": "run", "description": "", "par
 
 @pytest.mark.asyncio_alone
 @pytest.mark.anyio
-async def test_an_episode_of_which_nobody_says_a_reward_has_none() -> None:
+async def test_episode_ended_without_a_reward_has_none() -> None:
     class One(OpenEpisodes):
         def tasks(self) -> Any:
             return itertools.islice(super().tasks(), 1)

@@ -128,13 +128,13 @@ async def test_temporary_files_are_deleted_with_the_programs_home(monkeypatch: A
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "TMP", "TEMP"])
-async def test_who_says_where_a_program_puts_what_is_temporary_is_heard(name: str, tmp_path: Path) -> None:
+async def test_given_folder_for_temporary_files_replaces_the_default(name: str, tmp_path: Path) -> None:
     file, _, *told = await temporary({name: str(tmp_path)})
     assert Path(file).parent == tmp_path
     assert [each for each in told if each] == [str(tmp_path)], "none of ours would come before it"
 
 
-async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+async def test_processes_that_a_program_leaves_running_end_with_it(tmp_path: Path) -> None:
     """Its group, and a process that has left the group."""
     code = f"""
 ask("One.")
@@ -171,7 +171,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("descriptors", [True, False], ids=["by descriptor", "by a thread"])
 @pytest.mark.parametrize("late", [False, True], ids=["ends", "is ended"])
-async def test_a_group_is_signalled_before_its_leader_gives_up_its_number(
+async def test_group_is_signalled_while_its_leader_holds_its_process_id(
     descriptors: bool, late: bool, monkeypatch: Any
 ) -> None:
     """After that, another process group may have this number and would receive the signal."""
@@ -265,9 +265,7 @@ async def test_crashed_program_is_env_error_with_its_last_lines() -> None:
     ],
     ids=["at max_tokens", "at the end of the context"],
 )
-async def test_a_program_that_gives_up_at_a_turn_that_was_cut_is_no_error(
-    options: dict[str, Any], outcome: Outcome
-) -> None:
+async def test_program_that_fails_after_a_cut_turn_is_not_an_error(options: dict[str, Any], outcome: Outcome) -> None:
     """Codex does, and what was cut is a limit of ours."""
 
     async def loop(endpoint: Endpoint) -> None:
@@ -305,7 +303,7 @@ time.sleep(600)
     assert len(trajectory.turns) == 1
 
 
-async def test_program_that_ends_after_the_episode_is_no_error() -> None:
+async def test_program_that_fails_after_the_episode_is_not_an_error() -> None:
     async def loop(endpoint: Endpoint) -> None:
         finished = await endpoint.run(python("ask('One.'); ask('Two.')"))
         assert finished.returncode == 1
@@ -315,7 +313,7 @@ async def test_program_that_ends_after_the_episode_is_no_error() -> None:
     assert len(trajectory.turns) == 1
 
 
-async def test_a_command_is_put_behind_what_wraps_it() -> None:
+async def test_wrapping_command_is_put_before_the_program() -> None:
     async def loop(endpoint: Endpoint) -> None:
         finished = await endpoint.run(python("print(ask('One.'))"), wrap=["env", "WRAPPED=yes"])
         assert finished.stdout == "Done.\n"
@@ -382,7 +380,7 @@ async def test_programs_of_one_episode_run_side_by_side_and_each_ends_alone(tmp_
     await served(loop, ["Done.", "Done."])
 
 
-async def test_a_variable_that_is_no_text_is_told() -> None:
+async def test_environment_variable_that_is_not_text_is_refused() -> None:
     async def loop(endpoint: Endpoint) -> None:
         with pytest.raises(BadOption, match="cannot start it"):
             await endpoint.run([sys.executable], env={"PORT": 80})  # type: ignore[dict-item]  # what is tested
@@ -398,7 +396,7 @@ while True:
 """
 
 
-async def test_what_a_program_starts_again_and_again_ends_with_it(tmp_path: Path) -> None:
+async def test_processes_that_restart_their_children_end_with_the_program(tmp_path: Path) -> None:
     """The processes have left the group, and each starts its child again when it is killed."""
     code = f"""
 ask("One.")
@@ -419,7 +417,7 @@ def _commands_with(word: str) -> list[str]:
     return [each for each in found if word in each]
 
 
-async def test_a_home_that_a_program_did_away_with_is_no_error() -> None:
+async def test_home_that_a_program_replaced_by_a_file_is_not_an_error() -> None:
     await ran(
         "ask('One.'); import shutil; home = os.environ['HOME']; os.chdir('/'); shutil.rmtree(home); open(home, 'w')"
     )

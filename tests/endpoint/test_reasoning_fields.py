@@ -96,7 +96,7 @@ async def test_reasoning_that_comes_back_in_any_place_is_that_turns(name: str, c
     assert {each for request in trajectory.requests for each in request.tolerated} == tolerated
 
 
-async def test_a_thought_in_the_content_of_nobodys_turn_stays_there() -> None:
+async def test_thought_in_the_content_of_a_foreign_message_is_kept() -> None:
     said: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:

@@ -113,7 +113,7 @@ SAYS = [
 
 
 @pytest.mark.parametrize("client", ["verbatim", "codex", "codex without ids", "by whole answers"])
-async def test_a_client_that_appends_goes_on_from_the_very_ids(client: str) -> None:
+async def test_client_that_appends_items_continues_the_sampled_ids(client: str) -> None:
     async def loop(episode: Any) -> None:
         items = list(BEGUN)
         for _ in SAYS:

@@ -73,7 +73,7 @@ def test_a_choice_of_tools_is_read(given: Any, choice: str | None) -> None:
         EVENT.validate_python(event)
 
 
-def test_what_may_be_called_of_several_is_told_as_not_granted() -> None:
+def test_allowed_tools_are_recorded_as_not_granted() -> None:
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]}
     assert ask(tools=TOOLS[:1], tool_choice=allowed).chat_call.not_granted == {"allowed_tools": ["shell"]}
 
@@ -92,7 +92,7 @@ def test_the_sampling_of_a_request_is_read() -> None:
     assert ask().chat_call.sampling is None
 
 
-def test_what_cannot_be_had_is_told_as_not_granted() -> None:
+def test_unsupported_fields_are_recorded_as_not_granted() -> None:
     body = {
         "store": True,
         "parallel_tool_calls": False,
@@ -117,7 +117,7 @@ def test_fields_that_change_nothing_are_left_alone() -> None:
     assert ask(prompt_cache_key="x", client_metadata={"a": "b"}, newest=None) == ask()
 
 
-def test_a_field_that_nobody_knows_is_told_as_not_granted() -> None:
+def test_unknown_field_is_recorded_as_not_granted() -> None:
     assert ask(newest=[1]).chat_call.not_granted == {"newest": [1]}
 
 
@@ -181,7 +181,7 @@ def test_codex_says_who_asks_and_what_for() -> None:
         ({"include": "all"}, "include"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_name(body: dict[str, Any], named: str) -> None:
+def test_unusable_field_is_refused_by_its_name(body: dict[str, Any], named: str) -> None:
     with pytest.raises(Refused) as refused:
         ask(**body)
     assert refused.value.reason is Reason.INVALID

@@ -87,7 +87,7 @@ def test_every_event_is_one_of_openai_s(case: TurnCase, ids: bool, logprobs: boo
 
 
 @given(turn_cases())
-def test_what_is_told_piece_by_piece_is_what_was_said(case: TurnCase) -> None:
+def test_joined_deltas_are_the_text_of_the_turn_and_its_items(case: TurnCase) -> None:
     events = events_of(stream_of(case, ask(tools=TOOLS)))
     assert deltas(events, "output_text") == case.turn.text
     assert deltas(events, "reasoning_text") == case.turn.reasoning
@@ -144,7 +144,7 @@ def test_the_ids_beside_the_events_joined_are_those_of_the_turn(case: TurnCase) 
 
 
 @given(turn_cases())
-def test_the_log_probability_of_each_id_is_told_once(case: TurnCase) -> None:
+def test_logprob_of_each_id_is_sent_once(case: TurnCase) -> None:
     request = ask(tools=TOOLS, include=["message.output_text.logprobs"])
     events = events_of(stream_of(case, request))
     ids = [f"<{each}>" for each in case.turn.token_ids]
@@ -168,7 +168,7 @@ def test_a_text_comes_as_it_is_sampled_and_nothing_waits_for_the_end() -> None:
     assert called.count(b"event: response.output_item.done") == 2, "the message is over, and so is the call"
 
 
-def test_what_a_turn_says_behind_a_call_is_another_message() -> None:
+def test_text_after_a_call_is_a_separate_message() -> None:
     made = writer()
     shell = ToolCall("x", "shell", {"command": "ls"})
     turn = turn_of([ContentPiece("I look."), shell, ContentPiece("\nAnd wait.")])
@@ -216,7 +216,7 @@ def test_continued_turn_streams_only_what_is_new() -> None:
     assert answer["output"][0]["content"][0]["text"] == " long."
 
 
-def test_a_turn_that_is_sampled_anew_ends_its_stream() -> None:
+def test_restarted_turn_ends_its_stream() -> None:
     made = writer()
     made.write([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")])
     with pytest.raises(Restarted):
@@ -256,7 +256,7 @@ def test_a_stream_without_an_answer_ends_with_why(reason: Reason, code: str, beg
         EVENT.validate_python(event)
 
 
-def test_a_history_that_does_not_fit_is_told_in_the_words_of_openai() -> None:
+def test_history_that_does_not_fit_is_refused_in_openais_words() -> None:
     refused = Refused(Reason.OVERFLOW, "no room", prompt=900, context=800)
     error = Responses().refusal(refused)["error"]
     assert error["code"] == "context_length_exceeded"
@@ -267,7 +267,7 @@ def test_a_history_that_does_not_fit_is_told_in_the_words_of_openai() -> None:
 
 
 @given(turn_cases(), st.sampled_from(["whole", "stream"]))
-def test_what_was_written_comes_back_as_what_was_said(case: TurnCase, how: str) -> None:
+def test_answer_sent_back_is_read_as_the_message_of_its_turn(case: TurnCase, how: str) -> None:
     request = ask(tools=TOOLS)
     answer = whole_of(case, request) if how == "whole" else last_of(stream_of(case, request))
     read = asked([{"role": "user", "content": "Mend it."}, *answer["output"]])

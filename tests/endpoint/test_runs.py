@@ -90,7 +90,7 @@ def names(file: Path) -> dict[str, set[str]]:
     return {id: {row.agent for row in rows if row.id == id} for id in {row.id for row in rows}}
 
 
-async def test_what_episodes_come_to_depends_on_no_concurrency(tmp_path: Path) -> None:
+async def test_results_of_episodes_do_not_depend_on_concurrency(tmp_path: Path) -> None:
     for width in (1, 8, 64):
         await play(tmp_path / f"{width}.db", width=width)
     narrow, middle, wide = (stored(tmp_path / f"{width}.db") for width in (1, 8, 64))

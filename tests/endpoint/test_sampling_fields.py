@@ -138,7 +138,7 @@ def test_fields_of_vllms_are_granted_as_far_as_sampling_has_them() -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["chat", "responses"])
-def test_what_an_answer_has_to_match_is_read_in_vllms_words(
+def test_constraints_in_vllms_fields_are_read_if_no_tools_are_given(
     form: str, fields: dict[str, Any], is_read_as: dict[str, Any]
 ) -> None:
     assert sampled(form, **fields) == is_read_as
@@ -176,21 +176,21 @@ def test_what_an_answer_has_to_match_is_read_in_vllms_words(
         ({"stop": [""]}, "stop: "),
     ],
 )
-def test_what_would_be_another_answer_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+def test_unsupported_or_invalid_field_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(Refused) as refused:
         asked("chat", **fields)
     assert said in refused.value.message
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_unknown_field_is_taken_and_told_in_the_record(form: str) -> None:
+def test_unknown_field_is_accepted_and_recorded_as_not_granted(form: str) -> None:
     deep: Any = {"a": {"b": ["c" * 1_000]}}
     told = asked(form, newest=5, deep=deep, listed=["a"] * 9, words="x" * 101, off=False).not_granted
     assert told == {"newest": 5, "deep": "(an object)", "listed": "(a list)", "words": "(a string)"}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_of_many_unknown_fields_the_first_are_told_in_their_order(form: str) -> None:
+def test_first_20_of_many_unknown_fields_are_recorded_in_order(form: str) -> None:
     told = asked(form, **{f"x{number}": 1 for number in range(1_000)}).not_granted
     assert list(told) == [f"x{number}" for number in range(20)]
 

@@ -59,7 +59,7 @@ async def test_tool_that_nothing_fits_refuses_no_request() -> None:
     assert [each.name for turn in trajectory.turns for each in turn.tool_calls] == ["odd"]
 
 
-async def test_keywords_that_hold_no_answer_are_told_with_the_request() -> None:
+async def test_unenforced_schema_keywords_are_recorded_with_the_request() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "required": ["b"]}
 
     async def loop(endpoint: Endpoint) -> None:

@@ -241,7 +241,7 @@ def test_histories_of_clients_side_by_side_stay_in_the_cache() -> None:
             client += [f"{client[0]}: {turn}", "Go."]
 
 
-def test_items_of_a_turn_that_goes_on_are_read_again() -> None:
+def test_items_added_to_a_seen_turn_are_read_as_without_cache() -> None:
     seen, call_of_turn = HistoryCache[Any](), ITEMS[8 + 4]
     first, longer = [ITEMS[0], ITEMS[0], call_of_turn, ITEMS[0]], [ITEMS[0], ITEMS[0], call_of_turn, call_of_turn]
     for items in (first, longer, first):

@@ -138,7 +138,7 @@ async def test_another_host_is_refused_and_no_origin_is_let_in() -> None:
     await probed(probe)
 
 
-async def test_what_is_not_there_and_wrong_methods_say_what_there_is() -> None:
+async def test_unknown_path_is_404_with_known_paths_and_wrong_method_405() -> None:
     async def probe(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             missing = await client.post("/embeddings", json={})
@@ -195,7 +195,7 @@ async def test_a_request_is_in_flight_from_its_head_on() -> None:
     await probed(probe, serve={"at_once": 1})
 
 
-async def test_who_is_sending_a_body_when_the_episode_ends_is_told_so() -> None:
+async def test_unfinished_body_at_the_end_is_answered_episode_over() -> None:
     told: list[bytes] = []
 
     class Served(Plain):
@@ -240,7 +240,7 @@ async def test_headers_that_are_too_large_are_closed() -> None:
     await probed(probe)
 
 
-async def test_what_is_no_http_is_closed() -> None:
+async def test_bytes_that_are_not_http_are_answered_400() -> None:
     async def probe(endpoint: Endpoint) -> None:
         assert b" 400 " in (await raw(endpoint, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")).splitlines()[0]
 
@@ -248,7 +248,7 @@ async def test_what_is_no_http_is_closed() -> None:
 
 
 @pytest.mark.parametrize("by_files", [False, True])
-async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(by_files: bool, monkeypatch: Any) -> None:
+async def test_connections_beyond_the_limit_are_closed_and_others_stay(by_files: bool, monkeypatch: Any) -> None:
     if by_files:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 20_000))
     else:
@@ -317,7 +317,7 @@ async def test_neither_bodies_nor_keys_are_logged(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:99999", 7, "a b:1"])
-def test_where_it_listens_is_checked_before_anything_runs(listen: Any) -> None:
+def test_invalid_listen_address_is_refused(listen: Any) -> None:
     with pytest.raises(BadOption, match="listen="):
         server.parse_listen(listen)
 
@@ -335,7 +335,7 @@ def test_addresses_are_read(listen: str, meant: tuple[str, int]) -> None:
     assert server.parse_listen(listen) == meant
 
 
-async def test_a_port_that_is_taken_is_told() -> None:
+async def test_taken_port_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AssertionError, match=f"listen=127.0.0.1:{port}: nothing can listen there"):

@@ -276,7 +276,7 @@ async def _connections(server: Any) -> list[Any]:
     return list(server._server.server_state.connections)
 
 
-async def test_what_is_written_goes_out_at_once() -> None:
+async def test_every_connection_sends_small_pieces_without_delay() -> None:
     """No small piece waits until the one before it was acknowledged, which takes 40 ms."""
     kept: list[Any] = []
 
@@ -334,7 +334,7 @@ async def _paused_in_the_middle(engine: ScriptedEngine, endpoint: Endpoint) -> N
     await engine.resume()
 
 
-async def test_more_requests_than_may_be_in_flight_are_told_to_wait() -> None:
+async def test_requests_beyond_at_once_are_answered_429_and_retry_after() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client, anyio.create_task_group() as group:
             answers: list[httpx.Response] = []
