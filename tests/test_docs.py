@@ -91,7 +91,7 @@ def defined(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.anyio
-async def test_a_task_with_fields_of_its_own_and_a_source_that_hears_play(tmp_path: Path) -> None:
+async def test_task_with_own_fields_and_a_curriculum_play(tmp_path: Path) -> None:
     sums, curriculum = defined("Sums", tmp_path), defined("Curriculum", tmp_path)()
     async with Run(sums, ScriptedEngine("2")) as run:
         (trajectory,) = [trajectory async for trajectory in run]

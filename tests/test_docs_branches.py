@@ -41,7 +41,7 @@ async def test_branches_that_speak_at_the_same_time() -> None:
     assert [trajectory.agent for trajectory in trajectories] == ["main", "brief", "long"]
 
 
-async def test_somebody_elses_loop() -> None:
+async def test_loop_of_another_library_appends_its_requests() -> None:
     (trajectory,) = await play_all(shown("Foreign"), misspelling([call("bash", command="ls"), "It is done"]))
     assert [request.verdict for request in trajectory.requests] == ["new", "append"]
 

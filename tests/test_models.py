@@ -172,7 +172,7 @@ def test_a_folder_without_a_model_names_the_fix(tmp_path: Path) -> None:
         resolve_model(tmp_path)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_file_as_a_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     with pytest.raises(BadModel, match="is not a folder"):
@@ -220,7 +220,7 @@ def test_a_template_file_of_the_model_goes_before_its_settings(tmp_path: Path) -
     assert template.text == "from the file"
 
 
-def test_of_several_templates_the_default_is_for_conversations(tmp_path: Path) -> None:
+def test_default_of_several_templates_is_used(tmp_path: Path) -> None:
     several = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     assert chat_template(model_of(tmp_path, tokenizer_config={"chat_template": several})).text == "yes"
 
@@ -239,7 +239,7 @@ DEFAULT = (
 @pytest.mark.parametrize(
     ("with_tools", "without"), [(TOOL_USE, DEFAULT), (DEFAULT, TOOL_USE), ("\n\n{{ 1 }}\n\n", "\n")]
 )
-def test_of_named_templates_the_tool_one_is_used_with_tools(
+def test_template_named_tool_use_is_used_with_tools(
     tmp_path: Path, in_files: bool, with_tools: str, without: str
 ) -> None:
     texts = {"rag": "never", "tool_use": with_tools, "default": without}

@@ -121,7 +121,7 @@ def test_public_names_of_trainers() -> None:
         assert package.__all__ == sorted(package.__all__)
 
 
-def test_what_trainers_import_loads_no_model() -> None:
+def test_imports_of_trainers_load_no_model_library() -> None:
     names = loaded_by("import runner.training, runner.generation")
     assert names.isdisjoint({"torch", "transformers", "vllm", "xgrammar"})
 

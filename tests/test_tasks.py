@@ -119,7 +119,7 @@ async def test_run_file_and_replayed_episode_have_the_original_task(tmp_path: Pa
         assert [t.task.info for t in run_file.trajectories()] == [{"deck": [1, 2, 3]}]
 
 
-def test_what_cannot_be_copied_is_shared_and_the_rest_is_not() -> None:
+def test_copy_shares_only_objects_that_cannot_be_copied() -> None:
     lock = threading.Lock()
     loop: list[Any] = [lock]
     loop.append(loop)

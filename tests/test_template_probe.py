@@ -283,7 +283,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
     ],
     ids=lambda value: value.value if isinstance(value, TemplateFault) else "",
 )
-def test_what_cannot_be_used_is_named(text: str, fault: TemplateFault, words: str) -> None:
+def test_unusable_template_is_reported_with_its_fault(text: str, fault: TemplateFault, words: str) -> None:
     with pytest.raises(UnusableTemplate) as caught:
         probe(ChatTemplate(text, name="tiny"), seconds=0.5 if fault is TemplateFault.ENDLESS else 60)
     assert caught.value.fault is fault
@@ -305,7 +305,7 @@ def test_template_that_loops_on_some_messages_is_found_before_a_run(test: str, d
         probe(ChatTemplate(text, name="tiny"), seconds=1)
 
 
-def test_what_a_process_finds_is_what_is_found_here() -> None:
+def test_profile_from_a_process_equals_the_one_made_here() -> None:
     text = chatml(head="Today is {{ strftime_now('%d %B %Y') }}, {{ mood }}.{{ bos_token }}" + HEAD)
     template = ChatTemplate(text, name="tiny", variables={"bos_token": "<s>"})
     here = profile_of(usable_renderer(template, {"mood": "calm"}, CLOCK))
@@ -325,7 +325,7 @@ def test_bundled_templates_need_no_process(monkeypatch: pytest.MonkeyPatch) -> N
         assert probe(ChatTemplate.load(name)).carries_tools
 
 
-def test_the_process_is_killed_with_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_is_killed_when_the_wait_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     class Interrupted(subprocess.Popen[bytes]):
@@ -360,7 +360,7 @@ async def test_a_probe_ends_with_the_task_that_waits_for_it(monkeypatch: pytest.
     assert started[0].returncode == -signal.SIGKILL
 
 
-def test_the_process_ends_at_its_time_though_nobody_waits_for_it() -> None:
+def test_process_without_a_parent_ends_at_its_time_limit() -> None:
     request = json.dumps(request_of(ChatTemplate(ENDLESS, name="tiny"), {}, CLOCK)).encode()
     command = [sys.executable, "-m", "runner.template_probe", "0.5"]
     done = subprocess.run(command, input=request, capture_output=True, check=False, timeout=60)

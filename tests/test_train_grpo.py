@@ -112,7 +112,7 @@ def _asked() -> Calculator:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_saved_goes_on_in_float32(small_model_folder: Path, tmp_path: Path) -> None:
+def test_saved_model_continues_in_float32(small_model_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(small_model_folder, dtype=torch.float32)

@@ -84,7 +84,7 @@ def test_task_id_with_a_line_break_keeps_its_row_whole(folder: Path) -> None:
         assert line.startswith(r"one\ntwo\tthree\u2028four#0")
 
 
-def test_what_is_printable_is_left_alone() -> None:
+def test_printable_text_is_unchanged() -> None:
     for text in ("", "a b", "é\n\tü", "👩‍👧"):
         assert printable(text) == text
     assert printable_line("a\nb") == r"a\nb"

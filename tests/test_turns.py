@@ -76,7 +76,7 @@ def test_cases_in_turns_rotate_across_functions_and_modules() -> None:
     assert all({*function} <= {*first} or {*function} <= {*second} for function in functions)
 
 
-def test_what_is_called_a_unit_goes_together() -> None:
+def test_tests_of_a_unit_are_played_together() -> None:
     unit = [made(name, pytest.mark.in_turns("engines", unit="lent")) for name in ("test_1", "test_2")]
     other = [made("test_3", pytest.mark.in_turns("engines"))]
     assert sorted(len(played([*unit, *other], seed)) for seed in (0, 1)) == [1, 2]

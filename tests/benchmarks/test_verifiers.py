@@ -32,7 +32,7 @@ def test_episodes_that_begin_with_other_prompts_are_not_compared() -> None:
         same_prompts({"ours": played(first), "theirs": played(other)})
 
 
-def test_a_round_is_told_in_turns_and_ids() -> None:
+def test_round_is_reported_in_turns_and_ids() -> None:
     told = {each.name.strip(): each.median for each in figures({"ours": played([([1], [2, 3]), ([1, 2, 3], [4])])})}
     assert told["turns"] == 1.0
     assert told["of a turn"] == 500.0

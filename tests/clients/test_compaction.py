@@ -66,7 +66,7 @@ def programs() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", programs())
-async def test_a_program_that_compacts_goes_on_and_every_turn_is_exact(
+async def test_program_continues_after_compaction_with_exact_turns(
     name: str, tmp_path: Path, demo_model_folder: Path
 ) -> None:
     program, outgrown = PROGRAMS[name], OUTGROWN[name]

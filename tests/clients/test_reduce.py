@@ -70,7 +70,7 @@ def test_equal_texts_stay_equal_and_others_others() -> None:
     ]
 
 
-def test_a_line_that_begins_as_another_one_goes_on_beginning_so() -> None:
+def test_prefix_of_another_line_stays_its_prefix() -> None:
     whole, begun = contents("I write at length what it is.", "I write at le")
     assert whole.startswith(begun)
     assert whole != begun
@@ -117,7 +117,7 @@ def test_turn_ids_become_placeholders_and_client_ids_filler() -> None:
     assert first["body"]["messages"][0] == second["body"]["messages"][0]
 
 
-def test_a_line_that_changes_with_every_request_goes_on_changing() -> None:
+def test_billing_lines_that_differ_still_differ_after_reduction() -> None:
     lines = [f"x-anthropic-billing-header: cch={each};\nYou mend." for each in ("a1", "b2")]
     one, other = contents(*lines)
     assert one != other
@@ -143,7 +143,7 @@ def test_tools_keep_their_names_parameters_and_no_description() -> None:
     assert called["parameters"]["required"] == ["command"]
 
 
-def test_names_that_are_put_together_of_names_go_on_being_so() -> None:
+def test_name_joined_from_two_names_is_still_joined_after_reduction() -> None:
     inner = {"type": "function", "name": "spawn_agent", "parameters": {}}
     tools = [{"type": "namespace", "name": "multi_agent_v1", "tools": [inner]}]
     says = '<tool_call>\n{"name": "multi_agent_v1__spawn_agent", "arguments": {}}\n</tool_call>'

@@ -29,7 +29,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, times: list[float]) -> list[Any]:
     return told
 
 
-def test_a_loop_that_stands_still_for_a_minute_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_blocked_for_minutes_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks(monkeypatch, [float(second) for second in range(200)])) == 1
 
 
@@ -39,5 +39,5 @@ def test_a_process_that_was_stopped_is_not_stuck(monkeypatch: pytest.MonkeyPatch
     assert looks(monkeypatch, [*began, *(seconds + later / 50 for later in range(40))]) == []
 
 
-def test_a_loop_that_stands_still_after_a_stop_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_that_blocks_after_a_stopped_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks(monkeypatch, [0.0, 0.02, *(600.0 + later for later in range(100))])) == 1

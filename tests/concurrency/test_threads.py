@@ -108,7 +108,7 @@ async def test_thread_calls_its_loop_with_the_variables_of_its_task(anyio_backen
     workers.close()
 
 
-async def test_code_in_a_thread_hears_that_nobody_waits_for_it_any_more() -> None:
+async def test_code_in_a_thread_is_cancelled_with_its_caller() -> None:
     began, heard = threading.Event(), threading.Event()
 
     def asks() -> None:

@@ -93,7 +93,7 @@ def test_refusal_with_another_property_differs_from_the_record(monkeypatch: pyte
     assert played.reasons != recorded.reasons
 
 
-def test_what_was_recorded_has_nothing_wrong_in_it() -> None:
+def test_record_covers_all_templates_without_a_wrong_verdict() -> None:
     assert read().keys() == {entry.name for entry in corpus()}
     assert not [of_it for of_it in read().values() if "W" in of_it.verdicts]
 
@@ -139,7 +139,7 @@ def test_a_scenario_is_bridged_for_all_but_a_few_templates(outcomes: list[Outcom
 
 
 @pytest.mark.whole
-def test_of_all_cases_of_tool_capable_templates_99_in_100_are_bridged(outcomes: list[Outcome]) -> None:
+def test_templates_with_tools_are_bridged_in_99_of_100_cases(outcomes: list[Outcome]) -> None:
     unbridgeable = (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE)
     renderable = [o for o in outcomes if o.tools and o.verdict not in unbridgeable]
     bridged = [o for o in renderable if o.verdict is Verdict.EXACT]
@@ -193,7 +193,7 @@ def one_pair_of_each_vocabulary() -> list[Pair]:
 
 
 @pytest.mark.parametrize("pair", one_pair_of_each_vocabulary(), ids=str)
-def test_a_real_vocabulary_gives_the_templates_own_ids(pair: Pair) -> None:
+def test_bridged_ids_of_a_real_vocabulary_are_the_templates_ids(pair: Pair) -> None:
     tally = play_pair(pair, wanted=40)
     assert tally.wrong == []
     assert {*tally.refused} <= {*REFUSED.get(pair.template, [])}

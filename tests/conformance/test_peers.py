@@ -36,7 +36,7 @@ def test_template_output_is_read_as_well_as_by_vllms_parsers() -> None:
             assert misses.keys() >= row.readers[calls.OURS].keys(), row.marks
 
 
-def test_where_a_parser_of_vllms_forgives_more_the_page_says_why() -> None:
+def test_each_kind_that_vllm_parses_better_is_explained() -> None:
     assert set(better_kinds(ROWS)) == set(BETTER)
 
 
@@ -55,14 +55,14 @@ def _vllm() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_vllm")
 @pytest.mark.parametrize("row", sweeps.part(ROWS, 12), ids=lambda row: row.template)
-def test_what_comes_of_a_format_is_what_the_record_says(row: calls.CallRow) -> None:
+def test_results_of_a_call_format_equal_the_record(row: calls.CallRow) -> None:
     assert calls.play(Group(_entry(row.template), row.templates, row.models)) == row
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_vllm")
 @pytest.mark.parametrize("row", sweeps.part(THOUGHTS, 8), ids=lambda row: row.template)
-def test_what_comes_of_a_way_to_mark_thoughts_is_what_the_record_says(row: thoughts.ThoughtRow) -> None:
+def test_results_of_thought_marks_equal_the_record(row: thoughts.ThoughtRow) -> None:
     assert thoughts.play(Group(_entry(row.template), row.templates, row.models)) == row
 
 

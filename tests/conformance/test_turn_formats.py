@@ -50,7 +50,7 @@ def test_model_page_counts_templates_without_tools_by_reason() -> None:
 
 @pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("row", sweeps.part(ROWS, 12), ids=lambda row: row.template)
-def test_what_is_learnt_of_a_template_is_what_the_record_says(row: turn_formats.Row) -> None:
+def test_format_learnt_from_a_template_equals_the_record(row: turn_formats.Row) -> None:
     entry = next(entry for entry in corpus() if entry.name == row.template)
     assert turn_formats.learn(entry) == row
 

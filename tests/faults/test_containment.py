@@ -126,7 +126,7 @@ async def test_fault_in_an_episode_fails_alone_beside_63_equal_siblings(
 
 @pytest.mark.parametrize("anyio_backend", [ASYNCIO], ids=["asyncio"])
 @each([deed for deed in AT_ONCE if deed is not suspects.returns_100_mb])
-async def test_what_goes_wrong_in_a_rollout_fails_alone(deed: Deed) -> None:
+async def test_fault_in_a_rollout_fails_that_rollout_alone(deed: Deed) -> None:
     suspect = AsyncPupils("rollout", deed)
     played, faults = await play(suspect)
     await assert_fails_alone(played, faults, suspect)

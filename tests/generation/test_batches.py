@@ -70,7 +70,7 @@ async def test_an_engine_without_log_probabilities_leaves_nan_and_not_zero() -> 
 
 @pytest.mark.parametrize("lone_finish", [False, True], ids=["", "finish alone"])
 @pytest.mark.parametrize("chunks", [None, 1, 3, (1, 4), "whole", "random"], ids=str)
-async def test_however_the_stream_is_cut_the_batch_is_the_same(chunks: Any, lone_finish: bool) -> None:
+async def test_batch_is_the_same_for_every_cut_of_the_stream(chunks: Any, lone_finish: bool) -> None:
     prompts = ["", "a", "stop", "a longer prompt, é", "b" * 40]
     async with generating(
         lambda asked: f"Re: {asked.prompt}, and so on",
@@ -92,7 +92,7 @@ async def test_many_rows_on_few_places_all_come_back_in_their_order() -> None:
     assert len(engine.calls) == 300
 
 
-async def test_no_rows_are_no_work() -> None:
+async def test_batch_without_rows_returns_empty_without_a_request() -> None:
     batch = {"input_ids": torch.zeros((0, 0), dtype=torch.int64), "input_lengths": torch.zeros(0, dtype=torch.int64)}
     async with generating() as (generation, engine):
         output = await generation.generate(batch)

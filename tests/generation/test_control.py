@@ -87,7 +87,7 @@ async def test_an_engine_of_its_own_stays_awake_and_forgets_its_cache() -> None:
     assert engine.asked == ["reset", "reset"]
 
 
-async def test_a_colocated_engine_whose_gpus_nobody_needs_stays_awake() -> None:
+async def test_colocated_engine_stays_awake_without_release_of_gpus() -> None:
     async with watched(COLOCATED) as (generation, engine):
         await generation.finish_generation(release_gpu=False)
         assert texts_of(await generation.generate(BATCH)) == ["AB", "C"]
@@ -163,7 +163,7 @@ async def test_rows_in_flight_at_sleep_are_sampled_again_without_loss() -> None:
     assert len(engine.calls) > 3
 
 
-async def test_weights_that_change_under_a_batch_are_told_for_each_id() -> None:
+async def test_weight_versions_of_ids_are_returned_after_an_update() -> None:
     async with generating(latency=SLOWLY, chunks=1) as (generation, engine):
         async with in_flight(generation, engine, padded(["abcdefgh"]), ids=3) as said:
             await engine.update_weights("new ones", version="step 1", mode="keep")

@@ -37,14 +37,14 @@ def written(rows: list[list[int]], lengths: list[int], kind: Kind, names: tuple[
 
 @patient
 @given(data=st.data(), pad=st.integers(-1, 12), kind=KINDS, names=NAMES)
-def test_what_is_right_padded_is_seen_to_be(data: st.DataObject, pad: int, kind: Kind, names: tuple[str, str]) -> None:
+def test_right_padded_batch_is_accepted(data: st.DataObject, pad: int, kind: Kind, names: tuple[str, str]) -> None:
     rows, lengths = data.draw(batches(pad))
     assert verify_right_padding(written(rows, lengths, kind, names), pad) == (True, None)
 
 
 @patient
 @given(data=st.data(), pad=st.integers(-1, 12), kind=KINDS, names=NAMES)
-def test_one_wrong_id_behind_a_row_is_found_and_the_row_is_named(
+def test_wrong_padding_id_is_reported_with_its_row_and_position(
     data: st.DataObject, pad: int, kind: Kind, names: tuple[str, str]
 ) -> None:
     rows, lengths = data.draw(batches(pad).filter(lambda batch: any(n < len(r) for r, n in zip(*batch, strict=True))))
@@ -141,7 +141,7 @@ ONE = array([2])
     ],
     ids=str,
 )
-def test_what_is_no_padded_batch_is_one_error_that_names_the_key(batch: Any, message: str) -> None:
+def test_malformed_batch_is_refused_with_its_key(batch: Any, message: str) -> None:
     with pytest.raises(BadBatch, match=message):
         verify_right_padding(batch)
     ok, said = verify_right_padding(batch, raise_error=False)
@@ -150,7 +150,7 @@ def test_what_is_no_padded_batch_is_one_error_that_names_the_key(batch: Any, mes
 
 
 @pytest.mark.parametrize("pad", [None, True, 0.0], ids=str)
-def test_a_tokenizer_without_padding_is_told_so(pad: Any) -> None:
+def test_padding_value_that_is_not_an_id_is_refused(pad: Any) -> None:
     with pytest.raises(BadOption, match=f"pad_value={pad}: give the id that rows are padded with"):
         verify_right_padding({"input_ids": IDS, "input_lengths": ONE}, pad)
 

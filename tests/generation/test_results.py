@@ -50,7 +50,7 @@ async def test_rows_come_as_each_finishes_and_each_is_a_batch_of_one() -> None:
         assert len(result["finish_reasons"]) == len(result["weight_versions"]) == 1
 
 
-async def test_a_reader_may_stop_and_go_on_and_take_the_rest_at_once() -> None:
+async def test_reader_can_stop_and_continue_and_take_the_rest_at_once() -> None:
     async with generating(in_turn) as (generation, _):
         results = generation.generate_async(BATCH)
         async for index, _ in results:
@@ -221,7 +221,7 @@ async def drop_it_in_a_cycle(generation: Generation) -> None:
     ],
     ids=lambda leave: leave.__name__,
 )
-async def test_results_that_nobody_holds_any_more_are_ended_without_a_block(leave: Any) -> None:
+async def test_dropped_results_abort_their_requests_without_a_block(leave: Any) -> None:
     async with generating(faults=silent_but_first, places=2) as (generation, engine):
         with anyio.fail_after(WATCHDOG_SECONDS):
             held = await leave(generation)
@@ -301,7 +301,7 @@ async def test_outside_of_its_block_a_generation_says_how_to_write_it() -> None:
         await anext(results)
 
 
-async def test_whoever_entered_the_engine_closes_it() -> None:
+async def test_generation_closes_only_an_engine_that_it_entered() -> None:
     engine = ScriptedEngine(loudly)
     async with Generation(engine) as generation:
         assert texts_of(await generation.generate(BATCH)) == ["A", "B", "C"]

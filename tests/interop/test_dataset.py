@@ -94,7 +94,7 @@ def test_shuffled_parquet_has_each_row_once(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_skip_and_take_select_rows(tmp_path: Path, kind: str) -> None:
+def test_rows_are_selected_by_where_skip_and_take(tmp_path: Path, kind: str) -> None:
     path = written(tmp_path, kind)
     chosen = listed(path, where=["kind=odd", "question~[0-9] [+]", "level!=3"], skip=1, take=2)
     assert [str(task.prompt) for task in chosen] == ["What is 5 + 5?", "What is 7 + 7?"]

@@ -199,7 +199,7 @@ async def test_a_server_that_starts_once_fails_each_episode(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("given", ["JSON", *(pytest.param(each, marks=pytest.mark.whole) for each in ("dict", "file"))])
-async def test_a_configuration_of_clients_gives_servers(
+async def test_servers_are_read_from_a_client_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     monkeypatch.setenv("TOKEN", "secret")

@@ -226,7 +226,7 @@ def test_block_of_the_page_counts_by_environment(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("{'sums': 2, 'game': 4}")
 
 
-def test_what_cannot_be_mixed_is_refused() -> None:
+def test_environments_that_cannot_be_mixed_are_refused() -> None:
     rows = [{"prompt": "hello"}]
     one, other = (Dataset(rows, score=judge("Polite?", engine=ScriptedEngine("1"))) for _ in range(2))
     options: list[tuple[Any, str]] = [

@@ -87,7 +87,7 @@ def test_stopped_worker_cancels_the_episodes_in_flight() -> None:
     assert player.player.run.summary.outcomes == {"cancelled": 4}
 
 
-def test_worker_gives_the_error_that_ended_it() -> None:
+def test_worker_raises_the_error_that_ended_it() -> None:
     with BackgroundPlayer(Rewarded, ScriptedEngine("Yes"), group_size=2) as player:
         worker = RolloutWorker(player, tasks=[TASKS[1]])  # every episode of it fails
         worker.start()

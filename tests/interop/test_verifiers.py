@@ -40,7 +40,7 @@ async def test_a_task_set_plays_with_its_tools_rewards_and_metrics() -> None:
 
 
 @real
-async def test_wrong_replies_get_the_rewards_that_the_task_gives() -> None:
+async def test_wrong_replies_get_the_rewards_of_their_tasks() -> None:
     trajectories = await played("3", tasks=3)
     assert {each.task.id: each.reward for each in trajectories} == {"strawberry": 4.0, "raspberry": 4.0, "pear": 2.0}
 

@@ -126,7 +126,7 @@ def test_grammar_of_a_public_schema_allows_only_valid_values(name: str) -> None:
     ],
     ids=["oneOf", "if", "not", "oneOf of a member", "if of a member"],
 )
-def test_what_is_not_enforced_has_the_name_in_the_schema(schema: Any, named: str) -> None:
+def test_keyword_that_is_not_enforced_is_named_as_in_the_schema(schema: Any, named: str) -> None:
     assert not_enforced(schema) == [named]
 
 

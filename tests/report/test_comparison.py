@@ -52,7 +52,7 @@ def test_equal_changes_of_few_tasks_are_not_decisive(tasks: int) -> None:
 
 
 @pytest.mark.parametrize("tasks", [2, 3, 5, 8, 12])
-def test_equal_models_are_rarely_told_apart(tasks: int) -> None:
+def test_equal_models_are_rarely_found_different(tasks: int) -> None:
     drawn = sweeps.random_of(f"equal models {tasks}")
     rounds = sweeps.times(4000, 400)
     decided = 0
@@ -349,7 +349,7 @@ async def test_drift_is_clustered_by_task(task: Callable[[int], int], drifts: bo
     assert [each.partition(":")[0] for each in drift] == (["reward"] if drifts else [])
 
 
-async def test_hard_tasks_at_the_end_are_no_drift(tmp_path: Path) -> None:
+async def test_hard_tasks_at_the_end_are_not_drift(tmp_path: Path) -> None:
     """The thirds differ by four standard errors of episodes, and by about one of tasks."""
     solved = (1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, 1)
     episodes = [played(f"t{task}", n, reward=solved[task]) for task in range(15) for n in range(10)]
@@ -357,7 +357,7 @@ async def test_hard_tasks_at_the_end_are_no_drift(tmp_path: Path) -> None:
         assert overview_of(run_file).drift == []
 
 
-async def test_short_episodes_that_end_first_are_no_drift(tmp_path: Path) -> None:
+async def test_short_episodes_that_end_first_are_not_drift(tmp_path: Path) -> None:
     """Sixty begin at about the same time, long and short ones in turn; all short ones are stored first."""
     episodes = [played(f"t{n}", turns=6 if n % 2 else 2) for n in range(60)]
     for number, episode in enumerate(episodes):

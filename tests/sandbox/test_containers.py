@@ -206,7 +206,7 @@ async def test_a_restart_needs_no_program_that_is_left(engine: str, left: str) -
 
 
 @pytest.mark.whole
-async def test_a_sandbox_that_cannot_start_again_tells_it(engine: str) -> None:
+async def test_failed_restart_of_a_sandbox_is_reported_by_each_command(engine: str) -> None:
     async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
         await sandbox.exec(sh("cd /; rm -r /scratch; ln -s /scratch /scratch"))
         for again in (sandbox.restart, sandbox.restore, sandbox.restore):

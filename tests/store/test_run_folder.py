@@ -44,7 +44,7 @@ def test_newest_incomplete_run_of_the_configuration_is_resumed(tmp_path: Path) -
     assert next_run_file(tmp_path, "sums", header(seed=6)) == tmp_path / "sums-005.db"
 
 
-def test_also_complete_chooses_the_newest_run(
+def test_newest_run_is_chosen_with_also_complete(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "sums-001.db", complete=False)

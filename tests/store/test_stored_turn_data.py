@@ -80,7 +80,7 @@ def test_top_logprobs_are_read_on_first_use(path: Path, monkeypatch: pytest.Monk
     assert opened == [path]  # once for all turns of the segment
 
 
-def test_a_file_that_went_away_meanwhile_is_named(path: Path) -> None:
+def test_run_file_deleted_after_the_read_is_named(path: Path) -> None:
     trajectory = read(path)
     path.unlink()
     with pytest.raises(RunFileError, match=r"the run file .*run\.db does not exist"):

@@ -179,7 +179,7 @@ async def test_an_id_given_twice_is_refused_by_both_positions(path: Path, kept: 
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["file", "no file"])
-async def test_where_ids_may_repeat_the_visits_are_counted(path: Path, kept: bool) -> None:
+async def test_visits_of_repeatable_ids_are_counted(path: Path, kept: bool) -> None:
     claimed = await claims(path if kept else None, Task("a"), Task("b"), Task("a"), Task("a"), repeatable=True)
     assert [claim.visit for claim in claimed] == [0, 0, 1, 2]
 

@@ -87,12 +87,12 @@ def test_a_pattern_is_found_where_python_finds_it() -> None:
     ],
     ids=["look-around", "back reference", "border of a word", "too large for Rust"],
 )
-def test_what_rust_lacks_is_matched_too(pattern: str, good: str, bad: str) -> None:
+def test_pattern_that_rust_cannot_match_is_matched(pattern: str, good: str, bad: str) -> None:
     assert matches(python_pattern(pattern), good)
     assert not matches(python_pattern(pattern), bad)
 
 
-def test_only_names_without_a_pattern_are_told_to_be_unknown() -> None:
+def test_only_names_without_a_pattern_are_unknown() -> None:
     parameters: dict[str, Any] = {"type": "object", "patternProperties": {"^x-[0-9]$": {"type": "integer"}}}
     tool = tool_with({**parameters, "additionalProperties": False})
     assert tool.arguments({"x-1": 1}) == {"x-1": 1}

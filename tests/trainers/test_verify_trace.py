@@ -165,7 +165,7 @@ def turn(node: str, prompt: list[int], sampled: list[int], messages: list[Any], 
 # --- traces without a fault
 
 
-def test_history_that_the_template_shortens_is_no_finding() -> None:
+def test_history_that_the_template_shortens_has_no_findings() -> None:
     """Qwen3 leaves out the thoughts of earlier turns; a server that renders again is right about its prompts."""
     entry, vocabulary = named("Qwen-Qwen3-0.6B"), host()
     reply = {"role": "assistant", "content": "Oslo", "reasoning_content": "North."}
@@ -182,7 +182,7 @@ def test_history_that_the_template_shortens_is_no_finding() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tools_as_vllms_server_gives_them_are_no_finding(form: str, tmp_path: Path) -> None:
+def test_tools_as_the_vllm_server_writes_them_have_no_findings(form: str, tmp_path: Path) -> None:
     """Its fields in its order, with null for a description that the request left out (vLLM 0.32)."""
     entry, (talk, stops) = named("Qwen-Qwen2.5-7B-Instruct"), conversation()
     given: Any = {"type": "function", "function": {"strict": True, "parameters": {"type": "object"}, "name": "f"}}
@@ -199,7 +199,7 @@ def test_tools_as_vllms_server_gives_them_are_no_finding(form: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("ignored", [True, False])
-def test_ids_after_a_stop_that_was_ignored_are_no_finding(ignored: bool) -> None:
+def test_ids_after_an_ignored_stop_have_no_findings(ignored: bool) -> None:
     talk, stops = conversation()
     trace = FORMS["openenv"](PLANTED["ids stand after the stop"][1](talk))
     trace["turns"][0]["request"]["ignore_eos"] = ignored
@@ -281,7 +281,7 @@ SAMPLED = {**NODE, "sampled": True, "mask": [True], "logprobs": [-1.0]}
         ({"prompt_ids": [[1]], "completion_ids": [[2], [3]]}, "prompt_ids has other rows than completion_ids"),
     ],
 )
-def test_file_that_is_no_trace_has_one_clear_error(text: Any, fault: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_trace_has_one_clear_error(text: Any, fault: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text if isinstance(text, str) else json.dumps(text), encoding="utf-8")
     with pytest.raises(BadBatch, match=fault) as raised:

@@ -111,7 +111,7 @@ def test_a_call_is_found_where_a_message_has_it_otherwise(path: Path) -> None:
     ("column", "value"),
     [("text", "two "), ("reasoning", "Because."), ("tool_calls", '[{"id": "call_9", "name": "add"}]')],
 )
-def test_what_a_turn_holds_is_found_where_its_ids_say_otherwise(path: Path, column: str, value: str) -> None:
+def test_column_of_a_turn_that_contradicts_its_ids_is_found(path: Path, column: str, value: str) -> None:
     of_one = OF_ONE.replace("number", "position")
     change(path, f"UPDATE turns SET {column} = ? WHERE {of_one}", value, "main", 4)
     assert (damaged(path)["kind"], damaged(path)["turn"]) == ("turn", 4)

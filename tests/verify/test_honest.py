@@ -214,6 +214,6 @@ RUNS: list[Callable[[Path], Awaitable[None]]] = [
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-async def test_nothing_is_found_in_a_file_that_nobody_touched(run: Any, tmp_path: Path) -> None:
+async def test_untouched_file_has_no_findings(run: Any, tmp_path: Path) -> None:
     await run(tmp_path / "run.db")
     await honest(tmp_path / "run.db")

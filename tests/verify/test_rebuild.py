@@ -227,7 +227,7 @@ def test_the_difference_is_printed_with_its_place_and_both_sides(path: Path) -> 
     assert lines[6].split()[:2] == ["10", "256"]
 
 
-def test_a_missing_file_and_one_that_is_no_run_file_end_with_7(tmp_path: Path) -> None:
+def test_missing_file_and_foreign_file_exit_with_7(tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("This is text, and no database at all.")
     for path, message in ((tmp_path / "nowhere.db", "the run file"), (other, "it is not a run file")):
@@ -347,7 +347,7 @@ def test_a_turn_that_is_played_again_has_the_prompt_that_it_had(retried: Path) -
         change(retried, f"UPDATE segments SET ids = ? WHERE {OF_ONE}", whole, "main", segment)
 
 
-def test_what_was_taken_back_and_is_trained_on_all_the_same_is_found(retried: Path) -> None:
+def test_sources_that_mix_up_sampled_and_retried_are_found(retried: Path) -> None:
     change(retried, f"UPDATE segments SET sources = replace(sources, '[3,', '[2,') WHERE {OF_ONE}", "main", 1)
     found = damaged(retried)
     assert (found["kind"], found["stored"], found["derived"]) == ("layout", "sampled", "retried")

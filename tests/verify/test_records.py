@@ -403,7 +403,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
 
 @pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("tampering", TAMPERINGS)
-def test_what_was_changed_is_found_and_named(path: Path, tampering: str) -> None:
+def test_tampering_is_found_and_named(path: Path, tampering: str) -> None:
     change, kind, said = TAMPERINGS[tampering]
     with closing(sqlite3.connect(path)) as connection:
         before = connection.total_changes

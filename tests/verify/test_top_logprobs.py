@@ -69,7 +69,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_was_changed_is_found(path: Path, name: str) -> None:
+def test_change_of_top_logprobs_is_found(path: Path, name: str) -> None:
     statement, value, said = CHANGES[name]
     change(path, statement, value)
     told = verdict(path)
