@@ -143,7 +143,7 @@ def test_the_same_command_after_a_complete_run_plays_a_new_one(folder: Path) -> 
         assert (folder / "runs" / f"Greeting-00{number}.db").is_file()
 
 
-def test_a_named_file_is_gone_on_with(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_named_file_is_resumed_and_a_changed_seed_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = folder / "mine.db"
     assert play("mine.py:Greeting", file=file, episodes=2) == 0
     assert play("mine.py:Greeting", file=file, episodes=3) == 0

@@ -296,7 +296,7 @@ def test_an_environment_without_a_mistake_is_ok(folder: Path) -> None:
     assert "played   in groups of two, on a scripted engine: completed 8; 64 turns" in result.output
 
 
-def test_what_a_template_cannot_do_is_no_mistake_of_an_environment(folder: Path) -> None:
+def test_strict_tool_with_an_optional_argument_has_no_finding(folder: Path) -> None:
     env = """
 class Env(Good):
     @tool(strict=True)
@@ -328,7 +328,7 @@ def test_every_mistake_has_its_message() -> None:
     assert BAD.keys() == SAYS.keys()
 
 
-def test_of_many_things_left_open_some_are_named_and_the_rest_counted(folder: Path) -> None:
+def test_some_of_many_open_resources_are_named_and_the_rest_counted(folder: Path) -> None:
     env = """
 class Env(Good):
     def setup(self):
@@ -352,7 +352,7 @@ class Env(Good):
     assert "error    Env(faces=) was changed during play" in result.output
 
 
-def test_what_is_loaded_or_opened_once_is_no_leak(folder: Path) -> None:
+def test_file_opened_once_for_all_episodes_is_not_a_leak(folder: Path) -> None:
     env = """
 class Env(Good):
     def setup(self):
@@ -365,7 +365,7 @@ class Env(Good):
     assert [line for line in lines if "still open" in line] == []
 
 
-def test_a_task_source_that_hears_of_results_keeps_its_order(folder: Path) -> None:
+def test_task_source_that_receives_results_passes_the_check(folder: Path) -> None:
     env = """
 class Source:
     def __init__(self, tasks):

@@ -185,7 +185,7 @@ def test_every_mistake_has_its_message() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["failure with an address", "the same id twice", "random message of rollout"])
-def test_one_mistake_of_several_episodes_is_told_once_and_alone(folder: Path, mistake: str) -> None:
+def test_mistake_in_several_episodes_makes_one_finding(folder: Path, mistake: str) -> None:
     assert len(findings(check(folder, f"{GOOD}{IMPORTS}\nclass Env(Good):\n{BAD[mistake]}"))) == 1
 
 

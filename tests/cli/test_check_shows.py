@@ -126,7 +126,7 @@ def test_tuple_of_a_task_is_a_warning(folder: Path) -> None:
     assert "task 't-0': info['when'] is a tuple, which a run file returns as a list (in 2 of 2 tasks)" in line
 
 
-def test_lines_that_are_no_findings_are_short(folder: Path) -> None:
+def test_check_without_findings_prints_short_lines(folder: Path) -> None:
     code, lines = check("Odd")
     assert (code, lines[-1]) == (0, "ok")
     assert max(map(len, lines)) <= 120

@@ -96,7 +96,7 @@ def test_example_passages_show_source_and_id_borders(check: Check) -> None:
     )
 
 
-def test_what_is_not_exact_has_a_reason_a_consequence_and_a_fix(check: Check, public: Callable[[str], str]) -> None:
+def test_inexact_append_shows_a_reason_a_consequence_and_a_fix(check: Check, public: Callable[[str], str]) -> None:
     done = check(public("mistralai-Mistral-Nemo-Instruct-2407"))
     assert done.exit_code == 6
     block = done.stdout.partition("user after an answer: tools_move\n")[2].splitlines()[:3]
@@ -151,7 +151,7 @@ def test_a_models_own_vocabulary_and_stops_are_used(check: Check, demo_model_fol
     assert tokenizer.decode(log).endswith("<|im_start|>user\nAnd an egret?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_model_that_does_not_stop_where_its_turns_end_is_told(
+def test_turn_end_that_the_model_does_not_stop_at_is_reported(
     check: Check, demo_model_folder: Path, tmp_path: Path
 ) -> None:
     template = ChatTemplate.load("pythonic").text.replace("<|im_end|>", "<|endofturn|>")
@@ -247,7 +247,7 @@ def test_a_template_that_never_ends_is_stopped(
         (["smollm2-135m", "--template", "nowhere.jinja"], 6, "cannot be read"),
     ],
 )
-def test_what_is_not_there_is_named(check: Check, arguments: list[str], code: int, words: str) -> None:
+def test_missing_file_or_malformed_option_is_named(check: Check, arguments: list[str], code: int, words: str) -> None:
     done = check(*arguments)
     assert done.exit_code == code
     assert words in done.stderr
@@ -307,7 +307,7 @@ def test_refusals_have_the_bridges_own_names() -> None:
     assert found[Append.USER].result is Exactness.EXACT
 
 
-def test_work_that_follows_the_history_is_told() -> None:
+def test_append_to_numbered_messages_is_not_local() -> None:
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ loop.index }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -127,12 +127,12 @@ def test_a_low_terminal_shows_fewer_of_the_slowest() -> None:
     assert any("32 of 64" in line for line in drawn(FIGURES, width=100, height=6))
 
 
-def test_who_makes_the_loop_late_is_named_with_what_to_do() -> None:
+def test_code_that_blocks_the_loop_is_named_with_its_cause() -> None:
     late = LiveStats(lag=0.5, blocker=Blocker("Mine.add (mine.py:7)", 3.0, thread=True))
     assert "slow loop: Mine.add (mine.py:7) it computes" in " ".join(drawn(late, width=200))
 
 
-def test_what_is_inside_each_rank_of_an_engine_is_shown() -> None:
+def test_requests_inside_each_rank_of_an_engine_are_shown() -> None:
     stats = replace(FIGURES, ranks=(12, 3, 0))
     assert "12 + 3 + 0 inside 3 ranks" in " ".join(drawn(stats, width=200))
     assert "12 + 3 + 0 inside 3 ranks" in list(in_words(stats))

@@ -96,7 +96,7 @@ def test_wheel_has_project_template_and_no_chat_template(python: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_written_passes_its_own_tests(tmp_path: Path) -> None:
+def test_written_project_passes_its_own_tests_without_installation(tmp_path: Path) -> None:
     project = tmp_path / "word-game"
     write_project(Names.of("word-game"), project)
     done = subprocess.run(
@@ -168,7 +168,7 @@ def test_an_installed_deltarunner_knows_where_it_came_from(
     assert required == ([f"deltarunner @ {source}"] if source else ["deltarunner"])
 
 
-def test_what_tests_of_the_skeleton_left_behind_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytecode_cache_of_the_skeleton_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = tmp_path / "skeleton"
     (skeleton / "__pycache__").mkdir(parents=True)
     (skeleton / "__pycache__" / "one.pyc").write_bytes(b"\xff")
@@ -224,7 +224,7 @@ def test_a_name_that_cannot_be_is_refused_with_the_reason(name: str, message: st
 
 
 @pytest.mark.parametrize("there", ["a file", "an empty folder", "a folder", "a link to nowhere"])
-def test_what_is_there_is_never_written_over(there: str, tmp_path: Path) -> None:
+def test_existing_target_is_refused_and_not_overwritten(there: str, tmp_path: Path) -> None:
     target = tmp_path / "word-game"
     if there == "a file":
         target.write_text("mine")
@@ -251,7 +251,7 @@ def test_a_folder_in_no_folder_is_refused(tmp_path: Path) -> None:
     ("error", "raised"),
     [(OSError(28, "No space left on device"), StorageFailed), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
-def test_cut_off_at_any_file_it_leaves_nothing_behind(
+def test_write_that_fails_at_any_file_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
 ) -> None:
     whole = len(files(SKELETON))
@@ -272,7 +272,7 @@ def test_cut_off_at_any_file_it_leaves_nothing_behind(
     assert whole > 4
 
 
-def test_a_folder_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_created_during_the_write_is_left_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "word-game"
     write = new._write
 

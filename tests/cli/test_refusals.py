@@ -185,7 +185,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
         ({"file": Path("mine.py")}, RunFileError, "not a run file"),
     ],
 )
-def test_what_can_be_refused_is_refused_before_an_engine_is_made(
+def test_bad_task_or_run_file_is_refused_before_an_engine_is_made(
     run_file: Path, options: dict[str, Any], error: type[DeltarunnerError], said: str
 ) -> None:
     Path("typo.jsonl").write_text('{"id": "a", "prompt": "hello"}\n{"id": "b", "promt": "hello"}\n')
@@ -220,7 +220,7 @@ def test_invalid_option_is_refused_before_the_engine(
         run_command(RunSettings(environment="mine.py:Greeting", debug=debug, **options), make_engine)
 
 
-def test_the_same_configuration_goes_on_with_its_file(run_file: Path) -> None:
+def test_run_with_an_unchanged_configuration_resumes_its_file(run_file: Path) -> None:
     assert play(environment="mine.py:Greeting", file=run_file, concurrency=1) == 0
     with RunFile(run_file) as stored:
         assert len(stored) == 2

@@ -139,7 +139,7 @@ def test_vllm_is_not_demanded_of_a_machine_that_only_drives(
         assert isinstance(real_engine(settings), VllmEngine)
 
 
-def test_how_many_becomes_the_range_of_the_fleet(folder: Path) -> None:
+def test_workers_option_sets_the_range_of_the_fleet(folder: Path) -> None:
     require_ray()
     from runner.cli.run_engines import engine_with_workers
 

@@ -46,7 +46,7 @@ def last_line(told: Result) -> dict[str, Any]:
     return said
 
 
-def test_a_run_on_a_server_is_kept_and_goes_on_with_its_file(
+def test_run_on_a_server_is_stored_and_resumes_its_file(
     server: Loopback, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.db"

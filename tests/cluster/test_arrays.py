@@ -53,7 +53,7 @@ def test_neither_way_copies_what_lies_together(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["a folder", None, {"rank": 8}])
-def test_what_has_no_tensors_goes_as_it_is(value: Any) -> None:
+def test_value_without_tensors_is_unchanged(value: Any) -> None:
     assert as_tensors(as_arrays(value)) == value
 
 

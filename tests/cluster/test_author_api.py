@@ -24,7 +24,7 @@ ENVIRONMENTS = {
 }
 
 
-def test_there_are_sixteen_of_them() -> None:
+def test_sixteen_environments_of_the_authors_api_are_collected() -> None:
     assert len(ENVIRONMENTS) == 16
 
 

@@ -389,7 +389,7 @@ async def test_existing_version_is_refused_before_any_worker_is_called() -> None
         assert [asked_of(worker, "check_weights") for worker in launcher.alive] == [["check_weights"]] * 2
 
 
-def test_removed_adapter_is_gone_on_all_workers_and_new_ones() -> None:
+def test_removed_adapter_is_absent_on_all_workers_and_new_ones() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             await engine.add_adapter("poet", "folder")

@@ -123,7 +123,7 @@ def test_a_process_that_lives_is_not_let_go_however_little_it_asks() -> None:
     shared(play)
 
 
-def test_nobody_is_let_go_because_the_host_itself_stood_still() -> None:
+def test_processes_stay_registered_after_the_host_was_blocked() -> None:
     async def play(owner: HostedHere, guest: Guest) -> None:
         owner.process.held_in["stats"] = anyio.Event()
         await anyio.sleep(5 * LET_GO)
@@ -135,7 +135,7 @@ def test_nobody_is_let_go_because_the_host_itself_stood_still() -> None:
     shared(play)
 
 
-def test_one_that_was_let_go_and_comes_back_is_told_so() -> None:
+def test_removed_process_that_comes_back_gets_engine_dead() -> None:
     async def play(owner: HostedHere, guest: Guest) -> None:
         async with guest.stream(asks(guest.session(), 4000)) as stream:
             guest.line.is_cut = True
@@ -164,7 +164,7 @@ def test_leaving_wakes_who_waits_for_news() -> None:
     shared(play)
 
 
-def test_a_word_that_comes_late_brings_nobody_back() -> None:
+def test_late_calls_of_a_process_that_left_do_not_register_it() -> None:
     async def play(owner: HostedHere, guest: Guest) -> None:
         host = owner.host
         before = set(host._clients)

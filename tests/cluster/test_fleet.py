@@ -224,7 +224,7 @@ def kept_seat(fleet: Fleet) -> WorkerSlot:
     return slot
 
 
-def test_last_tries_take_every_worker_where_nobody_else_waits() -> None:
+def test_last_tries_take_every_worker_if_nothing_else_waits() -> None:
     fleet = ready(4, 4, 4)
     assert sorted(assigned(fleet, *(Assignment(again=True, last_chance=True) for _ in range(4)))) == [0, 1, 2]
 
@@ -275,7 +275,7 @@ def test_deaths_of_more_than_an_hour_ago_do_not_count() -> None:
         assert fleet.next_start() == 2 * hour * HOUR_SECONDS + BACK_OFF_SECONDS
 
 
-def test_there_are_enough_workers_when_the_least_are_ready() -> None:
+def test_fleet_has_enough_workers_once_the_least_are_ready() -> None:
     fleet = Fleet(2, 3)
     slots = fleet.to_start(0.0)
     assert (fleet.enough, fleet.width) == (False, 0)

@@ -87,7 +87,7 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
     await asking.settled(asking.limiter_service.release(0, 0))  # of the limiter that is no more
 
 
-async def test_who_is_cancelled_while_it_waits_takes_no_place() -> None:
+async def test_cancelled_waiter_takes_no_place_of_the_limiter() -> None:
     async with in_process() as launcher:
         door = LeasedLimiter(InProcessDesk(launcher), itertools.count(), RUN, 0, "door", 1)
         await door.acquire_on_behalf_of("first")

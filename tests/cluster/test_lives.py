@@ -123,7 +123,7 @@ async def test_a_width_that_is_asked_for_stays() -> None:
         assert len(run.plays) == 4
 
 
-def test_a_fleet_without_workers_waits_and_goes_on_when_one_comes() -> None:
+def test_fleet_without_workers_waits_for_a_new_one_and_continues() -> None:
     async def run() -> None:
         async with fleet(1) as (engine, launcher), Run(Dice, engine) as run:
             got = []
@@ -243,7 +243,7 @@ async def test_lifespan_is_entered_once_per_worker_and_once_in_the_run() -> None
     assert EVENTS.count("open") == EVENTS.count("close") == 4
 
 
-async def test_what_a_lost_worker_held_of_a_limiter_is_given_to_the_others() -> None:
+async def test_limiter_place_of_a_lost_worker_is_free_for_other_workers() -> None:
     async with fleet(2) as (engine, launcher), engine:
         assert await launcher.limiter_service.acquire(0, "door", 1, 0, 0)
         launcher.workers[0].kill()
@@ -262,7 +262,7 @@ async def test_a_limiter_is_the_whole_runs_and_not_a_workers() -> None:
     assert most == 2, "so many may be inside, and so many were"
 
 
-def test_what_a_dead_worker_held_of_a_limiter_is_given_back() -> None:
+def test_run_completes_after_a_worker_dies_holding_a_limiter() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher):
             got = []
@@ -381,7 +381,7 @@ async def test_answer_that_cannot_be_sent_is_the_reason_why_a_fleet_ends() -> No
                 pass
 
 
-async def test_a_worker_that_joins_a_run_that_drains_is_told() -> None:
+async def test_worker_that_joins_a_draining_run_receives_drain() -> None:
     async with fleet((1, 2)) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(40), retries=9) as run:
         await until(lambda: len(engine.workers()) == 2)
         await anext(run)
@@ -404,7 +404,7 @@ class SlowToConstruct(Dice):
             assert self.go.wait(WATCHDOG_SECONDS), "nothing else happened while it waited"
 
 
-async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() -> None:
+async def test_worker_answers_while_its_environment_is_constructed() -> None:
     for event in (SlowToConstruct.held, SlowToConstruct.go):
         event.clear()  # set by the same test on another event loop
     environment = SlowToConstruct()

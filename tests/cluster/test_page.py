@@ -77,7 +77,9 @@ async def test_the_runs_that_it_shows_can_be_asked_for(page: dict[str, Any]) -> 
     assert set(with_a_judge.options.engines) == {"judge"}
 
 
-async def test_what_it_reads_of_workers_is_there(page: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_examples_of_the_page_read_the_workers_of_a_fleet(
+    page: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     async with fleet((1, 2)) as (engine, _), engine:
         for block in blocks_with("engine.workers()"):
             await play(block, {**page, "engine": engine})

@@ -61,7 +61,7 @@ async def test_error_of_a_call_is_its_callers_and_others_are_answered(worker: Ra
             await unsent
 
 
-async def test_who_waits_for_an_actor_that_dies_is_told(worker: RayWorker) -> None:
+async def test_caller_waiting_for_an_actor_that_dies_gets_worker_lost(worker: RayWorker) -> None:
     ray: Any = importlib.import_module("ray")
     with anyio.fail_after(WATCHDOG_SECONDS):
         assert await worker.send("double", 1) == 2
@@ -73,7 +73,7 @@ async def test_who_waits_for_an_actor_that_dies_is_told(worker: RayWorker) -> No
             await waiting
 
 
-async def test_who_stops_waiting_for_an_answer_may_wait_again(worker: RayWorker) -> None:
+async def test_answer_can_be_awaited_again_after_a_cancelled_wait(worker: RayWorker) -> None:
     with anyio.fail_after(WATCHDOG_SECONDS):
         answer = worker.send("double", 3)
         with anyio.move_on_after(0):
@@ -81,7 +81,7 @@ async def test_who_stops_waiting_for_an_answer_may_wait_again(worker: RayWorker)
         assert await answer == 6
 
 
-async def test_of_a_caller_that_left_nothing_is_kept(worker: RayWorker) -> None:
+async def test_actor_keeps_nothing_of_a_caller_that_left(worker: RayWorker) -> None:
     guest = RayWorker(worker._actor, tick=0.01)
     with anyio.fail_after(WATCHDOG_SECONDS):
         assert await guest.send("double", 1) == 2

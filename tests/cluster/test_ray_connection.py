@@ -20,7 +20,7 @@ from tests.cluster.ray_double import launcher
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 
-async def test_who_leaves_a_cluster_last_ends_the_connection(ray: Any) -> None:
+async def test_connection_ends_when_the_last_launcher_closes(ray: Any) -> None:
     first, second = launcher(), launcher()
     await first.open()
     await second.open()
@@ -63,7 +63,7 @@ def ray_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("connects_again", [False, True])
-async def test_connection_closed_by_other_code_is_made_anew(ray: Any, *, connects_again: bool) -> None:
+async def test_connection_closed_by_other_code_is_opened_again(ray: Any, *, connects_again: bool) -> None:
     first, second = launcher(), launcher()
     await first.open()
     ray.shutdown()

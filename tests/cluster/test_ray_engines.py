@@ -117,7 +117,9 @@ def talking(model: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
 
 
-async def test_kill_9_with_real_engines_leaves_nothing_behind(cluster: Standing, small_model_folder: Path) -> None:
+async def test_kill_9_with_real_engines_leaves_no_process_and_no_file(
+    cluster: Standing, small_model_folder: Path
+) -> None:
     with anyio.fail_after(START_SECONDS), talking(small_model_folder) as driver:
         assert driver.stdout is not None
         workers, first = [await anyio.to_thread.run_sync(driver.stdout.readline) for _ in range(2)]

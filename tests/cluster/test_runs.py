@@ -125,7 +125,7 @@ async def test_retries_on_two_workers_equal_those_of_one_process(
     workers=st.integers(2, 4),
     file=st.booleans(),
 )
-def test_with_deaths_at_any_moment_it_gives_them_too(
+def test_worker_deaths_at_any_moment_do_not_change_the_results(
     deaths: set[int], after: int, workers: int, file: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("fleet") / "run.db" if file else None

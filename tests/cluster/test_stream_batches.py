@@ -33,7 +33,7 @@ event: st.SearchStrategy[StreamEvent] = st.none() | deltas | st.builds(Ended, st
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**62), event)))
-def test_whatever_streams_say_arrives_in_order_and_bit_for_bit(said: list[tuple[int, StreamEvent]]) -> None:
+def test_stream_events_arrive_in_order_and_bit_for_bit(said: list[tuple[int, StreamEvent]]) -> None:
     buffer = StreamBuffer()
     for number, each in said:
         buffer.put(number, each)
@@ -59,7 +59,7 @@ def test_consecutive_deltas_of_all_streams_go_as_one_object() -> None:
         Delta([1], None),
     ],
 )
-def test_what_says_more_than_ids_goes_as_it_is(said: StreamEvent) -> None:
+def test_delta_that_is_not_just_ids_and_logprobs_is_not_merged(said: StreamEvent) -> None:
     buffer = StreamBuffer()
     buffer.put(1, Delta([5], [-2.0]))
     buffer.put(1, said)

@@ -275,7 +275,7 @@ def test_worker_waiting_for_weights_joins_runs_and_pauses() -> None:
     by_virtual_time(run)
 
 
-def test_a_fleet_in_which_nobody_has_the_weights_ends_by_name() -> None:
+def test_fleet_whose_workers_all_lack_the_weights_ends_with_an_error() -> None:
     async def run() -> None:
         async with fleet(1, stall_seconds=50) as (engine, launcher), engine:
             await engine.update_weights(here())

@@ -51,7 +51,7 @@ async def test_ranks_of_workers_follow_one_another() -> None:
             assert of_version(launcher) == ["1", "1", "1"]
 
 
-async def test_a_trainer_here_is_told_how_many_ranks_there_are() -> None:
+async def test_trainer_here_receives_the_world_size_of_all_workers() -> None:
     source = Parts()
     async with fleet(2) as (engine, launcher):
         sizes(launcher, 2, 3)
@@ -62,7 +62,7 @@ async def test_a_trainer_here_is_told_how_many_ranks_there_are() -> None:
 
 
 @pytest.mark.parametrize("kind", [KINDS["without ranks"], KINDS["here without ranks"]], ids=["elsewhere", "here"])
-async def test_what_has_no_ranks_goes_to_all_as_it_is(kind: Callable[[], Any]) -> None:
+async def test_transfer_without_ranks_reaches_all_workers_unchanged(kind: Callable[[], Any]) -> None:
     async with fleet(2) as (engine, launcher), engine:
         await engine.update_weights(kind())
         assert inits(launcher) == [{"packed": False}] * 2
@@ -80,7 +80,7 @@ async def test_world_of_another_size_is_refused_with_both_numbers() -> None:
             assert engine.weight_version == "scripted"
 
 
-async def test_those_who_met_meet_again_only_for_another_meeting() -> None:
+async def test_workers_connect_again_only_for_another_address_or_source() -> None:
     async with fleet(2) as (engine, launcher), engine:
         for given, meetings in (
             (elsewhere(), 1),
@@ -293,7 +293,7 @@ async def test_refusal_by_every_worker_changes_and_leaves_nothing(kind: Callable
 
 @pytest.mark.cases_in_turns(2)
 @either
-def test_a_trainer_that_nobody_meets_in_time_changes_nothing(kind: Callable[[], Any]) -> None:
+def test_trainer_connection_timeout_leaves_workers_running(kind: Callable[[], Any]) -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             for worker in launcher.alive:

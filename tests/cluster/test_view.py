@@ -132,7 +132,7 @@ async def test_worker_without_a_heartbeat_since_its_start_is_silent() -> None:
             run.cancel()
 
 
-async def test_of_those_that_do_not_play_it_is_counted_what_they_do() -> None:
+async def test_absent_workers_are_counted_by_reason() -> None:
     async with in_process() as launcher:
 
         def begin(worker: InProcessWorker) -> None:

@@ -57,7 +57,7 @@ def test_run_is_not_stuck_while_its_fleet_waits_within_the_limit(workers: int) -
     VirtualClock().run(run)
 
 
-def test_machines_that_are_gone_are_waited_for_as_long_as_was_told() -> None:
+def test_fleet_without_a_machine_ends_after_stall_seconds() -> None:
     async def run() -> None:
         async with fleet(1, stall_seconds=3600) as (engine, launcher):
             with pytest.raises(EngineDead, match="for 3600 s there were fewer than 1 workers"):
@@ -84,7 +84,7 @@ def test_starts_that_fail_do_not_keep_a_run_waiting_for_ever() -> None:
     VirtualClock().run(run)
 
 
-def test_a_process_that_stands_still_as_it_starts_is_ended() -> None:
+def test_worker_that_hangs_while_it_starts_is_ended() -> None:
     def stop(worker: InProcessWorker) -> None:
         async def stopped() -> Any:
             worker.silent = True

@@ -16,7 +16,7 @@ from tests.cluster.in_process import Answer
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_worker_is_not_lost_while_the_driver_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_is_not_lost_while_the_driver_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_handle, "SILENCE_STEP_SECONDS", 0.1)
     answer = Answer()
 

@@ -64,7 +64,7 @@ def test_a_single_member_gets_zero_beside_groups_that_compare(rule: AdvantageRul
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_where_nothing_can_be_compared_one_error_says_so(rule: AdvantageRule) -> None:
+def test_groups_without_two_scored_trajectories_are_refused(rule: AdvantageRule) -> None:
     with pytest.raises(BadBatch, match=r"no group has two scored trajectories.*run.groups\(\)"):
         rule(np.array([1, 0], np.float32), np.array([0, 1], np.int32))
 

@@ -122,7 +122,7 @@ def test_a_rewritten_history_counts_once_in_its_group() -> None:
     assert batch.advantages[:, 1].tolist() == [0.5, 0.5, 0.5, -0.5]
 
 
-def test_where_nothing_is_left_to_train_the_batch_is_empty_and_false() -> None:
+def test_batch_whose_groups_are_all_dropped_is_empty_and_false() -> None:
     flat = group(made([prompt(1), said(2)], id="t0#0"), made([prompt(1), said(3)], id="t0#1"))
     padded = TrainingBatch.padded([flat], pad_id=0, drop_flat=True, advantages=grpo)
     packed = TrainingBatch.packed([flat], pad_id=0, length=8, drop_flat=True, advantages=grpo)
@@ -208,7 +208,9 @@ def test_advantages_that_do_not_fit_are_refused(values: Any, message: str) -> No
         "values",
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_invalid_batch_argument_is_refused_with_the_reason(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         make()
 
@@ -235,7 +237,7 @@ def test_a_batch_without_its_padding_is_the_rows_again(source: list[Group], make
 
 @settings(max_examples=sweeps.times(50, 20))
 @given(groups(), padded_or_packed)
-def test_what_is_trained_is_what_was_sampled_and_kept(source: list[Group], make: Any) -> None:
+def test_trained_ids_are_the_sampled_ids_of_turns_not_retried(source: list[Group], make: Any) -> None:
     batch = make(source)
     kept = [turn for t in batch.trajectories for turn in t.turns if not turn.retried]
     assert batch.trained == batch.loss_mask.sum() == sum(turn.end - turn.start for turn in kept)

@@ -84,13 +84,13 @@ def test_every_sampling_field_is_classified() -> None:
     assert set(sampling_names(truncates=True)) < set(sampling_names(changes=True))
 
 
-def test_turns_of_which_nobody_knows_how_they_were_sampled_are_named() -> None:
+def test_turns_without_recorded_sampling_are_named() -> None:
     known = made([prompt(1), said(2)])
     unknown = made([prompt(1), said(2)], sampling=None)
     assert inexact_reason(rows(known, unknown)) == "sampling not recorded (1 turn)"
 
 
-def test_turns_that_are_not_trained_are_no_reason() -> None:
+def test_sampling_of_untrained_turns_does_not_make_rows_inexact() -> None:
     trajectory = made([prompt(1), said(2), retried(3)])
     trajectory.turns[1].sampling = sampling(top_p=0.5)
     assert inexact_reason(rows(trajectory)) == ""
@@ -114,7 +114,7 @@ def test_a_temperature_below_the_engines_coolest_is_that_one() -> None:
     assert temperatures(row).tolist() == [1, pytest.approx(0.01)]
 
 
-def test_turns_of_several_adapters_are_no_one_policy() -> None:
+def test_turns_of_several_adapters_are_named_as_inexact() -> None:
     plain, tuned = made([prompt(1), said(2)]), made([prompt(1), said(2)], sampling=sampling(adapter="style"))
     assert inexact_reason(rows(tuned, tuned)) == ""
     assert inexact_reason(rows(plain, tuned)) == "adapter='style' (1 turn); adapter=None (1 turn)"

@@ -221,7 +221,7 @@ def test_rows_have_masks_only_at_trained_constrained_ids() -> None:
     assert masks.unpacked()[np.arange(4, 8), row_of(trajectory).ids[4:8]].all()
 
 
-def test_every_turn_begins_its_grammar_anew() -> None:
+def test_grammar_starts_again_with_every_turn() -> None:
     trajectory = made([prompt(START), said(*b"ab"), said(*b"ab", STOP)])
     masks = bytewise().masks_for_row(row_of(constrained(trajectory, constraint("regex", "ab"))))
     assert [written(mask) for mask in masks.unpacked()[1:]] == ["a", "b", "a", "b", "$"]
@@ -458,7 +458,7 @@ def test_masks_equal_vllms_backend_for_every_constraint_kind(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports warns
 @given(choices=st.lists(st.text(), min_size=1, max_size=4), text=st.text("ab:=# /\n\t", max_size=30))
-def test_choices_are_written_and_lark_is_told_as_vllm_does(choices: list[str], text: str) -> None:
+def test_choice_grammar_and_lark_detection_equal_vllms(choices: list[str], text: str) -> None:
     from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
     assert module._choice_grammar(choices) == choice_as_grammar(choices)

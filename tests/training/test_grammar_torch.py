@@ -108,7 +108,7 @@ def test_bitmask_equals_xgrammars_and_keeps_the_logits() -> None:
     assert torch.equal(apply_bitmask(logits, masks_of(*[None] * POSITIONS)), before)
 
 
-def test_what_is_forced_has_the_log_probability_0_and_teaches_nothing() -> None:
+def test_forced_ids_have_log_probability_0_and_no_gradient() -> None:
     case = Case("forced")
     assert case.masks.forced.all()
     logits = case.logits.clone().requires_grad_()

@@ -60,7 +60,7 @@ def test_no_rows_make_no_sequences() -> None:
     ],
     ids=["packed", "padded", "zero", "negative", "multiple", "bool"],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_too_long_row_or_invalid_length_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(BadOption, match=message):
         make()
 

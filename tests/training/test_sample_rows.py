@@ -166,7 +166,7 @@ def test_failed_episode_longer_than_the_limit_is_cut_too() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 0, -3, "9", 2.5, True, (1, 0), (1, 2, 3), ("a", 1)])
-def test_length_that_is_no_length_is_refused(length: Any) -> None:
+def test_invalid_length_is_refused(length: Any) -> None:
     with pytest.raises(BadOption, match=r"length=.*: give a whole number"):
         only(made(TWO_TURNS), length=length)
 

@@ -40,7 +40,7 @@ def test_each_segment_is_a_row_of_its_trajectory_which_has_one_reward() -> None:
     assert [(row.trajectory.id, row.segment) for row in chosen.rows] == [("t0#0", 0), ("t0#0", 1), ("t0#1", 0)]
 
 
-def test_what_has_no_reward_is_absent_and_counted_by_why() -> None:
+def test_unusable_trajectories_are_absent_and_counted_by_reason() -> None:
     whole = group(
         one("t0#0", reward=0.5),
         one("t0#1", reward=None, outcome=Outcome.ENV_ERROR),
@@ -133,7 +133,9 @@ SAME = one()
     ],
     ids=["empty", "one group", "no group", "twice", "twice in a group", "nan", "too large", "flat", "zero", "bool"],
 )
-def test_what_cannot_be_a_batch_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_invalid_selection_argument_is_refused_with_the_reason(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         make()
 
@@ -211,7 +213,7 @@ async def test_groups_of_a_run_with_two_trained_agents_and_failed_episodes() -> 
 
 
 @pytest.mark.anyio
-async def test_a_run_that_was_left_early_gives_partial_groups() -> None:
+async def test_groups_of_a_run_left_early_are_accepted_as_partial_only() -> None:
     async with Run(Duel, recording(DUELLING), tasks=tasks(1), group_size=3) as run:
         (first, *_) = [await anext(run)]
     (cut,) = grouped([first], group_size=3)
@@ -229,7 +231,7 @@ async def test_an_agent_that_is_not_trained_is_absent() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_file_gives_the_same_groups(tmp_path: Path) -> None:
+async def test_run_file_and_run_select_the_same_trajectories(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     async with Run(Duel, recording(DUELLING), group_size=3, breaker=1, file=file) as run:
         played = Selection.of([each async for each in run.groups()])

@@ -70,7 +70,7 @@ def ancestors(tree: TokenTree, node: int) -> list[int]:
 
 @settings(deadline=None)
 @given(grouped_rows())
-def test_there_is_one_node_for_each_beginning(rows: Rows) -> None:
+def test_tree_has_one_node_for_each_distinct_prefix(rows: Rows) -> None:
     tree = TokenTree.of(rows)
     beginnings = [tuple(tree.ids[ancestors(tree, node)].tolist()) for node in range(len(tree))]
     assert len(set(beginnings)) == len(beginnings)
@@ -244,7 +244,9 @@ def test_a_pack_without_room_is_refused(nodes: Any) -> None:
     ],
     ids=["groups", "trajectories", "a batch", "an iterator"],
 )
-def test_what_is_no_row_is_refused_with_how_to_get_rows(make: Callable[[Any], Any], given: Any, named: str) -> None:
+def test_argument_other_than_rows_is_refused_with_how_to_get_rows(
+    make: Callable[[Any], Any], given: Any, named: str
+) -> None:
     with pytest.raises(BadBatch, match=rf"got {named}\. Give rows: Selection.of\(groups\).rows, or batch.rows"):
         make(given)
 

@@ -97,13 +97,13 @@ def test_layer_with_changed_scores_is_refused(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["softcap", "s_aux"])
-def test_what_sdpa_would_leave_out_is_refused_outside_trees_too(change: str) -> None:
+def test_layer_with_changed_scores_is_refused_without_a_tree_too(change: str) -> None:
     scores = torch.zeros(1, 2, 3, 4)
     with pytest.raises(BadModel, match=f"Module changes its scores by {change}"):
         tree_attention.tree_attention(torch.nn.Module(), scores, scores, scores, None, **{change: torch.ones(2)})
 
 
-def test_an_int64_mask_that_is_no_trees_is_sdpas_business() -> None:
+def test_int64_mask_that_is_not_of_a_tree_is_passed_to_sdpa() -> None:
     scores = torch.zeros(1, 2, 3, 4)
     with pytest.raises(RuntimeError, match="dtype"):
         tree_attention.tree_attention(
@@ -111,7 +111,7 @@ def test_an_int64_mask_that_is_no_trees_is_sdpas_business() -> None:
         )
 
 
-def test_what_is_no_tree_is_computed_as_by_sdpa() -> None:
+def test_batch_without_a_tree_is_computed_as_by_sdpa() -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY_SIZE, (2, 9)))
     padded = torch.ones_like(ids)
     padded[0, 6:] = 0

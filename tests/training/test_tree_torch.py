@@ -117,7 +117,7 @@ def compiled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrapper", [Wrapped, WholeHead, compiled])
-def test_a_wrapped_model_gives_the_same_logits(wrapper: Callable[[Any], Any]) -> None:
+def test_wrapped_model_has_the_same_logits(wrapper: Callable[[Any], Any]) -> None:
     model, tree = llama(), TokenTree.of(GROUPS["a group"])
     assert torch.equal(tree_logits(wrapper(model), tree), tree_logits(model, tree))
 
@@ -202,7 +202,7 @@ def small(family: str, **settings: Any) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-def test_a_model_that_changes_its_logits_behind_the_head_is_refused() -> None:
+def test_model_that_changes_logits_after_the_head_is_refused() -> None:
     tree = TokenTree.of(GROUPS["a group"])
     with pytest.raises(BadModel, match=r"GraniteForCausalLM changes its logits after the head \(logits_scaling\): use"):
         tree_head_logprobs(small("Granite", logits_scaling=2.0), tree, unmasked(tree))
