@@ -364,7 +364,17 @@ async def test_clocks_stop_while_a_template_is_rendered(
                 anyio.from_thread.run_sync(clock.jump, 200)
         return render(self, messages, **options)
 
-    # --- an agent speaks inside a hook; here time passes by itself, once everybody waits
+    class Replies(Timed):
+        async def step(self, turn: Turn) -> str | None:
+            return "And?" if turn.number == 0 else None
+
+    monkeypatch.setattr(Renderer, "render", slowly)
+    trajectory = await play(Replies(clock), ["Yes", "Done"], limits=Limits(seconds=150))
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 2)
+    assert elsewhere > 0
+
+
+# --- an agent speaks inside a hook; here time passes by itself, once all tasks wait
 
 
 class Asks(Plain):
