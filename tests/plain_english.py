@@ -8,6 +8,7 @@ budget of faults, which may only fall: the check also fails where a part has few
 - A numeric constant of a module or a class ends in a unit or in its role.
 - A class name occurs once in `runner/`, with and without an underscore.
 - The name of a test has at most `MAX_TEST_NAME_CHARS` characters after `test_`.
+- The name of a test contains no word of `UNCLEAR_IN_NAMES`, and does not begin with one of `HEADLESS_NAME`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,18 @@ AVOIDED: Final = {
 """Pattern of a word that slows readers, and what to write instead."""
 
 MAX_TEST_NAME_CHARS: Final = 60
+
+UNCLEAR_IN_NAMES: Final = re.compile(
+    r"(?<!here)_(is|are|was|were)_no_(?!longer_|more_)|_(told_|anew_|whoever_|whichever_|(no|some)bodys?_|everybody_|behind_"
+    r"|gives_|heard_|hears_|tells_|meanwhile_|(goes|go|went|gone)_on_|nought_|stands?_still_|stood_still_"
+    r"|of_(its|their)_making_|such_a_one_)"
+)
+"""Words that slow readers of a test's name, with an underscore at both ends."""
+
+HEADLESS_NAME: Final = re.compile(
+    r"test_(what(ever)?|who(se|ever)?|of|that|those|and|also|how(ever)?|where(ver)?|it|there)_"
+)
+"""Beginnings of a test's name that put something else before its subject."""
 
 MAX_PLACES: Final = 20
 """Places that are printed for a part over its budget, without -v."""
@@ -190,11 +203,27 @@ def is_number(value: ast.expr) -> bool:
 def long_test_names(folder: Path) -> list[str]:
     """Names of tests that are too long, as "file: name"."""
     return [
-        f"{path.relative_to(folder)}: {name}"
-        for path in sorted(folder.rglob("test_*.py"))
-        for name in re.findall(r"^ *(?:async )?def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+        f"{file}: {name}"
+        for file, name in names_of_tests(folder)
         if len(name.removeprefix("test_")) > MAX_TEST_NAME_CHARS
     ]
+
+
+def unclear_test_names(folder: Path) -> list[str]:
+    """Names of tests with an unclear word or without a subject at the beginning, as "file: name"."""
+    return [
+        f"{file}: {name}"
+        for file, name in names_of_tests(folder)
+        if HEADLESS_NAME.match(name) or UNCLEAR_IN_NAMES.search(f"{name}_")
+    ]
+
+
+def names_of_tests(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Each test function below a folder: its file there and its name."""
+    for path in sorted(folder.rglob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)\(", source, re.MULTILINE):
+            yield path.relative_to(folder), name
 
 
 def repeated_classes(folder: Path) -> list[str]:
@@ -258,6 +287,9 @@ def main() -> int:
     if long := long_test_names(ROOT / "tests"):
         failed = True
         print(f"names of tests with more than {MAX_TEST_NAME_CHARS} characters:", *long, sep="\n  ")
+    if unclear := unclear_test_names(ROOT / "tests"):
+        failed = True
+        print("names of tests with an unclear word, or without a subject at the beginning:", *unclear, sep="\n  ")
     lines = {
         name: sum(len(path.read_text().splitlines()) for path in (ROOT / name).rglob("*.py"))
         for name in ("runner", "tests")

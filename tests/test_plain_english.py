@@ -60,6 +60,27 @@ def test_long_name_of_a_test_is_found(folder: Path) -> None:
     assert plain_english.long_test_names(folder) == [f"test_names.py: {longest}b"]
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("test_file_that_is_no_model", True),
+        ("test_error_is_told", True),
+        ("test_reader_goes_on_after_a_stop", True),
+        ("test_somebodys_loop", True),
+        ("test_what_is_wrong", True),
+        ("test_it_plays", True),
+        ("test_file_is_no_longer_open", False),
+        ("test_rows_are_no_more_than_asked", False),
+        ("test_here_is_no_model", False),
+        ("test_untold_rows_of_what_was_asked", False),
+        ("test_item_is_played", False),
+    ],
+)
+def test_name_without_a_subject_or_with_an_unclear_word_is_found(name: str, found: bool, folder: Path) -> None:
+    (folder / "test_names.py").write_text(f"class TestIt:\n    async def {name}(self): ...\n", encoding="utf-8")
+    assert plain_english.unclear_test_names(folder) == [f"test_names.py: {name}"] * found
+
+
 def test_avoided_word_of_a_page_is_found(folder: Path) -> None:
     page = folder / "page.md"
     page.write_text("# A page\n\nIt goes on.\n", encoding="utf-8")
