@@ -25,6 +25,8 @@ BASELINE_FACTOR: Final = 3.0
 WIDE_BASELINE_FACTOR: Final = 1.5
 """Allowed median difference, as a multiple of the one with the starting weights, where that exceeds the table's: an
 engine that was off from the start must not hide a stale tensor."""
+SMALL_MEDIAN_NATS: Final = 0.005
+"""Median difference that is small beside that of a stale tensor, so the whole `BASELINE_FACTOR` applies up to it."""
 MISSING_STANDARD_ERRORS: Final = 4.0
 """A change counts as missing if its share is this many standard errors below `ProofTolerance.min_arrived`."""
 SHOWN_SHARE: Final = 0.5
@@ -242,9 +244,10 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
         baseline: figures of a proof of the starting weights, of the same ids and number types; they replace the table.
 
     Returns:
-        The tolerance of the coarser type. With a baseline: three times its median, but at most the table's value or one
-        and a half times the baseline's median; and the larger of three times its largest difference and the table's
-        value. A type outside of the table, as of quantized weights, has no such maximum.
+        The tolerance of the coarser type. With a baseline: three times its median, but at most the table's value, one
+        and a half times the baseline's median or `SMALL_MEDIAN_NATS`, the largest of the three; and the larger
+        of three times its largest difference and the table's value. A type outside of the table, as of quantized
+        weights, has no such maximum.
     """
     names = [engine_dtype, *([proof.dtype] if proof.dtype is not None else [])]
     known = max((_TOLERANCES.get(name, _COARSEST) for name in names), key=lambda each: each.median)
@@ -252,7 +255,7 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
         return known
     median = max(BASELINE_FACTOR * baseline.median, _TOLERANCES["float32"].median / 5)
     if known is not _COARSEST:
-        median = min(median, max(known.median, WIDE_BASELINE_FACTOR * baseline.median))
+        median = min(median, max(known.median, WIDE_BASELINE_FACTOR * baseline.median, SMALL_MEDIAN_NATS))
     # At least the table's value: with experts, rounding alone can send an id to another expert.
     return replace(known, median=median, largest=max(BASELINE_FACTOR * baseline.largest, known.largest))
 
