@@ -44,6 +44,7 @@ async def _measure() -> list[Figure]:
     async with Run(AsyncSums(EPISODE_COUNT), engine, concurrency=Concurrency(episodes=EPISODE_COUNT)) as run:
         empty = _resident()
         with collector_settings():
+            # The run sets no event for it.
             while len(run.plays) < EPISODE_COUNT or engine.stats().sampled_tokens < EPISODE_COUNT:  # noqa: ASYNC110
                 await anyio.sleep(0.1)  # no event is set
             gc.collect()

@@ -10,6 +10,11 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from runner.messages import Message
+from runner.tokens.bridging.bridge import Bridger
+from runner.tokens.bridging.refusal import Unbridgeable
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate
+from runner.tokens.turn_shape import AnsweredTurn
 from tests import sweeps
 from tests.tokens.bridging import MORE, QUESTION, chatml, result, says
 from tests.tokens.template_fuzz import ANY_SIZE, check_bridges, look_at_new_templates
@@ -242,3 +247,23 @@ def test_stop_of_the_next_message_is_not_taken_for_the_turns() -> None:
             check_bridges(Written(template, [[*past, QUESTION, *([says(said), MORE] * 3)]]), seen)
     assert not _exact(seen)
     assert seen["marker_in_tail"] > 3
+
+
+def test_own_text_of_a_tail_is_rendered_before_it_is_joined() -> None:
+    """A join is on the event loop, and these tails are renders of the whole history."""
+    template = (
+        WORDS_AFTER_THE_END.replace("SHOWN", SHOWN[-1])
+        .replace("FIRST", "0")
+        .replace("OPENS", "")
+        .replace("WORDS", "m.content")
+    )
+    tokenizer = ByteTokenizer()
+    bridger = Bridger(tokenizer, ChatTemplate(template, name="drawn").renderer(), tokenizer.encode("<|im_end|>"))
+    answered = AnsweredTurn([QUESTION, says("words")], [MORE])
+    first = bridger.tail(answered)
+    assert not first.local
+    assert "own_text" not in vars(first), "most templates need no further render"
+    sampled = tokenizer.encode("words<|im_end|>")
+    with pytest.raises(Unbridgeable, match="writes words of the turn after its end"):
+        bridger.join(first, sampled=sampled, stop=sampled[-1])
+    assert "own_text" in vars(bridger.tail(answered))

@@ -122,7 +122,10 @@ class Bridger:
         """Return the text after the words of a turn. It only renders, so it may be called in any thread."""
         tail = self.locality.tail(answered)
         if not tail.local:
-            self._control_text(tail)  # renders everything once more, and not on the event loop
+            # These render everything once more, and not on the event loop.
+            self._control_text(tail)
+            if tail.shape in self._early:
+                _ = tail.own_text
         return tail
 
     def join(self, tail: Tail, *, sampled: Sequence[int], stop: int | None, thinking: bool = False) -> Bridge:
@@ -183,14 +186,10 @@ class Bridger:
     def _ends_early(self, tail: Tail) -> bool:
         """True if the template writes a stop before the last words of the turn."""
         shape = tail.shape
-        early = self._early.get(shape) if tail.local else None
-        if early is None:
-            text, words = tail.own_text(), tail.words
+        if not tail.local or shape not in self._early:
             stops = [self.tokenizer.decode([each]) for each in self.stop_ids]
-            early = any(text.count(stop) > words.count(stop) for stop in stops)
-            if tail.local:
-                self._early[shape] = early
-        return early
+            self._early[shape] = any(tail.own_text.count(stop) > tail.words.count(stop) for stop in stops)
+        return self._early[shape]
 
     def _check_real(self, tail: Tail, real: str, text: str) -> None:
         """Refuse a conversation whose end with its own words differs from the end with the sentinel."""

@@ -157,8 +157,9 @@ class Tail:
         turn = self._answered.turn
         return f"{turn.get('reasoning_content') or ''}{turn['content']}"
 
+    @cached_property
     def own_text(self) -> str:
-        """Return the text of the turn before the sentinel, with the model's words; "" if its begin is not known."""
+        """The text of the turn before the sentinel, with the model's words; "" if its begin is not known."""
         renderer, tools = self._renderer, self._answered.tools
         text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
         for asking in (True, False):
