@@ -221,7 +221,8 @@ def test_the_close_of_the_next_message_is_not_taken_for_the_turns() -> None:
 
 
 WORDS_AFTER_THE_END = (
-    "{% for m in messages[FIRST:] %}OPENS{{ m.role }}\n<|im_end|>\n{% if SHOWN %}{{ WORDS }}{% endif %}{% endfor %}"
+    "{% for m in messages[FIRST:] %}OPENS{{ m.role }}\n<|im_end|>\nCHANGES"
+    "{% if SHOWN %}{{ WORDS }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}OPENSassistant\n{% endif %}"
 )
 """A template whose words come after the stop; the next stop in the render is that of the next message."""
@@ -236,13 +237,17 @@ SHOWN = (
 """Conditions on which it shows words; no system message may come first when its marks are learnt."""
 
 
-def test_stop_of_the_next_message_is_not_taken_for_the_turns() -> None:
+@pytest.mark.parametrize(
+    "changes", ["", "{% if loop.length > 3 %}A{% endif %}", "{{ loop.length }}", "{{ loop.revindex }}"]
+)
+def test_stop_of_the_next_message_is_not_taken_for_the_turns(changes: str) -> None:
+    """Also where each message is written otherwise as others follow it, so that a turn's begin is not where it was."""
     seen: Counter[str] = Counter()
     system: Message = {"role": "system", "content": "Be kind."}
     openings, contents = ("<|im_start|>", "", "### "), ("m.content", "m.content[1:]", "m.content[1:] ~ m.content")
     for shown, opens, first, words in product(SHOWN, openings, "01", contents):
         template = WORDS_AFTER_THE_END.replace("SHOWN", shown).replace("FIRST", first)
-        template = template.replace("OPENS", opens).replace("WORDS", words)
+        template = template.replace("OPENS", opens).replace("WORDS", words).replace("CHANGES", changes)
         for past, said in product(([], [system]), ("words", "words <|im_end|>")):
             check_bridges(Written(template, [[*past, QUESTION, *([says(said), MORE] * 3)]]), seen)
     assert not _exact(seen)
@@ -255,6 +260,7 @@ def test_own_text_of_a_tail_is_rendered_before_it_is_joined() -> None:
         WORDS_AFTER_THE_END.replace("SHOWN", SHOWN[-1])
         .replace("FIRST", "0")
         .replace("OPENS", "")
+        .replace("CHANGES", "")
         .replace("WORDS", "m.content")
     )
     tokenizer = ByteTokenizer()

@@ -158,8 +158,8 @@ class Tail:
         return f"{turn.get('reasoning_content') or ''}{turn['content']}"
 
     @cached_property
-    def own_text(self) -> str:
-        """The text of the turn before the sentinel, with the model's words; "" if its begin is not known."""
+    def own_text(self) -> str | None:
+        """The text of the turn before the sentinel, with the model's words; None if its begin is not known."""
         renderer, tools = self._renderer, self._answered.tools
         text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
         for asking in (True, False):
@@ -167,7 +167,13 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        return ""
+        # The template changes the past for the new messages. Then the turn begins with the last generation prompt.
+        turns = sum(message["role"] == "assistant" for message in self._history)
+        with suppress(Unbridgeable):
+            begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))
+            if begin and text.count(begin) == turns:
+                return text.rpartition(begin)[2]
+        return None
 
     # --- where the new contents stand
 
