@@ -24,7 +24,7 @@ from hypothesis import settings
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
 from runner.testing.engine_pool import PooledEngine
-from tests import lanes, lasting, sweeps, turns
+from tests import engine_starts, lanes, lasting, sweeps, turns
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
@@ -179,6 +179,12 @@ def _turn(item: pytest.Item) -> int:
     fixtures = {*getattr(item, "fixturenames", ()), *(real.args if real else ())}
     late = next((len(_TURNS) - place for place, name in enumerate(_TURNS) if name in fixtures), 0)
     return late + 1 if real else 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("engine"):
+        engine_starts.fork_engines(forks=not item.get_closest_marker("spawned"))
 
 
 @pytest.hookimpl(tryfirst=True)

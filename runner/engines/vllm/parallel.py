@@ -139,10 +139,9 @@ def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
     if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
     bound = os.environ.get(BINDING) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    if (
-        not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", bound) or "omp" in preloaded
-    ):  # another OpenMP library has other variables
+    # Another OpenMP library than the one of GNU has other variables.
+    other_openmp = re.search(r"libi?omp", os.environ.get("LD_PRELOAD", ""))
+    if other_openmp or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", bound):
         return {}
     cores: list[int] = []
     for part in bound.split(","):

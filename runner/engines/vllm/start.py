@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -104,6 +104,9 @@ def _unexpected(record: logging.LogRecord) -> bool:
 _CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # names of vLLM's processes
 _WEIGHTS_SHARE = 0.7  # of a CPU machine's memory for weights; the cache takes up to a sixth
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
+_LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+"""Variables with libraries to load. vLLM changes them for its processes, and programs that an environment starts later
+would load these libraries too."""
 _VARIABLES = threading.Lock()  # environment variables belong to the process: only one engine starts at a time
 
 
@@ -128,7 +131,7 @@ def import_of_vllm() -> Iterator[None]:
     """
     with _VARIABLES, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _environment(_log_variables()):
+        with _environment(_log_variables()), _kept(_LOADED):
             yield
 
 
@@ -265,7 +268,7 @@ class VllmProcess:
     def _construct(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of vLLM
-            with _environment(_log_variables()):  # read when vLLM is imported
+            with _environment(_log_variables()), _kept(_LOADED):  # read when vLLM is imported
                 arguments = self._arguments()
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -273,7 +276,7 @@ class VllmProcess:
             assert self.settings is not None
             # First, since the start of the tracker unblocks SIGINT.
             resource_tracker.ensure_running()
-            with _environment(self._variables(self.settings.environment)), _no_interrupts():
+            with _environment(self._variables(self.settings.environment)), _kept(_LOADED), _no_interrupts():
                 if self._given_up:
                     raise BadModel(f"the start of {self.model.name!r} was cancelled")
                 return AsyncLLM.from_engine_args(
@@ -370,8 +373,15 @@ def _log_variables() -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    with _kept(variables):
+        os.environ.update(variables)
+        yield
+
+
+@contextmanager
+def _kept(names: Iterable[str]) -> Iterator[None]:
+    """Restore these environment variables after this block."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:

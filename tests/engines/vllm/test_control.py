@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 import pytest
 
 from runner import BadControl, Conversation, EngineDead, Limits, Outcome, Run, Sampling, Trajectory
@@ -92,6 +94,28 @@ async def stands_still(engine: VllmEngine) -> None:
 
 
 # --- the turns that are being sampled
+
+
+def test_start_leaves_other_programs_no_library_to_load(on_engine: Any) -> None:
+    """vLLM adds OpenMP and an allocator to `LD_PRELOAD`, which all programs that an environment starts would load."""
+    begun_with = dict(each.split("=", 1) for each in Path("/proc/self/environ").read_text().split("\0") if each)
+
+    async def scenario(engine: VllmEngine) -> None:
+        (core,) = engine.processes()
+        assert "libgomp" in psutil.Process(core).environ()["LD_PRELOAD"], "vLLM adds it"
+        assert os.environ.get("LD_PRELOAD", "") == begun_with.get("LD_PRELOAD", "")
+
+    on_engine(scenario)
+
+
+def test_only_worker_is_inside_the_core_of_a_later_engine_too(on_engine: Any) -> None:
+    """The first one left `LD_PRELOAD` changed, and others ran their worker as a process, which imports vLLM again."""
+
+    async def scenario(engine: VllmEngine) -> None:
+        (core,) = engine.processes()
+        assert [each.name() for each in psutil.Process(core).children(recursive=True)] == []
+
+    on_engine(scenario)
 
 
 def test_keep_changes_no_id_even_after_a_cache_reset(on_engine: Any) -> None:

@@ -296,6 +296,12 @@ def test_cores_that_are_left_to_vllm_leave_it_the_executor(bound: str, monkeypat
     assert single_process_variables({}) == {}
 
 
-def test_another_openmp_leaves_vllm_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libiomp5.so")
+@pytest.mark.parametrize("library", ["libiomp5.so", "libomp.so.5"])
+def test_another_openmp_leaves_vllm_the_executor(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", f"/usr/lib/{library}")
     assert single_process_variables({}) == {}
+
+
+def test_worker_is_in_the_core_with_the_openmp_that_vllm_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/vllm/libs/libtcmalloc_minimal-1.so:/torch/lib/libgomp.so.1")
+    assert single_process_variables({})["OMP_PLACES"] == "{0,1,2}"

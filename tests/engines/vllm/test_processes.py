@@ -27,7 +27,7 @@ from runner.errors import BadModel, BadOption, EngineDead
 from runner.options import Sampling
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.engine, pytest.mark.apart]
+pytestmark = [pytest.mark.engine, pytest.mark.apart, pytest.mark.spawned]
 
 WATCHDOG_SECONDS = 600.0
 
@@ -128,7 +128,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-@pytest.mark.in_turns("starts and ends", 6)
+@pytest.mark.in_turns("starts and ends", 11)
 @pytest.mark.parametrize(
     ("runner", "started"),
     [
@@ -165,7 +165,7 @@ def test_ctrl_c_spares_the_engine_and_kill_9_leaves_nothing(
     assert not folder.exists()
 
 
-@pytest.mark.in_turns("starts and ends", 6)
+@pytest.mark.in_turns("starts and ends", 11)
 def test_kill_9_during_the_start_leaves_no_process(runner: subprocess.Popen[str]) -> None:
     assert runner.stdout is not None
     assert runner.stdout.readline() == "started EngineCore\n"
@@ -177,12 +177,13 @@ def test_kill_9_during_the_start_leaves_no_process(runner: subprocess.Popen[str]
 
 
 SCRIPT = """
+import os
 import anyio
 from runner.engines.vllm.engine import VllmEngine
 
 async def main():
     async with VllmEngine(max_num_seqs=4, max_model_len=512):
-        print("ready")
+        print("ready", os.environ.get("LD_PRELOAD"), os.environ.get("LD_LIBRARY_PATH"))
 
 if __name__ == "__main__":
     anyio.run(main)
@@ -190,10 +191,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.in_turns("starts and ends", 6)
-def test_stdout_is_free_and_a_normal_stop_logs_no_warning(demo_model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.in_turns("starts and ends", 11)
+def test_stdout_and_environment_are_free_and_a_stop_is_silent(demo_model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_STREAM"}
+    removed = {"VLLM_LOGGING_STREAM", "LD_PRELOAD", "LD_LIBRARY_PATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
     done = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
@@ -203,7 +205,7 @@ def test_stdout_is_free_and_a_normal_stop_logs_no_warning(demo_model_folder: Pat
         timeout=2 * WATCHDOG_SECONDS,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "ready\ndone\n")
+    assert (done.returncode, done.stdout) == (0, "ready None None\ndone\n"), "no library is left to load"
     assert "EngineCore" in done.stderr, "the log goes there"
     for alarming in ("force killing", "EngineDeadError", "Traceback", "leaked shared_memory"):
         assert alarming not in done.stderr
@@ -214,7 +216,7 @@ def generation() -> GenerationRequest:
     return GenerationRequest(name="only", prompt=[1, 2], sampling=sampling)
 
 
-@pytest.mark.in_turns("starts and ends", 6)
+@pytest.mark.in_turns("starts and ends", 11)
 @pytest.mark.anyio
 async def test_failed_load_has_a_reason_and_leaves_no_process(
     demo_model_folder: Path, tmp_path: Path, around: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +237,7 @@ async def test_failed_load_has_a_reason_and_leaves_no_process(
         await engine.health()
 
 
-@pytest.mark.in_turns("starts and ends", 6)
+@pytest.mark.in_turns("starts and ends", 11)
 @pytest.mark.anyio
 async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -253,7 +255,7 @@ async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_fold
             pytest.fail("it was admitted")
 
 
-@pytest.mark.in_turns("starts and ends", 6)
+@pytest.mark.in_turns("starts and ends", 11)
 @pytest.mark.anyio
 @pytest.mark.parametrize("sizes", [{}, TWO_RANKS], ids=["one rank", "two"])
 async def test_cancelling_a_start_ends_what_it_started(

@@ -1,0 +1,62 @@
+"""Start of vLLM's processes in tests: each is forked from a process that has imported vLLM already.
+
+An import of vLLM takes ten seconds of processor time, and a spawned process does it anew. vLLM's API server forks its
+processes in this way too. Users' engines are spawned: a forked process has the environment variables of the process
+that forks it in `/proc`, where the cleanup process looks for those of its engine. So tests of that spawn theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from typing import Final
+
+from runner.engines.vllm.start import import_of_vllm
+
+__all__ = ["fork_engines"]
+
+PRELOADED: Final = [
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+]
+
+
+class ForkedProcess(ForkServerProcess):
+    """A process with the environment variables that its parent has when it starts it."""
+
+    def start(self) -> None:
+        self.environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        super().run()
+
+
+class ForkingContext(ForkServerContext):
+    Process = ForkedProcess
+
+
+def fork_engines(*, forks: bool) -> None:
+    """Choose how vLLM's processes start from now on in this process; imports vLLM."""
+    with import_of_vllm():
+        from vllm.v1.engine import coordinator, utils
+
+    if not isinstance(utils.get_mp_context, _ChosenContext):
+        coordinator.get_mp_context = utils.get_mp_context = _ChosenContext(utils.get_mp_context)
+    utils.get_mp_context.forks = forks
+
+
+class _ChosenContext:
+    def __init__(self, as_asked: Callable[[], BaseContext]) -> None:
+        self._as_asked = as_asked
+        self._forking = ForkingContext()
+        self._forking.set_forkserver_preload(PRELOADED)
+        self.forks = False
+
+    def __call__(self) -> BaseContext:
+        return self._forking if self.forks else self._as_asked()
