@@ -182,11 +182,11 @@ class FleetTransfers:
         if given is None:
             met = self._met_elsewhere()
             if not met.is_of(handles):
-                told = [f"{handle.name} has not met it" for handle in handles if handle not in met.ranks]
-                told += [f"{handle.name}, which has, is gone" for handle in met.ranks if handle not in handles]
+                absent = [f"{handle.name} has not met it" for handle in handles if handle not in met.ranks]
+                absent += [f"{handle.name}, which has, is gone" for handle in met.ranks if handle not in handles]
                 raise BadWeights(
                     f"WeightTransfer(init=...) is not given, and the workers are not those that met the trainer: "
-                    f"{', '.join(told)}. Connect again, with init=."
+                    f"{', '.join(absent)}. Connect again, with init=."
                 )
             return
         offset = given.get("rank_offset")

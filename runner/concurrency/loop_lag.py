@@ -118,7 +118,7 @@ class LagMonitor:
             self._lags.append(max(0.0, time.monotonic() - began - self._tick_seconds))
 
     def _look(self) -> None:
-        told = False
+        reported = False
         mark, stopped = self._mark, 0.0
         looked = time.monotonic()
         while not self._stop.wait(self._tick_seconds):
@@ -131,11 +131,11 @@ class LagMonitor:
                 stopped += looked - before
             late = looked - mark - self._tick_seconds
             if late < self._late:
-                told = False
+                reported = False
                 continue
             self._blame()
-            if late - stopped > self.stuck_seconds and not told and self.on_stuck is not None:
-                told = True
+            if late - stopped > self.stuck_seconds and not reported and self.on_stuck is not None:
+                reported = True
                 self.on_stuck(self._who_keeps_the_loop(late))
 
     def _blame(self) -> None:

@@ -332,9 +332,9 @@ def _in_file(form: TensorForm) -> str:
     return f" in {form.file}" if form.file else ""
 
 
-def _first(told: Sequence[str], between: str = ", ") -> str:
-    rest = len(told) - _MAX_NAMED_TENSORS
-    return between.join(told[:_MAX_NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")
+def _first(names: Sequence[str], between: str = ", ") -> str:
+    rest = len(names) - _MAX_NAMED_TENSORS
+    return between.join(names[:_MAX_NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _kind(value: Any) -> str:

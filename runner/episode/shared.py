@@ -80,7 +80,7 @@ class RunShared:
     make_limiter: Callable[[str, int], Limiter] = lambda _, limit: anyio.CapacityLimiter(limit)
     """Make a limiter with this name and limit. A run on several processes has its own."""
     _asked: set[str] = field(default_factory=set)
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
     _limiters: dict[str, tuple[int, Limiter]] = field(default_factory=dict)
     # By `counted`, for conversations without their own sampling. Nearly all episodes need one of these two, and merging
     # the layers each time costs a good part of a turn.
@@ -137,9 +137,9 @@ class RunShared:
 
     def is_new(self, what: str) -> bool:
         """Return True at the first call with this key, for messages that appear once a run."""
-        if what in self._told:
+        if what in self._reported:
             return False
-        self._told.add(what)
+        self._reported.add(what)
         return True
 
     def unused(self) -> list[str]:

@@ -224,8 +224,8 @@ class _TaggedRules:
     def _after(self, style: ValueStyle) -> str:
         """Return the characters that may follow a value; "" if they are unknown."""
         after = [style.close + each for each in _after_values(self.form, self.arguments)]
-        told = all(text and not self.rules.control_token_of(text) for text in after)
-        return "".join(text[0] for text in after) if told else ""
+        known = all(text and not self.rules.control_token_of(text) for text in after)
+        return "".join(text[0] for text in after) if known else ""
 
 
 def ends_of_strings(form: CallFormat) -> tuple[str, ...]:

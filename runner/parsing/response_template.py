@@ -138,7 +138,7 @@ def _each_call(value: Any) -> Iterator[ReadCall]:
             yield from _each_call(each)
     elif isinstance(value, Mapping):
         function = value.get("function", value)
-        told = function if isinstance(function, Mapping) else {}
-        yield external_call(told.get("name"), told.get("arguments"), value.get("id"))
+        fields = function if isinstance(function, Mapping) else {}
+        yield external_call(fields.get("name"), fields.get("arguments"), value.get("id"))
     elif value is not None:
         yield ReadCall("", error=f"{value!r:.40} is not a call")

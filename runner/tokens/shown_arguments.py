@@ -159,10 +159,10 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     if not left or any(each.part is ArgumentPart.NAME for each in left):
         return given
     bare = any(each.part is ArgumentPart.ALL for each in left)
-    told = noted(given, parameters, name, bare=bare)
-    if bare and render({**parameters, "properties": {name: told}, "required": []}) is None:
-        return {**told, "type": "string"}  # the template raises on its type alone, such as an object without fields
-    return told
+    schema = noted(given, parameters, name, bare=bare)
+    if bare and render({**parameters, "properties": {name: schema}, "required": []}) is None:
+        return {**schema, "type": "string"}  # the template raises on its type alone, such as an object without fields
+    return schema
 
 
 def _shows_no_name(unseen: Sequence[Unseen]) -> bool:

@@ -33,9 +33,9 @@ def result_text(value: Any) -> str:
     if isinstance(value, str) and not isinstance(value, enum.Enum):
         return value or wording.EMPTY_RESULT
     if type(value) not in _NEVER_MCP:
-        told = _mcp_text(value)
-        if told is not None:
-            return told or wording.EMPTY_RESULT
+        text = _mcp_text(value)
+        if text is not None:
+            return text or wording.EMPTY_RESULT
     try:
         return _JSON.encode(value)
     except TypeError:

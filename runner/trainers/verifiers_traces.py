@@ -137,7 +137,7 @@ def _add_path(
 ) -> None:
     mask, ids = segment.log.mask(), segment.log.ids
     parent: int | None = None
-    told, end = 0, 0  # messages and ids that have a node
+    done, end = 0, 0  # messages and ids that have a node
 
     def add(message: dict[str, Any], own: Sequence[int], trains: Sequence[bool], logprobs: Sequence[float]) -> None:
         nonlocal parent
@@ -147,7 +147,7 @@ def _add_path(
         parent = len(nodes) - 1
 
     for turn, place in zip(turns, reply_places(segment, turns), strict=True):
-        before = segment.messages[told:place]
+        before = segment.messages[done:place]
         scaffold = ids[end : turn.start].tolist()
         for position, message in enumerate(before):  # the prompt's ids belong to its last message
             own = scaffold if position == len(before) - 1 else []
@@ -159,7 +159,7 @@ def _add_path(
         add(_message(reply_of(turn)), [*lead, *sampled], [*([False] * len(lead)), *trains], logprobs)
         nodes[-1]["logprobs"] = [value for value, kept in zip(logprobs, trains, strict=True) if kept]
         calls.append(_call(len(nodes) - 1, turn))
-        told, end = place + 1, turn.end
+        done, end = place + 1, turn.end
 
 
 def _call(node: int, turn: Turn) -> dict[str, Any]:

@@ -117,9 +117,9 @@ def _miscount(connection: sqlite3.Connection) -> Difference | None:
     try:
         summary = decode_json(text)
         for keys, held in _counts(connection, summary):
-            told = _told(summary, keys)
-            if not math.isclose(told, held, rel_tol=1e-6, abs_tol=1e-9):
-                return _of_the_summary(f"the summary of the complete run has other {' '.join(keys)}", told, held)
+            stored = _stored(summary, keys)
+            if not math.isclose(stored, held, rel_tol=1e-6, abs_tol=1e-9):
+                return _of_the_summary(f"the summary of the complete run has other {' '.join(keys)}", stored, held)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         return _of_the_summary(f"a complete run has no summary that can be read ({error})", text, "")
     return None
@@ -144,7 +144,7 @@ def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Itera
         yield ("agents", decode_text(agent), "mean"), mean
 
 
-def _told(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
+def _stored(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
     """The figure of the summary; 0 if it has none."""
     value: Any = summary
     for key in keys:

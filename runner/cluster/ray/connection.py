@@ -327,11 +327,13 @@ class Connection:
                 if address is None:
                     raise BadOption(f"{who}: no cluster of Ray could be started on this machine: {error}") from error
                 if (versions := _MISMATCH.search(str(error))) is not None:
-                    raise BadOption(f"{_given(who, given, address)}: {_told(address, *versions.groups())}") from error
+                    raise BadOption(
+                        f"{_given(who, given, address)}: {_other_versions(address, *versions.groups())}"
+                    ) from error
                 # Our own check found a listener, but Ray looked at another address.
                 loopback = f" {_LOOPBACK}" if _is_loopback(address) else ""
-                told = str(error).rstrip(".")
-                raise BadOption(f"{_nowhere(who, given, address)}: {told}. {RIGHT_ADDRESS}{loopback}") from error
+                reason = str(error).rstrip(".")
+                raise BadOption(f"{_nowhere(who, given, address)}: {reason}. {RIGHT_ADDRESS}{loopback}") from error
             self._thread, self._own, self._until_left = thread, own, until_left.pop_all()
 
 
@@ -410,7 +412,7 @@ def _nowhere(who: str, given: str | None, address: str | None) -> str:
     return f"{who}({named}): no cluster of Ray at {address!r}"
 
 
-def _told(address: str, ray_there: str, python_there: str, ray_here: str, python_here: str) -> str:
+def _other_versions(address: str, ray_there: str, python_there: str, ray_here: str, python_here: str) -> str:
     fix = [f"pip install 'ray=={ray_there}' on this machine"] if ray_there != ray_here else []
     fix += [f"start the script with Python {python_there}"] if python_there != python_here else []
     return (

@@ -230,7 +230,7 @@ class ChatServer:
         except openai.APIConnectionError as error:
             raise HttpFailure(FailureKind.CONNECTION, self._clean(_causes(error))) from error
         except openai.APIError as error:  # in the middle of an answer
-            raise self._failure_told(error) from error
+            raise self._failure_in_stream(error) from error
         except (ValueError, TypeError) as error:
             text = self._clean(f"the answer cannot be read ({type(error).__name__}: {error})")
             raise HttpFailure(FailureKind.GARBAGE, text) from error
@@ -265,9 +265,9 @@ class ChatServer:
             kind = FailureKind.SERVER
         return HttpFailure(kind, self._clean(f"HTTP {status}: {_message(error)}"), after)
 
-    def _failure_told(self, error: openai.APIError) -> HttpFailure:
-        told = " ".join(filter(None, (error.code, error.type, error.message)))
-        default = FailureKind.BUSY if _OVERLOADED.search(told) else FailureKind.SERVER
+    def _failure_in_stream(self, error: openai.APIError) -> HttpFailure:
+        text = " ".join(filter(None, (error.code, error.type, error.message)))
+        default = FailureKind.BUSY if _OVERLOADED.search(text) else FailureKind.SERVER
         if error.code is not None and error.code.isdecimal() and 400 <= int(error.code) < 600:
             default = kind_of_status(int(error.code))
         return HttpFailure(self._kind(error, default), self._clean(_message(error)))
@@ -295,9 +295,9 @@ class ChatServer:
 def _message(error: openai.APIError) -> str:
     """Return the message of an error; the whole answer if its form is unknown."""
     body = error.body
-    told = body.get("message") if isinstance(body, Mapping) else body
-    if isinstance(told, str) and told.strip():
-        return told
+    message = body.get("message") if isinstance(body, Mapping) else body
+    if isinstance(message, str) and message.strip():
+        return message
     response = getattr(error, "response", None)
     reason = getattr(response, "reason_phrase", "")
     return error.message if body is not None else reason or error.message

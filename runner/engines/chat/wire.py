@@ -168,7 +168,7 @@ class ChatAnswerReader:
         """True once the finish reason was received; the usage may follow."""
         self._request = request
         self._calls: dict[int, _PartialCall] = {}
-        self._told = 0
+        self._reported = 0
         self._ids: set[str] = set()
         self._reason = ""
         self._stop: str | None = None
@@ -225,9 +225,9 @@ class ChatAnswerReader:
 
     def _whole_calls(self, before: int | None) -> Iterator[ToolCall]:
         """Yield the complete calls: those before `before`, the index of a call that begins, or all."""
-        for index in list(self._calls)[self._told :]:
+        for index in list(self._calls)[self._reported :]:
             if before is None or index < before:
-                self._told += 1
+                self._reported += 1
                 yield self._call(self._calls[index])
 
     def _call(self, said: _PartialCall) -> ToolCall:

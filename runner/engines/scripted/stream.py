@@ -162,9 +162,9 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         assert delivery is not None
         start, end = delivery.cuts[self._read - 1] if self._read else 0, delivery.cuts[self._read]
         self._read += 1
-        told = delivery.finish if self._read == len(delivery.cuts) else None
-        if told is not None:
-            self.finish = Finish(told.reason, told.stop, self._stamps.spans(self.sent), told.cached_tokens)
+        finish = delivery.finish if self._read == len(delivery.cuts) else None
+        if finish is not None:
+            self.finish = Finish(finish.reason, finish.stop, self._stamps.spans(self.sent), finish.cached_tokens)
         return delivery.piece(start, end, self.finish)
 
     def _drain(self) -> None:

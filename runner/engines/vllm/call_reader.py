@@ -113,14 +113,14 @@ class VllmCallReader:
         return CallsReading(streamed.content.strip(), calls)
 
     def _streamed(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> _Streamed:
-        told = _Streamed()
+        streamed = _Streamed()
         try:
             request = _request(schemas)
             parser = self._parser(request.tools)
             before, ids_before = "", list[int]()
             for delta, new_ids in self._deltas(text, ids, begin):
                 now, ids_now = before + delta, ids_before + new_ids
-                told.take(
+                streamed.take(
                     parser.extract_tool_calls_streaming(
                         previous_text=before,
                         current_text=now,
@@ -134,10 +134,10 @@ class VllmCallReader:
                 before, ids_before = now, ids_now
             # Calls that it adds at the end of the turn are dropped: they complete truncated calls.
             last = parser.finish_streaming() if hasattr(parser, "finish_streaming") else None
-            told.content += (last.content or "") if last is not None else ""
+            streamed.content += (last.content or "") if last is not None else ""
         except Exception as error:  # a parser may raise anything
-            told.error = error
-        return told
+            streamed.error = error
+        return streamed
 
     def _deltas(self, text: str, ids: Sequence[int], begin: int) -> Iterator[tuple[str, list[int]]]:
         """Yield the text after `begin`, id by id; the stop has no text, and is last."""

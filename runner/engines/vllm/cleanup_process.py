@@ -41,7 +41,7 @@ class CleanupProcess:
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-P", "-S", __file__, process_name(os.getpid()), str(folder)]
         hears, tells = os.pipe()
-        self._told = os.fdopen(tells, "wb", buffering=0)
+        self._pipe = os.fdopen(tells, "wb", buffering=0)
         with open(hears, "rb") as stdin:
             # This process ends at once; its child is the cleanup process.
             subprocess.run(
@@ -61,11 +61,11 @@ class CleanupProcess:
     def dismiss(self) -> None:
         """Report that the engine ended and left nothing; idempotent."""
         self._tell(_ENDED)
-        self._told.close()
+        self._pipe.close()
 
     def _tell(self, word: bytes) -> None:
         with suppress(BrokenPipeError, ValueError):  # it was killed or dismissed
-            self._told.write(word)
+            self._pipe.write(word)
 
 
 def process_name(pid: int) -> str:

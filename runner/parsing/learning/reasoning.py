@@ -59,7 +59,7 @@ class _Thought:
     with_call: bool = False
     """True if reasoning is shown only beside a call."""
 
-    def told(self, prober: FormatProber, thought: str, answer: str, *, followed: bool = False) -> str | None:
+    def render(self, prober: FormatProber, thought: str, answer: str, *, followed: bool = False) -> str | None:
         """Return the render of a turn with reasoning and an answer, or a call."""
         calls = [CALL] if self.with_call else []
         content = "" if self.with_call else answer
@@ -83,7 +83,7 @@ def _by_field(prober: FormatProber) -> Iterator[_Thought]:
 
 def _by_part(prober: FormatProber) -> Iterator[_Thought]:
     thought = _Thought(None)
-    text = thought.told(prober, THOUGHT, ANSWERED)
+    text = thought.render(prober, THOUGHT, ANSWERED)
     # The literal text of the list itself is not reasoning.
     if text is not None and "type" not in text:
         yield thought
@@ -106,8 +106,8 @@ def _is_thought(prober: FormatProber, opened: str, prompt: str) -> bool:
     closing = _closing(opened)
     begun = opened in prompt and not prompt.rpartition(opened)[2].replace(closing, "").strip()
     # A role's mark has no close, or one in front of every answer.
-    told = opened in TAGS or closing in prober.renderer.template.text
-    return begun and told and (opened not in header or closing in header)
+    known = opened in TAGS or closing in prober.renderer.template.text
+    return begun and known and (opened not in header or closing in header)
 
 
 def _closing(tag: str) -> str:
@@ -116,12 +116,12 @@ def _closing(tag: str) -> str:
 
 def _dropped(prober: FormatProber, thought: _Thought) -> bool:
     """Return whether the template removes reasoning in these tags from an earlier turn."""
-    text = thought.told(prober, THOUGHT, ANSWERED, followed=True)
+    text = thought.render(prober, THOUGHT, ANSWERED, followed=True)
     return text is not None and ANSWERED in text and THOUGHT not in text
 
 
 def _learnt(prober: FormatProber, thought: _Thought) -> ReasoningFormat | None:
-    text = thought.told(prober, THOUGHT, ANSWERED)
+    text = thought.render(prober, THOUGHT, ANSWERED)
     behind = thought.behind(ANSWERED)
     if text is None or not 0 <= text.find(THOUGHT) < text.rfind(behind):
         return None if not thought.open else _inline_format(prober, thought)
@@ -167,7 +167,7 @@ def _opened(prober: FormatProber, opening: str) -> bool:
 
 def _holds(prober: FormatProber, thought: _Thought, learnt: ReasoningFormat) -> bool:
     """Return whether other reasoning is written between the same marks."""
-    text = thought.told(prober, OTHER_THOUGHT, OTHER_ANSWER)
+    text = thought.render(prober, OTHER_THOUGHT, OTHER_ANSWER)
     if text is None:
         return False
     at = text.find(OTHER_THOUGHT)

@@ -131,7 +131,7 @@ _QUESTION: Message = {"role": "user", "content": "What is a heron?"}
 _ANSWER: Message = {"role": "assistant", "content": "A heron is a bird."}
 _THOUGHT: Message = {**_ANSWER, "reasoning_content": "Herons wade."}
 _NEXT: Message = {"role": "user", "content": "And an egret?"}
-_TOLD: Message = {"role": "system", "content": "Answer in one word."}
+_SYSTEM: Message = {"role": "system", "content": "Answer in one word."}
 _CALLED, _RETURNED = _call("heron"), _result("a wading bird")
 
 _KINDS: Mapping[Append, tuple[Message, Sequence[Message]]] = {
@@ -143,7 +143,7 @@ _KINDS: Mapping[Append, tuple[Message, Sequence[Message]]] = {
     Append.USER_AFTER_REASONING: (_THOUGHT, [_NEXT]),
     Append.CUT: ({"role": "assistant", "content": "A heron is"}, [_NEXT]),
     Append.UNDER_SYSTEM: (_ANSWER, [_NEXT]),
-    Append.SYSTEM: (_ANSWER, [_TOLD, _NEXT]),
+    Append.SYSTEM: (_ANSWER, [_SYSTEM, _NEXT]),
 }
 _SHORT: Sequence[Message] = (_QUESTION,)
 _LONG: Sequence[Message] = (_QUESTION, _THOUGHT, _NEXT)
@@ -166,8 +166,8 @@ class _AppendTrial:
         self._kind = kind
         self._turn, self._new = _KINDS[kind]
         self._tools = TOOLS if tools else []
-        told = [_TOLD] if kind is Append.UNDER_SYSTEM else []
-        self._pasts = ([*told, *_SHORT], [*told, *(_ROUNDS if tools else _LONG)])
+        system = [_SYSTEM] if kind is Append.UNDER_SYSTEM else []
+        self._pasts = ([*system, *_SHORT], [*system, *(_ROUNDS if tools else _LONG)])
 
     def verdict(self) -> AppendVerdict:
         tried = [self._after(past, number) for number, past in enumerate(self._pasts)]
