@@ -24,6 +24,7 @@ def made(
         name=f"{function}[{case}]",
         originalname=function,
         path=Path(module or "test_a.py"),
+        nodeid=f"{module or 'test_a.py'}::{function}[{case}]",
         own_markers=marks if own else [],
         get_closest_marker={each.name: each for each in marks}.get,
     )

@@ -22,7 +22,8 @@ def of_others(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             cases.setdefault((item.path, function, mark.args[0]), []).append(item)
         if mark := item.get_closest_marker("in_turns"):
             name, one_in = (*mark.args, 0)[:2]
-            unit = mark.kwargs.get("unit") or f"{item.path} {function if mark in item.own_markers else ''}"
+            of_file = item.nodeid.partition("::")[0]  # without the folder of the checkout, so that all choose the same
+            unit = mark.kwargs.get("unit") or f"{of_file} {function if mark in item.own_markers else ''}"
             units.setdefault((name, one_in), {}).setdefault(unit, []).append(item)
     others = set()
     for (*_, one_in), of_test in cases.items():

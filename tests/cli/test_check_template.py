@@ -34,7 +34,7 @@ from tests.repository import DOCS
 from tests.tokens.families import FAMILIES, model
 from tests.tokens.profiles import BEGIN, END, table
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 Check = Callable[..., Result]
 

@@ -22,7 +22,7 @@ from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, her
 from tests.cluster.test_control import asked_of, state_of, versions
 from tests.playing import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 
 # --- deaths during a transfer
@@ -336,7 +336,7 @@ async def test_weights_checked_in_between_do_not_confuse_workers(kind: Callable[
 # --- whatever happens
 
 
-@settings(max_examples=sweeps.times(60, 10))
+@settings(max_examples=sweeps.times(60, 6))
 @given(
     kills=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2)), max_size=3),
     given_kinds=st.lists(st.sampled_from(["here", "without ranks", "folder"]), min_size=1, max_size=4),

@@ -23,7 +23,7 @@ from tests.conformance.sweep import Outcome, Verdict, is_tool_capable, play, swe
 from tests.conformance.vocabulary import END_OF_TEXT
 from tests.repository import DOCS
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 PAGE = DOCS / "conformance.md"
 

@@ -27,7 +27,7 @@ def test_thirty_faults_are_planted() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("fault", sweeps.part(NAMES, 10))
+@pytest.mark.parametrize("fault", sweeps.part(NAMES, 15))
 def test_update_with_a_planted_fault_is_ended_by_its_proof(
     fault: str, float32_engine: PooledEngine, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +65,7 @@ def test_right_updates_in_float32_raise_no_alarm(float32_engine: PooledEngine, h
     async def main() -> None:
         trial = Trial(float32_engine, copy.deepcopy(hugging_face_model), "float32", SIZES)
         await trial.start()
-        assert set((await trial.false_alarms(sweeps.times(20, 3))).values()) == {0}
+        assert set((await trial.false_alarms(sweeps.times(20, 2))).values()) == {0}
         await float32_engine.update_weights(trial.first)
 
     float32_engine.home.call(main)

@@ -184,6 +184,7 @@ def test_a_cancelled_score_leaves_nothing(float32_engine: PooledEngine) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("end", ["cancelled", "cut"])
 def test_scores_in_flight_survive_what_ends_requests(end: str, float32_engine: PooledEngine) -> None:
     """A caller that leaves, or a pause that cuts requests, reaches a request before its scores are computed."""

@@ -13,7 +13,7 @@ import pytest
 from runner import Outcome, RunFile
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 WATCHDOG_SECONDS = 600.0
 

@@ -40,7 +40,7 @@ from tests.tokens.families import (
     says,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 
 @pytest.fixture

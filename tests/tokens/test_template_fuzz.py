@@ -20,7 +20,7 @@ from tests.tokens.bridging import MORE, QUESTION, chatml, result, says
 from tests.tokens.template_fuzz import ANY_SIZE, check_bridges, look_at_new_templates
 from tests.tokens.template_grammar import Written, written
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 WORDS = ("", " ", "\n", " \n ", "a", " a", "a ", "a\n", "\n\na.", "</think>")
 CALLS = (
@@ -131,7 +131,7 @@ def test_templates_that_look_at_words_get_no_wrong_bridge(name: str) -> None:
 
 
 AS_OFTEN = settings(
-    max_examples=sweeps.times(1000, 150),
+    max_examples=sweeps.times(1000, 100),
     deadline=None,
     suppress_health_check=ANY_SIZE,
 )
