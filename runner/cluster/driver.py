@@ -415,7 +415,7 @@ class Driver:
         # Two events: the failure to start a worker is unclear without the loss before it.
         last = waiting + (f" Latest events: {'; '.join(list(self.events)[-2:])}" if self.events else "")
         if fleet.hopeless:
-            raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
+            raise EngineDead(fleet.ended_by or f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
         too_long = self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds
         starting = sum(handle.is_starting for handle in self._handles.values())
         # As at the beginning, an engine that starts is waited for. The first failure after that time ends the fleet.

@@ -171,6 +171,10 @@ class FleetEngine(PlayingEngine):
             "an episode, or use a separate engine for other requests."
         )
 
+    def is_alive(self) -> bool:
+        """Return whether there are enough workers, or may soon be."""
+        return self.running and not self.driver.fleet.hopeless
+
     async def health(self) -> None:
         """Return when there are enough workers, or may soon be.
 

@@ -101,6 +101,8 @@ class Fleet:
     def __init__(self, least: int, most: int) -> None:
         self.least = least
         self.slots = [WorkerSlot(number) for number in range(most)]
+        self.ended_by = ""
+        """The reason why no further worker is started; "" while the fleet plays."""
         self._waiting: tuple[deque[Assignment], ...] = (deque(), deque(), deque())
         self._turn = 0
         self._keeps = False
@@ -129,8 +131,8 @@ class Fleet:
 
     @property
     def hopeless(self) -> bool:
-        """True if there cannot be enough workers for a long time."""
-        return sum(slot.state is not WorkerSlotState.RESTING for slot in self.slots) < self.least
+        """True if there cannot be enough workers for a long time, or never again."""
+        return bool(self.ended_by) or sum(slot.state is not WorkerSlotState.RESTING for slot in self.slots) < self.least
 
     @property
     def waiting(self) -> int:
@@ -141,7 +143,7 @@ class Fleet:
 
     def to_start(self, now: float) -> list[WorkerSlot]:
         """Return the empty slots in which a worker is to be started now."""
-        due = [slot for slot in self.slots if slot.is_empty and slot.free_at <= now]
+        due = [slot for slot in self.slots if slot.is_empty and slot.free_at <= now and not self.ended_by]
         for slot in due:
             slot.state = WorkerSlotState.STARTING
         return due

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from runner.cluster.broadcast import compare
@@ -17,7 +18,7 @@ from runner.engines.proofs import ProofFigures
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, PauseMode, WeightUpdate
 from runner.engines.weights import LocalTransfer, WeightTransfer
-from runner.errors import BadInput
+from runner.errors import BadInput, EngineDead
 
 __all__ = ["FleetRuntime"]
 
@@ -95,7 +96,8 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             self.driver.change_snapshot(
                 version=checked.version, weights=checked.weights, proof=checked.proof, readable=True
             )
-            updates: Mapping[Any, WeightUpdate] = await driver.ask_all("update_weights", checked, mode)
+            with self._ended_by_proof(checked):
+                updates: Mapping[Any, WeightUpdate] = await driver.ask_all("update_weights", checked, mode)
             for handle in updates:
                 driver.has_weights(handle, checked.version)
         update = _slowest(checked, updates.values())
@@ -105,6 +107,16 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         )
         self._notify(checked)
         return update
+
+    @contextmanager
+    def _ended_by_proof(self, checked: CheckedUpdate) -> Iterator[None]:
+        """End the fleet if the proof of new weights holds on no worker: those that start later would die of it too."""
+        try:
+            yield
+        except EngineDead as error:
+            if checked.proof is not None:
+                self.driver.fleet.ended_by = f"no worker has the weights {checked.version!r}: {error}"
+            raise
 
     def _notify(self, checked: CheckedUpdate) -> None:
         """Call the listeners, now or with the figures of a proof that waits for the cache."""
@@ -120,7 +132,8 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             self.driver.has_weights(handle, checked.version)
 
         try:
-            updates = await self.transfers.apply(checked.weights, checked.version, mode, took, checked.proof)
+            with self._ended_by_proof(checked):
+                updates = await self.transfers.apply(checked.weights, checked.version, mode, took, checked.proof)
             update = _slowest(checked, updates)
             self.proof_figures = update.proof
         finally:

@@ -25,7 +25,7 @@ from runner.engines.transfers import Announced, TransferStep, send_parts
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
 from runner.engines.vllm.weight_transfer import fitting_source
 from runner.engines.weights import Checkpoint, LocalTransfer, WeightTransfer, forms_of_transfer
-from runner.errors import BadInput, BadWeights, DeltarunnerError, EngineError
+from runner.errors import BadInput, BadWeights, DeltarunnerError, EngineDead, EngineError
 
 __all__ = ["FleetTransfers"]
 
@@ -391,18 +391,20 @@ class FleetTransfers:
         proof: WeightProof | None,
     ) -> dict[WorkerHandle, WeightUpdate]:
         transfer_group = self._transfer_group
+        handles, dead = tuple(transfer_group.handles), list[EngineDead]()
         updates: dict[WorkerHandle, WeightUpdate] = {}
 
         async def receive(handle: WorkerHandle) -> None:
             try:
                 updates[handle] = await handle.process.send("receive_weights", version, proof)
             except (WorkerLost, DeltarunnerError) as error:
+                dead.extend([error] if isinstance(error, EngineDead) else [])
                 transfer_group.lose(handle, error)
             else:
                 took(handle)
 
         async with anyio.create_task_group() as group:
-            for handle in transfer_group.handles:
+            for handle in handles:
                 group.start_soon(receive, handle)
             failure = await self._sent(transfer)
             was_lost = bool(transfer_group.lost)
@@ -412,6 +414,8 @@ class FleetTransfers:
             await self._part()
         if failure and not was_lost:
             raise EngineError(f"{self._shares(version)}: {failure}. The others are replaced.")
+        if proof is not None and len(dead) == len(handles):
+            raise dead[0]
         return updates
 
     async def _sent(self, transfer: WeightTransfer | LocalTransfer) -> str:

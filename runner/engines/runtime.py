@@ -406,8 +406,9 @@ class ModelRuntime(EngineRuntime[RequestT]):
                 how = " for ids in steps, as turns sample them, although it does in a prompt" if scored.in_steps else ""
                 raise self.ended_by(
                     f"the proof of the weights {version!r}{where} does not hold{how}: {why}. {self.stale_workers()}"
-                    "Nothing was sampled with them. `deltarunner check-weights MODEL` lists the tensors that do not "
-                    "arrive"
+                    "Nothing was sampled with them. Either tensors did not arrive, which `deltarunner check-weights "
+                    "MODEL` lists, or the proof is of other weights, or of a model in another number type "
+                    "(`WeightProof(dtype=)`)"
                 )
             if not scored.in_steps:
                 worst = figures if worst is None or figures.median > worst.median else worst

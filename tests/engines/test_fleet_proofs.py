@@ -7,9 +7,10 @@ from typing import Any
 import anyio
 import pytest
 
-from runner import BadControl, BadOption, BadWeights, WeightProof
+from runner import BadControl, BadOption, BadWeights, EngineDead, WeightProof
 from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import WATCHDOG_SECONDS, dice_engine, fleet
+from tests.cluster.sending import KINDS
 from tests.engines.test_proofs import IDS, Model
 from tests.playing import until
 
@@ -61,6 +62,21 @@ async def test_a_worker_that_keeps_its_old_weights_is_dismissed_by_name() -> Non
         (lost,) = [event for event in engine.events if "the proof of the weights" in event]
         assert "worker 1" in lost
         assert "does not hold" in lost
+
+
+@pytest.mark.parametrize("kind", ["folder", *KINDS])
+async def test_fleet_ends_if_no_worker_passes_the_proof(kind: str) -> None:
+    """Its successors would get the same weights, and die of the same proof."""
+    given = KINDS[kind]() if kind in KINDS else "new"
+    other = WeightProof(IDS, [each - 1.0 for each in Model()(IDS)])
+    async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
+        with pytest.raises(EngineDead, match="the proof of the weights '1' does not hold"):
+            await engine.update_weights(given, proof=other)
+        assert not engine.is_alive()
+        await until(lambda: not launcher.alive)
+        with pytest.raises(EngineDead, match=r"no worker has the weights '1': .* or the proof is of other weights"):
+            await engine.health()
+        assert len(launcher.workers) == 2, "none is started again"
 
 
 async def test_fleet_scores_ids_on_a_worker() -> None:
