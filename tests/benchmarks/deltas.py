@@ -63,8 +63,8 @@ def _figure(name: str, begin: Begin, deltas: Sequence[str], *, calls: int) -> Fi
             _read(begin(), deltas)
         return (time.thread_time() - began) / REPEAT_COUNT / len(deltas) * 1e6
 
-    told = [event.call for event in _read(begin(), deltas) if isinstance(event, FinishedCall)]
-    assert [call.error for call in told] == [None] * calls
+    read_calls = [event.call for event in _read(begin(), deltas) if isinstance(event, FinishedCall)]
+    assert [call.error for call in read_calls] == [None] * calls
     return Figure(name, "us", tuple(microseconds() for _ in range(ROUND_COUNT)), under=5)
 
 

@@ -181,14 +181,14 @@ class _Load:
             anyio.create_task_group() as group,
         ):
             group.start_soon(self._look_at_rounds)
-            told = json.loads(await anext(lines))
+            measured = json.loads(await anext(lines))
             self._measure()
             group.cancel_scope.cancel()
         if self._mode == "at_once":
-            self._seconds_of = {handle.removeprefix("chatcmpl-"): took for handle, took, _ in told}
-            self.chunks = sum(chunks for _, _, chunks in told)
+            self._seconds_of = {handle.removeprefix("chatcmpl-"): took for handle, took, _ in measured}
+            self.chunks = sum(chunks for _, _, chunks in measured)
         else:
-            self.took = told
+            self.took = measured
         self._asked.set()
 
     async def _look_at_rounds(self) -> None:
@@ -327,12 +327,12 @@ async def _clients(
     """Clients in a process of their own: the lines that it says, and the process."""
     host, _, rest = urls[0].removeprefix("http://").partition(":")
     paths = [f"/{url.removeprefix('http://').partition('/')[2]}/chat/completions" for url in urls]
-    told = {**given, "address": host, "port": int(rest.partition("/")[0]), "paths": paths}
+    settings = {**given, "address": host, "port": int(rest.partition("/")[0]), "paths": paths}
     process = await anyio.open_process([sys.executable, "-P", str(CLIENTS), mode], stdin=PIPE, stdout=PIPE, stderr=None)
     async with process:
         assert process.stdin is not None
         assert process.stdout is not None
-        await process.stdin.send(json.dumps(told).encode() + b"\n")
+        await process.stdin.send(json.dumps(settings).encode() + b"\n")
         yield _lines(TextReceiveStream(process.stdout)), process
 
 

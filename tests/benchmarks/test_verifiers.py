@@ -8,8 +8,8 @@ from tests.benchmarks.verifiers import Round, Turns, Way, continuing, figures, s
 
 
 def played(*episodes: Turns) -> Way:
-    told = Round(wall=2.0, processor=1.0, right=0.0, episodes=episodes)
-    return Way(told, [told])
+    measured = Round(wall=2.0, processor=1.0, right=0.0, episodes=episodes)
+    return Way(measured, [measured])
 
 
 def test_prompt_that_does_not_extend_the_ids_before_is_counted() -> None:
@@ -33,8 +33,8 @@ def test_episodes_that_begin_with_other_prompts_are_not_compared() -> None:
 
 
 def test_round_is_reported_in_turns_and_ids() -> None:
-    told = {each.name.strip(): each.median for each in figures({"ours": played([([1], [2, 3]), ([1, 2, 3], [4])])})}
-    assert told["turns"] == 1.0
-    assert told["of a turn"] == 500.0
-    assert told["ids sampled"] == 3
-    assert told["prompts that continue, temperature 0"] == 1
+    medians = {each.name.strip(): each.median for each in figures({"ours": played([([1], [2, 3]), ([1, 2, 3], [4])])})}
+    assert medians["turns"] == 1.0
+    assert medians["of a turn"] == 500.0
+    assert medians["ids sampled"] == 3
+    assert medians["prompts that continue, temperature 0"] == 1

@@ -158,19 +158,19 @@ def test_named_file_is_resumed_and_a_changed_seed_refused(folder: Path, capfd: p
 
 def test_json_is_one_line_on_stdout_and_everything_else_is_on_stderr(folder: Path) -> None:
     done = in_a_process(environment="mine.py:Greeting", json=True, show=1)
-    told = json.loads(done.stdout)
+    document = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
-    assert (told["file"], told["exit_code"], done.returncode) == ("runs/Greeting-001.db", 0, 0)
-    assert told["summary"]["reward"] == {"mean": 1.0, "standard_error": 0.0, "count": 4, "tasks": 4}
+    assert (document["file"], document["exit_code"], done.returncode) == ("runs/Greeting-001.db", 0, 0)
+    assert document["summary"]["reward"] == {"mean": 1.0, "standard_error": 0.0, "count": 4, "tasks": 4}
     assert "t-0#0" in done.stderr
 
 
 def test_json_also_says_why_a_run_failed(folder: Path) -> None:
     done = in_a_process(environment="mine.py:Failing", json=True)
-    told = json.loads(done.stdout)
-    assert told["exit_code"] == done.returncode == 10
-    assert told["error"]["kind"] == "TooManyFailures"
-    assert told["summary"]["failed"] == 4
+    document = json.loads(done.stdout)
+    assert document["exit_code"] == done.returncode == 10
+    assert document["error"]["kind"] == "TooManyFailures"
+    assert document["summary"]["failed"] == 4
     assert "Traceback" not in done.stderr
 
 

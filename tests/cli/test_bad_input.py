@@ -197,11 +197,11 @@ OTHERS: dict[str, tuple[list[str], int, list[str]]] = {
 }
 
 
-def assert_one_message(told: str, said: list[str]) -> None:
-    assert "Traceback" not in told
-    assert told.count("deltarunner:") == 1, told
+def assert_one_message(err: str, said: list[str]) -> None:
+    assert "Traceback" not in err
+    assert err.count("deltarunner:") == 1, err
     for part in said:
-        assert part in told
+        assert part in err
 
 
 ROWS = [pytest.param("scripted", *row, id=name) for name, row in RUN.items()]
@@ -229,9 +229,9 @@ def test_with_json_it_also_says_so_in_a_last_line_of_json(
     code, out, err = deltarunner("run", *arguments, "--json", engine=engine)
     assert code == CODES[kind], err
     assert_one_message(err, said)
-    told = json.loads(out.splitlines()[-1])
-    assert (told["error"]["kind"], told["exit_code"]) == (kind, code)
-    assert told["error"]["message"] in err
+    document = json.loads(out.splitlines()[-1])
+    assert (document["error"]["kind"], document["exit_code"]) == (kind, code)
+    assert document["error"]["message"] in err
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), OTHERS.values(), ids=OTHERS)

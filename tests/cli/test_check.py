@@ -468,8 +468,8 @@ class Env(Good):
         {change}
 """
     result = check(folder, GOOD + env, "-n", "1")
-    told = [line.partition(" during")[0] for line in findings(result)]
-    assert told == ([] if change == "pass" else ["warning  mine.STATE was changed"])
+    found = [line.partition(" during")[0] for line in findings(result)]
+    assert found == ([] if change == "pass" else ["warning  mine.STATE was changed"])
 
 
 def test_keywords_that_are_not_enforced_or_not_checked_are_warned_of(folder: Path) -> None:

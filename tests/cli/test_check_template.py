@@ -59,10 +59,10 @@ def public(tmp_path: Path) -> Callable[[str], str]:
 
 
 def document(done: Result) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(done.stdout)
+    report: dict[str, Any] = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
-    assert told["exit_code"] == done.exit_code
-    return told
+    assert report["exit_code"] == done.exit_code
+    return report
 
 
 def judged(bridger: Bridger) -> dict[Append, AppendVerdict]:
@@ -126,28 +126,28 @@ def test_a_process_of_its_own_prints_the_same(check: Check, tmp_path: Path) -> N
 
 
 def test_json_has_every_property_verdict_and_id(check: Check, public: Callable[[str], str]) -> None:
-    told = document(check(public("Qwen-Qwen3-0.6B"), "--json"))
-    assert told["profile"]["reasoning"]["value"] == "only_last"
-    assert told["profile"]["options"]["value"] == ["enable_thinking"]
-    assert {verdict["kind"]: verdict["result"] for verdict in told["appends"]} == {k.value: "exact" for k in Append}
-    assert {verdict["kind"] for verdict in told["appends"] if verdict["rewrites"]} >= {"user after reasoning"}
-    assert [passage["source"] for passage in told["example"]] == ["prompt", "sampled", "bridge", "sampled", "bridge"]
-    assert told["error"] is None
+    report = document(check(public("Qwen-Qwen3-0.6B"), "--json"))
+    assert report["profile"]["reasoning"]["value"] == "only_last"
+    assert report["profile"]["options"]["value"] == ["enable_thinking"]
+    assert {verdict["kind"]: verdict["result"] for verdict in report["appends"]} == {k.value: "exact" for k in Append}
+    assert {verdict["kind"] for verdict in report["appends"] if verdict["rewrites"]} >= {"user after reasoning"}
+    assert [passage["source"] for passage in report["example"]] == ["prompt", "sampled", "bridge", "sampled", "bridge"]
+    assert report["error"] is None
 
 
 def test_a_models_own_vocabulary_and_stops_are_used(check: Check, demo_model_folder: Path) -> None:
-    told = document(check(str(demo_model_folder), "--template", "pythonic", "--json"))
+    report = document(check(str(demo_model_folder), "--template", "pythonic", "--json"))
     tokenizer = load_tokenizer(demo_model_folder)
     stops = stop_ids(resolve_model(demo_model_folder), tokenizer.eos_id)
-    assert tuple(told["stops"].values()) == stops
+    assert tuple(report["stops"].values()) == stops
     renderer = ChatTemplate.load("pythonic").renderer()
     played = example(Bridger(tokenizer, renderer, stops), profile_of(renderer))
-    assert [passage["ids"] for passage in told["example"]] == [list(passage.ids) for passage in played]
+    assert [passage["ids"] for passage in report["example"]] == [list(passage.ids) for passage in played]
     log: list[int] = []
-    for passage in told["example"]:
+    for passage in report["example"]:
         assert passage["mask"] == (passage["source"] == "sampled")
         log += passage["ids"]
-    assert "│".join(told["example"][1]["texts"]) == "[│look│_│up│(│word│='│her│on│')]│<|im_end|>"
+    assert "│".join(report["example"][1]["texts"]) == "[│look│_│up│(│word│='│her│on│')]│<|im_end|>"
     assert tokenizer.decode(log).endswith("<|im_start|>user\nAnd an egret?<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -162,8 +162,8 @@ def test_turn_end_that_the_model_does_not_stop_at_is_reported(
     assert "eos_token_id" not in done.stdout  # an id that is not there cannot be added
     assert "no token for <|endofturn|>, which the template writes" in done.stdout
     assert document(check(str(demo_model_folder), "--template", "other.jinja", "--json"))["unstopped"]
-    told = document(check(str(demo_model_folder), "--json"))
-    assert (told["unstopped"], told["lacking"]) == ([], [])
+    report = document(check(str(demo_model_folder), "--json"))
+    assert (report["unstopped"], report["lacking"]) == ([], [])
 
 
 def test_missing_stop_id_is_named_with_its_fix(check: Check, demo_model_folder: Path, tmp_path: Path) -> None:
@@ -188,15 +188,15 @@ async def test_a_run_says_which_tokens_of_its_template_are_letters() -> None:
     run = Run(Plain(), engine)
     async with run:
         [_ async for _ in run]
-    (told,) = [fault for fault in run.summary.faults if "letters" in fault]
-    assert "writes <|turn|>, which the vocabulary has no token for" in told
+    (message,) = [fault for fault in run.summary.faults if "letters" in fault]
+    assert "writes <|turn|>, which the vocabulary has no token for" in message
 
 
 def test_options_are_given_to_the_template(check: Check, public: Callable[[str], str]) -> None:
     file = public("Qwen-Qwen3-0.6B")
-    told = document(check(file, "--template-option", "enable_thinking=false", "--json"))
-    assert told["profile"]["prompt_reasoning"]["value"] == "empty_block"
-    assert told["options"] == {"enable_thinking": False}
+    report = document(check(file, "--template-option", "enable_thinking=false", "--json"))
+    assert report["profile"]["prompt_reasoning"]["value"] == "empty_block"
+    assert report["options"] == {"enable_thinking": False}
     refused = check(file, "--template-option", "enable_thoughts=false")
     assert refused.exit_code == 2
     assert "does not read it; it reads enable_thinking" in refused.stderr
@@ -220,9 +220,9 @@ def test_a_template_that_cannot_be_used_is_one_message(
 ) -> None:
     (tmp_path / "bad.jinja").write_text(text)
     done = check("bad.jinja", "--json")
-    told = document(done)
-    assert (done.exit_code, told["error"]["fault"]) == (6, fault)
-    assert words in told["error"]["message"]
+    report = document(done)
+    assert (done.exit_code, report["error"]["fault"]) == (6, fault)
+    assert words in report["error"]["message"]
     assert words in done.stderr
     assert "Traceback" not in done.stderr
 

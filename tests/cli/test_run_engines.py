@@ -111,9 +111,9 @@ def test_an_engine_of_messages_has_no_workers(folder: Path) -> None:
 
 
 def test_the_help_names_workers_and_cluster() -> None:
-    told = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    assert "--workers" in told
-    assert "--cluster" in told
+    help_text = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    assert "--workers" in help_text
+    assert "--cluster" in help_text
 
 
 def test_worker_resources_and_stall_time_reach_the_fleet(folder: Path) -> None:

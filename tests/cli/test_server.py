@@ -41,8 +41,8 @@ def run(server: Loopback, folder: Path, *options: str, key: str | None = "a-key-
     return CliRunner().invoke(app, command, env=environment)
 
 
-def last_line(told: Result) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+def last_line(result: Result) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return said
 
 
@@ -50,9 +50,9 @@ def test_run_on_a_server_is_stored_and_resumes_its_file(
     server: Loopback, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.db"
-    told = run(server, tmp_path, "--file", str(file), "--engine-option", "places=2", "--json")
-    assert told.exit_code == 0, told.output
-    assert last_line(told)["summary"]["episodes"] == 3
+    result = run(server, tmp_path, "--file", str(file), "--engine-option", "places=2", "--json")
+    assert result.exit_code == 0, result.output
+    assert last_line(result)["summary"]["episodes"] == 3
     assert f"at {server.url}" in capfd.readouterr().err
     with RunFile(file) as run_file:
         assert (run_file.header.engine["kind"], run_file.header.engine["places"]) == ("remote", 2)
@@ -65,13 +65,13 @@ def test_run_on_a_server_is_stored_and_resumes_its_file(
 
 
 def test_a_wrong_key_is_refused_with_the_fix_and_without_the_key(server: Loopback, tmp_path: Path) -> None:
-    told = run(server, tmp_path, "--file", str(tmp_path / "run.db"), key="a wrong one")
-    assert isinstance(told.exception, BadOption | SystemExit)
-    assert "a wrong one" not in told.output + str(told.exception)
-    assert "--server-key" in told.output + str(told.exception)
+    result = run(server, tmp_path, "--file", str(tmp_path / "run.db"), key="a wrong one")
+    assert isinstance(result.exception, BadOption | SystemExit)
+    assert "a wrong one" not in result.output + str(result.exception)
+    assert "--server-key" in result.output + str(result.exception)
 
 
 def test_an_argument_of_vllms_engine_is_refused_where_a_server_has_it(server: Loopback, tmp_path: Path) -> None:
-    told = run(server, tmp_path, "--engine-option", "max_num_seqs=4")
-    assert "with --server the options are dialect, name, places" in told.output + str(told.exception)
+    result = run(server, tmp_path, "--engine-option", "max_num_seqs=4")
+    assert "with --server the options are dialect, name, places" in result.output + str(result.exception)
     assert server.bodies == []

@@ -34,9 +34,9 @@ def checked(tmp_path: Path, text: str, *options: str) -> Result:
 
 
 def test_check_template_says_that_schemas_are_fitted(tmp_path: Path) -> None:
-    told = checked(tmp_path, with_tools_by(TYPES))
-    assert "fitted" in told.output
-    assert "is not shown" not in told.output
+    result = checked(tmp_path, with_tools_by(TYPES))
+    assert "fitted" in result.output
+    assert "is not shown" not in result.output
     document = json.loads(checked(tmp_path, with_tools_by(TYPES), "--json").output)
     assert document["arguments"] == {"fitted": True, "unseen": []}
 
@@ -46,9 +46,9 @@ def test_check_template_says_that_schemas_are_as_they_were_written(tmp_path: Pat
 
 
 def test_check_template_names_what_is_not_shown(tmp_path: Path) -> None:
-    told = checked(tmp_path, with_tools_by(NO_NOTES))
-    assert "arguments: the model is not shown the field model.name" in told.output
-    assert "the model has to guess it" in told.output
+    result = checked(tmp_path, with_tools_by(NO_NOTES))
+    assert "arguments: the model is not shown the field model.name" in result.output
+    assert "the model has to guess it" in result.output
 
 
 @pytest.mark.anyio

@@ -75,7 +75,7 @@ class Played:
     def tolerated(self) -> set[str]:
         return {each.value for request in self.requests for each in request.tolerated}
 
-    def told(self) -> str:
+    def in_words(self) -> str:
         """The result in words, for the message of a failed test."""
         lines = [] if self.finished is None else [f"ended with {self.finished.returncode}"]
         lines += [each[-2000:] for each in (self.finished.stdout, self.finished.stderr)] if self.finished else []
@@ -181,11 +181,11 @@ async def play_program(
 
 async def assert_good(played: Played, engine: ScriptedEngine, model: Path) -> None:
     """Assert the properties of every episode that a program played to its end."""
-    assert played.finished is not None, played.told()
-    assert played.finished.ok, played.told()
-    assert (played.folder / WROTE).read_text().strip() == "hello", played.told()
+    assert played.finished is not None, played.in_words()
+    assert played.finished.ok, played.in_words()
+    assert (played.folder / WROTE).read_text().strip() == "hello", played.in_words()
     for trajectory in played.trajectories:
-        assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, ""), played.told()
+        assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, ""), played.in_words()
     assert played.main.reward == 1.0
     await assert_exact_and_verified(played, engine, model)
 

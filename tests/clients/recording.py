@@ -203,12 +203,12 @@ async def record(name: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         played, sent = await scenario.play(Path(folder))
     if played.finished is None or not played.finished.ok:
-        print(f"recording: {name} failed: {played.told()}", flush=True)
+        print(f"recording: {name} failed: {played.in_words()}", flush=True)
         return False
     path = FOLDER / f"{name}.json"
     path.write_text(as_text(reduced(client, KNOWN[client].tested, name.partition(".")[2], sent)))
-    told = " ".join(f"{each.verdict}{'/' if each.again else ''}{each.again}" for each in sent)
-    print(f"recording: {name}: {told}, {path.stat().st_size / 1000:.0f} kB", flush=True)
+    verdicts = " ".join(f"{each.verdict}{'/' if each.again else ''}{each.again}" for each in sent)
+    print(f"recording: {name}: {verdicts}, {path.stat().st_size / 1000:.0f} kB", flush=True)
     return True
 
 

@@ -175,9 +175,9 @@ class _Reducer:
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         kept = {name: self._marks.text(headers[name]) for name in _LABELS if headers.get(name)}
         if _CODEX in headers:
-            told = json.loads(headers[_CODEX])
+            metadata = json.loads(headers[_CODEX])
             kept[_CODEX] = json.dumps(
-                {key: self._string(told[key], key) for key in ("thread_id", "request_kind") if key in told},
+                {key: self._string(metadata[key], key) for key in ("thread_id", "request_kind") if key in metadata},
                 ensure_ascii=False,
             )
         return kept

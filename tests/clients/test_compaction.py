@@ -77,7 +77,7 @@ async def test_program_continues_after_compaction_with_exact_turns(
     turned = [tuple(each.verdict for each in own.requests if each.verdict != "append") for own in trained]
     more = turned[0].count("edited") - 1 if outgrown.often else 0
     first, *others = outgrown.verdicts
-    assert turned == [(*first, *(["edited"] * more)), *others], played.told()
+    assert turned == [(*first, *(["edited"] * more)), *others], played.in_words()
     assert [thread.trained for thread in played.threads].count(False) == outgrown.asides + more
     steps = [turn.text for own in trained for turn in own.turns if turn.text != SUMMARY]
     assert steps == [*(f"Step {step}." for step in range(outgrown.steps)), "Now I write.", "It holds hello."]

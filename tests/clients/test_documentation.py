@@ -35,8 +35,8 @@ def test_a_row_has_what_was_tested_and_how_it_is_asked(client: Client) -> None:
 
 @pytest.mark.parametrize("name", sorted({program.client for program in PROGRAMS.values()}))
 def test_a_row_has_what_is_changed(name: str) -> None:
-    told = set(re.findall(r"`(\w+)`", ROWS[name][4])) & {each.value for each in Tolerated}
-    assert told == set().union(*(each.tolerated for each in PROGRAMS.values() if each.client == name))
+    documented = set(re.findall(r"`(\w+)`", ROWS[name][4])) & {each.value for each in Tolerated}
+    assert documented == set().union(*(each.tolerated for each in PROGRAMS.values() if each.client == name))
 
 
 def test_the_versions_that_are_installed_are_those_that_were_tested() -> None:

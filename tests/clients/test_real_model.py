@@ -38,8 +38,8 @@ async def test_a_program_plays_with_a_real_model_and_every_id_is_exact(
         seed=1,
     )
     (trajectory,) = played.trajectories
-    assert (trajectory.outcome, trajectory.error) == (Outcome.TURN_LIMIT, ""), played.told()
-    assert [len(turn.tool_calls) for turn in trajectory.turns] == [1, 1, 1], played.told()
+    assert (trajectory.outcome, trajectory.error) == (Outcome.TURN_LIMIT, ""), played.in_words()
+    assert [len(turn.tool_calls) for turn in trajectory.turns] == [1, 1, 1], played.in_words()
     assert played.verdicts[:3] == ["new", "append", "append"]
     assert_exact(trajectory, engine)
     assert_trained_once(trajectory)

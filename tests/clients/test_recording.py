@@ -40,9 +40,9 @@ def shape(body: Mapping[str, Any]) -> Any:
 async def test_a_program_sends_what_is_recorded_of_it(name: str, tmp_path: Path) -> None:
     played, sent = await SCENARIOS[name].play(tmp_path)
     known = recorded(name)
-    assert [shape(each.body) for each in sent] == [shape(each.body) for each in known], played.told()
+    assert [shape(each.body) for each in sent] == [shape(each.body) for each in known], played.in_words()
     found = [Found(each.verdict, each.again, frozenset(each.tolerated), each.parent, each.cause) for each in sent]
-    assert found == [each.found for each in known], played.told()
+    assert found == [each.found for each in known], played.in_words()
 
 
 def test_everything_that_is_to_be_recorded_is() -> None:

@@ -45,7 +45,7 @@ async def test_faults_on_the_way_train_no_turn_twice_and_lose_none(
     said = [as_reply(each).text.rpartition("</think>")[2] for each in program.says()]
     if (name, trouble) in ENDS:
         assert played.finished is not None
-        assert played.finished.returncode != 0, played.told()
+        assert played.finished.returncode != 0, played.in_words()
         await assert_exact_and_verified(played, engine, demo_model_folder)
         assert len(played.main.turns) == 2
         return

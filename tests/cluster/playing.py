@@ -79,12 +79,12 @@ async def fleet(
 
 
 async def played(
-    environment: Any, engine: Any, *, told: Callable[[Trajectory], None] = lambda _: None, **options: Any
+    environment: Any, engine: Any, *, on_trajectory: Callable[[Trajectory], None] = lambda _: None, **options: Any
 ) -> list[Trajectory]:
     async with Run(environment, engine, **options) as run:
         got = []
         async for trajectory in run:
-            told(trajectory)
+            on_trajectory(trajectory)
             got.append(trajectory)
         return got
 

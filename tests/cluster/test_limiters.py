@@ -106,16 +106,16 @@ async def test_block_of_a_dismissed_worker_is_not_entered() -> None:
         leases = itertools.count()
         doors = [LeasedLimiter(InProcessDesk(launcher), leases, RUN, worker, "door", 1) for worker in (0, 1)]
         await doors[0].acquire_on_behalf_of("first")
-        told = []
+        errors = []
 
         async def enter() -> None:
             try:
                 await doors[1].acquire_on_behalf_of("second")
             except EngineError as error:
-                told.append(str(error))
+                errors.append(str(error))
 
         launcher.group.start_soon(enter)
         await anyio.wait_all_tasks_blocked()
         await launcher.limiter_service.forget(1)
         await anyio.wait_all_tasks_blocked()
-        assert told == ["limiter('door', 1): worker 1 was dismissed."]
+        assert errors == ["limiter('door', 1): worker 1 was dismissed."]

@@ -206,7 +206,7 @@ def test_a_run_ends_by_name_when_its_workers_are_gone_for_too_long() -> None:
                     worker.kill()
 
             with pytest.raises(EngineDead, match="worker"):
-                await played(Dice, engine, tasks=game_tasks(300), breaker=1, told=all_die)
+                await played(Dice, engine, tasks=game_tasks(300), breaker=1, on_trajectory=all_die)
             assert len(compared(got)) < 300
 
     VirtualClock().run(run)
@@ -337,7 +337,7 @@ def test_worker_silent_while_starting_is_dismissed_without_a_delay() -> None:
             await until(lambda: len(engine.workers()) == 2)
             assert launcher.workers[2].killed
             assert {each.version for each in engine.workers()} == {"2"}
-            assert any("worker 2 on" in told and "sent nothing for 90 s" in told for told in engine.events)
+            assert any("worker 2 on" in event and "sent nothing for 90 s" in event for event in engine.events)
 
     VirtualClock().run(run)
 
@@ -364,7 +364,7 @@ def test_endless_start_delays_neither_trainer_nor_end_of_the_run(stage: str) -> 
                 got = [trajectory async for trajectory in run]
             assert len(got) == 8
             await anyio.sleep(60)
-            assert any("did not catch up" in told for told in engine.events) is (stage == "catch_up")
+            assert any("did not catch up" in event for event in engine.events) is (stage == "catch_up")
 
     VirtualClock().run(run)
 

@@ -344,9 +344,9 @@ def ghost() -> type[Environment]:
 
 
 async def refused(
-    environment: Any, kind: type[DeltarunnerError], told: str, engine: Any = None, *, workers: int = 2, **options: Any
+    environment: Any, kind: type[DeltarunnerError], text: str, engine: Any = None, *, workers: int = 2, **options: Any
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=text):
         await played(environment, RayEngines(engine or ScriptedEngine("hi"), workers=workers, **options))
 
 
@@ -363,8 +363,8 @@ async def test_an_engine_that_does_not_pickle_is_refused(cluster: Standing) -> N
 async def test_class_that_workers_cannot_import_is_refused_with_the_fix(
     cluster: Standing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = r"worker \d on \S+ cannot import .*a_module_of_this_process.*runtime_env"
-    await refused(ghost(), BadEnvironment, told, workers=1)
+    message = r"worker \d on \S+ cannot import .*a_module_of_this_process.*runtime_env"
+    await refused(ghost(), BadEnvironment, message, workers=1)
     monkeypatch.delitem(sys.modules, "a_module_of_this_process")
 
 

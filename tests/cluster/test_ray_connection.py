@@ -93,8 +93,8 @@ async def test_connection_of_other_code_outlives_ours(ray: Any, monkeypatch: pyt
 async def test_cluster_that_ended_with_its_thread_is_refused() -> None:
     with listening(HTTP2) as address:
         connection._require_head("RayEngines", address)
-    told = f"RayEngines: this process is connected to a cluster of Ray that is gone, the one at {address}"
-    with pytest.raises(BadOption, match=f"^{re.escape(told)} .* Start this process again, .* in the main thread"):
+    message = f"RayEngines: this process is connected to a cluster of Ray that is gone, the one at {address}"
+    with pytest.raises(BadOption, match=f"^{re.escape(message)} .* Start this process again, .* in the main thread"):
         connection._require_head("RayEngines", address)
 
 
@@ -130,8 +130,10 @@ async def test_another_address_than_the_connections_is_refused_by_name(ray: Any,
         second = launcher(address=same)
         await second.open()
         await second.close()
-    told = "RayEngines(address='10.0.0.9:6379'): this process is connected to another cluster of Ray already, the one"
-    with pytest.raises(BadOption, match=re.escape(told)):
+    message = (
+        "RayEngines(address='10.0.0.9:6379'): this process is connected to another cluster of Ray already, the one"
+    )
+    with pytest.raises(BadOption, match=re.escape(message)):
         await launcher(address="10.0.0.9:6379").open()
     assert ray.is_initialized()
     await first.close()

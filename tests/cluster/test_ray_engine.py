@@ -35,16 +35,16 @@ async def test_a_run_without_workers_plays_on_an_engine_in_another_process() -> 
 @pytest.mark.in_turns("on Ray")
 async def test_an_engine_whose_process_dies_ends_the_run_by_name() -> None:
     engine = RayEngine(dice_engine(tick=0.01))
-    told = []
+    trajectories = []
 
     def kill(trajectory: Trajectory) -> None:
-        told.append(trajectory)
-        if len(told) == 1:
+        trajectories.append(trajectory)
+        if len(trajectories) == 1:
             os.kill(engine.pid, signal.SIGKILL)
 
     with pytest.raises(EngineDead, match="the engine's process is gone"):
-        await played(Dice, engine, tasks=game_tasks(200), breaker=1, told=kill)
-    assert len(told) < 200
+        await played(Dice, engine, tasks=game_tasks(200), breaker=1, on_trajectory=kill)
+    assert len(trajectories) < 200
 
 
 async def test_an_engine_that_cannot_be_sent_is_refused() -> None:

@@ -63,9 +63,9 @@ async def assert_as_one_process(
     for key, fields in differences.items():
         assert interrupted, (key, fields)
         assert fields.keys() == {"reward", "rewards"}, (key, fields)
-        told, stayed = fields["rewards"]
-        assert {"rank": stayed["rank"], **told} == stayed, (key, fields)
-        assert "rank" not in told
+        unranked, committed_rewards = fields["rewards"]
+        assert {"rank": committed_rewards["rank"], **unranked} == committed_rewards, (key, fields)
+        assert "rank" not in unranked
     assert not differing(without_attempts(committed), stored(one))
     with RunFile(file) as run_file:
         assert run_file.complete
@@ -116,15 +116,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[AttemptResult]:
     """The answers that came when their worker was taken for dead already."""
-    heard = RayWorker._on_answers
+    on_answers = RayWorker._on_answers
     seen: list[AttemptResult] = []
 
-    def note(worker: Any, told: Any) -> None:
-        is_late = worker._lost is not None and told.exception() is None
+    def note(worker: Any, future: Any) -> None:
+        is_late = worker._lost is not None and future.exception() is None
         if is_late:
-            answers = [pickle.loads(packed) for _, packed in told.result()]
+            answers = [pickle.loads(packed) for _, packed in future.result()]
             seen.extend(answer for answer in answers if isinstance(answer, AttemptResult))
-        heard(worker, told)
+        on_answers(worker, future)
         if is_late and not seen:
             worker._fetch_answers()  # as if what it played had been on its way with the rest
 

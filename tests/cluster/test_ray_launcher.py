@@ -27,13 +27,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 
 def test_a_worker_that_ray_ended_for_memory_is_lost_by_that_name() -> None:
-    told = (
+    message = (
         "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: b2ce) "
         "was 8.07GB used / 23.54GB limit (0.342871)\nOOM kill reason: Memory usage 8647462912B exceeded threshold"
     )
     error: Any = pytest.importorskip("ray.exceptions").OutOfMemoryError
     short = "its machine was short of memory, and Ray ended it"
-    assert calls._why(error(told)) == f"{short}: 8.07GB used / 23.54GB limit"
+    assert calls._why(error(message)) == f"{short}: 8.07GB used / 23.54GB limit"
     assert calls._why(error("")) == short
 
 
@@ -67,22 +67,24 @@ async def test_cluster_of_another_ray_or_python_is_refused_with_the_fix(ray: Any
         )
 
     ray.init = init
-    told = (
+    message = (
         f"has Ray 2.60.0 and Python 3.12.1, and this process, on {socket.gethostname()}, has Ray 2.50.0 and Python "
         "3.11.7: they have to be the same on every machine. Either pip install 'ray==2.60.0' on this machine and "
         "start the script with Python 3.12.1, or"
     )
-    with pytest.raises(BadOption, match=re.escape(told)):
+    with pytest.raises(BadOption, match=re.escape(message)):
         await launcher(address=listener).open()
 
 
 def test_a_machine_without_deltarunner_is_named_with_what_to_install() -> None:
-    told = calls._not_made(
+    message = calls._not_made(
         "The actor died because of an error raised in its creation task, ray::WorkerActor.__init__() (pid=13253, "
         "ip=192.0.2.7, actor_id=3586a)\n  File ...\nModuleNotFoundError: No module named 'runner'\n"
     )
-    assert told.startswith("a worker cannot be made on 192.0.2.7: deltarunner is not there, or another version of it")
-    assert "pip install 'deltarunner[ray]" in told
+    assert message.startswith(
+        "a worker cannot be made on 192.0.2.7: deltarunner is not there, or another version of it"
+    )
+    assert "pip install 'deltarunner[ray]" in message
     other = calls._not_made("(pid=1, ip=192.0.2.7)\nModuleNotFoundError: No module named 'mine'")
     assert other == "a worker cannot be made on 192.0.2.7: ModuleNotFoundError: No module named 'mine'"
 
@@ -266,10 +268,10 @@ async def reserved_by(launcher: Any, ray: Any) -> float:
 async def test_worker_without_a_large_enough_machine_is_refused(ray: Any) -> None:
     fours: list[dict[str, float]] = [{"CPU": 16, "GPU": 4}, {"CPU": 32, "GPU": 4}, {"CPU": 64}]
     has_machines(ray, *fours, dead=({"CPU": 16, "GPU": 8},))
-    told = (
+    message = (
         "a worker needs 8 GPU and 1 CPU on one machine, and the largest one, node-1, has 4 GPU and 32 CPU. Give smaller"
     )
-    with pytest.raises(BadOption, match=told):
+    with pytest.raises(BadOption, match=message):
         await launcher(gpus=8).open()
     assert not ray.is_initialized()
     fits = launcher(gpus=4)
@@ -314,8 +316,8 @@ def test_engine_without_a_machine_ends_by_name(ray: Any, monkeypatch: pytest.Mon
 
     async def run() -> None:
         began = anyio.current_time()
-        told = r"for 20 s no machine had room for the engine's process, which needs 4 GPU and 0 CPU"
-        with pytest.raises(EngineDead, match=told):
+        message = r"for 20 s no machine had room for the engine's process, which needs 4 GPU and 0 CPU"
+        with pytest.raises(EngineDead, match=message):
             async with engine:
                 pass
         assert anyio.current_time() - began == 20

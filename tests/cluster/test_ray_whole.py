@@ -122,8 +122,8 @@ async def test_worker_with_a_hanging_loop_ends_and_its_episodes_replay(cluster: 
     trajectories = await played(Hangs(str(trace), os.getpid()), engine)
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
     assert len(trajectories) == 6
-    told = r"worker \d on \S+ is lost: the event loop hangs in .*ray_games.py.* cannot be freed from outside"
-    assert any(re.match(told, event) for event in engine.events), list(engine.events)
+    pattern = r"worker \d on \S+ is lost: the event loop hangs in .*ray_games.py.* cannot be freed from outside"
+    assert any(re.match(pattern, event) for event in engine.events), list(engine.events)
     await anyio.to_thread.run_sync(until_gone, [int(trace.read_text())])
 
 
@@ -186,8 +186,8 @@ def test_death_of_the_head_ends_the_run_by_name_without_loss(own_cluster: Standi
         send(signal.SIGKILL, [pid for pid in family(own_cluster.process.pid) if _is_head(pid)])
         lines += driver.stdout.readlines()
         assert driver.wait(WATCHDOG_SECONDS) == 1
-    told = rf"EngineDead: RayEngines: the head of Ray's cluster, at {own_cluster.address}, has not answered for 40 s"
-    assert re.search(told, said.read_text())
+    pattern = rf"EngineDead: RayEngines: the head of Ray's cluster, at {own_cluster.address}, has not answered for 40 s"
+    assert re.search(pattern, said.read_text())
     announced = {line.split(b"\t")[0].decode() for line in lines[1:]}
     with RunFile(file) as run_file:
         assert announced <= {row.id for row in run_file}

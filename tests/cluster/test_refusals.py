@@ -44,8 +44,8 @@ async def refused(match: str, engine: Any, environment: Any = Dice, **options: A
 async def test_unsendable_arguments_are_refused_before_a_worker_starts() -> None:
     async with fleet(2) as (engine, launcher):
         await refused(r"Picky\(given=\) cannot be pickled .* make it in lifespan", engine, Picky(threading.Lock()))
-        told = "template_options= cannot be pickled .*: give values that can be sent"
-        await refused(told, engine, template_options={"now": threading.Lock()})
+        message = "template_options= cannot be pickled .*: give values that can be sent"
+        await refused(message, engine, template_options={"now": threading.Lock()})
         assert not launcher.workers
 
 
@@ -142,8 +142,8 @@ async def test_a_package_of_another_version_is_refused_by_name() -> None:
 async def test_fleet_of_another_version_than_its_driver_is_refused(what: str) -> None:
     async with fleet(2) as (engine, launcher):
         launcher.on_start = _all_say({what: "0.0.1"})
-        told = rf"worker \d on .* has {what} 0\.0\.1, and this process has \d.*: they have to be the same"
-        with pytest.raises(BadOption, match=told):
+        message = rf"worker \d on .* has {what} 0\.0\.1, and this process has \d.*: they have to be the same"
+        with pytest.raises(BadOption, match=message):
             await played(Dice, engine)
 
 

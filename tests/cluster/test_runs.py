@@ -238,10 +238,10 @@ def test_silent_worker_is_lost_and_its_episodes_play_elsewhere() -> None:
         async with fleet(2) as (engine, launcher):
             began = anyio.current_time()
 
-            def told(trajectory: Trajectory) -> None:
+            def silence_worker(trajectory: Trajectory) -> None:
                 launcher.workers[0].silent = True
 
-            got = await played(Dice, engine, told=told, group_size=4)
+            got = await played(Dice, engine, on_trajectory=silence_worker, group_size=4)
             assert {each.outcome for each in got} == {Outcome.COMPLETED}
             assert len(compared(got)) == 32
             assert launcher.workers[0].killed

@@ -256,11 +256,11 @@ async def test_idle_fleet_is_stuck_and_names_workers_and_waits() -> None:
 
 
 async def test_paused_episode_does_not_seem_to_move_with_a_late_heartbeat() -> None:
-    heard: list[float] = []
+    starts: list[float] = []
 
     class Attempt:
         def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
-            heard.append(since)
+            starts.append(since)
 
     process: Any = None  # it is not asked
     handle = WorkerHandle(0, WorkerSlot(0), process, attempts={7: Attempt()})
@@ -269,4 +269,4 @@ async def test_paused_episode_does_not_seem_to_move_with_a_late_heartbeat() -> N
         now = 100.0 + anyio.current_time() - late
         stands = PlayingNow(number=7, turns=1, activity="a tool", since=90.0)
         handle.note_heartbeat(Heartbeat(now=now, stats=EngineStats(open=1), lag=0.0, playing=1, oldest=[stands]))
-    assert heard[0] == heard[1]
+    assert starts[0] == starts[1]

@@ -17,16 +17,16 @@ from runner.concurrency.threads import Workers
 
 def looks(monkeypatch: pytest.MonkeyPatch, times: list[float]) -> list[Any]:
     """The reports of a watching thread that looks at these times, while its loop has left no mark since 0."""
-    told: list[Any] = []
+    reports: list[Any] = []
     monitor = LagMonitor(Workers(1))
-    monitor.on_stuck = told.append
+    monitor.on_stuck = reports.append
     monitor._loop_thread = threading.get_ident()
     left = itertools.chain(times, itertools.repeat(times[-1]))
     waits = iter([False] * (len(times) - 1) + [True])
     monkeypatch.setattr(monitor, "_stop", SimpleNamespace(wait=lambda _: next(waits)))
     monkeypatch.setattr(loop_lag, "time", SimpleNamespace(monotonic=lambda: next(left), sleep=time.sleep))
     monitor._look()
-    return told
+    return reports
 
 
 def test_loop_blocked_for_minutes_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

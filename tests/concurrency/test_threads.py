@@ -109,7 +109,7 @@ async def test_thread_calls_its_loop_with_the_variables_of_its_task(anyio_backen
 
 
 async def test_code_in_a_thread_is_cancelled_with_its_caller() -> None:
-    began, heard = threading.Event(), threading.Event()
+    began, cancelled = threading.Event(), threading.Event()
 
     def asks() -> None:
         began.set()
@@ -117,7 +117,7 @@ async def test_code_in_a_thread_is_cancelled_with_its_caller() -> None:
             while True:
                 anyio.from_thread.check_cancelled()
         except BaseException:
-            heard.set()
+            cancelled.set()
             raise
 
     workers = Workers(1)
@@ -126,7 +126,7 @@ async def test_code_in_a_thread_is_cancelled_with_its_caller() -> None:
         while not began.is_set():  # noqa: ASYNC110  # set by a thread
             await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
-    assert heard.wait(WATCHDOG_SECONDS)
+    assert cancelled.wait(WATCHDOG_SECONDS)
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

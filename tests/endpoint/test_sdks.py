@@ -35,6 +35,6 @@ async def test_library_of_a_provider_plays_an_exact_episode(
     assert played.finished is not None
     assert played.finished.stdout == "It holds hello.\n"
     assert played.verdicts == ["new", "append", "append"]
-    assert played.tolerated() <= {"extra_keys"}, played.told()
+    assert played.tolerated() <= {"extra_keys"}, played.in_words()
     assert played.main.turns[0].reasoning.strip() == "Where am I?"
     assert_appends(played.main)
