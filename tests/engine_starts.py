@@ -1,6 +1,6 @@
 """Start of vLLM's processes in tests: each is forked from a process that has imported vLLM already.
 
-An import of vLLM takes ten seconds of processor time, and a spawned process does it anew. vLLM's API server forks its
+An import of vLLM takes ten seconds of processor time, and a spawned process repeats it. vLLM's API server forks its
 processes in this way too. Users' engines are spawned: a forked process has the environment variables of the process
 that forks it in `/proc`, where the cleanup process looks for those of its engine. So tests of that spawn theirs.
 """
