@@ -13,17 +13,7 @@ import anyio
 import numpy as np
 import pytest
 
-from runner import (
-    BadControl,
-    BadWeights,
-    EngineDead,
-    Outcome,
-    RequestRejected,
-    Run,
-    Sampling,
-    Trajectory,
-    WeightProof,
-)
+from runner import BadControl, BadWeights, EngineDead, Outcome, RequestRejected, Run, Sampling, Trajectory, WeightProof
 from runner.engines.base import GenerationRequest
 from runner.engines.proofs import ScoredPass, ScoresByPass, ids_in_steps, tolerance_of
 from runner.engines.state import EngineState, PauseMode
