@@ -46,6 +46,23 @@ def interpreters(version: str) -> Iterator[str]:
             yield path
 
 
+def interpreter_of(version: str) -> str:
+    """An interpreter of that version. A machine without one fails the test, since a skip would look like a success."""
+    found = next(interpreters(version), None)
+    if found is None:
+        pytest.fail(
+            f"Python {version} is not on this machine: put python{version} on PATH, or `pyenv install {version}`"
+        )
+    return found
+
+
+def test_missing_python_fails_and_names_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(pytest.fail.Exception, match=r"put python3\.12 on PATH, or `pyenv install 3\.12`"):
+        interpreter_of("3.12")
+
+
 def test_metadata_of_both_archives_is_complete(archives: dict[str, Path]) -> None:
     said = said_by(sys.executable, "-m", "twine", "check", "--strict", *archives.values())
     assert len(re.findall("PASSED", said)) == 2
@@ -56,10 +73,7 @@ def test_metadata_of_both_archives_is_complete(archives: dict[str, Path]) -> Non
 def test_first_example_of_the_readme_plays_from_an_archive(
     version: str, kind: str, archives: dict[str, Path], tmp_path: Path
 ) -> None:
-    interpreter = next(interpreters(version), None)
-    if interpreter is None:
-        pytest.skip(f"Python {version} is not on this machine")
-    said_by(interpreter, "-m", "venv", tmp_path / "venv")
+    said_by(interpreter_of(version), "-m", "venv", tmp_path / "venv")
     binaries = tmp_path / "venv" / "bin"
     install = f"deltarunner[testing] @ {archives[kind].as_uri()}"
     said_by(binaries / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", install)
