@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
+import pytest
 from packaging.specifiers import SpecifierSet
 
 from tests.repository import ROOT
@@ -51,6 +52,24 @@ def test_hooks_are_the_commands_of_make_check() -> None:
 def test_release_publishes_after_the_tests_of_all_pythons() -> None:
     release = (WORKFLOWS / "release.yml").read_text(encoding="utf-8")
     publish = release.partition("\n  publish:\n")[2]
-    assert "needs: [test, build]" in publish
-    assert "\n  test:\n    uses: ./.github/workflows/test.yml\n" in release
-    assert "\n  workflow_call:\n" in (WORKFLOWS / "test.yml").read_text(encoding="utf-8")
+    assert "needs: [test, test-all, build]" in publish
+    for name in ("test", "test-all"):
+        assert f"\n  {name}:\n    uses: ./.github/workflows/{name}.yml\n" in release
+        assert "\n  workflow_call:\n" in (WORKFLOWS / f"{name}.yml").read_text(encoding="utf-8")
+
+
+def test_make_test_all_has_every_supported_python() -> None:
+    workflow = (WORKFLOWS / "test-all.yml").read_text(encoding="utf-8")
+    named = {f"3.{minor}" for line in PROJECT["classifiers"] for minor in re.findall(r":: 3\.(\d+)$", line)}
+    setup, _, rest = workflow.partition("      - run: make test-all ")
+    assert rest
+    assert set(re.findall(r"^ +(3\.\d+)$", setup, re.MULTILINE)) == named
+    assert "\n  schedule:\n" in setup
+    assert "\n  workflow_dispatch:\n" in setup
+
+
+@pytest.mark.parametrize("name", ["test.yml", "test-all.yml"])
+def test_workflow_installs_containers_before_its_tests(name: str) -> None:
+    workflow = (WORKFLOWS / name).read_text(encoding="utf-8")
+    steps = re.findall(r"- run: (sudo \.ci/containers|make test(?:-all)?) ?", workflow)
+    assert steps == ["sudo .ci/containers", f"make {name.removesuffix('.yml')}"]
