@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import orjson
 
@@ -17,6 +17,7 @@ from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.request_body import (
     bad,
     field_of,
+    inner_field,
     json_schema,
     label_of,
     listed,
@@ -32,8 +33,6 @@ from runner.options import Sampling, ToolChoice
 from runner.sampling_fields import sampling_names
 
 __all__ = ["chat_call_of"]
-
-T = TypeVar("T")
 
 _SAMPLING: Final = sampling_names(anthropic=True)
 _NOT_GRANTED: Final = ("thinking", "context_management", "service_tier", "speed", "inference_geo", "fallbacks")
@@ -306,7 +305,7 @@ def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> list[dict[st
             bad(f"{where}.name: give the tool's name, not {name!r:.60}.")
         if not isinstance(schema, dict):
             bad(f"{where}.input_schema: give a JSON schema, which is an object, not {schema!r:.60}.")
-        function = {"name": name, "description": _inner(tool, where, "description", str, ""), "parameters": schema}
+        function = {"name": name, "description": inner_field(tool, where, "description", str, ""), "parameters": schema}
         tools.append({"type": "function", "function": function})
     if left_out:
         not_granted["tools"] = left_out
@@ -344,21 +343,13 @@ def _sampling(
     if most < 1 and body.get("max_tokens") is not None:
         bad(f"max_tokens: give 1 or more, not {most}; nothing is kept warm by an answer of none.")
     config = field_of(body, "output_config", dict, {})
-    form = _inner(config, "output_config", "format", dict, {}) or field_of(body, "output_format", dict, {})
+    form = inner_field(config, "output_config", "format", dict, {}) or field_of(body, "output_format", dict, {})
     wishes = {name: value for name, value in config.items() if name != "format" and value is not None}
     if wishes:
         not_granted["output_config"] = wishes
     schema = json_schema(form, "output_config.format")
     constraint = with_constraint({} if schema is None else {"schema": schema}, tools, tool_choice, not_granted)
     return sampling_of(body, _SAMPLING, max_tokens=most or None, stop=stops(body, "stop_sequences"), **constraint)
-
-
-def _inner(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
-    """Return a field of an object that is itself a field."""
-    try:
-        return field_of(holder, name, kind, default)
-    except Refused as refused:
-        bad(f"{where}.{refused.message}")
 
 
 def _session(body: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 
@@ -16,6 +16,7 @@ from runner.endpoint.request_body import (
     bad,
     constraint_of,
     field_of,
+    inner_field,
     json_schema,
     label_of,
     listed,
@@ -46,8 +47,6 @@ from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
 
 __all__ = ["ChatCompletions", "openai_error"]
-
-T = TypeVar("T")
 
 _NOT_GRANTED: Final = ("seed", "reasoning_effort", "verbosity", "prediction", "service_tier")
 _REFUSED: Final = {
@@ -182,11 +181,11 @@ def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> tuple[list[d
             tools.append(tool)
             continue
         where = f"tools[{index}].custom"
-        given = _inner(tool, f"tools[{index}]", "custom", dict, {})
+        given = inner_field(tool, f"tools[{index}]", "custom", dict, {})
         name = given.get("name")
         if not isinstance(name, str) or not name:
             bad(f"{where}.name: give the tool's name, not {name!r:.60}.")
-        description = _inner(given, where, "description", str, "") + _grammar(given, where)
+        description = inner_field(given, where, "description", str, "") + _grammar(given, where)
         function = {"name": name, "description": description, "parameters": dict(CUSTOM_PARAMETERS)}
         tools.append({"type": "function", "function": function})
         custom.add(name)
@@ -195,8 +194,8 @@ def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> tuple[list[d
 
 def _grammar(given: Mapping[str, Any], where: str) -> str:
     """Return the part of a custom tool's description with the grammar of its text."""
-    form = _inner(given, where, "format", dict, {})
-    grammar = _inner(form, f"{where}.format", "grammar", dict, {})
+    form = inner_field(given, where, "format", dict, {})
+    grammar = inner_field(form, f"{where}.format", "grammar", dict, {})
     definition = grammar.get("definition")
     if form.get("type") != "grammar" or not isinstance(definition, str):
         return ""
@@ -213,7 +212,7 @@ def _tool_choice(body: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolCh
     if given is None or given in ("auto", "none", "required"):
         return given
     if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
-        return _allowed(_inner(given, "tool_choice", "allowed_tools", dict, {}), not_granted)
+        return _allowed(inner_field(given, "tool_choice", "allowed_tools", dict, {}), not_granted)
     name = _chosen(given)
     if not name:
         bad(
@@ -240,7 +239,7 @@ def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoic
     if mode not in ("auto", "required"):
         bad(f"tool_choice.allowed_tools.mode: give auto or required, not {mode!r:.60}.")
     allowed = [
-        name for tool in _inner(given, "tool_choice.allowed_tools", "tools", list, []) if (name := _chosen(tool))
+        name for tool in inner_field(given, "tool_choice.allowed_tools", "tools", list, []) if (name := _chosen(tool))
     ]
     if mode == "required" and len(allowed) == 1:
         return allowed[0]
@@ -284,14 +283,6 @@ def _call(call: Any) -> Any:
         return call
     function = {"name": custom.get("name"), "arguments": custom_arguments(call["id"], custom["input"])}
     return {"id": minted(call["id"]), "type": "function", "function": function}
-
-
-def _inner(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
-    """Return a field of an object that is itself a field."""
-    try:
-        return field_of(holder, name, kind, default)
-    except Refused as refused:
-        bad(f"{where}.{refused.message}")
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "constraint_of",
     "decode_body",
     "field_of",
+    "inner_field",
     "json_schema",
     "label_of",
     "listed",
@@ -152,6 +153,14 @@ def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         bad(f"{name}: give {_KINDS[kind]}, not {value!r:.60}.")
     return value
+
+
+def inner_field(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
+    """Return a field of an object that is itself a field."""
+    try:
+        return field_of(holder, name, kind, default)
+    except Refused as refused:
+        bad(f"{where}.{refused.message}")
 
 
 def _whole(value: Any) -> Any:

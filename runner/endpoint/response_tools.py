@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from runner.endpoint.refusals import Refused
-from runner.endpoint.request_body import bad, field_of, listed
+from runner.endpoint.request_body import bad, inner_field, listed
 from runner.endpoint.response_items import CUSTOM_PARAMETERS, flat_name
 from runner.options import ToolChoice
 
 __all__ = ["OfferedTool", "OfferedTools", "read_tool_choice", "read_tools"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +54,17 @@ def _read(offered: OfferedTools, tool: Mapping[str, Any], where: str, namespace:
         case "function" | "custom" as kind:
             made = OfferedTool(_name(tool, where), namespace, custom=kind == "custom")
             flat = flat_name(made.name, namespace)
-            description = _field(tool, "description", str, "", where)
+            description = inner_field(tool, where, "description", str, "")
             if made.custom:
                 description, parameters = description + _grammar(tool, where), dict(CUSTOM_PARAMETERS)
             else:
-                parameters = _field(tool, "parameters", dict, {}, where)
+                parameters = inner_field(tool, where, "parameters", dict, {})
             function = {"name": flat, "description": description, "parameters": parameters}
             offered.tools.append({"type": "function", "function": function})
             offered.by_name[flat] = made
         case "namespace" if not namespace:
             name = _name(tool, where)
-            for index, inner in enumerate(_field(tool, "tools", list, [], where)):
+            for index, inner in enumerate(inner_field(tool, where, "tools", list, [])):
                 if not isinstance(inner, Mapping):
                     bad(f"{where}.tools[{index}]: give an object, not {inner!r:.60}.")
                 _read(offered, inner, f"{where}.tools[{index}]", name)
@@ -84,16 +81,9 @@ def _name(tool: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def _field(tool: Mapping[str, Any], name: str, kind: type[T], default: T, where: str) -> T:
-    try:
-        return field_of(tool, name, kind, default)
-    except Refused as refused:
-        bad(f"{where}.{refused.message}")
-
-
 def _grammar(tool: Mapping[str, Any], where: str) -> str:
     """Return the part of a custom tool's description with the grammar of its text."""
-    form = _field(tool, "format", dict, {}, where)
+    form = inner_field(tool, where, "format", dict, {})
     definition = form.get("definition")
     if form.get("type") != "grammar" or not isinstance(definition, str):
         return ""
