@@ -23,6 +23,7 @@ __all__ = [
     "as_messages",
     "canonical_json",
     "check_answers",
+    "is_json_object",
     "note_of",
 ]
 
@@ -258,6 +259,14 @@ def canonical_json(value: Any) -> str:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str).decode()
     except orjson.JSONEncodeError:  # models write integers above 64 bits, which orjson refuses
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+
+
+def is_json_object(text: str) -> bool:
+    """Return True if a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)  # orjson refuses half of a surrogate pair
+    except (ValueError, RecursionError):
+        return False
 
 
 def _checked(index: int, message: Any) -> Message:

@@ -7,7 +7,6 @@ by the encrypted content of reasoning, which contains nothing else. A reference 
 from __future__ import annotations
 
 import enum
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from runner.endpoint.refusals import refusal_of
 from runner.endpoint.request_body import bad
 from runner.endpoint.wire_form import arguments_text
 from runner.history_cache import HistoryCache
-from runner.messages import note_of
+from runner.messages import is_json_object, note_of
 
 __all__ = [
     "CUSTOM_PARAMETERS",
@@ -84,7 +83,7 @@ def custom_call(call_id: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 def custom_arguments(call_id: str, text: str) -> str:
     """Return the arguments of such a call, as JSON."""
-    if minted(call_id) != call_id and _is_object(text):
+    if minted(call_id) != call_id and is_json_object(text):
         return text
     return arguments_text({"input": text})
 
@@ -309,13 +308,6 @@ def _arguments(item: Mapping[str, Any], where: str) -> str:
     if not isinstance(text, str):
         bad(f"{where}.arguments: give a JSON object as a string, not {text!r:.60}.")
     return text if text.strip() else "{}"
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)  # orjson refuses half of a surrogate pair
-    except (ValueError, RecursionError):
-        return False
 
 
 def _text_of(content: Any, where: str, *, strict: bool = False) -> tuple[str, bool]:

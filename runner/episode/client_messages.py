@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import operator
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import orjson
 from runner.chat_requests import Tolerated
 from runner.errors import BadMessage
 from runner.history_cache import HistoryCache
-from runner.messages import Message, Role, as_messages, canonical_json, note_of
+from runner.messages import Message, Role, as_messages, canonical_json, is_json_object, note_of
 from runner.tokens.bridging.history import canonical, normalize
 from runner.tokens.system_support import SystemSupport
 
@@ -25,7 +24,6 @@ __all__ = [
     "ReadMessage",
     "as_taken",
     "has_references",
-    "is_object",
     "joined",
     "several_systems",
     "thought_of",
@@ -203,18 +201,10 @@ def _softened_call(call: Any, found: set[Tolerated]) -> Any:
     text = arguments if isinstance(arguments, str) else canonical_json(arguments or {})
     if not text.strip():
         return {**call, "function": {**function, "arguments": {}}}
-    if is_object(text):
+    if is_json_object(text):
         return call
     found.add(Tolerated.ARGUMENTS_CUT)
     return {**call, "function": {**function, "arguments": {UNPARSED: text}}}
-
-
-def is_object(text: str) -> bool:
-    """Return True if a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)  # orjson refuses half of a surrogate pair
-    except (ValueError, RecursionError):
-        return False
 
 
 def _unwrap_ids(message: Message) -> None:
