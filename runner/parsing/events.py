@@ -1,13 +1,14 @@
-"""Events of a turn that is being parsed: a piece of reasoning, a piece of content, a complete call."""
+"""Events of a turn that is being parsed: reasoning, content and calls; and the base of readers that emit them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from runner.parsing.call_reader import ReadCall
 
-__all__ = ["ContentPiece", "Event", "EventCollector", "FinishedCall", "ReasoningPiece", "TurnReading"]
+__all__ = ["ContentPiece", "Event", "EventCollector", "FinishedCall", "ReasoningPiece", "StateReader", "TurnReading"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +121,30 @@ class EventCollector:
             return ""
         blank, self._blank = self._blank, text[len(body) :]
         return blank + body
+
+
+class StateReader:
+    """Reads the text of a turn piece by piece. The current state consumes text and returns the rest for the next."""
+
+    def __init__(self, collector: EventCollector, state: Callable[[str], str]) -> None:
+        """Begin a turn in a state."""
+        self._collector = collector
+        self._state = state
+        self._held = ""  # text that the current state can read only with more text
+        self._ended = False
+
+    @property
+    def reading(self) -> TurnReading:
+        """The parts of the text so far; at the end of the turn, those of reading the complete text at once."""
+        return self._collector.reading
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that `text` completes."""
+        while text:
+            text = self._state(text)
+        return self._collector.take()
+
+    def _with_held(self, text: str) -> str:
+        """Return the text that was held back, followed by `text`; nothing is held back afterwards."""
+        text, self._held = self._held + text, ""
+        return text

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from runner.parsing.argument_reader import read_object
 from runner.parsing.call_reader import ReadCall
 from runner.parsing.end_detector import EndDetector, RereadBudget, partial_mark_length
-from runner.parsing.events import Event, EventCollector, TurnReading
+from runner.parsing.events import Event, EventCollector, StateReader, TurnReading
 from runner.parsing.literals import Unreadable, after_space
 from runner.parsing.notations import Json, object_notations
 from runner.parsing.turn_format import CallFormat, IdStyle, LiteralText, ReasoningFormat, Slot, WholeArguments
@@ -99,7 +98,7 @@ class _MessageHeader(NamedTuple):
     """Name of the called tool."""
 
 
-class HarmonyStream:
+class HarmonyStream(StateReader):
     """Reads one turn while it is sampled.
 
     A call is emitted when its message ends. An unreadable call is emitted at the end of the turn, with the text after
@@ -109,26 +108,12 @@ class HarmonyStream:
 
     def __init__(self, *, calls: bool = True) -> None:
         """Begin a turn; `calls` False ignores calls."""
-        self._collector = EventCollector(stripped=True, calls=calls)
-        self._state: Callable[[str], str] = self._before
-        self._held = ""
+        super().__init__(EventCollector(stripped=True, calls=calls), self._before)
         self._role = False  # the next header begins with a role; the first role is in the prompt
         self._header = _MessageHeader(_MessageKind.CONTENT, "")
         self._arguments: list[str] = []
         self._watch = EndDetector(ENDS, quoted=True)
         self._budget = RereadBudget()
-        self._ended = False
-
-    @property
-    def reading(self) -> TurnReading:
-        """The parts of the text so far; after `finish()` they equal `read_harmony` of the complete text."""
-        return self._collector.reading
-
-    def feed(self, text: str) -> list[Event]:
-        """Return the events that `text` completes."""
-        while text:
-            text = self._state(text)
-        return self._collector.take()
 
     def finish(self) -> list[Event]:
         """Return the events that were held back until the end of the turn."""
@@ -142,7 +127,7 @@ class HarmonyStream:
 
     def _before(self, text: str) -> str:
         """Before a message; some messages have no header."""
-        text = self._taken(text)
+        text = self._with_held(text)
         start = text.lstrip()
         if not self._role and not _HEADER.match(start):
             if not self._ended and _HEADER_BEGUN.fullmatch(start):
@@ -155,7 +140,7 @@ class HarmonyStream:
         return text
 
     def _heading(self, text: str) -> str:
-        text = self._taken(text)
+        text = self._with_held(text)
         mark = _MARK.search(text)
         if (len(text) - MAX_MARK_LENGTH if mark is None else mark.start()) > MAX_HEADER_LENGTH:
             self._begin(_MessageHeader(_MessageKind.CONTENT, ""))
@@ -180,7 +165,7 @@ class HarmonyStream:
             self._watch, self._budget = EndDetector(ENDS, quoted=True), RereadBudget()
 
     def _body(self, text: str) -> str:
-        text = self._taken(text)
+        text = self._with_held(text)
         mark = _END.search(text)
         begun = partial_mark_length(text, ENDS) if mark is None and not self._ended else 0
         end = mark.start() if mark is not None else len(text) - begun
@@ -217,10 +202,6 @@ class HarmonyStream:
         self._state = self._before
         self._role = mark is not None and mark[0] == START
         return "" if mark is None else text[mark.end() :]
-
-    def _taken(self, text: str) -> str:
-        text, self._held = self._held + text, ""
-        return text
 
 
 def _read_header(text: str, *, has_role: bool) -> _MessageHeader:

@@ -7,14 +7,14 @@ from typing import Final
 
 from runner.parsing.call_reader import CallReader, ReadCall, Schemas
 from runner.parsing.end_detector import EndDetector, RereadBudget, partial_mark_length
-from runner.parsing.events import Event, EventCollector, TurnReading
+from runner.parsing.events import Event, EventCollector, StateReader
 from runner.parsing.turn_format import TaggedArguments
 from runner.parsing.turn_reader import TurnReader
 
 __all__ = ["TurnStream"]
 
 
-class TurnStream:
+class TurnStream(StateReader):
     """Reads one turn while it is sampled.
 
     A call is emitted once, as soon as no later text can change it. An unreadable call is emitted at the end of the
@@ -32,28 +32,14 @@ class TurnStream:
             reader: reader of turns of this format.
             schemas: tools that may be called; None if they are unknown.
         """
+        super().__init__(EventCollector(), self._start)
         self._reader = reader
         self._schemas = schemas
-        self._collector = EventCollector()
-        self._held = ""  # a possible begin of a mark
-        self._ended = False
-        self._state: Callable[[str], str] = self._start
         self._thought_open, self._thought_close = reader.reasoning.open, reader.reasoning.close
         self._watch = EndDetector([self._thought_close], quoted=False)
         self._pending: list[str] = []  # reasoning, if its close follows
         self._section: _Section | None = None
         self._last = ""  # the last emitted character
-
-    @property
-    def reading(self) -> TurnReading:
-        """The parts of the text so far; after `finish()` they equal `TurnReader.read` of the complete text."""
-        return self._collector.reading
-
-    def feed(self, text: str) -> list[Event]:
-        """Return the events that `text` completes."""
-        while text:
-            text = self._state(text)
-        return self._collector.take()
 
     def finish(self) -> list[Event]:
         """Return the events that were held back until the end of the turn."""
@@ -69,7 +55,7 @@ class TurnStream:
 
     def _start(self, text: str) -> str:
         """Before the reasoning, if there is any."""
-        text = self._taken(text)
+        text = self._with_held(text)
         start = text.lstrip()
         opening, closing = self._thought_open, self._thought_close
         if not self._ended and any(len(start) < len(mark) and mark.startswith(start) for mark in (opening, closing)):
@@ -102,7 +88,7 @@ class TurnStream:
         return text[end:]
 
     def _thought(self, text: str) -> str:
-        text = self._taken(text)
+        text = self._with_held(text)
         at = text.find(self._thought_close)
         if at >= 0:
             self._collector.think(text[:at])
@@ -122,7 +108,7 @@ class TurnStream:
         """Before the content's own mark, if it has one."""
         opening = self._reader.content_open
         if opening:
-            text = self._taken(text).lstrip()
+            text = self._with_held(text).lstrip()
             if not self._ended and len(text) < len(opening) and opening.startswith(text):
                 self._held = text
                 return ""
@@ -131,7 +117,7 @@ class TurnStream:
         return text
 
     def _content(self, text: str) -> str:
-        text = self._taken(text)
+        text = self._with_held(text)
         trigger = self._reader.trigger
         at = text.find(trigger) if trigger else -1
         if at < 0:
@@ -144,7 +130,7 @@ class TurnStream:
     def _lines(self, text: str) -> str:
         """In content whose calls have no trigger."""
         assert self._reader.calls is not None
-        text = self._taken(text)
+        text = self._with_held(text)
         at, begun = self._reader.calls.may_begin(text, self._last, self._schemas, whole=self._ended)
         self._collector.say(text[:at])
         self._last = text[at - 1 : at] or self._last
@@ -178,10 +164,6 @@ class TurnStream:
         begun = 0 if self._ended or not mark else partial_mark_length(text, (mark,))
         self._held = text[len(text) - begun :]
         tell(text[: len(text) - begun])
-
-    def _taken(self, text: str) -> str:
-        text, self._held = self._held + text, ""
-        return text
 
 
 END_LENGTH: Final = 300
