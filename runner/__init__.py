@@ -1,7 +1,7 @@
 """deltarunner: many multi-turn agent episodes at once against vLLM in the same process, with exact token ids.
 
-Every public name comes from here and is loaded when it is first asked for: importing this package loads nothing heavy.
-Which names there are, and where each is, stands in `__init__.pyi`.
+All public names are imported from this package. Each is loaded on first use, so importing the package is cheap.
+`__init__.pyi` lists the names and their modules.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from runner.store.reader import RunFile
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__all__.remove("__version__")  # `from runner import *` is to give an author's names and no other
+__all__.remove("__version__")  # `from runner import *` imports only the names that authors use
 
 
 def _open_run_file(path: Path) -> RunFile:
-    from runner.store.reader import RunFile  # when the first one is opened, since it loads SQLite and numpy
+    from runner.store.reader import RunFile  # imported late, since it loads SQLite and numpy
 
     return RunFile(path)
 
 
-# Engines stand below run files and do not know them; this package stands above both.
+# runner.engines must not import runner.store, so this package, which may import both, connects them.
 set_opener(_open_run_file)

@@ -106,7 +106,7 @@ class TaskScope:
             self._waits_for = None
 
     def _deliver(self, over: asyncio.Future[Any] | None = None) -> None:
-        if over is not self._waits_for:  # it ended when the block was left
+        if over is not self._waits_for:  # a stale callback: the block was left
             return
         task: Any = self._task
         loop = task.get_loop()

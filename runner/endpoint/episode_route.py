@@ -37,13 +37,13 @@ class RequestHandler(Protocol):
 
 
 class EpisodeRoute:
-    """The requests of one key. Once it is shut, every request is refused, since the episode is over.
+    """Route from one API key to its episode. A closed route refuses every request, since the episode is over.
 
     Args:
         handler: answers the requests.
         model: name of the model.
-        context: most ids of the model.
-        max_requests: most requests in flight.
+        context: maximum context of the model, in ids.
+        max_requests: maximum number of requests in flight.
     """
 
     def __init__(self, handler: RequestHandler, *, model: str, context: int, max_requests: int) -> None:

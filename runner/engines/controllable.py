@@ -180,7 +180,7 @@ class Controllable:
             mode: handling of turns that are being sampled.
 
         Raises:
-            BadControl: the memory of the weights fell asleep since the check, or other weights got the version since.
+            BadControl: the weights were put to sleep after the check, or another update took this version.
             EngineDead: the exchange failed midway.
         """
         async with self._controlled().lock:

@@ -82,8 +82,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         runtime.require_alive()
         if not 0 < len(request.prompt) < runtime.context:
             raise RequestRejected(
-                f"{request.name}: the prompt has {len(request.prompt)} ids; "
-                f"the context is {runtime.context}, with at least one prompt id and one sampled id"
+                f"{request.name}: the prompt has {len(request.prompt)} ids; give 1 to {runtime.context - 1}"
             )
         runtime.adapters.check(request.name, request.sampling.adapter)
 

@@ -244,7 +244,7 @@ def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdic
 
 
 def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: str) -> RequestNode | None:
-    """Return a request on the way whose answer does not follow in the history."""
+    """Return the deepest matched request after `parent` whose answer the client's history lacks; None without one."""
     for point in reversed(match.points[depth:-1]):
         for each in reversed(point.requests):
             if each.parent is parent and each.fits(label):

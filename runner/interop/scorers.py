@@ -173,8 +173,7 @@ async def _in_process(score: str, function: Callable[..., float], seconds: float
         return await anyio.to_process.run_sync(call, cancellable=True)
     except anyio.BrokenWorkerProcess:
         raise VerifierFailed(
-            f"score={score}: the process that scores the reply was ended, at its limit of {seconds:g} s or for its "
-            "memory."
+            f"score={score}: the scorer was killed: it took over {seconds:g} s or too much memory."
         ) from None
 
 

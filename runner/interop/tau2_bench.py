@@ -145,7 +145,7 @@ class Tau2(Environment):
         except Exception as error:
             if not any(frame.name == "run_env_assertion" for frame in traceback.extract_tb(error.__traceback__)):
                 raise
-            return 0.0  # an assertion about an object that the model was to make
+            return 0.0  # the model did not create the asserted object
         self._parts = {str(kind.value).lower(): float(part) for kind, part in (score.reward_breakdown or {}).items()}
         return float(score.reward)
 

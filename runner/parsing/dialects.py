@@ -69,7 +69,7 @@ class NotationDialect:
         return "".join(text[:1] for text in after) + space
 
     def signs(self, rules: Rules, text: str) -> str:
-        """Return an expression for punctuation of the notation, such as a bracket or a separator."""
+        """Return the grammar expression for punctuation, such as a bracket; white space is optional if `free_space`."""
         if not self.free_space:
             return rules.written(text)
         rules.named("space", _SPACE_RULE)

@@ -147,7 +147,7 @@ class Viewer:
         try:
             self._server = _ViewerServer(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
-            raise BadOption(f"--port {port}: it cannot be listened on ({error}). Give another one.") from error
+            raise BadOption(f"--port {port}: cannot listen on it ({error}). Give another one.") from error
 
     @property
     def address(self) -> str:

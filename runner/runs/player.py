@@ -179,7 +179,7 @@ class PlayingEngine(Engine):
     @property
     @abstractmethod
     def is_deserted(self) -> bool:
-        """True if no worker plays; `health` raises if none can come."""
+        """True if no worker is playing. `health` raises if no worker can start."""
 
     @property
     @abstractmethod

@@ -279,7 +279,7 @@ class Summary:
             self._close(trajectory.task.id, self.metrics.values())
 
     def _close(self, task: str, means: Iterable[Mean]) -> None:
-        # Memory follows the groups in flight, unless tasks may repeat.
+        # Closing the mean of a task frees memory. Tasks that may repeat stay open.
         if not self.repeats_tasks:
             for mean in means:
                 mean.close(task)

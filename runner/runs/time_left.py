@@ -94,7 +94,7 @@ class TimeLeftEstimator:
         longest = len(survival) - 1 if more else max(rest.mean for rest, _ in due)
         alone = pace * (width - 1) * longest / 2 if width > 1 else 0.0
         expected = still * pace + alone
-        error = fresh.variance / sum(finished.values())  # of the mean itself
+        error = fresh.variance / sum(finished.values())  # variance of the estimated mean
         unsure = math.hypot(math.sqrt(variance + left**2 * error) / still, max(played**-0.5, self._pace_spread()))
         spread = math.hypot(expected * unsure, alone / 2)
         # The end of a run is within seconds, whatever its spread; a longer time that may be 0 is unknown.

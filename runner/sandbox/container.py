@@ -311,7 +311,7 @@ class _Command:
         self._code, self._seconds = 137, 0.0
 
     def _count_errors(self, size: int) -> None:
-        self._started.set()  # by its process id
+        self._started.set()  # its first output is its process id
         self._count(size)
 
     def _count(self, size: int) -> None:
@@ -374,7 +374,7 @@ class _Command:
 
     @property
     def is_out_of_processes(self) -> bool:
-        """True if it could not be started because no process can be."""
+        """True if the container's limit of processes prevented the start."""
         if self._session:
             return False
         words = decoded(self._stderr.content() + self._stdout.content()).lower()  # docker's are in the output

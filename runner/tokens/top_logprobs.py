@@ -42,7 +42,7 @@ class TopLogprobs:
         return top
 
     def extend(self, other: TopLogprobs) -> None:
-        """Append the positions of another one with the same count."""
+        """Append another `TopLogprobs` with the same `count`."""
         self.ids.extend(other.ids)
         self.logprobs.extend(other.logprobs)
 

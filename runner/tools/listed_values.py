@@ -23,8 +23,8 @@ class Contradiction(NamedTuple):
 def without_contradictions(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Contradiction]]:
     """Return the schema, which `modern` converted, in a form where `enum` and `const` allow a value of its type.
 
-    The type holds, since authors who write numbers in quotes, or none, mean the same values. Values that cannot be
-    converted to it are values of the items, for a list; otherwise the keyword is omitted.
+    The type wins over values that contradict it. Authors often write numbers in quotes, or the reverse, so such values
+    are converted to the type. Other values apply to the items if the type is a list; otherwise the keyword is omitted.
     """
     made, found = dict(schema), list[Contradiction]()
     for keyword in ("enum", "const"):

@@ -227,7 +227,7 @@ def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapte
 def _unfit(name: str, value: Any, adapter: TypeAdapter[dict[str, Any]]) -> list[str]:
     try:
         adapter.validate_json(json.dumps({name: value}, allow_nan=False), strict=True)
-    except ValueError as error:  # an error of pydantic, or of JSON for infinity, which is allowed as a default
+    except ValueError as error:  # pydantic's error, or json's for infinity (a legal default)
         errors = error.errors(include_url=False) if isinstance(error, ValidationError) else []
         return typed_problems(
             [one for one in errors if one["loc"][:1] == (name,) and one["type"] != "missing"], {name: value}

@@ -126,7 +126,7 @@ class TraceModel:
         options: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> Self:
-        """Return the language of a model.
+        """Load the tokenizer, the template and the stop ids of a model.
 
         Args:
             model: a folder, a Hugging Face id, or the demo model's name.

@@ -243,7 +243,9 @@ def _row_calls(row: Mapping[str, Any], vocabulary: int | None) -> list[TracedCal
     messages = _row_messages(row)
     replies = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
     if messages and len(replies) < len(spans):
-        raise BadBatch(f"row: {len(spans)} spans of sampled ids have {len(replies)} assistant messages.")
+        raise BadBatch(
+            f"row: {len(spans)} spans of sampled ids, but only {len(replies)} assistant messages: give one per span."
+        )
     replies = replies[len(replies) - len(spans) :]
     make = partial(TracedCall, tools=tuple(row.get("tools") or ()))
     return [

@@ -1,4 +1,4 @@
-"""Token masks: the allowed ids of each position, packed as in xgrammar, and those that turns recorded."""
+"""Token masks: the allowed ids of each position, packed as in xgrammar; and the masks that turns recorded."""
 
 from __future__ import annotations
 

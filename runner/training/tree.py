@@ -210,7 +210,7 @@ def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
 
 
 def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int]:
-    """Return the cuts of the sorted rows, from 0 to their number: least computed again, then fewest trees."""
+    """Return the cuts of the sorted rows into trees: fewest ids computed again, then fewest trees."""
     best = [(0, 0, 0)]  # for the first rows: ids computed again, trees, begin of the last tree
     for end in range(1, len(lengths) + 1):
         choices = [

@@ -255,7 +255,7 @@ async def test_a_schema_in_the_sampling_is_refused_by_name() -> None:
 
 async def test_a_sequence_past_the_context_is_refused() -> None:
     async with ScriptedEngine("Yes", context=8) as engine:
-        with pytest.raises(RequestRejected, match="the prompt has 9 ids; the context is 8"):
+        with pytest.raises(RequestRejected, match="the prompt has 9 ids; give 1 to 7"):
             await engine.score(range(9))
 
 

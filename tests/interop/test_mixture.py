@@ -232,7 +232,7 @@ def test_environments_that_cannot_be_mixed_are_refused() -> None:
     options: list[tuple[Any, str]] = [
         ({}, "give a dict of names"),
         ([Greeting()], "give a dict of names"),
-        ({"a/b": Greeting()}, "without a slash and a dot"),
+        ({"a/b": Greeting()}, "without a slash or dot"),
         ({"a": (Greeting(), 0)}, "the weight of 'a' is 0"),
         ({"a": (Greeting(), float("nan"))}, "the weight of 'a' is nan"),
         ({"a": one, "b": other}, "another engine for the agent 'judge'"),

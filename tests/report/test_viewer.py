@@ -311,7 +311,7 @@ def test_taken_port_is_refused_in_words(sums: Path) -> None:
     with viewing(sums) as viewer:
         port = urlsplit(viewer.address).port
         assert port is not None
-        with pytest.raises(BadOption, match=f"--port {port}: it cannot be listened on"):
+        with pytest.raises(BadOption, match=f"--port {port}: cannot listen on it"):
             Viewer(sums, port=port)
 
 

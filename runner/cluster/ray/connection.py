@@ -286,7 +286,7 @@ class Connection:
             return
         there = RaySession.current()
         if there is not None and there != session:
-            # Other code has started a cluster, which asks for the token that it found here.
+            # Other code has started a cluster with our token, so the token stays set.
             self._kept.append(self._until_left.pop_all())
         try:
             thread.disconnect(still_open=there == session)

@@ -95,7 +95,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         """
         self.require_alive()
         if not 0 < len(request.prompt) < self.context:
-            raise RequestRejected(f"score(): {len(request.prompt)} ids; the context is {self.context}, less one.")
+            raise RequestRejected(f"score(): {len(request.prompt)} ids; give 1 to {self.context - 1}.")
         self.adapters.check(request.name, request.sampling.adapter)
         call = self.dialect.scoring(request, model=self.model, adapter=request.sampling.adapter)
         session, room, attempts = Session(), len(request.prompt) + 1, 0
@@ -132,7 +132,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
 
         A failure that every request would have ends the engine.
         """
-        # A constraint may be rejected in this request only.
+        # Other requests may have no constraint, so its rejection does not end the engine.
         return self.permanent_error(request.name, failure, alone=request.constraint is not None)
 
     # --- control by the trainer

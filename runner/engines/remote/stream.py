@@ -93,7 +93,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         return self._answer.arrived
 
     def stamp(self, version: str) -> None:
-        """Record new weights, seen in another request, unless the server reports versions for this one."""
+        """Mark later ids with `version`, unless the server reports versions for this request."""
         if not self._last_version:
             self._stamps.mark(version, self.sent)
 

@@ -124,7 +124,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
                 await self._runtime.drop(self._collector)
                 while self.finish is None:
                     self.rest.append(await self._read())
-            except Exception as error:  # as above; an exception in flight stays
+            except Exception as error:  # do not mask the exception in flight
                 self._died(error)
         if self.finish is None:
             self.finish = Finish(FinishReason.ABORT, versions=self._unstamped())

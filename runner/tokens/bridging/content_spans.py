@@ -222,7 +222,7 @@ def _forms(content: str) -> Iterator[str]:
 
 
 def _written(content: str) -> Iterator[str]:
-    yield content  # first and by itself, since nearly all are found so
+    yield content  # first, since most contents are verbatim
     for text in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
         yield text
         yield json.dumps(text, ensure_ascii=False)[1:-1]
