@@ -134,8 +134,8 @@ def verify(path: Path, *options: str) -> Result:
 
 
 def verdict(path: Path, *options: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(verify(path, "--json", *options).stdout)
-    return told
+    report: dict[str, Any] = json.loads(verify(path, "--json", *options).stdout)
+    return report
 
 
 def trajectory_of(path: Path, agent: str = "main", id: str = "t1#0") -> Trajectory:
@@ -176,8 +176,8 @@ def bridges(trajectory: Trajectory, segment: int = 0) -> list[tuple[Turn, int]]:
 
 def damaged(path: Path) -> dict[str, Any]:
     """The difference that was found, once the rest of the verdict is as it must be."""
-    told = verdict(path)
-    assert (told["verified"], told["differing"], told["exit_code"], verify(path).exit_code) == (False, 1, 7, 7)
-    difference: dict[str, Any] = told["difference"]
+    report = verdict(path)
+    assert (report["verified"], report["differing"], report["exit_code"], verify(path).exit_code) == (False, 1, 7, 7)
+    difference: dict[str, Any] = report["difference"]
     assert (difference["episode"], difference["attempt"]) == ("t1#0", 0)
     return difference

@@ -90,17 +90,17 @@ def writer(**fields: Any) -> AnswerWriter:
     return FORM.writer(request(**fields), "demo", lambda ids: "".join(map(chr, ids)))
 
 
-def streamed(told: Said, cuts: Iterable[int] = (), **fields: Any) -> bytes:
+def streamed(sample: Said, cuts: Iterable[int] = (), **fields: Any) -> bytes:
     """The bytes of a stream whose writer receives the progress events in groups, divided at `cuts`."""
     writes, begin, written = writer(**fields), 0, b""
-    for end in [*sorted(cuts), len(told.progress)]:
-        written += writes.write(told.progress[begin:end])
+    for end in [*sorted(cuts), len(sample.progress)]:
+        written += writes.write(sample.progress[begin:end])
         begin = end
-    return written + writes.end(Answered.of(told.turn))
+    return written + writes.end(Answered.of(sample.turn))
 
 
-def whole(told: Said, **fields: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(writer(**fields).whole(Answered.of(told.turn)))
+def whole(sample: Said, **fields: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(writer(**fields).whole(Answered.of(sample.turn)))
     return answer
 
 

@@ -89,17 +89,17 @@ class Program:
         }
         headers = {"user-agent": "claude-cli/2"} | ({"x-claude-code-agent-id": agent} if agent else {})
         request = self._form.read(json.loads(json.dumps(body)), headers)
-        writer, told, answers = self._form.writer(request, "demo", lambda ids: ""), list[TurnProgress](), list[Any]()
+        writer, parts, answers = self._form.writer(request, "demo", lambda ids: ""), list[TurnProgress](), list[Any]()
 
         async def give(turn: Turn, continued: Turn | None) -> None:
             answered = Answered.of(turn, continued)
             if not stream:
                 answers.append(json.loads(writer.whole(answered)))
                 return
-            answers.append(rebuilt(b"".join(writer.write([each]) for each in told) + writer.end(answered)))
+            answers.append(rebuilt(b"".join(writer.write([each]) for each in parts) + writer.end(answered)))
 
         asked = replace(request.chat_call, system_as_user=self.system_as_user)
-        await self._desk.ask(asked, sink=ImmediateSink(told.append), deliver=give)
+        await self._desk.ask(asked, sink=ImmediateSink(parts.append), deliver=give)
         (answer,) = answers
         return dict(answer)
 

@@ -50,12 +50,12 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 @given(parts=PARTS, data=st.data())
 def test_the_deltas_are_the_whole_however_the_progress_is_cut(parts: list[TurnProgress], data: st.DataObject) -> None:
-    told = said(parts)
-    cuts = data.draw(st.lists(st.integers(0, len(told.progress)), max_size=6))
-    written = streamed(told, cuts, ids=True, logprobs=True)
+    sample = said(parts)
+    cuts = data.draw(st.lists(st.integers(0, len(sample.progress)), max_size=6))
+    written = streamed(sample, cuts, ids=True, logprobs=True)
     for event in events(written):
         EVENT.validate_python(event)
-    message, answer = rebuilt(written), whole(told, ids=True, logprobs=True)
+    message, answer = rebuilt(written), whole(sample, ids=True, logprobs=True)
     Message.model_validate(answer)
     for kind, name in (("text", "text"), ("thinking", "thinking")):
         assert joined(message["content"], kind, name) == joined(answer["content"], kind, name)
@@ -64,39 +64,39 @@ def test_the_deltas_are_the_whole_however_the_progress_is_cut(parts: list[TurnPr
     rest: Any = {"content": [], "token_ids": [], "logprobs": []}
     assert {**message, **rest} == {**answer, **rest}
     sampled = [each for event in events(written) for each in event.get("token_ids", ())]
-    assert sampled == answer["token_ids"] == list(told.turn.token_ids)
+    assert sampled == answer["token_ids"] == list(sample.turn.token_ids)
     assert answer["prompt_token_ids"] == message["prompt_token_ids"] == PROMPT
     logprobs = [each for event in events(written) for each in event.get("logprobs", ())]
     assert logprobs == answer["logprobs"]
     assert [math.nan if each is None else each for each in logprobs] == pytest.approx(
-        list(told.turn.logprobs), nan_ok=True
+        list(sample.turn.logprobs), nan_ok=True
     )
 
 
 def test_events_make_the_same_message_as_a_whole_answer() -> None:
-    told = said(ORDERED)
-    assert rebuilt(streamed(told, range(len(told.progress)))) == whole(told)
-    with client(json.dumps(whole(told)).encode()) as api:
-        assert api.messages.create(**ASKED).to_dict() == whole(told)
+    sample = said(ORDERED)
+    assert rebuilt(streamed(sample, range(len(sample.progress)))) == whole(sample)
+    with client(json.dumps(whole(sample)).encode()) as api:
+        assert api.messages.create(**ASKED).to_dict() == whole(sample)
 
 
 def test_turn_without_streamed_progress_is_written_at_its_end() -> None:
-    told = said(ORDERED)
-    written = writer(ids=True).end(Answered.of(told.turn))
+    sample = said(ORDERED)
+    written = writer(ids=True).end(Answered.of(sample.turn))
     message = rebuilt(written)
     assert message.pop("prompt_token_ids") == PROMPT
-    assert message == whole(told)
-    assert [each for event in events(written) for each in event.get("token_ids", ())] == list(told.turn.token_ids)
+    assert message == whole(sample)
+    assert [each for event in events(written) for each in event.get("token_ids", ())] == list(sample.turn.token_ids)
 
 
 def test_blocks_are_in_order_and_text_after_a_call_is_new() -> None:
-    told = said([*ORDERED, ContentPiece("\nAnd"), ReasoningPiece("so")])
-    starts = [event for event in events(streamed(told)) if event["type"] == "content_block_start"]
+    sample = said([*ORDERED, ContentPiece("\nAnd"), ReasoningPiece("so")])
+    starts = [event for event in events(streamed(sample)) if event["type"] == "content_block_start"]
     assert [event["content_block"]["type"] for event in starts] == [
         *("thinking", "text", "tool_use", "tool_use", "text", "thinking"),
     ]
     open_block = None
-    for event in events(streamed(told)):
+    for event in events(streamed(sample)):
         match event["type"]:
             case "content_block_start":
                 assert open_block is None
@@ -107,7 +107,7 @@ def test_blocks_are_in_order_and_text_after_a_call_is_new() -> None:
                 assert event["index"] == open_block
                 open_block = None
     assert [event["index"] for event in starts] == list(range(6))
-    assert events(streamed(told))[-1] == {"type": "message_stop"}
+    assert events(streamed(sample))[-1] == {"type": "message_stop"}
 
 
 def test_token_ids_and_logprobs_are_sent_only_on_request() -> None:
@@ -140,32 +140,32 @@ def test_stop_reason_and_stop_sequence_say_why_a_turn_ended(
     settings: dict[str, Any], asked: dict[str, Any], reason: tuple[str, str | None]
 ) -> None:
     calls = settings.pop("tool_calls", ())
-    told = said([ContentPiece("so"), *map(ToolCalled, calls)], **settings)
-    for answer in (rebuilt(streamed(told, **asked)), whole(told, **asked)):
+    sample = said([ContentPiece("so"), *map(ToolCalled, calls)], **settings)
+    for answer in (rebuilt(streamed(sample, **asked)), whole(sample, **asked)):
         assert (answer["stop_reason"], answer.get("stop_sequence")) == reason
 
 
 def test_the_input_is_what_no_cache_held() -> None:
     usage = {"input_tokens": 2, "cache_read_input_tokens": 1, "cache_creation_input_tokens": 0, "output_tokens": 2}
-    told = said([ContentPiece("so")])
-    assert whole(told)["usage"] == rebuilt(streamed(told))["usage"] == usage
-    assert events(streamed(told))[0]["message"]["usage"] == {**usage, "input_tokens": 3} | {
+    sample = said([ContentPiece("so")])
+    assert whole(sample)["usage"] == rebuilt(streamed(sample))["usage"] == usage
+    assert events(streamed(sample))[0]["message"]["usage"] == {**usage, "input_tokens": 3} | {
         "cache_read_input_tokens": 0,
         "output_tokens": 0,
     }
 
 
 def test_lone_surrogate_is_a_question_mark_and_large_number_stays() -> None:
-    told = said([ContentPiece("half \ud83d"), ToolCalled(ToolCall("t0", "run", {"much": 2**70, "half": "\ud83d"}))])
-    for answer in (rebuilt(streamed(told)), whole(told, logprobs=True)):
+    sample = said([ContentPiece("half \ud83d"), ToolCalled(ToolCall("t0", "run", {"much": 2**70, "half": "\ud83d"}))])
+    for answer in (rebuilt(streamed(sample)), whole(sample, logprobs=True)):
         assert answer["content"][0]["text"] == "half ?"
         assert answer["content"][1]["input"] == {"much": 2**70, "half": "?"}
 
 
 def test_a_stream_is_kept_alive_by_pings_that_say_nothing() -> None:
-    told = said(ORDERED)
+    sample = said(ORDERED)
     alive = writer().keep_alive
-    assert rebuilt(alive + alive + streamed(told)) == whole(told)
+    assert rebuilt(alive + alive + streamed(sample)) == whole(sample)
     assert events(alive) == [{"type": "ping"}]
 
 
@@ -229,9 +229,9 @@ def test_refusal_after_the_end_begins_with_code_episode_over() -> None:
 
 
 def test_a_refusal_in_mid_stream_is_an_error_to_the_client() -> None:
-    told = said(ORDERED)
+    sample = said(ORDERED)
     writes = writer()
-    written = writes.write(told.progress[:4]) + writes.write_refusal(Refused(Reason.FAILED, "the engine died"))
+    written = writes.write(sample.progress[:4]) + writes.write_refusal(Refused(Reason.FAILED, "the engine died"))
     with pytest.raises(anthropic.APIStatusError) as raised:
         rebuilt(written)
     assert raised.value.type == "api_error"

@@ -127,22 +127,22 @@ def test_previous_message_is_named_by_cache_diagnostics() -> None:
 
 @given(parts=PARTS)
 def test_answer_sent_back_is_read_as_the_message_of_its_turn(parts: list[TurnProgress]) -> None:
-    told = said(parts)
-    wanted = told.turn.as_message()
-    for answer in (whole(told), rebuilt(streamed(told, range(len(told.progress))))):
+    sample = said(parts)
+    wanted = sample.turn.as_message()
+    for answer in (whole(sample), rebuilt(streamed(sample, range(len(sample.progress))))):
         found = asked(TASK, {"role": "assistant", "content": answer["content"]})
         given = found.messages[-1]
-        assert (given["content"], given.get("reasoning_content", "")) == (wanted["content"], told.turn.reasoning)
+        assert (given["content"], given.get("reasoning_content", "")) == (wanted["content"], sample.turn.reasoning)
         assert given.get("tool_calls", []) == json.loads(json.dumps(wanted.get("tool_calls", [])))
-        assert found.handles == ([HANDLE] * len(found.handles) if told.turn.reasoning else [])
-        assert bool(found.handles) == bool(told.turn.reasoning)
+        assert found.handles == ([HANDLE] * len(found.handles) if sample.turn.reasoning else [])
+        assert bool(found.handles) == bool(sample.turn.reasoning)
         # One turn may also come back as a message for each of its blocks.
         apart = asked(TASK, *({"role": "assistant", "content": [block]} for block in answer["content"])).messages[1:]
         if apart:
             together = joined(MessageReader().read(apart)).message
             assert (together["content"], together.get("reasoning_content", "")) == (
                 wanted["content"],
-                told.turn.reasoning,
+                sample.turn.reasoning,
             )
 
 

@@ -100,9 +100,9 @@ async def test_token_ids_of_the_chunks_joined_are_the_turns_ids(chunks: Any) -> 
         seen.append([token_id for choice in choices for token_id in choice.get("token_ids", ())])
         prompts.append(events[0]["prompt_token_ids"])
         texts.append("".join(choice["delta"].get("content") or "" for choice in choices))
-        told = [each for choice in choices if choice.get("logprobs") for each in choice["logprobs"]["content"]]
-        assert len(told) == len(seen[-1])
-        assert all(math.isfinite(each["logprob"]) and len(each["top_logprobs"]) == 2 for each in told)
+        rows = [each for choice in choices if choice.get("logprobs") for each in choice["logprobs"]["content"]]
+        assert len(rows) == len(seen[-1])
+        assert all(math.isfinite(each["logprob"]) and len(each["top_logprobs"]) == 2 for each in rows)
 
     engine = ScriptedEngine([Reply("Let me see: ä€.", calls=[call("run", command="ls")])], chunks=chunks)
     (trajectory,) = await served(loop, engine)
@@ -129,8 +129,8 @@ async def test_whole_answer_has_ids_logprobs_and_usage_of_the_turn() -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (turn.start, turn.end - turn.start)
     assert answers[0]["choices"][0]["token_ids"] == list(turn.token_ids)
     assert answers[0]["prompt_token_ids"] == list(turn.prompt_ids)
-    told = answers[0]["choices"][0]["logprobs"]["content"]
-    assert [each["logprob"] for each in told] == pytest.approx(list(turn.logprobs))
+    rows = answers[0]["choices"][0]["logprobs"]["content"]
+    assert [each["logprob"] for each in rows] == pytest.approx(list(turn.logprobs))
 
 
 async def test_finish_reason_says_why_a_turn_ended() -> None:
@@ -257,21 +257,21 @@ def test_any_body_is_read_or_refused_by_name(body: dict[str, Any]) -> None:
 
 
 async def test_image_is_refused_by_its_place_and_the_episode_continues() -> None:
-    told: list[Any] = []
+    responses: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:
         image = {"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}
         async with http(endpoint) as client:
             for content in ([image], [{"type": "text", "text": "Words."}]):
                 body = chat_body([{"role": "user", "content": content}])
-                told.append(await client.post("/chat/completions", json=body))
+                responses.append(await client.post("/chat/completions", json=body))
 
     await served(loop, ["Done."], serve={"train": True})
-    assert told[0].status_code == 400
-    assert "message 0 (user)" in told[0].json()["error"]["message"]
-    assert "image_url" in told[0].json()["error"]["message"]
-    assert told[0].headers["x-should-retry"] == "false"
-    assert told[1].status_code == 200
+    assert responses[0].status_code == 400
+    assert "message 0 (user)" in responses[0].json()["error"]["message"]
+    assert "image_url" in responses[0].json()["error"]["message"]
+    assert responses[0].headers["x-should-retry"] == "false"
+    assert responses[1].status_code == 200
 
 
 async def test_history_that_does_not_fit_is_refused_in_known_words() -> None:

@@ -46,10 +46,10 @@ async def test_ended_episode_answers_nothing_further() -> None:
 
 async def test_reward_is_returned_to_waits_before_and_after_the_end() -> None:
     async def loop(endpoint: Endpoint) -> None:
-        told: list[Any] = []
+        results: list[Any] = []
 
         async def wait() -> None:
-            told.append(await endpoint.wait())
+            results.append(await endpoint.wait())
 
         async with http(endpoint) as client:
             await client.post("/chat/completions", json=ASKED)
@@ -57,7 +57,7 @@ async def test_reward_is_returned_to_waits_before_and_after_the_end() -> None:
                 group.start_soon(wait)
                 await anyio.wait_all_tasks_blocked()
                 await client.post(endpoint.end_url, json={"reward": 0.5, "more": "is not read"})
-        assert [*told, await endpoint.wait()] == [{"reward": 0.5}] * 2
+        assert [*results, await endpoint.wait()] == [{"reward": 0.5}] * 2
 
     await served(loop, ["Done."])
 
@@ -186,14 +186,14 @@ async def test_request_in_flight_at_an_end_request_is_still_answered() -> None:
 @pytest.mark.parametrize("then", ["sys.exit(3)", "import time; time.sleep(600)"], ids=["by itself", "not"])
 async def test_program_that_ended_the_episode_has_ten_seconds(then: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.2 if "sleep" in then else 50.0)
-    told: list[Any] = []
+    results: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:
         try:
             await endpoint.run(python(f"{SAYS_SO}end({{}}); {then}"))
         finally:
-            told.append(await endpoint.wait())
+            results.append(await endpoint.wait())
 
     (trajectory,) = await served(loop, ["Done."], outcome=Outcome.COMPLETED)
-    assert told == [{}]
+    assert results == [{}]
     assert trajectory.error == ""

@@ -62,25 +62,25 @@ def responses_of(messages: list[Any], tools: list[Any]) -> dict[str, Any]:
 
 
 def anthropic_of(messages: list[Any], tools: list[Any]) -> dict[str, Any]:
-    told: list[Any] = []
+    converted: list[Any] = []
     for message in messages:
         if message["role"] == "tool":
             block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
-            if told[-1]["role"] == "user":
-                told[-1]["content"].append(block)
+            if converted[-1]["role"] == "user":
+                converted[-1]["content"].append(block)
             else:
-                told += [{"role": "user", "content": [block]}]
+                converted += [{"role": "user", "content": [block]}]
         elif message["role"] == "user":
-            told += [{"role": "user", "content": [{"type": "text", "text": message["content"]}]}]
+            converted += [{"role": "user", "content": [{"type": "text", "text": message["content"]}]}]
         else:
             blocks = [
                 {"type": "tool_use", "id": call["id"], "name": "run", "input": {"command": "ls"}}
                 for call in message["tool_calls"]
             ]
-            told += [{"role": "assistant", "content": blocks}]
+            converted += [{"role": "assistant", "content": blocks}]
     functions = [tool["function"] for tool in tools]
     named = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
-    return {"model": "any", "max_tokens": 50, "messages": told, "tools": named}
+    return {"model": "any", "max_tokens": 50, "messages": converted, "tools": named}
 
 
 LARGE: Mapping[str, tuple[list[Any], list[Any]]] = {

@@ -86,7 +86,7 @@ async def test_openais_client_gets_bytes_that_are_the_text(stream: bool) -> None
             )
         assert bytes(byte for row in rows for byte in row.bytes or ()).decode().startswith(said)
         (content,) = (part for item in response.output for part in getattr(item, "content", None) or ())
-        told = [byte for row in content.logprobs or () for byte in row.bytes]
-        assert bytes(told).decode().startswith(said)
+        content_bytes = [byte for row in content.logprobs or () for byte in row.bytes]
+        assert bytes(content_bytes).decode().startswith(said)
 
     await served(loop, recording([Reply(said)] * 2, template="hermes"), serve={"train": True})

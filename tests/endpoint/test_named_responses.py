@@ -45,8 +45,8 @@ def results(output: Any) -> list[Any]:
 async def respond(client: httpx.AsyncClient, items: Any, **further: Any) -> dict[str, Any]:
     answer = await client.post("/responses", json={"model": "any", "input": items, "tools": [RUN], **further})
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    body: dict[str, Any] = answer.json()
+    return body
 
 
 def verdicts(trajectories: Any) -> list[str]:

@@ -99,9 +99,9 @@ async def asked(path: str, body: Any, tmp_path: Path, *, says: Any = ("Done.",))
     checked = await anyio.to_thread.run_sync(verify, file)
     assert checked.exit_code == 0, checked.output
     (trajectory,) = trajectories
-    told = "".join(message["content"] for message in trajectory.messages)
-    assert DATA not in told
-    assert SECRET not in told
+    contents = "".join(message["content"] for message in trajectory.messages)
+    assert DATA not in contents
+    assert SECRET not in contents
     return trajectory
 
 

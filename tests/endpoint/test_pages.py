@@ -46,8 +46,8 @@ async def test_agent_program_works_in_its_own_folder(
 ) -> None:
     there = tmp_path / "bin"
     there.mkdir()
-    tells = "word = next(each for each in sys.argv if each.startswith('Say '))\nopen('said', 'a').write(ask(word))"
-    command(there / PAGES[page], ASKS + tells)
+    script = "word = next(each for each in sys.argv if each.startswith('Say '))\nopen('said', 'a').write(ask(word))"
+    command(there / PAGES[page], ASKS + script)
     command(there / "pytest", "assert open('said').read() == open('given').read() == 'Yes.'")
     monkeypatch.setenv("PATH", f"{there}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)

@@ -168,7 +168,7 @@ def test_serve_shows_a_key_for_each_episode_until_ctrl_c(work: Path) -> None:
         refused.append(httpx.post(f"{base_url}/end", json={"reward": 1}))
         httpx.post(end_url, json={"reward": 0.5})
 
-    def told(lines: list[str]) -> None:
+    def on_key(lines: list[str]) -> None:
         shown.append(lines[0])
         base_url = lines[1].split()[1]
         end_url = next(line for line in lines if line.startswith("  reward ")).split()[4]
@@ -184,7 +184,7 @@ def test_serve_shows_a_key_for_each_episode_until_ctrl_c(work: Path) -> None:
 
             os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
 
-    code = serve_command(RunSettings(file=work / "served.db"), engine_of(lambda _: "Done."), on_key=told)
+    code = serve_command(RunSettings(file=work / "served.db"), engine_of(lambda _: "Done."), on_key=on_key)
     assert code == 130
     assert shown == ["key-0#0", "key-1#0", "key-2#0"]
     assert [each["choices"][0]["message"]["content"] for each in answers] == ["Done.", "Done."]
@@ -227,8 +227,11 @@ def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
     exported = next(line for line in lines if "export" in line).partition("export ")[2]
     assert dict(each.partition("=")[::2] for each in shlex.split(exported)) == endpoint.environ
     codex = shlex.split(next(line for line in lines if "codex exec" in line).split(maxsplit=1)[1])
-    told = "\n".join(each for before, each in itertools.pairwise(codex) if before == "-c")
-    given, file = tomllib.loads(told.replace("=deltarunner", '="deltarunner"')), tomllib.loads(_codex_file(address))
+    overrides = "\n".join(each for before, each in itertools.pairwise(codex) if before == "-c")
+    given, file = (
+        tomllib.loads(overrides.replace("=deltarunner", '="deltarunner"')),
+        tomllib.loads(_codex_file(address)),
+    )
     assert codex[codex.index("-m") + 1] == file.pop("model") == "a model"
     provider, of_file = (each["model_providers"]["deltarunner"] for each in (given, file))
     assert {name: of_file[name] for name in provider} == provider, "as in the file that programs of ours are given"
@@ -248,7 +251,7 @@ def _codex_file(address: Address) -> str:
 async def test_printed_settings_exist_until_the_key_ends(tmp_path: Path) -> None:
     shown: list[Path] = []
 
-    class Told(OpenEpisodes):
+    class OneEpisode(OpenEpisodes):
         def tasks(self) -> Any:
             return itertools.islice(super().tasks(), 1)
 
@@ -261,7 +264,7 @@ async def test_printed_settings_exist_until_the_key_ends(tmp_path: Path) -> None
         # As from a client that is started by hand.
         threading.Thread(target=httpx.post, args=(f"{endpoint.base_url}/end",)).start()
 
-    trajectories = await play_all(Told(tell), ["Never said."])
+    trajectories = await play_all(OneEpisode(tell), ["Never said."])
     assert [each.outcome for each in trajectories] == [Outcome.COMPLETED], trajectories[0].error
     assert [each.name for each in shown] == ["opencode.json", "settings.json", "models.json", "settings.json"]
     assert not any(each.exists() for each in shown)

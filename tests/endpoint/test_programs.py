@@ -121,17 +121,17 @@ async def temporary(env: dict[str, str]) -> Any:
 
 async def test_temporary_files_are_deleted_with_the_programs_home(monkeypatch: Any) -> None:
     monkeypatch.setenv("TMP", "/of/the/house")
-    file, home, *told = await temporary({})
+    file, home, *folders = await temporary({})
     assert Path(file).is_relative_to(home)
-    assert told == [str(Path(file).parent)] * 3, "which of them is asked first differs"
+    assert folders == [str(Path(file).parent)] * 3, "which of them is asked first differs"
     await until(lambda: not Path(file).exists())
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "TMP", "TEMP"])
 async def test_given_folder_for_temporary_files_replaces_the_default(name: str, tmp_path: Path) -> None:
-    file, _, *told = await temporary({name: str(tmp_path)})
+    file, _, *folders = await temporary({name: str(tmp_path)})
     assert Path(file).parent == tmp_path
-    assert [each for each in told if each] == [str(tmp_path)], "none of ours would come before it"
+    assert [each for each in folders if each] == [str(tmp_path)], "none of ours would come before it"
 
 
 async def test_processes_that_a_program_leaves_running_end_with_it(tmp_path: Path) -> None:

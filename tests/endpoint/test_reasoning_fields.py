@@ -60,11 +60,11 @@ async def test_an_answer_without_reasoning_has_neither_field() -> None:
         async with http(endpoint) as client:
             whole = await client.post("/chat/completions", json=chat_body([user("One.")]))
             streamed = await client.post("/chat/completions", json=chat_body([user("Two.")], stream=True))
-        told = [
+        messages = [
             whole.json()["choices"][0]["message"],
             *(event["choices"][0]["delta"] for event in events_of(streamed.text)),
         ]
-        assert not [each for each in told if {"reasoning", "reasoning_content"} & each.keys()]
+        assert not [each for each in messages if {"reasoning", "reasoning_content"} & each.keys()]
 
     await served(loop, recording(["Done.", "Done."], template="hermes"), serve={"train": True})
 

@@ -187,11 +187,13 @@ async def test_broken_stream_in_codex_keeps_the_prompt() -> None:
 
 async def test_a_compaction_is_recorded_as_what_the_client_says_it_is() -> None:
     async def loop(episode: Any) -> None:
-        told = {kind: {"x-codex-turn-metadata": json.dumps({"request_kind": kind})} for kind in ("turn", "compaction")}
-        _, output = await respond(episode, {"input": BEGUN, "tools": TOOLS}, told["turn"])
+        headers = {
+            kind: {"x-codex-turn-metadata": json.dumps({"request_kind": kind})} for kind in ("turn", "compaction")
+        }
+        _, output = await respond(episode, {"input": BEGUN, "tools": TOOLS}, headers["turn"])
         items = [*BEGUN, *as_codex_keeps(output), *answers(output), {"role": "user", "content": "Sum up."}]
-        await respond(episode, {"input": items, "tools": []}, told["compaction"])
-        await respond(episode, {"input": [{"role": "user", "content": "So far: x"}], "tools": TOOLS}, told["turn"])
+        await respond(episode, {"input": items, "tools": []}, headers["compaction"])
+        await respond(episode, {"input": [{"role": "user", "content": "So far: x"}], "tools": TOOLS}, headers["turn"])
 
     trajectories = await played(loop, [SAYS[0], "A summary.", "Done."])
     requests = sorted((each for one in trajectories for each in one.requests), key=lambda each: each.number)

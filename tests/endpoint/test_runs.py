@@ -104,8 +104,8 @@ async def test_title_requests_and_sub_agents_never_become_main(tmp_path: Path) -
     with RunFile(tmp_path / "run.db") as run_file:
         rows = list(run_file.rows(trained=None))
         assert {row.agent for row in rows if not row.trained} == {"title"}
-        told = [each for each in run_file.trajectories() if each.agent in ("one", "two")]
-    for trajectory in told:
+        of_sub_agents = [each for each in run_file.trajectories() if each.agent in ("one", "two")]
+    for trajectory in of_sub_agents:
         results = [each for each in trajectory.segments[-1].messages if each["role"] == "tool"]
         assert [each["content"] for each in results] == [f"look {n} by {trajectory.agent}" for n in range(2)]
 

@@ -185,14 +185,14 @@ def test_unsupported_or_invalid_field_is_refused_by_name(fields: dict[str, Any],
 @pytest.mark.parametrize("form", FORMS)
 def test_unknown_field_is_accepted_and_recorded_as_not_granted(form: str) -> None:
     deep: Any = {"a": {"b": ["c" * 1_000]}}
-    told = asked(form, newest=5, deep=deep, listed=["a"] * 9, words="x" * 101, off=False).not_granted
-    assert told == {"newest": 5, "deep": "(an object)", "listed": "(a list)", "words": "(a string)"}
+    not_granted = asked(form, newest=5, deep=deep, listed=["a"] * 9, words="x" * 101, off=False).not_granted
+    assert not_granted == {"newest": 5, "deep": "(an object)", "listed": "(a list)", "words": "(a string)"}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_first_20_of_many_unknown_fields_are_recorded_in_order(form: str) -> None:
-    told = asked(form, **{f"x{number}": 1 for number in range(1_000)}).not_granted
-    assert list(told) == [f"x{number}" for number in range(20)]
+    not_granted = asked(form, **{f"x{number}": 1 for number in range(1_000)}).not_granted
+    assert list(not_granted) == [f"x{number}" for number in range(20)]
 
 
 @pytest.mark.anyio

@@ -168,7 +168,7 @@ def test_an_episode_answers_a_seen_history_as_a_new_one(data: st.DataObject) -> 
 
 async def played(draw: Any) -> list[Any]:
     """Return the result of each request. The client adds the answers to its histories, and edits them."""
-    told: list[Any] = []
+    results: list[Any] = []
 
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:
@@ -178,20 +178,20 @@ async def played(draw: Any) -> list[Any]:
                 try:
                     turn = await self.episode.chat(histories[-1], tools=[RUN])
                 except BadInput as error:
-                    told.append(str(error))
+                    results.append(str(error))
                 else:
-                    told.append((turn.prompt_ids, turn.token_ids, turn.handle))
+                    results.append((turn.prompt_ids, turn.token_ids, turn.handle))
                     histories.append([*histories[-1], turn.as_message(), {"role": "user", "content": "Next."}])
 
     numbers = iter(range(100))
     engine = misspelling(lambda _: call("run", command="ls") if (number := next(numbers)) % 2 else f"Done {number}.")
     for trajectory in await play_all(Served, engine):
-        told += [
+        results += [
             {key: value for key, value in asdict(request).items() if not key.endswith("seconds")}
             for request in trajectory.requests
         ]
-        told.append((trajectory.outcome, [segment.log.mask() for segment in trajectory.segments]))
-    return told
+        results.append((trajectory.outcome, [segment.log.mask() for segment in trajectory.segments]))
+    return results
 
 
 @pytest.mark.anyio

@@ -196,7 +196,7 @@ async def test_a_request_is_in_flight_from_its_head_on() -> None:
 
 
 async def test_unfinished_body_at_the_end_is_answered_episode_over() -> None:
-    told: list[bytes] = []
+    answers: list[bytes] = []
 
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:
@@ -205,11 +205,11 @@ async def test_unfinished_body_at_the_end_is_answered_episode_over() -> None:
                     slow = await stack.enter_async_context(await anyio.connect_tcp(*address_of(endpoint)))
                     await slow.send(_head(endpoint, 100) + b"{")
                     await until(lambda: endpoint._route.in_flight == 1)
-                told.append(await slow.receive())
+                answers.append(await slow.receive())
 
     await play_all(Served, ScriptedEngine(lambda _: "Done."))
-    assert b" 400 " in told[0].splitlines()[0]
-    assert b"episode_over" in told[0]
+    assert b" 400 " in answers[0].splitlines()[0]
+    assert b"episode_over" in answers[0]
 
 
 def _head(endpoint: Endpoint, length: int) -> bytes:

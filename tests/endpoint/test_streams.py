@@ -39,15 +39,15 @@ def _recorded(endpoint: Endpoint) -> int:
 
 async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
     """The first sampled text arrives while the turn continues."""
-    heard: list[int] = []
+    recorded_counts: list[int] = []
 
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client, client.stream("POST", "/chat/completions", json=ASKED) as response:
-            told = (line async for line in response.aiter_lines() if '"content":"' in line)
-            heard.extend([_recorded(endpoint) async for line in told if '"content":""' not in line])
+            lines = (line async for line in response.aiter_lines() if '"content":"' in line)
+            recorded_counts.extend([_recorded(endpoint) async for line in lines if '"content":""' not in line])
 
     await served(loop, slow())
-    assert heard[:3] == [0, 0, 0], "text arrived before the turn was recorded"
+    assert recorded_counts[:3] == [0, 0, 0], "text arrived before the turn was recorded"
 
 
 async def test_turn_of_a_disconnected_client_is_taken_back() -> None:
@@ -203,17 +203,17 @@ async def test_stream_is_kept_alive_while_a_call_is_sampled(monkeypatch: Any) ->
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             answer = await client.post("/chat/completions", json=ASKED)
-        begin, *silence, told = answer.text.partition('"tool_calls"')[0].split(": waiting\n\n")
+        begin, *silence, rest = answer.text.partition('"tool_calls"')[0].split(": waiting\n\n")
         assert '"role":"assistant"' in begin
         assert len(silence) >= 2
-        assert told.startswith("data: ")
+        assert rest.startswith("data: ")
 
     await served(loop, engine)
 
 
 async def test_with_a_paused_engine_what_was_sampled_so_far_has_arrived() -> None:
     engine = slow(between=20)
-    heard: list[str] = []
+    texts: list[str] = []
 
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client, client.stream("POST", "/chat/completions", json=ASKED) as response:
@@ -221,18 +221,18 @@ async def test_with_a_paused_engine_what_was_sampled_so_far_has_arrived() -> Non
             await until(lambda: engine.stats().sampled_tokens > 5)
             await engine.pause(mode="keep")
             sampled = engine.stats().sampled_tokens
-            told = 0
+            received = 0
             async for line in lines:
                 if line.startswith("data: {"):
                     delta = orjson.loads(line.removeprefix("data: "))["choices"][0]
-                    told += len(delta.get("token_ids", ()))
-                    heard.append(delta["delta"].get("content") or "")
-                if told == sampled:
+                    received += len(delta.get("token_ids", ()))
+                    texts.append(delta["delta"].get("content") or "")
+                if received == sampled:
                     break
-            assert 0 < len("".join(heard)) < len("A long answer indeed.")
+            assert 0 < len("".join(texts)) < len("A long answer indeed.")
             await engine.resume()
             rest = events_of("\n".join([line async for line in lines]))
-            heard.extend(each["choices"][0]["delta"].get("content") or "" for each in rest)
+            texts.extend(each["choices"][0]["delta"].get("content") or "" for each in rest)
 
     async def asking_for_ids(endpoint: Endpoint) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -240,7 +240,7 @@ async def test_with_a_paused_engine_what_was_sampled_so_far_has_arrived() -> Non
             await loop(endpoint)
 
     await served(asking_for_ids, engine)
-    assert "".join(heard) == "A long answer indeed."
+    assert "".join(texts) == "A long answer indeed."
 
 
 async def test_client_that_never_reads_blocks_nothing() -> None:
@@ -256,8 +256,8 @@ async def test_client_that_never_reads_blocks_nothing() -> None:
                 body = orjson.dumps({**ASKED, "return_token_ids": True, "logprobs": True, "top_logprobs": 20})
                 head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc.decode()}\r\n"
                 deaf.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-                (told,) = await _connections(self.episode._state.shared.endpoints)
-                await until(lambda: told.flow.write_paused)
+                (connection,) = await _connections(self.episode._state.shared.endpoints)
+                await until(lambda: connection.flow.write_paused)
                 paused.append(True)
                 await anyio.sleep(3600)
 
@@ -295,14 +295,14 @@ async def test_every_connection_sends_small_pieces_without_delay() -> None:
 
 async def test_failure_in_a_stream_ends_it_with_a_final_error() -> None:
     engine = ScriptedEngine(lambda _: Reply("A long answer.", chunks=1, fault=Fault.error(at=3)))
-    told: list[httpx.Response] = []
+    responses: list[httpx.Response] = []
 
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
-            told.append(await client.post("/chat/completions", json=ASKED))
+            responses.append(await client.post("/chat/completions", json=ASKED))
 
     await served(loop, engine, outcome=Outcome.ENGINE_ERROR, retries=0, breaker=1)
-    (answer,) = told
+    (answer,) = responses
     if answer.status_code == 200:  # some of the answer was already sent
         assert events_of(answer.text)[-1]["error"]["code"] == "episode_over"
     else:

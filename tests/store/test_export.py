@@ -81,8 +81,10 @@ def test_parquet_has_a_row_per_trained_trajectory(run_file: RunFile, tmp_path: P
     for row, trajectory in zip(rows, run_file.trajectories(), strict=True):
         assert row["token_ids"] == [segment.log.ids.tolist() for segment in trajectory.segments]
         assert row["mask"] == [segment.log.mask().tolist() for segment in trajectory.segments]
-        told = [*row["earlier_messages"], row["messages"]]
-        assert [[given(message) for message in one] for one in told] == [each.messages for each in trajectory.segments]
+        message_lists = [*row["earlier_messages"], row["messages"]]
+        assert [[given(message) for message in one] for one in message_lists] == [
+            each.messages for each in trajectory.segments
+        ]
     assert rows[0]["logprobs"][0][:12] == [None] * 8 + [-0.5, -0.25, -1.0, -0.125]
     assert rows[0]["weight_versions"][0][:12] == [None] * 8 + ["v1"] * 4
     assert rows[2]["token_ids"] == [[]]

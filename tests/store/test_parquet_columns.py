@@ -100,9 +100,9 @@ def test_scores_are_structs_with_a_field_for_each_name(crowd: Path) -> None:
 def test_sampling_is_a_list_of_structs(crowd: Path) -> None:
     rows: list[Any] = exported(crowd).column("sampling").to_pylist()
     with RunFile(crowd) as run_file:
-        for told, trajectory in zip(rows, run_file.trajectories(), strict=True):
-            assert len(told) == len(trajectory.turns)
-            for one, turn in zip(told, trajectory.turns, strict=True):
+        for row, trajectory in zip(rows, run_file.trajectories(), strict=True):
+            assert len(row) == len(trajectory.turns)
+            for one, turn in zip(row, trajectory.turns, strict=True):
                 assert turn.sampling is not None
                 assert one["temperature"] == turn.sampling.temperature
                 assert one["max_tokens"] == turn.sampling.max_tokens
@@ -119,10 +119,13 @@ def test_task_is_a_struct_whose_free_fields_are_json(tmp_path: Path) -> None:
     case = Case("a", prompt=[system, {"role": "user", "content": "Hi"}], answer="4", info={"n": [1]}, level=3)  # type: ignore[list-item]  # a message
     path = tmp_path / "run.db"
     write(path, [played(case)], [played(Task("b", "Hello"))])
-    told: list[Any] = exported(path).column("task").to_pylist()
-    assert [as_given(task["prompt"]) for task in told] == [list(case.prompt), [{"role": "user", "content": "Hello"}]]
-    assert (told[0]["id"], told[0]["answer"]) == ("a", "4")
-    assert [json.loads(task["info"]) for task in told] == [{"n": [1], "level": 3}, {}]
+    exported_tasks: list[Any] = exported(path).column("task").to_pylist()
+    assert [as_given(task["prompt"]) for task in exported_tasks] == [
+        list(case.prompt),
+        [{"role": "user", "content": "Hello"}],
+    ]
+    assert (exported_tasks[0]["id"], exported_tasks[0]["answer"]) == ("a", "4")
+    assert [json.loads(task["info"]) for task in exported_tasks] == [{"n": [1], "level": 3}, {}]
 
 
 def test_texts_that_arrow_cannot_hold_are_written_all_the_same(tmp_path: Path) -> None:

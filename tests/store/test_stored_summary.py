@@ -39,12 +39,14 @@ pytestmark = pytest.mark.anyio
 OF_THE_LAUNCH = ("seconds", "tokens_per_second", "retried", "stale", "flat", "faults", "throttled", "resent")
 
 
-def assert_alike(told: dict[str, Any], expected: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
+def assert_alike(summary: dict[str, Any], expected: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
     """Compare two summaries; the seconds of turns, which are sums in another order, but for their last digits."""
-    told, expected = ({key: value for key, value in one.items() if key not in without} for one in (told, expected))
-    assert told.pop("times") == pytest.approx(expected.pop("times"))
-    told["usage"]["cost"], expected["usage"]["cost"] = 0, 0
-    assert told == expected
+    summary, expected = (
+        {key: value for key, value in one.items() if key not in without} for one in (summary, expected)
+    )
+    assert summary.pop("times") == pytest.approx(expected.pop("times"))
+    summary["usage"]["cost"], expected["usage"]["cost"] = 0, 0
+    assert summary == expected
 
 
 async def played(environment: Any, with_engine: Any, file: Path, **options: Any) -> dict[str, Any]:
@@ -71,9 +73,9 @@ async def test_cancelled_episodes_complete_no_group(tmp_path: Path) -> None:
         group.start_soon(cancelled_at, run, 4)
         outcomes = [trajectory.outcome async for trajectory in run]
     assert outcomes == [Outcome.CANCELLED] * 4
-    told = run.summary.as_dict()
-    assert told["pass_at"] == told["pass_all"] == {"1": None, "2": None}
-    assert_alike(summary_of(file), told)
+    summary = run.summary.as_dict()
+    assert summary["pass_at"] == summary["pass_all"] == {"1": None, "2": None}
+    assert_alike(summary_of(file), summary)
 
 
 async def cancelled_at(run: Run, count: int) -> None:
@@ -149,16 +151,16 @@ def expected_of(file: Path) -> dict[str, Any]:
 
 
 def check(file: Path) -> dict[str, Any]:
-    told, expected = summary_of(file), expected_of(file)
+    summary, expected = summary_of(file), expected_of(file)
     sampled = expected.pop("sampled")
-    assert {name: told[name] for name in expected} == expected
-    assert told["tokens"]["sampled"] == sampled
+    assert {name: summary[name] for name in expected} == expected
+    assert summary["tokens"]["sampled"] == sampled
     with RunFile(file) as run_file:
-        assert told["outcomes"] == {str(outcome): n for outcome, n in sorted(run_file.outcomes().items())}
+        assert summary["outcomes"] == {str(outcome): n for outcome, n in sorted(run_file.outcomes().items())}
     shown = CliRunner().invoke(app, ["show", str(file)])
     assert shown.exit_code == 0, shown.output
-    assert f"completed {told['outcomes']['completed']} of {told['episodes']}" in shown.output
-    return told
+    assert f"completed {summary['outcomes']['completed']} of {summary['episodes']}" in shown.output
+    return summary
 
 
 PLAYED = """
@@ -199,10 +201,10 @@ def test_summary_follows_the_rows_after_kills_at_random(tmp_path: Path, seed: in
     ends: list[int] = []
     for _ in range(4):
         ends.append(after(start(file), dice.randrange(1, 16), signal.SIGKILL))
-        told = check(file)
-        assert told["episodes"] >= early["episodes"]
-    if told["episodes"] > early["episodes"] and set(ends) == {-signal.SIGKILL}:  # none had played everything before
-        assert (told["seconds"], stored_summary(file)) == (None, (None,))
+        summary = check(file)
+        assert summary["episodes"] >= early["episodes"]
+    if summary["episodes"] > early["episodes"] and set(ends) == {-signal.SIGKILL}:  # none had played everything before
+        assert (summary["seconds"], stored_summary(file)) == (None, (None,))
     process = start(file)
     process.communicate(timeout=120)
     assert process.returncode == 0
@@ -280,9 +282,9 @@ async def test_summary_of_rows_without_the_launchs_is_as_complete(tmp_path: Path
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("UPDATE run SET complete = 0, summary = NULL")  # as a killed launch leaves it
         connection.commit()
-    told = summary_of(file)
-    assert set(told) == set(live)
-    assert_alike(told, live, without=OF_THE_LAUNCH)
+    summary = summary_of(file)
+    assert set(summary) == set(live)
+    assert_alike(summary, live, without=OF_THE_LAUNCH)
 
 
 FULL = """
@@ -324,9 +326,9 @@ async def test_summary_of_an_interrupted_run_counts_cut_episodes(tmp_path: Path)
     async with Run(FirstAlone(6), engine(), group_size=GROUP_SIZE, file=file) as run:
         async for _ in run:
             break
-    told = check(file)
-    assert told["outcomes"]["cancelled"] > 0
-    assert told["seconds"] is not None
+    summary = check(file)
+    assert summary["outcomes"]["cancelled"] > 0
+    assert summary["seconds"] is not None
 
 
 async def test_summary_leaves_out_rewards_of_a_reopened_group(tmp_path: Path) -> None:
@@ -352,9 +354,9 @@ async def test_summary_leaves_out_rewards_of_a_reopened_group(tmp_path: Path) ->
     # Once the file is opened, the failed episode is superseded, and its group must be scored again.
     async with Run(Compared, ScriptedEngine("Yes"), file=file, breaker=1, group_size=3, retry_failed=True) as run:
         run.cancel()
-    told = summary_of(file)
-    assert told["rewards"]["share"]["count"] == 3
-    assert told["reward"]["tasks"] == 1
+    summary = summary_of(file)
+    assert summary["rewards"]["share"]["count"] == 3
+    assert summary["reward"]["tasks"] == 1
     last = await played(Compared, ScriptedEngine("Yes"), file, group_size=3, retry_failed=True)
     assert_alike(summary_of(file), last)
     assert last["rewards"]["share"] == {"mean": pytest.approx(1 / 3), "standard_error": 0, "count": 6, "tasks": 2}
@@ -387,8 +389,8 @@ async def test_summary_of_a_stale_row_of_the_run_is_not_believed(tmp_path: Path)
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("""UPDATE run SET complete = 0, summary = '{"episodes": 2, "seconds": 9.0}'""")
         connection.commit()
-    told = summary_of(file)
-    assert (told["episodes"], told["outcomes"], told["seconds"]) == (5, {"completed": 5}, None)
+    summary = summary_of(file)
+    assert (summary["episodes"], summary["outcomes"], summary["seconds"]) == (5, {"completed": 5}, None)
 
 
 async def test_summary_of_a_file_without_episodes_is_empty(tmp_path: Path) -> None:
@@ -411,10 +413,10 @@ async def test_summary_of_a_playing_run_counts_committed_episodes(tmp_path: Path
     counts = []
     async with Run(Plain, ScriptedEngine("Yes"), file=file, tasks=tasks(5)) as run:
         async for _ in run:
-            told = summary_of(file)
-            counts.append(told["episodes"])
+            summary = summary_of(file)
+            counts.append(summary["episodes"])
             # The run may end, and store its seconds, while the last trajectories wait for their reader.
-            assert told["seconds"] is None or told["episodes"] == 5
+            assert summary["seconds"] is None or summary["episodes"] == 5
     assert counts[-1] == 5
     assert all(math.isfinite(count) and count >= number for number, count in enumerate(counts, 1))
 

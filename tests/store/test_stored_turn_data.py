@@ -136,9 +136,9 @@ def test_exports_have_how_each_turn_was_sampled(path: Path, tmp_path: Path) -> N
         export_parquet(run_file, tmp_path / "out.parquet")
     exported = [turn["sampling"] for turn in json.loads(stream.getvalue())["turns"]]
     (row,) = parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    for told, each in zip(row["sampling"], exported, strict=True):
-        assert json.loads(told.pop("logit_bias")) == each["logit_bias"]
-        given = {name: value for name, value in told.items() if value is not None}
+    for sampling, each in zip(row["sampling"], exported, strict=True):
+        assert json.loads(sampling.pop("logit_bias")) == each["logit_bias"]
+        given = {name: value for name, value in sampling.items() if value is not None}
         assert given == {name: value for name, value in each.items() if name != "logit_bias" and value is not None}
     assert [each["logprobs"] for each in exported] == [2, 0, 3]
     for each in exported:

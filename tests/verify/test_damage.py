@@ -41,9 +41,9 @@ def test_one_id_of_an_agent_that_is_not_trained_is_found(path: Path) -> None:
     for agent in ("user", "judge"):
         turn, begin = bridges(trajectory_of(path, agent))[0]
         change_id(path, begin, agent=agent)
-        told = verdict(path)
-        assert told["difference"]["agent"] == agent
-        assert (told["difference"]["turn"], told["difference"]["index"]) == (turn.number, begin)
+        report = verdict(path)
+        assert report["difference"]["agent"] == agent
+        assert (report["difference"]["turn"], report["difference"]["index"]) == (turn.number, begin)
         change_id_back(path, begin, agent)
 
 
@@ -119,9 +119,9 @@ def test_column_of_a_turn_that_contradicts_its_ids_is_found(path: Path, column: 
 
 def test_tools_that_the_model_was_not_shown_are_found(path: Path) -> None:
     change(path, "UPDATE tools SET tools = replace(tools, 'Jump.', 'Leap.')")
-    told = verdict(path)
-    found = told["difference"]
-    assert (told["differing"], found["kind"], found["segment"]) == (3, "first_prompt", 2)
+    report = verdict(path)
+    found = report["difference"]
+    assert (report["differing"], found["kind"], found["segment"]) == (3, "first_prompt", 2)
     assert ("Jump." in found["stored"], "Leap." in found["derived"]) == (True, True)
 
 

@@ -70,10 +70,10 @@ def engine(**settings: Any) -> ScriptedEngine:
 
 
 async def honest(file: Path) -> dict[str, Any]:
-    told = await anyio.to_thread.run_sync(verdict, file)
-    assert (told["verified"], told["difference"], told["error"]) == (True, None, None)
-    assert told["trajectories"] > 0
-    return told
+    report = await anyio.to_thread.run_sync(verdict, file)
+    assert (report["verified"], report["difference"], report["error"]) == (True, None, None)
+    assert report["trajectories"] > 0
+    return report
 
 
 async def played(run: Run) -> list[str]:

@@ -143,9 +143,9 @@ def test_the_file_that_is_damaged_below_has_every_kind_of_turn(path: Path) -> No
 
 
 def test_json_counts_and_says_that_it_is_verified(path: Path) -> None:
-    told = verdict(path)
-    assert (told["verified"], told["trajectories"], told["differing"], told["exit_code"]) == (True, 9, 0, 0)
-    assert (told["difference"], told["error"]) == (None, None)
+    report = verdict(path)
+    assert (report["verified"], report["trajectories"], report["differing"], report["exit_code"]) == (True, 9, 0, 0)
+    assert (report["difference"], report["error"]) == (None, None)
 
 
 # --- the configuration
@@ -179,10 +179,10 @@ EDITS = [(turn_clock, "clock"), (edit_template, "template.text"), (edit_template
 @pytest.mark.parametrize(("edit", "name"), EDITS, ids=[name for _, name in EDITS])
 def test_configuration_that_differs_from_the_runs_first_is_named(path: Path, edit: Any, name: str) -> None:
     change_header(path, edit, launches=False)
-    told = verdict(path)
-    assert (told["verified"], told["exit_code"], told["trajectories"]) == (False, 7, 0)
-    assert told["difference"]["kind"] == "header"
-    assert told["difference"]["explanation"].endswith(name)
+    report = verdict(path)
+    assert (report["verified"], report["exit_code"], report["trajectories"]) == (False, 7, 0)
+    assert report["difference"]["kind"] == "header"
+    assert report["difference"]["explanation"].endswith(name)
     assert f"header: the run's header has changed since the run began: {'engines.' * name.startswith('judge')}" in (
         verify(path).output
     )
@@ -191,10 +191,10 @@ def test_configuration_that_differs_from_the_runs_first_is_named(path: Path, edi
 @pytest.mark.parametrize(("edit", "name"), EDITS, ids=[name for _, name in EDITS])
 def test_configuration_changed_everywhere_is_found_in_the_prompts(path: Path, edit: Any, name: str) -> None:
     change_header(path, edit, launches=True)
-    told = verdict(path)
+    report = verdict(path)
     agent = "judge" if name.startswith("judge") else "main"
-    found = told["difference"]
-    assert (told["differing"], found["kind"], found["agent"]) == (3 if agent == "judge" else 6, "first_prompt", agent)
+    found = report["difference"]
+    assert (report["differing"], found["kind"], found["agent"]) == (3 if agent == "judge" else 6, "first_prompt", agent)
     assert found["turn"] == 0
     if edit is turn_clock:
         assert "It is 03 Februar" in found["derived"]
@@ -205,8 +205,8 @@ def test_a_resumed_run_is_verified_with_the_clock_of_its_file(path: Path) -> Non
     for table in ("turns", "segments", "episodes"):
         change(path, f"DELETE FROM {table}")
     anyio.run(play, path, "pythonic")
-    told = verdict(path)
-    assert (told["verified"], told["trajectories"]) == (True, 9)
+    report = verdict(path)
+    assert (report["verified"], report["trajectories"]) == (True, 9)
     assert "It is 03 February 2001, 04:05:06." in ByteTokenizer().decode(trajectory_of(path).turns[0].prompt_ids)
 
 
@@ -234,8 +234,8 @@ def test_missing_file_and_foreign_file_exit_with_7(tmp_path: Path) -> None:
         result = verify(path)
         assert (result.exit_code, result.stdout) == (7, "")
         assert message in result.stderr
-        told = verdict(path)
-        assert (told["verified"], told["error"]["kind"], told["exit_code"]) == (False, "RunFileError", 7)
+        report = verdict(path)
+        assert (report["verified"], report["error"]["kind"], report["exit_code"]) == (False, "RunFileError", 7)
 
 
 def test_missing_model_or_another_vocabulary_exits_with_5(tmp_path: Path, demo_model_folder: Path) -> None:
@@ -372,13 +372,13 @@ async def test_real_episodes_follow_from_messages_and_sampled_ids(engine: VllmEn
     path = tmp_path / "run.db"
     async with Run(Calculator(questions=8), engine, sampling=Sampling(max_tokens=64), file=path) as run:
         ids = [trajectory.id async for trajectory in run]
-    told = await anyio.to_thread.run_sync(verdict, path)
-    assert (told["verified"], told["trajectories"], told["difference"]) == (True, len(ids), None)
+    report = await anyio.to_thread.run_sync(verdict, path)
+    assert (report["verified"], report["trajectories"], report["difference"]) == (True, len(ids), None)
     id, begin = next((id, begin) for id in ids for _, begin in bridges(trajectory_of(path, id=id)))
     log = trajectory_of(path, id=id).segments[0].log
     log.ids[begin] += 1
     of_it = "episode = (SELECT key FROM episodes WHERE id = ?)"
     change(path, f"UPDATE segments SET ids = ? WHERE {of_it}", struct.pack(f"<{len(log)}i", *log.ids), id)
-    told = await anyio.to_thread.run_sync(verdict, path)
-    found = told["difference"]
-    assert (told["differing"], found["kind"], found["episode"], found["index"]) == (1, "bridge", id, begin)
+    report = await anyio.to_thread.run_sync(verdict, path)
+    found = report["difference"]
+    assert (report["differing"], found["kind"], found["episode"], found["index"]) == (1, "bridge", id, begin)

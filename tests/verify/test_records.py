@@ -410,9 +410,9 @@ def test_tampering_is_found_and_named(path: Path, tampering: str) -> None:
         change(connection)
         assert connection.total_changes > before
         connection.commit()
-    told = verdict(path)
-    assert (told["verified"], told["exit_code"]) == (False, 7)
-    found = told["difference"]
+    report = verdict(path)
+    assert (report["verified"], report["exit_code"]) == (False, 7)
+    found = report["difference"]
     assert (found["kind"], said in found["explanation"]) == (kind, True), found
     printed = verify(path)
     assert printed.exit_code == 7

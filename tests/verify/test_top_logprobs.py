@@ -72,8 +72,8 @@ CHANGES = {
 def test_change_of_top_logprobs_is_found(path: Path, name: str) -> None:
     statement, value, said = CHANGES[name]
     change(path, statement, value)
-    told = verdict(path)
-    assert said in told["difference"]["explanation"]
+    report = verdict(path)
+    assert said in report["difference"]["explanation"]
 
 
 def test_a_turn_that_ended_before_its_least_length_is_found(path: Path) -> None:

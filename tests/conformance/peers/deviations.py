@@ -116,7 +116,7 @@ def _words_before(form: CallFormat) -> Stray:
     return Stray(f"{WORDS}\n{_write(form, calls)}", calls, WORDS)
 
 
-def _words_behind(form: CallFormat) -> Stray:
+def _words_after(form: CallFormat) -> Stray:
     calls = _calls(form)
     return Stray(f"{_write(form, calls)}\n\n{WORDS}", calls, WORDS)
 
@@ -161,8 +161,8 @@ def _open_call(form: CallFormat) -> Stray | None:
 def _open_section(form: CallFormat) -> Stray | None:
     calls, post = _calls(form), form.post.strip()
     text = _write(form, calls).rstrip()
-    behind = text.rpartition(post)[2] if post else ""
-    return Stray(text.removesuffix(behind), calls) if behind.strip() else None
+    rest = text.rpartition(post)[2] if post else ""
+    return Stray(text.removesuffix(rest), calls) if rest.strip() else None
 
 
 def _open_argument(form: CallFormat) -> Stray | None:
@@ -330,7 +330,7 @@ DEVIATIONS: Final[Mapping[Kind, Make]] = {
     Kind.SQUEEZED: lambda form: _relaid(form, _squeezed),
     Kind.SPREAD: lambda form: _relaid(form, _spread),
     Kind.WORDS_BEFORE: _words_before,
-    Kind.WORDS_AFTER: _words_behind,
+    Kind.WORDS_AFTER: _words_after,
     Kind.WORDS_BETWEEN: _words_between,
     Kind.TWICE: _twice,
     Kind.UNOPENED: _unopened,

@@ -225,8 +225,8 @@ def _kinds(rows: Sequence[CallRow], *, as_written: bool) -> Iterator[Sequence[ob
             len(ours),
             len(theirs),
         )
-        told = (_counted("theirs", [case.theirs for case in ours]), _counted("ours", [case.ours for case in theirs]))
-        yield kind, trials, *(number or "" for number in numbers), "; ".join(filter(None, told))
+        counts = (_counted("theirs", [case.theirs for case in ours]), _counted("ours", [case.ours for case in theirs]))
+        yield kind, trials, *(number or "" for number in numbers), "; ".join(filter(None, counts))
 
 
 def _counted(whose: str, faults: Sequence[Fault | None]) -> str:
@@ -280,8 +280,8 @@ def _parsers(rows: Sequence[CallRow]) -> Iterator[Sequence[object]]:
         wrong: Counter[Kind] = Counter()
         for row in its:
             wrong.update({Kind[kind]: len(cases) for kind, cases in row.readers[name].items() if Kind[kind].is_written})
-        told = ", ".join(f"{kind} {number}" for kind, number in wrong.most_common())
-        yield f"`{name}`", len(its), sum(row.best == name for row in its) or "", *rights, told
+        counts = ", ".join(f"{kind} {number}" for kind, number in wrong.most_common())
+        yield f"`{name}`", len(its), sum(row.best == name for row in its) or "", *rights, counts
 
 
 def _thought(row: ThoughtRow) -> Sequence[object]:
