@@ -1,11 +1,12 @@
-"""Parts that engines over HTTP servers share: the address check, the state of the server, and streams that retry."""
+"""Parts that engines over HTTP servers share: address check, error texts, state of the server, retried streams."""
 
 from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Final, Generic, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import anyio
@@ -15,7 +16,10 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.errors import BadOption, EngineDead, EngineError, RequestRejected
 
-__all__ = ["HttpRuntime", "RetriedStream", "server_address"]
+__all__ = ["ErrorTexts", "HttpRuntime", "RetriedStream", "server_address"]
+
+_MAX_ERROR_CHARS: Final = 600
+"""Maximum length of a server's error text, in characters."""
 
 PieceT = TypeVar("PieceT")
 FinishT = TypeVar("FinishT")
@@ -39,6 +43,28 @@ def server_address(given: str, *, engine: str, option: str, example: str) -> Spl
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
         raise BadOption(f"{engine}({option}={given!r}): give the server's address, such as {example}.")
     return parts
+
+
+class ErrorTexts:
+    """Error texts of a server, without the secrets that were sent to it: a server may repeat them.
+
+    Args:
+        secrets: the secrets.
+    """
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        # Not shorter ones: errors contain short words by chance, such as "none", which stands for no key.
+        self._secrets = [secret for secret in secrets if len(secret) > 4]
+
+    def masked(self, text: str) -> str:
+        """Return a text on one line, with "***" in place of each secret."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return " ".join(text.split())
+
+    def short(self, text: str) -> str:
+        """Return the beginning of a masked text."""
+        return self.masked(text)[:_MAX_ERROR_CHARS]
 
 
 class _HasUrl(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import anyio
 
-from runner.engines.http_engine import server_address
+from runner.engines.http_engine import ErrorTexts, server_address
 from runner.engines.http_retries import FailureKind, HttpFailure, kind_of_status, retry_after_seconds
 from runner.errors import BadOption
 from runner.version import installed_version
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatAnswer", "ChatServer", "check_url", "require_openai", "too_long"]
 
-_MAX_ERROR_CHARS: Final = 600
-"""Maximum length of a server's error text, in characters."""
 _CLOSE_SECONDS: Final = 1.0
 """Time limit for closing a connection, in seconds; closing is shielded, and a network may not answer."""
 _PROBE_SECONDS: Final = 30.0
@@ -125,7 +123,7 @@ class ChatServer:
         self._api_key = api_key
         self._headers = dict(headers)
         self._seconds = seconds
-        self._secrets: list[str] = []
+        self._errors = ErrorTexts(())
         self._client: openai.AsyncOpenAI | None = None
 
     async def __aenter__(self) -> Self:
@@ -154,8 +152,7 @@ class ChatServer:
             self._client.organization = self._client.project = None  # otherwise both are sent, empty
         self.url = str(self._client.base_url).rstrip("/")
         keys = (self._client.api_key, *self._headers.values())
-        # Not "none", which stands for no key: errors may contain that word.
-        self._secrets = [key for key in keys if isinstance(key, str) and len(key) > 4]
+        self._errors = ErrorTexts(key for key in keys if isinstance(key, str))
         return self
 
     async def __aexit__(
@@ -228,17 +225,17 @@ class ChatServer:
         except openai.APIStatusError as error:
             raise self._refusal(error) from error
         except openai.APIConnectionError as error:
-            raise HttpFailure(FailureKind.CONNECTION, self._clean(_causes(error))) from error
+            raise HttpFailure(FailureKind.CONNECTION, self._errors.short(_causes(error))) from error
         except openai.APIError as error:  # in the middle of an answer
             raise self._failure_in_stream(error) from error
         except (ValueError, TypeError) as error:
-            text = self._clean(f"the answer cannot be read ({type(error).__name__}: {error})")
+            text = self._errors.short(f"the answer cannot be read ({type(error).__name__}: {error})")
             raise HttpFailure(FailureKind.GARBAGE, text) from error
         except Exception as error:
             if type(error).__module__.partition(".")[0] not in _HTTP:
                 raise
             kind = FailureKind.TIMEOUT if "Timeout" in type(error).__name__ else FailureKind.CONNECTION
-            raise HttpFailure(kind, self._clean(_causes(error))) from error
+            raise HttpFailure(kind, self._errors.short(_causes(error))) from error
 
     @contextmanager
     def failures_ignored(self) -> Iterator[None]:
@@ -263,14 +260,14 @@ class ChatServer:
             after = math.inf
         elif should == "true" and kind is FailureKind.BAD_REQUEST:
             kind = FailureKind.SERVER
-        return HttpFailure(kind, self._clean(f"HTTP {status}: {_message(error)}"), after)
+        return HttpFailure(kind, self._errors.short(f"HTTP {status}: {_message(error)}"), after)
 
     def _failure_in_stream(self, error: openai.APIError) -> HttpFailure:
         text = " ".join(filter(None, (error.code, error.type, error.message)))
         default = FailureKind.BUSY if _OVERLOADED.search(text) else FailureKind.SERVER
         if error.code is not None and error.code.isdecimal() and 400 <= int(error.code) < 600:
             default = kind_of_status(int(error.code))
-        return HttpFailure(self._kind(error, default), self._clean(_message(error)))
+        return HttpFailure(self._kind(error, default), self._errors.short(_message(error)))
 
     def _kind(self, error: openai.APIError, default: FailureKind) -> FailureKind:
         codes = {error.code, error.type}
@@ -285,11 +282,6 @@ class ChatServer:
             if _TOO_LONG.search(" ".join(filter(None, (error.code, error.type, error.message)))):
                 return FailureKind.TOO_LONG
         return default
-
-    def _clean(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return " ".join(text.split())[:_MAX_ERROR_CHARS]
 
 
 def _message(error: openai.APIError) -> str:

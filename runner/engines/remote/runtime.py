@@ -119,7 +119,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         try:
             return self.dialect.scores_in(answer, request.prompt)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = self.server.errors.short(f"{type(error).__name__}: {error}")
             raise HttpFailure(FailureKind.GARBAGE, f"the answer has no scores ({problem})") from error
 
     async def wait_until_resumed(self) -> None:

@@ -12,7 +12,7 @@ import anyio
 import orjson
 from anyio.lowlevel import checkpoint
 
-from runner.engines.http_engine import server_address
+from runner.engines.http_engine import ErrorTexts, server_address
 from runner.engines.http_retries import FailureKind, HttpFailure, kind_of_status, retry_after_seconds
 from runner.engines.remote.dialect import Call
 from runner.errors import BadOption
@@ -20,11 +20,11 @@ from runner.errors import BadOption
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Answer", "RemoteServer", "base_url", "failure_in", "require_aiohttp"]
+__all__ = ["Answer", "RemoteServer", "base_url", "require_aiohttp"]
 
 _KEEPALIVE_SECONDS = 2.0  # shorter than servers keep idle connections (uvicorn: 5 s), so none is used while it closes
 _BUFFER_BYTES = 1 << 20  # unread bytes of an answer, before its server has to wait
-_MAX_ERROR_CHARS = 600  # of a server's error text
+_MAX_ERROR_BYTES = 1 << 16  # of an answer, to find the error text in it
 
 
 def require_aiohttp() -> None:
@@ -51,11 +51,17 @@ def base_url(given: str) -> str:
 
 
 class Answer:
-    """Answer to one request, as bytes."""
+    """Answer to one request, as bytes.
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    Args:
+        response: the response of aiohttp.
+        errors: error texts of the server.
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse, errors: ErrorTexts) -> None:
         self._response = response
         self._content = response.content
+        self._errors = errors
 
     async def read(self) -> bytes:
         """Return the unread bytes that arrived, after a wait for the first; empty only at the end.
@@ -63,7 +69,7 @@ class Answer:
         Raises:
             HttpFailure: the connection closed before the end of the answer.
         """
-        with _failures():
+        with _failures(self._errors):
             return await self._content.readany()
 
     async def finished(self) -> None:
@@ -105,6 +111,8 @@ class RemoteServer:
 
     def __init__(self, url: str, *, api_key: str | None, seconds: float) -> None:
         self.url = url
+        self.errors = ErrorTexts(() if api_key is None else (api_key,))
+        """Error texts of the server, without the key."""
         self._seconds = seconds
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -142,15 +150,15 @@ class RemoteServer:
         """
         assert self._session is not None
         body = None if call.body is None else orjson.dumps(call.body)
-        with _failures(), self._in_time(call):
+        with _failures(self.errors), self._in_time(call):
             response = await self._session.request(call.method, self.url + call.path, data=body, allow_redirects=False)
             if response.status == 200:
-                return Answer(response)
+                return Answer(response, self.errors)
             try:
-                text = await response.content.read(1 << 16)
+                text = await response.content.read(_MAX_ERROR_BYTES)
             finally:
                 response.close()
-        said = _said(text)
+        said = self.errors.short(_message(text))
         raise HttpFailure(
             FailureKind.GARBAGE if response.status < 400 else kind_of_status(response.status),
             f"{call.path} answered {response.status}{f': {said}' if said else ''}",
@@ -174,9 +182,17 @@ class RemoteServer:
         try:
             return orjson.loads(data) if data and call.json else None
         except orjson.JSONDecodeError:
-            raise HttpFailure(
-                FailureKind.GARBAGE, f"{call.path} answered with something other than JSON: {_cut(data)}"
-            ) from None
+            said = self.errors.short(data[:_MAX_ERROR_BYTES].decode(errors="replace"))
+            what = f"{call.path} answered with something other than JSON: {said}"
+            raise HttpFailure(FailureKind.GARBAGE, what) from None
+
+    def failure_in(self, error: Any) -> HttpFailure:
+        """Convert the "error" in the middle of an answer to a failure."""
+        said = error if isinstance(error, Mapping) else {"message": error}
+        code = said.get("code")
+        # Without a code it is SGLang, which reports a rejected request like this.
+        kind = kind_of_status(code) if isinstance(code, int) and code >= 400 else FailureKind.BAD_REQUEST
+        return HttpFailure(kind, self.errors.short(str(said.get("message", said))))
 
     @contextmanager
     def _in_time(self, call: Call) -> Iterator[None]:
@@ -189,44 +205,27 @@ class RemoteServer:
 
 
 @contextmanager
-def _failures() -> Iterator[None]:
+def _failures(errors: ErrorTexts) -> Iterator[None]:
     """Convert aiohttp's errors to `HttpFailure`."""
     import aiohttp
 
     try:
         yield
-    except aiohttp.ClientPayloadError as error:
-        raise HttpFailure(FailureKind.CONNECTION, f"the answer broke off ({_words(error)})") from error
-    except (aiohttp.ClientConnectionError, ConnectionError) as error:
-        raise HttpFailure(FailureKind.CONNECTION, _words(error)) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise HttpFailure(FailureKind.GARBAGE, _words(error)) from error
+        text = errors.short(str(error)) or type(error).__name__
+        if isinstance(error, aiohttp.ClientPayloadError):
+            raise HttpFailure(FailureKind.CONNECTION, f"the answer broke off ({text})") from error
+        lost = isinstance(error, aiohttp.ClientConnectionError | ConnectionError)
+        raise HttpFailure(FailureKind.CONNECTION if lost else FailureKind.GARBAGE, text) from error
 
 
-def failure_in(error: Any) -> HttpFailure:
-    """Convert the "error" in the middle of an answer to a failure."""
-    said = error if isinstance(error, Mapping) else {"message": error}
-    code = said.get("code")
-    # Without a code it is SGLang, which reports a rejected request like this.
-    kind = kind_of_status(code) if isinstance(code, int) and code >= 400 else FailureKind.BAD_REQUEST
-    return HttpFailure(kind, str(said.get("message", said))[:_MAX_ERROR_CHARS])
-
-
-def _said(text: bytes) -> str:
+def _message(text: bytes) -> str:
     """Return the error message in an answer, or the whole answer."""
     try:
         said = orjson.loads(text)
     except orjson.JSONDecodeError:
-        return _cut(text)
+        return text.decode(errors="replace")
     for name in ("error", "detail", "message"):
         if isinstance(said, Mapping) and name in said:
             said = said[name]
-    return " ".join(str(said).split())[:_MAX_ERROR_CHARS]
-
-
-def _cut(text: bytes) -> str:
-    return " ".join(text[:_MAX_ERROR_CHARS].decode(errors="replace").split())
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_MAX_ERROR_CHARS] or type(error).__name__
+    return str(said)

@@ -15,7 +15,7 @@ from runner.engines.http_engine import RetriedStream
 from runner.engines.http_retries import FailureKind, HttpFailure
 from runner.engines.remote.dialect import Call, Piece, PieceReader
 from runner.engines.remote.runtime import RemoteRuntime
-from runner.engines.remote.server import Answer, failure_in
+from runner.engines.remote.server import Answer
 from runner.engines.stream import GatedStream
 from runner.errors import EngineError
 from runner.tokens.log import VersionSpan
@@ -56,6 +56,7 @@ class EventReader:
                 yield line[5:].strip()
 
 
+_MAX_DATA_CHARS = 200  # of unreadable data in an error
 _END_SECONDS = 1.0
 """Seconds for the rest of an answer after its last event, so that its connection can be reused."""
 
@@ -167,8 +168,9 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
                 if event != DONE:
                     self._take_event(event)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-            said = " ".join(data[-200:].decode(errors="replace").split())
-            problem = f"{type(error).__name__}: {error}"
+            errors = self._runtime.server.errors
+            said = errors.masked(data.decode(errors="replace"))[-_MAX_DATA_CHARS:]
+            problem = errors.short(f"{type(error).__name__}: {error}")
             raise HttpFailure(FailureKind.GARBAGE, f"the answer cannot be read ({problem}): {said}") from error
 
     def _take_event(self, event: bytes) -> None:
@@ -176,7 +178,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         if not isinstance(chunk, Mapping):
             raise TypeError("an event that is not an object")
         if "error" in chunk:
-            raise failure_in(chunk["error"])
+            raise self._runtime.server.failure_in(chunk["error"])
         piece = self._reader.read(chunk)
         if piece.cached_tokens is not None:
             self._cached_tokens = piece.cached_tokens

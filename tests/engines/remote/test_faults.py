@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 WATCHDOG_SECONDS = 600.0
 
+KEY = "sk-secret-0123456789"
+
 
 # --- troubles
 
@@ -193,6 +195,23 @@ async def test_server_error_fails_only_its_request_at_once(tmp_path: Path, troub
         assert stream.finish.reason is FinishReason.ERROR
         assert len(server.bodies) == 1
         assert text_of(await read(engine)) == TEXT
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        answers(500, f"cannot use {KEY}"),
+        says(b'{"error": {"message": "cannot use %b", "code": 500}}' % KEY.encode()),
+        says(b"{cannot use %b" % KEY.encode()),
+        says(b'{"choices": [{"index": 0, "token_ids": ["cannot use %b"]}]}' % KEY.encode()),
+    ],
+    ids=["status", "in the answer", "no json", "no id"],
+)
+async def test_key_that_a_server_repeats_is_masked_in_errors(tmp_path: Path, trouble: Trouble) -> None:
+    async with asked(tmp_path, key=KEY, engine={"api_key": KEY}, troubles=[trouble]) as (_, engine):
+        with pytest.raises(EngineError, match=r"cannot use \*\*\*") as raised:
+            await read(engine)
+        assert KEY not in str(raised.value)
 
 
 async def test_a_server_that_does_not_begin_to_answer_is_given_up_in_time(tmp_path: Path) -> None:
