@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.errors import BadOption, RequestRejected
 
-__all__ = ["AdapterVersion", "Adapters", "base_and_adapter"]
+__all__ = ["AdapterVersion", "Adapters", "base_and_adapter", "is_adapter_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 _STAMP = re.compile(r"(.*)\+([A-Za-z0-9][\w.-]*)@(\d+)", re.ASCII | re.DOTALL)
@@ -152,8 +152,12 @@ class Adapters:
         self._old.clear()
 
 
+def is_adapter_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def _checked(name: str) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_adapter_name(name):
         raise BadOption(f"adapter {name!r:.120}: its name has letters, digits, '_', '.' and '-', up to 100 of them.")
     return name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,6 +17,7 @@ import anyio.to_thread
 from anyio.lowlevel import current_token
 
 from runner import checked
+from runner.engines.adapters import is_adapter_name
 from runner.engines.base import GenerationRequest, ModelEngine
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
@@ -39,7 +39,6 @@ _STREAM_INTERVAL_IDS = 8
 _CERTAIN = math.log(0.99)
 """Log-probability above which the probe's id counts as certain. A bias makes it certain in the sampling distribution,
 but not in the model's own (`probe_request`)."""
-_ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
 class RemoteEngine(ModelEngine[RemoteRuntime]):
@@ -168,7 +167,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             dialect,
             self.retries,
             gate=AdmissionGate(self.places, room),
-            adapters=RemoteAdapters(name for name in info.model.adapters if _ADAPTER.fullmatch(name)),
+            adapters=RemoteAdapters(name for name in info.model.adapters if is_adapter_name(name)),
             context=self.context,
             version=version,
             model=info.model.name,
