@@ -59,7 +59,7 @@ def check_playable(environment: Environment[Any]) -> None:
 
 
 def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
-    """Refuse tools that prompts would not contain or whose calls could not be parsed; warn about smaller losses.
+    """Refuse tools that the template cannot print or whose calls cannot be parsed; warn about smaller losses.
 
     Only tools of the class are checked. Those that `setup()` adds, or a client offers, are known only in an episode.
 
@@ -80,7 +80,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
     if sure and choice not in known:
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
     if choice in known and (sure or not chat.parser.writes_as_read):
-        # Otherwise each episode would be refused.
+        # Without this check, each episode would be refused.
         constraint = chat.parser.constraint(tools, choice)
         if constraint is not None:
             chat.engine.check_constraint(constraint)
@@ -96,7 +96,7 @@ def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
         return warnings
     lost = list(losses(form, tools))
     if lost:
-        # The worst first.
+        # worst first
         lost.sort(key=lambda loss: not loss.uncallable)
         loss = f"of the tool {lost[0].tool!r}: {lost[0].what}{_others(lost)}"
         if lost[0].uncallable:

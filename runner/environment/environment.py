@@ -30,15 +30,15 @@ Reply = Prompt | None
 """The reply of `step`; None ends the episode. An empty list is an error."""
 
 HOOKS = {"setup": 0, "prompt": 0, "step": 1, "rollout": 1, "close": 0, "tasks": 0, "lifespan": 0}
-"""Methods that an author may define and the runner calls, with their numbers of arguments."""
+"""Methods that an author may define and the runner calls, with the number of arguments of each."""
 
 
 class NotInEpisode(BadEnvironment, AttributeError):
-    """An attribute of episodes was read from an environment object that does not play."""
+    """An attribute that exists only in episodes was read from an environment object that does not play."""
 
 
 class _EpisodeAttribute:
-    """Placeholder for an attribute that an episode sets."""
+    """Placeholder for an attribute that exists only in episodes."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -64,12 +64,14 @@ class Environment(Generic[TaskT]):
     reads `self.task`."""
     tool_choice: ToolChoice = "auto"
     """Use of tools: "auto" allows calls, "required" forces one, "none" forbids them, and the name of a tool forces a
-    call of it. Read before every turn, so it may be assigned."""
+    call of it. The runner reads it before every turn, so it may be reassigned at any time.
+    """
     limits: Limits = Limits()
     """Limits of the environment; those of a run override them field by field. May be assigned in `setup()`."""
     sampling: Sampling = Sampling()
-    """Sampling of the environment; that of a run overrides it field by field. Read before every turn, so it may be
-    assigned."""
+    """Sampling of the environment; that of a run overrides it field by field. The runner reads it before every turn, so
+    it may be reassigned at any time.
+    """
     engines: Mapping[str, BaseEngine] = {}
     """Separate engines of untrained agents, such as a judge, by the agent's name; those of a run override them. May be
     assigned in `__init__()`."""
@@ -168,11 +170,14 @@ class Environment(Generic[TaskT]):
         return self._construction
 
     def parts(self) -> Mapping[str, Environment[Any]]:
-        """The environments that play, by the beginning of their task ids; not a mixture, this one alone, as ""."""
+        """The environments that play, by the prefix of their task ids.
+
+        An environment that is not a mixture is its only part, with the prefix "".
+        """
         return {"": self}
 
     def overrides(self, hook: str) -> bool:
-        """Return True if the author defined this hook; otherwise it is not called."""
+        """True if the author defined this hook. Other hooks are not called."""
         return getattr(type(self), hook) is not getattr(Environment, hook)
 
     def bound_tools(self) -> list[Tool]:
@@ -198,7 +203,7 @@ class Environment(Generic[TaskT]):
 
 
 def check_episode_attributes(name: str, given: Mapping[str, object]) -> None:
-    """Refuse attributes of an environment that each episode sets, since they would be lost.
+    """Refuse attributes that each episode sets, since an assigned value would be lost.
 
     Raises:
         BadEnvironment: one of them is among `given`.

@@ -34,7 +34,7 @@ async def lifespan_of(
         yield None
         return
     lifespan = _Lifespan(environment, workers)
-    # Around everything, because cancel scopes that an asynchronous one opens must close inside.
+    # The scope encloses all other code, because cancel scopes that an asynchronous lifespan opens must close inside.
     with anyio.CancelScope() as leaving:
         shared = await lifespan.enter()
         passing: BaseException | None = None
@@ -84,7 +84,7 @@ class _Lifespan:
         else:
             self._thread = WorkerThread()
             self._manager = await self._in_thread(make)
-        # By the returned object: a synchronous method may return either kind.
+        # Decide by the returned object: a synchronous method may return either kind.
         if not hasattr(self._manager, "__aenter__"):
             if not hasattr(self._manager, "__enter__"):
                 raise BadEnvironment(
@@ -101,7 +101,7 @@ class _Lifespan:
             return await self._leave(passing)
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is not None and unwrapped(error) is unwrapped(passing):
-                return False  # the error passed, perhaps wrapped by a task group
+                return False  # the context raised the error that it received, perhaps wrapped by a task group
             if _holds_a_cancellation(error):
                 raise
             raise BadEnvironment(f"lifespan() raised {describe_error(error)}, at its end") from error

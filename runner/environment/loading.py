@@ -41,7 +41,7 @@ class BundledEnvironment:
     name: str
 
     description: str
-    """First line of its docstring, or the error of its import."""
+    """First line of the class's docstring, or the error of its import."""
 
     settings: str = ""
 
@@ -49,7 +49,7 @@ class BundledEnvironment:
     """False if it cannot be imported."""
 
     missing: str = ""
-    """The command that installs the package that it needs; "" if nothing is missing."""
+    """Command that installs the package that the environment needs; "" if nothing is missing."""
 
 
 def bundled_environments() -> list[BundledEnvironment]:
@@ -103,7 +103,7 @@ def find_environment(name: str) -> type[Environment[Any]]:
 
 
 def short_name(name: str) -> str:
-    """The name in the names of run files: a bundled name, or the class's, or the file's."""
+    """The environment's name for run files: a bundled name, or the name of the class or the file."""
     where, _, cls = name.partition(":")
     return Path(cls).name or Path(where).stem
 
@@ -117,7 +117,7 @@ def settings_in_name(name: str) -> dict[str, str]:
 
 
 def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:
-    # Without the current folder, where an author's envs/ would hide ours.
+    # The current folder is excluded, since an author's envs/ there would hide ours.
     return _class_in(_imported(entry.module, entry.name), entry.attr, entry.name)
 
 
@@ -135,7 +135,7 @@ def _imported(module: str, name: str) -> ModuleType:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """The module of a file; inside a package it gets its dotted name, so that its imports work."""
+    """Load a file as a module. A file inside a package gets its dotted name, so that its imports work."""
     if not path.is_file():
         raise BadEnvironment(f"The file {str(path)!r} does not exist; give the path of a Python file, path.py:Class.")
     path = path.resolve()
@@ -234,7 +234,7 @@ def construct_named(name: str, settings: Mapping[str, str]) -> Environment[Any]:
 def _parameters(cls: type[Environment[Any]]) -> Iterator[inspect.Parameter]:
     try:
         hints = typing.get_type_hints(cls.__init__)
-    except Exception:  # annotations are evaluated, and may raise anything
+    except Exception:  # evaluating annotations may raise anything
         hints = {}
     signature = inspect.signature(cls.__init__)
     for name, parameter in list(signature.parameters.items())[1:]:

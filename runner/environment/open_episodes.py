@@ -18,10 +18,10 @@ __all__ = ["OpenEpisodes"]
 
 
 class OpenEpisodes(Environment):
-    """One key, one episode: it ends with `POST base_url/end`, with `POST end_url`, or with the run.
+    """Episodes with one key each. An episode ends with `POST base_url/end`, with `POST end_url`, or with the run.
 
-    Only `end_url` accepts a reward, so that a program with only the key cannot reward itself. An episode
-    without a reported reward has none.
+    Only `end_url` accepts a reward, so that a program with only the key cannot reward itself. An episode without a
+    reported reward has none.
     """
 
     limits = Limits(seconds=None)

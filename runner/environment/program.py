@@ -28,14 +28,16 @@ PROMPT = "{prompt}"
 class Program(Environment):
     """An existing agent program. It gets the task's prompt and a folder, and a check command decides the reward.
 
-    The folder is a copy of `copy`. The reward is 1 if the check exits with 0; without a check, if the program does. A
-    program that fails has no reward.
+    The folder is a copy of `copy`. The reward is 1 if the check exits with 0. Without a check, the program's exit code
+    counts instead. A program that fails has no reward.
     """
 
     limits = Limits(turns=200, seconds=3600)
 
     runs_here: ClassVar[bool] = True
-    """True if the program runs on this machine, unless it is wrapped; so its command must exist here."""
+    """True if the program runs on this machine, so that its command must exist here. A wrapped program may run
+    elsewhere.
+    """
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class Program(Environment):
 
 
 def split_command(name: str, command: str) -> list[str]:
-    """Split a command like a shell does; `name` is its setting, for the error."""
+    """Split a command like a shell does. Errors call it `name`."""
     try:
         argv = shlex.split(command)
     except ValueError as error:
@@ -141,12 +143,15 @@ def split_command(name: str, command: str) -> list[str]:
 
 
 def _refuse_missing(name: str, command: str, argv: list[str]) -> None:
-    """Refuse a program that is not on PATH; one with a path may be in the copied folder."""
+    """Refuse a program that is not on PATH.
+
+    A program given with a folder is not checked, since the copied folder may contain it.
+    """
     if argv and not os.path.dirname(argv[0]) and shutil.which(argv[0]) is None:
         raise BadEnvironment(f"{name}={command!r:.80}: the program {argv[0]!r} is not on PATH: install it.")
 
 
 def fill_names(text: str, known: dict[str, str]) -> str:
-    """The text with names replaced once; names inside a replacement stay."""
+    """Return the text with each placeholder replaced. Placeholders inside a replacement stay."""
     parts = re.split("(" + "|".join(map(re.escape, known)) + ")", text)
     return "".join(known.get(part, part) for part in parts)

@@ -60,7 +60,7 @@ def environment_tasks(environment: Environment[Any]) -> Tasks:
         raise BadTask(f"tasks() raised {describe_error(error)}") from error
     if not isinstance(source, Iterable | AsyncIterable | Path):
         close = getattr(source, "close", None)
-        if close is not None:  # Python would warn about a coroutine that is not awaited
+        if close is not None:  # an unclosed coroutine would cause a warning of Python
             close()
         raise BadTask(f"tasks() returned {source!r:.80}: return a list of Task, or yield (`async def` must yield).")
     return cast("Tasks", source)
@@ -69,8 +69,9 @@ def environment_tasks(environment: Environment[Any]) -> Tasks:
 class TaskFeed:
     """Returns tasks one at a time, when an episode can begin.
 
-    `next` and `finished` of a synchronous source run in worker threads, because they may block; a list cannot. An
-    asynchronous one runs in a task of its own, since it may keep a task group open between two tasks.
+    `next` and `finished` of a synchronous source run in worker threads, because they may block. A list cannot block and
+    is read directly. An asynchronous source runs in a task of its own, since it may keep a task group open between two
+    tasks.
 
     Args:
         tasks: the source.
@@ -116,8 +117,8 @@ class TaskFeed:
     async def look_ahead(self, seconds: float) -> None:
         """Take and check the first task, which `next` returns later.
 
-        A source that repeats tasks is not asked yet, since it may choose by results. An asynchronous one that has no
-        task within `seconds` is asked further in its own task.
+        A source that receives results is skipped, since it may choose by results. If an asynchronous source has no
+        task within `seconds`, the request continues in the source's own task.
 
         Raises:
             BadTask: the first task is invalid.
@@ -176,7 +177,10 @@ class TaskFeed:
 
 
 class _SourceTask:
-    """A task in which an asynchronous source is asked and closed. It may keep scopes open between two answers."""
+    """A task that requests tasks of an asynchronous source and closes it.
+
+    The source may keep scopes open between two requests.
+    """
 
     def __init__(self, source: AsyncIterator[Any]) -> None:
         self._source = source
@@ -200,7 +204,10 @@ class _SourceTask:
             raise self._error
 
     async def next(self) -> Any:
-        """The next answer; `_END` at the end. If this is cancelled, the next call returns what it asked for."""
+        """The next task; `_END` at the end.
+
+        After a cancelled call, the next call returns the task that was requested.
+        """
         if not self._is_asked:
             self._is_asked = True
             self._asked.set()
@@ -218,7 +225,7 @@ class _SourceTask:
             error: BaseException | None = raised
             if isinstance(error, BaseExceptionGroup):
                 _, error = error.split((GeneratorExit, anyio.get_cancelled_exc_class()))
-            if error is not None:  # else it was only closed
+            if error is not None:  # None: the source was only closed
                 self._error, self._has_failed = BadTask(f"tasks() raised {describe_error(error)}"), True
             self._answered.set()
 

@@ -1,1 +1,1 @@
-"""One episode: its life, its conversations, their turns, and the limits on all of them."""
+"""One episode: its life cycle, its conversations, their turns, and the limits on all of them."""

@@ -29,15 +29,15 @@ class RequestAlignment:
     verdict: Verdict
     """The relation of the history to the sampled turns."""
     parent: RequestNode | None = None
-    """The request of the turn that it follows."""
+    """The request whose turn this request follows."""
     last_turn: RequestNode | None = None
     """The last turn in its history; None if no turn is in it unchanged."""
     before: RequestNode | None = None
-    """The earlier request with the same prompt, or the first turn of a history that was discarded as a whole."""
+    """The earlier request with the same prompt, or the first turn of a history that was discarded completely."""
     again: Again = Again.NO
     """Treatment of a prompt that was requested before."""
     messages: list[Message] = field(default_factory=list)
-    """The messages to add after the turn that it follows; the whole history where that is rendered again."""
+    """The messages to add after the turn in `parent`; the whole history if it is rendered again."""
     tolerated: frozenset[Tolerated] = frozenset()
     """Differences that the client made and that change nothing."""
     as_sent: bool = False
@@ -47,7 +47,7 @@ class RequestAlignment:
 
     @property
     def whole(self) -> str:
-        """Cause for rendering everything again; "" for none."""
+        """Cause for rendering the whole history again; "" if its ids are kept."""
         if self.as_sent and (self.parent is not None or self.before is not None):
             return AS_SENT
         if self.verdict in (Verdict.FOREIGN, Verdict.RETOLD, Verdict.EDITED, Verdict.TOOLS):
@@ -116,13 +116,14 @@ def align(
 
 
 def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
-    """Return how many messages of the history lead to the answer of a request."""
+    """Return the number of leading messages that a request continues from; the last of them is an answer."""
     return 0 if request_node.answer_node is None else match.points.index(request_node.answer_node) + 1
 
 
 def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> RequestNode | None:
     for point in reversed(match.points):
-        # Only the named turn, its ancestors and its descendants. Without any, the content alone decides.
+        # Consider only the named turn, its ancestors and its descendants. Without a named turn, the content alone
+        # decides.
         known = [each for each in point.answers if named is None or _in_line(each, named)]
         proven = [each for each in known if _reasons(match, each)]
         if proven:
@@ -136,7 +137,7 @@ def _in_line(one: RequestNode, other: RequestNode) -> bool:
 
 
 def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
-    """Return True if the history has no reasoning that differs from its turns; it may lack reasoning."""
+    """Return True if no reasoning in the history differs from its turns. Reasoning may be missing."""
     turns = {id(each.answer_node): each for each in request_node.path()} if match.thoughts else {}
     for index in match.thoughts:
         turn = turns.get(id(match.points[index]))
@@ -148,7 +149,7 @@ def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
 
 
 def _names(message: ReadMessage, turn: RequestNode) -> bool:
-    """Return True if a message has an id of a turn. The id proves the turn, whatever reasoning came with it."""
+    """Return True if a message has an id of a turn. The id proves the turn, whatever reasoning the client sent."""
     return turn.node is not None and turn.node.turn.handle != "" and turn.node.turn.handle in message.handles
 
 
@@ -198,7 +199,7 @@ def _require_message_to_answer(match: HistoryMatch, rest: Sequence[ReadMessage])
 
 
 def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:
-    """Return the turn that the last ids of a history name, if it is not at its place in the history."""
+    """Return the turn that the last ids of a history name, if the turn is at a different place in the history."""
     naming = (match.messages[index] for index in reversed(match.naming))
     spoken = (histories.named(message.handles) for message in naming if message.role == "assistant")
     named = next((turn for turn in spoken if turn is not None), None)
@@ -228,7 +229,7 @@ def _again(before: RequestNode) -> Again:
 
 
 def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdict:
-    """Return the verdict on a request that follows a turn with the same tools, by the client with this label."""
+    """Return the verdict on a request that follows a turn with the same tools and the same client label."""
     if not parent.children:
         return Verdict.APPEND
     if not parent.fits(label):
@@ -253,7 +254,7 @@ def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: s
 
 
 def _latest(begun: RequestNode, label: str) -> RequestNode | None:
-    """Return the latest turn on a path that begins with this one."""
+    """Return the latest turn among this one and its descendants."""
     sampled = (each for each in begun.descendants() if each.node is not None and each.fits(label))
     return max(sampled, key=lambda each: each.number, default=None)
 
@@ -268,7 +269,7 @@ def _new_messages(
     """Return the messages from `start` on, as the model receives them.
 
     Calls have the ids that their turns sampled, in place of those that clients received; a result has the name of its
-    call. A turn that is proven by its ids has its sampled content, unless the history is used `as_sent`.
+    call. If ids prove a turn, its sampled content is used, unless the history is used `as_sent`.
     """
     messages = list[Message]()
     for index in range(start, len(match.messages)):

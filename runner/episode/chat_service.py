@@ -49,16 +49,16 @@ from runner.turn_events import DeliverTurn, TurnEventSink
 __all__ = ["ChatService"]
 
 OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationState]
-"""Opens the conversation of a thread, by its name, its tools and whether it is trained."""
+"""Open the conversation of a thread, given its name, its tools and whether it is trained."""
 
 GRANTED = frozenset(sampling_names(granted=True))
-"""The sampling fields that a request may set in a trained thread; the others are the run's."""
+"""Sampling fields that a request may set in a trained thread. The run sets the others."""
 
 MAX_ITEMS_ON_LOOP = 100
-"""Most tools and messages that are read without a pause. More would block the event loop."""
+"""Maximum number of tools and messages that are read without a pause. More would block the event loop."""
 
 MAX_TOOL_CHARACTERS_ON_LOOP = 65_536
-"""Tools with more characters of JSON are made in a thread, since each of their schemas is checked."""
+"""Tools with more characters of JSON are created in a thread, since each schema is checked."""
 
 LOOP_SLICE_SECONDS = 0.005
 """Longest time that reading a long history blocks the event loop at once."""
@@ -83,19 +83,19 @@ class _PendingRequest:
     """Receiver of the turn's events while it is sampled."""
     began: float = field(default_factory=time.perf_counter)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    """The scope in which it is answered. A client that disconnects cancels it."""
+    """The cancel scope of the answer. It is cancelled when the client disconnects."""
     done: anyio.Event = field(default_factory=anyio.Event)
     """Set when work on the request is over."""
     request_node: RequestNode | None = None
-    """Its node in the history tree, once the history is matched."""
+    """The request's node in the history tree; None until the history is matched."""
     record: ChatRequest | None = None
-    """The record of the request, from then on."""
+    """The record of the request; None until the history is matched."""
     turn: Turn | None = None
     """The turn that answers it."""
     continued: Turn | None = None
     """The cut turn that `turn` continues."""
     error: Exception | None = None
-    """The reason for having no turn."""
+    """The reason why there is no turn."""
 
 
 class ChatService:
@@ -103,10 +103,10 @@ class ChatService:
 
     def __init__(self, episode: EpisodeState, open_thread: OpenThread) -> None:
         self.threads: list[ConversationState] = []
-        """The conversations that requests began, in that order."""
+        """The conversations that requests started, in that order."""
         self._episode = episode
         self._open_thread = open_thread
-        self._own: set[ConversationState] = set()  # cached: there may be a thousand
+        self._own: set[ConversationState] = set()  # cached, since there may be a thousand
         self._histories = HistoryTree()
         self._numbered = 0
         self._tools: dict[str, _UsableTools] = {}
@@ -121,10 +121,11 @@ class ChatService:
 
     @asynccontextmanager
     async def open(self, tasks: TaskGroup) -> AsyncIterator[None]:
-        """Answer requests inside of the block, under the clocks that run over it; requests left at its end are cut.
+        """Answer requests while the block runs, under its clocks. Requests that are left at the end are cut.
 
         Args:
-            tasks: the task group for the answers. It is outside the block, where the author may leave scopes open.
+            tasks: the task group for the answers. It must be outside the block, since the author may leave scopes open
+                inside.
         """
         self._group, self._context = tasks, copy_context()
         try:
@@ -158,7 +159,7 @@ class ChatService:
         try:
             if self._group is not None:
                 await self._hand_over(request, self._group)
-            elif self._episode.limits.clock.is_over_this_task():  # a tool's, in the usual loop
+            elif self._episode.limits.clock.is_over_this_task():  # usually the clock of a tool
                 await self._serve(request)
             else:
                 raise self._is_over()
@@ -174,7 +175,7 @@ class ChatService:
                 request.record.seconds = time.perf_counter() - request.began
         if request.error is not None:
             raise request.error
-        assert request.turn is not None  # or there is an error
+        assert request.turn is not None  # otherwise there is an error
         if request.request_node is not None and request.record is not None:
             request.record.delivery = Delivery.DELIVERED
             request.request_node.gone = False
@@ -204,7 +205,7 @@ class ChatService:
 
     async def _hand_over(self, request: _PendingRequest, group: TaskGroup) -> None:
         self._answering[request] = None
-        # The caller may be under no clock of the episode; a task has the clocks of the task that starts it.
+        # The caller may not be under a clock of the episode. A task has the clocks of the task that starts it.
         self._context.copy().run(group.start_soon, self._serve, request)
         if request.sink is not None:
             await request.sink.forward()
@@ -215,7 +216,7 @@ class ChatService:
         return EpisodeOver(f"{self._episode.key.id} is not being played: no request can be answered")
 
     async def _serve(self, request: _PendingRequest) -> None:
-        request.error = self._is_over()  # if it is cut
+        request.error = self._is_over()  # the error if the task is cut
         try:
             with request.scope, Asking():
                 if request.scope.cancel_called:
@@ -234,7 +235,7 @@ class ChatService:
     async def _answer(self, request: _PendingRequest) -> Turn:
         chat_call = request.chat_call
         offered = await self._tools_of(chat_call.tools)
-        tools = list(offered.callable)  # a copy: it becomes the list of a cursor, which authors may change
+        tools = list(offered.callable)  # a copy, since it becomes the list of a cursor, which authors may change
         found, seconds = await self._aligned(chat_call, tools)
         if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
             return self._replay(request, found, found.before.node.turn, seconds)
@@ -257,7 +258,7 @@ class ChatService:
         request_node = request.request_node = RequestNode(
             thread, found.match.end, found.parent, cursor.copied(), found.last_turn, record=record
         )
-        if chat_call.form == "responses":  # the only form that can refer to an answer by id alone
+        if chat_call.form == "responses":  # only this form can refer to an answer by its id alone
             request_node.history = found.history
         self._histories.add_request(request_node)
         self._episode.limits.context_rewritten(thread.name)
@@ -276,7 +277,7 @@ class ChatService:
                 raise _unwritable(missing, [*cursor.seen, *cursor.queued], chat_call, thread.chat) from None
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
-                self._episode.limits.context_rewritten(thread.name)  # the client received the error, which is enough
+                self._episode.limits.context_rewritten(thread.name)  # the client received the error and can act on it
             cut = not isinstance(error, Exception)
             record.delivery = Delivery.CUT if cut else Delivery.REFUSED
             record.error = "" if cut else str(error)
@@ -287,7 +288,7 @@ class ChatService:
     async def _tools_of(self, given: Sequence[Any]) -> _UsableTools:
         """Return the tools of a request.
 
-        They are cached: each request repeats them, and making them checks each schema.
+        Tools are cached, since each request repeats them and creating them checks each schema.
         """
         if any(isinstance(each, Tool) for each in given):
             return self._offered(given)
@@ -296,7 +297,7 @@ class ChatService:
             made: Sequence[Any] = given
             if len(given) > MAX_ITEMS_ON_LOOP or len(key) > MAX_TOOL_CHARACTERS_ON_LOOP:
                 made = []
-                # One by one, so that work stops for a client that has disconnected.
+                # Tools are created one by one, so that work stops if the client disconnects.
                 for index, each in enumerate(given):
                     made += [await self._episode.shared.workers.call(Job(partial(tool_of, index, each), "tools"))]
             self._tools[key] = self._offered(made)
@@ -315,7 +316,7 @@ class ChatService:
         return _UsableTools(shown, unwritable)
 
     async def _read_ahead(self, messages: Sequence[Any]) -> None:
-        """Read a long history in slices, between which other tasks run. The messages are then in the cache."""
+        """Read a long history in slices, so that other tasks can run. The messages are then cached."""
         if not isinstance(messages, list) or len(messages) <= MAX_ITEMS_ON_LOOP:
             return
         until = time.perf_counter() + LOOP_SLICE_SECONDS
@@ -334,7 +335,7 @@ class ChatService:
         await self._read_ahead(chat_call.messages)
         while True:
             began = time.perf_counter()
-            # Turns of the author's own conversations, which a request may continue.
+            # A request may also continue turns of the author's own conversations.
             for state in self._episode.states.values():
                 if state not in self._own:
                     self._histories.take_in(state)
@@ -353,7 +354,7 @@ class ChatService:
             seconds = time.perf_counter() - began
             if found.again is not Again.TAKEN_BACK or found.before is None or found.before.over.is_set():
                 return found, seconds
-            # It is being cut at this moment.
+            # The request is being cut.
             await found.before.over.wait()
 
     def _systems(self) -> SystemSupport:
@@ -364,7 +365,7 @@ class ChatService:
         assert found.before is not None
         request.request_node = found.before
         record = request.record = self._record(found.before.thread, request.chat_call, found, seconds)
-        record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until the client has it
+        record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until the client has received it
         return turn
 
     def _settle(
@@ -380,11 +381,11 @@ class ChatService:
         assert request_node.record is not None
         request_node.record.turn = node.turn.number
         if request_node.record.delivery is Delivery.IN_FLIGHT:
-            request_node.record.delivery = Delivery.UNDELIVERED  # until the client has it
+            request_node.record.delivery = Delivery.UNDELIVERED  # until the client has received it
         self._histories.add_answer(request_node, node, [node.turn.handle])
 
     def _thread(self, chat_call: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
-        """Return the conversation that answers: that of the turns before, unless another client asks."""
+        """Return the conversation that answers: that of the previous turns, unless another client sent the request."""
         known = found.before or found.parent
         if known is not None and known.fits(chat_call.label) and known.thread in self._own:
             return known.thread
@@ -425,7 +426,7 @@ class ChatService:
         return record
 
     def _handle(self, thread: ConversationState) -> Callable[[int], str]:
-        """Return the id of a turn for a client. It depends on the key alone, as the seed of its sampling does."""
+        """Return the id of a turn for a client. The id depends only on the key, as the turn's sampling seed does."""
         key = self._episode.key
 
         def named(number: int) -> str:
@@ -436,7 +437,7 @@ class ChatService:
 
 
 def _unwritable(missing: Unbridgeable, messages: Sequence[Message], chat_call: ChatCall, chat: ChatModel) -> BadMessage:
-    """Return an error with the reason why a template cannot write a history, and the fix if there is one."""
+    """Return the error for a history that the template cannot write, with the reason, and the fix if there is one."""
     text = f"the chat template cannot write this history: {missing}"
     begin = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     late = any(message["role"] == "system" for message in messages[begin:])
@@ -465,7 +466,7 @@ def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
         return before(again.node, stands, "environment", takes_back=found.again is Again.TAKEN_BACK)
     node = None if parent is None else parent.node
     if node is not None and not found.whole:
-        # The same tools in another order: templates print them, so the earlier order is kept.
+        # The same tools arrived in another order. The earlier order is kept, since templates print tools.
         shown = [tool["function"]["name"] for tool in node.segment.tools]
         tools = sorted(tools, key=lambda tool: shown.index(tool.name))
     whole = found.whole or ("start" if node is None else "")
@@ -473,9 +474,9 @@ def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
 
 
 def _granted(thread: ConversationState, requested: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
-    """Return the fields of the sampling that apply.
+    """Return the sampling fields that apply.
 
-    In a trained thread they are the run's, except for those that end or shape the answer.
+    In a trained thread the run's fields apply, except for those that end or shape the answer.
     """
     if requested is None:
         return None, {}

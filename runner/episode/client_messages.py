@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 VOLATILE: Final = ("x-anthropic-billing-header:",)
-"""Beginnings of lines in a system message that differ from request to request, and are not instructions."""
+"""Beginnings of lines in a system message that differ between requests and are not instructions."""
 
 _THOUGHT: Final = re.compile(r"\s*<(think|thinking|thought|reasoning)>(?P<thought>.*?)</\1>\s*", re.DOTALL)
-"""Reasoning inside a content, in the marks that clients use."""
+"""Reasoning inside a content, between the tags that clients use."""
 
 _KEYS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "cache_control"}
@@ -45,10 +45,10 @@ _THOUGHTS: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
 """Types of parts that hold reasoning instead of text."""
 
 _MINTED: Final = re.compile(r"call_[0-9a-f]{12}_\d+(?![0-9A-Za-z])")
-"""Call id as clients receive it. Clients put further text around it, such as the id of an item."""
+"""Call id as clients receive it. Clients wrap it in further text, such as the id of an item."""
 
 UNPARSED: Final = "unparsed"
-"""Name of the argument that holds a past call's arguments if they are not a JSON object."""
+"""Name of the argument that holds a past call's arguments that are not a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,18 @@ class ReadMessage:
     key: Hashable
     """Its content for comparison, without reasoning and ids."""
     size: int = 0
-    """Bytes as JSON."""
+    """Size of the message as JSON, in bytes."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """Differences that the client made in any case."""
+    """Differences from the turn that the client always makes."""
     volatile: int = 0
     """Number of volatile lines that were removed from it."""
-    # Computed once, not at every look at a history.
+    # Computed once, since every match of a history reads it.
     role: str = field(init=False)
     call_ids: tuple[str, ...] = field(init=False)
     handles: tuple[str, ...] = field(init=False)
     """Possible handles of its turn: the ids of calls without their number, and its `handle`."""
     handle: str = ""
-    """Id of its turn apart from the ids of calls, such as the id of an item."""
+    """A further handle of its turn, such as the id of an item."""
 
     def __post_init__(self) -> None:
         message, set_it = self.message, object.__setattr__
@@ -100,12 +100,12 @@ class MessageReader:
             raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")
         read = self._recent.read(messages, self._read)
         if read and read[-1].role == "user" and Tolerated.NOT_TEXT in read[-1].tolerated:
-            # A bad message is refused in the new part; in the past, a note replaces it.
+            # In the new part, a bad message is refused. In the past, a note replaces it.
             _strictly(len(read) - 1, messages[-1])
         return read
 
     def read_ahead(self, messages: Sequence[Any]) -> Iterator[object]:
-        """Read the messages that are not cached one by one, so that other tasks may run in between.
+        """Read uncached messages one by one, so that other tasks can run in between.
 
         Raises:
             BadMessage: an item is not a message, or has content that is not text; the error has its index.
@@ -113,15 +113,15 @@ class MessageReader:
         return self._recent.steps(messages, self._read)
 
     def read_one(self, message: Mapping[str, Any]) -> ReadMessage:
-        """Read a message that this episode made, apart from any history."""
+        """Read a message that this episode created, without its history."""
         return self._read(0, message)
 
     def _read(self, index: int, message: Mapping[str, Any]) -> ReadMessage:
         try:
             raw = orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS, default=str)
-        except orjson.JSONEncodeError:  # integers past 64 bits
+        except orjson.JSONEncodeError:  # integers of more than 64 bits
             raw = canonical_json(message).encode("utf-8", "surrogatepass")
-        # No digest: computing one lets other threads run, and may wait for them.
+        # Computing a digest would release the interpreter lock, and could wait for other threads.
         known = self._known.get(raw)
         if known is None:
             known = self._known[raw] = _read(index, message, len(raw))
@@ -129,7 +129,7 @@ class MessageReader:
 
 
 def has_references(messages: Sequence[Any]) -> bool:
-    """Return True if a message is there by the id of its turn alone."""
+    """Return True if a message consists only of the id of its turn."""
     return any(map(operator.contains, filter(dict.__instancecheck__, messages), itertools.repeat("refers")))
 
 
@@ -142,7 +142,7 @@ def _read(index: int, given: Any, size: int) -> ReadMessage:
     found.update(_differences(given))
     role, handle = message["role"], given.get("handle")
     if role in ("assistant", "tool"):
-        message.pop("name", None)  # that of a tool's message is the id of its call
+        message.pop("name", None)  # a tool message is identified by the id of its call
     volatile = 0
     if role == "system" and any(mark in message["content"] for mark in VOLATILE):
         lines = message["content"].splitlines(keepends=True)
@@ -172,7 +172,7 @@ def _strictly(index: int, given: Mapping[str, Any]) -> Message:
 def _softened(given: Mapping[str, Any], found: set[Tolerated]) -> Mapping[str, Any]:
     """Return a message with a note in place of each part that is not text, and with arguments that are objects.
 
-    Clients send their whole past with every request: one odd part of it would refuse every later request.
+    Clients send their whole past with every request, so refusing one odd part would refuse every later request too.
     """
     content, calls = given.get("content"), given.get("tool_calls")
     soft = dict(given)
@@ -224,7 +224,7 @@ def key_of(message: Message) -> Hashable:
 
 
 def said_by_user(read: ReadMessage) -> ReadMessage:
-    """Return a system message as a user message; any other one unchanged."""
+    """Return a system message as a user message, and any other message unchanged."""
     if read.role != "system":
         return read
     message: Message = {**read.message, "role": "user"}
@@ -232,7 +232,7 @@ def said_by_user(read: ReadMessage) -> ReadMessage:
 
 
 def thought_of(message: Message) -> str:
-    """Return the reasoning in marks at the beginning of a content, as some clients write it; "" without any."""
+    """Return the reasoning between tags at the beginning of a content, as some clients write it; "" without any."""
     found = _THOUGHT.match(message["content"])
     return "" if found is None else found["thought"].strip()
 
@@ -272,7 +272,7 @@ def as_taken(messages: Sequence[ReadMessage], takes: SystemSupport, *, system_as
 
 
 def _without_rows(messages: Sequence[ReadMessage]) -> list[ReadMessage]:
-    """Return the history with each of these system messages merged into the user message next to it."""
+    """Return the history with each of these system messages merged into the next or previous user message."""
     made: list[ReadMessage] = []
     for message in messages:
         before = made[-1] if made else None
@@ -295,7 +295,7 @@ def _as_one(messages: Sequence[ReadMessage], named: Tolerated, role: Role) -> Re
 
 
 def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
-    """Join several assistant messages of one turn."""
+    """Join several assistant messages that belong to one turn."""
     if len(messages) == 1:
         return messages[0]
     parts = [each.message for each in messages]
@@ -314,7 +314,10 @@ def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
 
 
 def _differences(given: Mapping[str, Any]) -> list[Tolerated]:
-    """Return the differences that every message of a client shows: ours have texts, and arguments as objects."""
+    """Return the differences that a client makes to every message.
+
+    Our own messages have text contents and object arguments.
+    """
     found, content, calls = [], given.get("content"), given.get("tool_calls") or ()
     parts = content if isinstance(content, list | tuple) else ()
     if content is None and given.get("role") == "assistant":

@@ -34,7 +34,7 @@ __all__ = ["Conversation", "open_conversation", "open_thread"]
 
 
 Generate: TypeAlias = Callable[[Callable[[TurnEvent], None]], Awaitable[Turn]]
-"""Samples a turn, and calls its argument with each event."""
+"""Sample a turn, and call the argument with each event."""
 
 
 class StreamedTurn:
@@ -49,7 +49,7 @@ class StreamedTurn:
 
     @property
     def turn(self) -> Turn:
-        """The recorded turn: complete where the iteration reached its end, else what was sampled.
+        """The recorded turn. If the iteration did not reach its end, the turn has what was sampled until then.
 
         Raises:
             RuntimeError: the turn is still being sampled, or nothing was sampled.
@@ -60,7 +60,7 @@ class StreamedTurn:
         return self._turn
 
     def _settle(self) -> None:
-        """Keep the turn, if there is one, before the agent's next turn."""
+        """Store the turn, if there is one, before the agent's next turn."""
         if self._turn is None and (turn := self._last()) is not self._before:
             self._turn = turn
 
@@ -85,7 +85,7 @@ async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> As
         last: returns the latest turn, or None.
         generate: samples the turn.
     """
-    # The queue needs no limit: it holds no more than the turn does, and sampling never waits for its reader.
+    # The queue needs no limit: it holds no more than the turn, and sampling must not wait for the reader.
     on_event, events = anyio.create_memory_object_stream[TurnEvent](math.inf)
     streamed = StreamedTurn(events, last)
 
@@ -102,7 +102,7 @@ async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> As
             group.start_soon(sample)
             try:
                 yield streamed
-            except Exception as error:  # a task group would wrap it
+            except Exception as error:  # not in the task group, which would wrap it
                 left = error
             group.cancel_scope.cancel()
     streamed._settle()
@@ -113,7 +113,7 @@ async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> As
 
 
 DRAIN_SECONDS = 10.0
-"""Time for a closed conversation to record what was sampled of a turn in flight, under a shield."""
+"""Time for a closed conversation to record the sampled ids of a turn in flight, under a shield."""
 
 
 def open_conversation(
@@ -127,7 +127,7 @@ def open_conversation(
     sampling: Sampling | None = None,
     counted: bool | None = None,
 ) -> Conversation:
-    """Open the conversation of an agent that has none; see `Episode.conversation` for the arguments.
+    """Open the conversation of a new agent; see `Episode.conversation` for the arguments.
 
     The `prompt` is as `as_messages` returns it. The conversation is `counted` if the run's sampling and limits apply:
     None for all that are trained.
@@ -152,9 +152,9 @@ def open_conversation(
 
 
 def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
-    """Open the conversation of a thread of requests, which bring their own messages.
+    """Open the conversation of a thread of requests.
 
-    On an engine for messages, threads are evaluated in place of trained.
+    The requests bring their own messages. On an engine for messages, threads are evaluated, not trained.
     """
     trained = train and not episode.shared.evaluates(name)
     open_conversation(episode, name, system_prompt=None, prompt=(), tools=tools, train=trained, counted=train)
@@ -201,7 +201,7 @@ class Conversation:
 
     @property
     def context(self) -> int:
-        """Most tokens that this conversation may hold: `Limits.context`, or the engine's limit."""
+        """Maximum number of tokens of this conversation: `Limits.context`, or the engine's limit."""
         return self._state.context
 
     def add(self, *messages: Prompt) -> None:
@@ -236,7 +236,7 @@ class Conversation:
     async def _generate(self, sinks: TurnSinks, sampling: Sampling | None, tool_choice: ToolChoice | None) -> Turn:
         with self._speaking():
             return await take_turn(self._state, self._state.cursor, sampling, tool_choice, sinks=sinks)
-        # Only `close` leaves the block without a turn: it cancels the scope, which swallows its own cancellation.
+        # Reached only after `close`: the cancelled scope swallows its own cancellation.
         raise self._is_over()
 
     @asynccontextmanager
@@ -282,7 +282,7 @@ class Conversation:
             raise
 
     async def remaining(self, *messages: Prompt) -> int:
-        """Return how many tokens are left in the context, after these messages; negative if they do not fit.
+        """Return the number of tokens left in the context after these messages; negative if they do not fit.
 
         Raises:
             EpisodeOver: the messages have no exact bridge.
@@ -331,7 +331,7 @@ class Conversation:
         raise self._is_over()
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
-        """Replace the history. It cannot be changed in any other way.
+        """Replace the history.
 
         Added messages are appended. Without the agent's last message, that turn is sampled again from its exact prompt
         ids. Any other history is rendered again. The latter two start a segment at the next `generate`, mask 0
@@ -395,8 +395,8 @@ class Conversation:
     ) -> list[Turn]:
         """Sample the next turn several times, concurrently and from the same ids.
 
-        All of them are in the trajectory, and trained on. The conversation continues from the first one, until `keep`
-        selects another.
+        The trajectory contains all tries, and training uses all. The conversation continues from the first one, until
+        `keep` selects another.
 
         Args:
             count: number of tries.
@@ -413,7 +413,7 @@ class Conversation:
         state = self._state
         heads = [state.cursor.copied() for _ in range(count)]
         with self._speaking(), ExitStack() as numbers:
-            # Numbered in this order, even if another one begins first: the seeds depend on it.
+            # Numbers are assigned in this order, since seeds depend on them. The tries may begin in another order.
             numbered = [(cursor, numbers.enter_context(state.number())) for cursor in heads]
             await gather(
                 [partial(take_turn, state, cursor, sampling, tool_choice, number=number) for cursor, number in numbered]
@@ -423,7 +423,7 @@ class Conversation:
         raise self._is_over()
 
     def keep(self, turn: Turn, *, train_others: bool = False) -> None:
-        """Continue from one of several tries, or from an earlier turn. The next turn has its exact ids before it.
+        """Continue from one of several tries, or from an earlier turn; its exact ids begin the next prompt.
 
         Args:
             turn: a turn of this conversation.
@@ -456,7 +456,7 @@ class Conversation:
         return node
 
     def _speaking(self) -> _GenerateBlock:
-        """Allow one `generate` at a time, which `close` may cut from any task."""
+        """Allow only one `generate` at a time. `close` may cut it from any task."""
         if self._closed:
             raise self._is_over()
         if self._generation is not None:
@@ -476,7 +476,7 @@ class _GenerateBlock:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._scope = task_scope()
-        self._over: anyio.Event | None = None  # created only by a task that waits
+        self._over: anyio.Event | None = None  # created only if a task waits
 
     def __enter__(self) -> None:
         self._conversation._generation = self
@@ -491,10 +491,10 @@ class _GenerateBlock:
         return bool(self._scope.__exit__(kind, error, traceback))
 
     async def cut(self) -> None:
-        """Cut it, and wait until its sampled ids are recorded."""
+        """Cut the block, and wait until its sampled ids are recorded."""
         self._scope.cancel()
         over = self._over = self._over or anyio.Event()
-        # Shielded, since a cancelled episode needs the last tokens too. Bounded, since the task that generates may be
-        # the author's, and swallow its cancellation.
+        # Shielded, so that a cancelled episode keeps the last tokens. Bounded, since the author's own task may be the
+        # one that generates, and it may swallow its cancellation.
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
             await over.wait()

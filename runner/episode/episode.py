@@ -36,7 +36,7 @@ class Episode:
     """The episode of an environment."""
 
     turn: Turn
-    """The turn that is being answered, or was answered last."""
+    """The turn that is being answered; between turns, the last one."""
 
     def __init__(self, episode: EpisodeState, chat_service: ChatService) -> None:
         self.id: str = episode.key.id
@@ -85,7 +85,7 @@ class Episode:
     def exit_stack(self) -> AsyncExitStack:
         """A stack for the contexts that `setup()` enters. It is unwound after `close()`, even if `setup()` failed.
 
-        Contexts can be entered in `setup()` only. Those of a synchronous `setup()` are left in a worker thread, each
+        Contexts can be entered in `setup()` only. A synchronous `setup()` leaves its contexts in a worker thread, each
         exit within `Limits.close_seconds`; those of an asynchronous one are left on the event loop, in the episode's
         own task.
         """
@@ -97,15 +97,15 @@ class Episode:
         return self._state.exit_stack
 
     def model_of(self, agent: str = MAIN) -> str:
-        """Return the name or the folder of the model that plays an agent; "" if its engine has none."""
+        """Return the name or the folder of an agent's model; "" if its engine has none."""
         return str(self._state.shared.chat_of(agent).engine.describe().get("model", ""))
 
     def _weights_of(self, agent: str, sampling: Sampling | None) -> list[str]:
-        """Return the weights of an agent without training, as a key for its answers; internal."""
+        """Return the weights of an untrained agent, as a cache key for its answers; internal."""
         return self._state.shared.weights_of(agent, sampling, self._state.environment.sampling)
 
     def end(self, reason: str = "") -> None:
-        """End the episode: it takes no further turn, finishes requests that are being answered, and is scored.
+        """End the episode. It takes no further turn, finishes the requests in progress, and is scored.
 
         Args:
             reason: kept as the trajectory's `reason`.
@@ -127,7 +127,7 @@ class Episode:
         image: Any = None,
         file: bytes | str | PathLike[str] | None = None,
     ) -> None:
-        """Attach an artefact for readers: pages and `show` have it after the turn that was taken last.
+        """Attach an artefact for readers. Pages and `show` print it after the latest turn.
 
         It is in the run file and in `Trajectory.attachments`; nothing is trained on it. Give one of the contents.
 
@@ -266,10 +266,10 @@ class Episode:
                 renders the history that the client sends, again at every request.
             system_as_user: turn system messages in mid-conversation into user messages, for templates that take none
                 there; Claude Code sends such messages.
-            at_once: most requests in flight; further ones are refused as busy.
+            at_once: maximum number of requests in flight; further ones are refused as busy.
 
         Raises:
-            BadOption: a value is not allowed, the address cannot be listened on, or the server's library is not
+            BadOption: a value is not allowed, the server cannot listen on the address, or the server's library is not
                 installed.
             RuntimeError: the episode is not in its `rollout`.
         """
@@ -351,8 +351,8 @@ class Episode:
         Args:
             image: the name of an image, or a folder with a Dockerfile, which is built once for each content.
             provider: another provider of sandboxes.
-            at_once: most episodes of the run that have sandboxes at the same time; 4 per core by default. Waiting stops
-                the episode's clocks.
+            at_once: maximum number of episodes of the run with a sandbox at the same time; 4 per core by default.
+                Waiting stops the episode's clocks.
             options: fields of `SandboxOptions`, such as `memory_mb=2048` or `network="internet"`.
 
         Raises:
@@ -366,7 +366,7 @@ class Episode:
             known = ", ".join(each.name for each in fields(SandboxOptions))
             raise BadOption(f"sandbox({', '.join(options)}): an option is unknown; the options are {known}.") from None
         stack = self.exit_stack
-        if not self._has_sandbox:  # further ones do not wait, or two episodes could wait for each other
+        if not self._has_sandbox:  # further sandboxes do not wait, or two episodes could wait for each other
             await stack.enter_async_context(self.limiter("sandboxes", at_once or 4 * (os.cpu_count() or 1)))
             self._has_sandbox = True
         self._state.report_activity("sandbox")
@@ -378,13 +378,13 @@ class Episode:
 
         Args:
             name: blocks with the same name share the limit.
-            limit: most episodes inside, the same wherever the name is used.
+            limit: maximum number of episodes inside; equal for all blocks with this name.
 
         Raises:
             BadOption: the limit is below 1, or differs from an earlier one.
         """
         limiter = self._state.shared.limiter(name, limit)
-        # On behalf of this block, not of the task: the limiter refuses a task that enters a second one.
+        # The borrower is this block, not the task: the limiter refuses a task that enters twice.
         owner = object()
         with Waiting():
             self._state.report_activity(f"limiter {name!r}")
@@ -396,5 +396,6 @@ class Episode:
 
 
 def _seen_by_author(state: ConversationState) -> Conversation:
-    assert isinstance(state.conversation, Conversation)  # always a Conversation, a class above `state`
+    # `state` has only a base type, since the class is in a layer above
+    assert isinstance(state.conversation, Conversation)
     return state.conversation

@@ -16,13 +16,13 @@ __all__ = ["before", "cursor_at", "left_behind"]
 def cursor_at(state: ConversationState, history: Sequence[Message]) -> Cursor:
     """Return the cursor for a conversation whose whole history becomes `history`.
 
-    It continues from the last turn that the history begins with. If the history ends where the prompt of a turn did,
-    that turn is sampled again, and taken back if it was the last one.
+    The cursor continues from the last turn that is a prefix of the history. If the history equals the prompt of a turn,
+    that turn is sampled again; if it was the last turn, it is no longer trained on.
     """
     now = state.cursor
     found = None if now.whole or now.node is None else _aligned(now.node, now, history)
     if found is None or found[1].kind not in (AlignmentKind.SAME, AlignmentKind.APPEND):
-        # The leaves of the tree. A cut turn is not a leaf once it was continued: the message then belongs to the later
+        # The leaves of the tree. A cut turn that was continued is not a leaf, since the message belongs to the later
         # turn.
         ends = (
             node for node in reversed(state.nodes) if not node.extended or node.turn.finish is not FinishReason.STOP

@@ -1,7 +1,7 @@
 """The history tree of an episode: a tree of messages, with the turns that were requested and sampled at each point.
 
-The key of a step is the normalized message, with the index of the call that it answers. Looking up a whole history
-takes one step a message, however many turns there are.
+The key of a step is the normalized message, with the index of the call that it answers. The time to look up a history
+is proportional to its messages, not to the number of turns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runner.messages import AnsweredCalls, CallIndex
 __all__ = ["HistoryMatch", "HistoryNode", "HistoryTree", "RequestNode"]
 
 MAX_JOINED_MESSAGES = 64
-"""Most messages that one turn may come back as, one for each of its calls."""
+"""Maximum number of messages in which a client may return one turn, such as one for each call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class RequestNode:
     parent: RequestNode | None
     """The request of the turn that it follows."""
     cursor: Cursor
-    """The cursor of the turn; a sibling request begins there too."""
+    """The cursor of the turn. A second request for the same turn begins there too."""
     last_turn: RequestNode | None = None
     """The last turn in the request's history; None without one."""
     children: list[RequestNode] = field(default_factory=list)
@@ -70,15 +70,15 @@ class RequestNode:
     """The node at which the answer ends."""
     number: int = 0
     taken_back: bool = False
-    """True if the turn was sampled again."""
+    """True if the turn was sampled again and is no longer trained on."""
     over: anyio.Event = field(default_factory=anyio.Event)
     """Set once sampling for it is over."""
     gone: bool = False
-    """True if the client disconnected, until it receives the answer after all."""
+    """True if the client disconnected, until it receives the answer in another request."""
     history: Sequence[ReadMessage] | None = None
-    """The history of the request, for a later one that refers to it by id; None if no request can."""
+    """The history of the request, for later requests that refer to it by id; None if none can."""
     sent_answer: ReadMessage | None = None
-    """The answer as the client received it, once it was sampled."""
+    """The answer as the client received it; None until it was sampled."""
 
     @property
     def label(self) -> str:
@@ -92,7 +92,7 @@ class RequestNode:
 
     @property
     def lost(self) -> bool:
-        """True if the client disconnected before the answer, and did not ask again."""
+        """True if the client disconnected before the answer, and did not send the request again."""
         return self.gone and not self.taken_back
 
     @property
@@ -101,7 +101,7 @@ class RequestNode:
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
     def descendants(self) -> Iterator[RequestNode]:
-        """Itself and all turns that follow it, at any depth."""
+        """The turn itself and all turns that follow it, at any depth."""
         left = [self]
         while left:
             request_node = left.pop()
@@ -109,7 +109,7 @@ class RequestNode:
             left += request_node.children
 
     def path(self) -> Iterator[RequestNode]:
-        """The turns on its path, itself first."""
+        """The turns from this one back to the first."""
         request_node: RequestNode | None = self
         while request_node is not None:
             yield request_node
@@ -148,7 +148,7 @@ class HistoryMatch:
     naming: list[int] = field(default_factory=list)
     """Indices of the messages that have ids of turns."""
     sent: dict[int, ReadMessage] = field(default_factory=dict)
-    """By index, messages that were replaced by their turn because of their ids, as the client sent them."""
+    """Messages, as the client sent them, that were replaced by the turn that their ids name; by index."""
     size: int = 0
     """Bytes of the messages as JSON."""
     volatile: int = 0
@@ -213,12 +213,12 @@ class HistoryTree:
         request_node.over.set()
 
     def add_answer(self, request_node: RequestNode, node: TurnNode, handles: Sequence[str]) -> None:
-        """Add the sampled turn of a request."""
+        """Add the sampled turn of a request to the tree."""
         request_node.node = node
         request_node.sent_answer = self.reader.read_one(node.turn.as_message())
         self._known[id(node)] = request_node
         reply = self.reader.read_one(node.reply)
-        # If it continues a cut turn, its message is the whole one, which began there.
+        # If the turn continues a cut one, the message began at the cut one.
         begun = self._known.get(id(node.spoken), request_node)
         request_node.answer_node = _stepped(begun.prompt_node, reply.key, None)
         request_node.answer_node.answers.append(request_node)
@@ -226,25 +226,28 @@ class HistoryTree:
         request_node.over.set()
 
     def named(self, handles: Sequence[str]) -> RequestNode | None:
-        """Return the latest turn that one of these handles names; None if all are unknown."""
+        """Return the latest turn that one of these handles names; None if all handles are unknown."""
         known = [self._handles[handle] for handle in handles if handle in self._handles]
         return max(known, key=lambda request_node: request_node.number, default=None)
 
     def own_id(self, call_id: str) -> str:
-        """Return the call id that the turn sampled, for one that a client received; any other id unchanged."""
+        """Return the call id that the turn sampled, for a call id that a client received.
+
+        Return any other id unchanged.
+        """
         handle, _, number = call_id.rpartition("_")
         turn = self._handles.get(handle)
         calls = [] if turn is None or turn.node is None else turn.node.turn.tool_calls
         return calls[int(number)].id if number.isdecimal() and int(number) < len(calls) else call_id
 
     def turn_of(self, message: ReadMessage) -> RequestNode | None:
-        """Return the turn of an assistant message, if its ids and its content are those of that turn; else None."""
+        """Return the turn of an assistant message if its ids and its content match the turn; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
         sent = None if turn is None else turn.sent_answer
         return turn if sent is not None and sent.key == message.key else None
 
     def take_in(self, thread: ConversationState) -> None:
-        """Add the turns that an author took without a request."""
+        """Add turns that the author took without a request."""
         for node in thread.nodes[self._taken_in.get(id(thread), 0) :]:
             before = node.spoken.parent
             parent = None if before is None else self._known.get(id(before))
@@ -266,8 +269,7 @@ class HistoryTree:
             previous: id of an earlier answer that precedes them, together with its history; "" for none.
             own_system: True if the first message is a system message, which then precedes all of that.
 
-        Returns:
-            The messages, and whether a part of the history is there by its id alone.
+        Returns: The messages, and True if a part of the history was given only by its id.
 
         Raises:
             BadMessage: an item is not a message, or has content that is not text.
@@ -283,7 +285,7 @@ class HistoryTree:
         return [*read[:own_system], *turn.history, turn.sent_answer, *read[own_system:]], True
 
     def _referred(self, message: Any) -> Any:
-        """Return the message of the turn that an id alone refers to; any other message unchanged."""
+        """Return the message of a turn for a reference that has only the id; any other message unchanged."""
         given = message.get("refers") if isinstance(message, dict) else None
         if given is None:
             return message
@@ -294,9 +296,9 @@ class HistoryTree:
         return turn.node.turn.as_message()
 
     def match(self, messages: Sequence[ReadMessage]) -> HistoryMatch:
-        """Match a history with the tree, which grows for new messages.
+        """Match a history with the tree, and add nodes for new messages.
 
-        Where a history begins with one that was matched recently, only the rest is looked at.
+        If a recently matched history is a prefix of it, only the rest is compared.
         """
         before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
         match, calls = (
@@ -324,7 +326,7 @@ class HistoryTree:
     def _next(
         self, point: HistoryNode, messages: list[ReadMessage], index: int, match: HistoryMatch
     ) -> tuple[int, ReadMessage | None]:
-        """Return how many messages were taken, and the next message, joined from them; None for a message to skip."""
+        """Return the number of messages read, and the message made of them; None for a message to skip."""
         message = messages[index]
         if message.role != "assistant":
             return 1, message
@@ -335,7 +337,7 @@ class HistoryTree:
             return 1, message
         while end < min(len(messages), index + MAX_JOINED_MESSAGES) and messages[end].role == "assistant":
             end += 1
-        # The last message is the new prompt where its turn is requested again.
+        # If the turn is requested again, the last message is the new prompt.
         lost = [request_node for request_node in point.requests if request_node.lost]
         whole = joined(messages[index:end]) if end == len(messages) and lost else None
         if whole is not None and any(_is_part(whole, request_node) for request_node in lost):
@@ -352,14 +354,14 @@ class HistoryTree:
     def _joined_turn(
         self, point: HistoryNode, messages: list[ReadMessage], index: int, end: int
     ) -> tuple[int, ReadMessage] | None:
-        """Return the most messages from `index` on that are one known turn, and the turn's message."""
+        """Return the longest run of messages from `index` on that is one known turn, and the turn's message."""
         for last in range(end, index, -1) if any(each.answers for each in point.after.values()) else ():
             whole = joined(messages[index:last])
             known = point.after.get((whole.key, None))
-            # Reasoning of a cut turn may precede the turn that was sampled in its place.
+            # The client may have kept the reasoning of a cut turn before the turn that was sampled in its place.
             if known is not None and known.answers and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
-        # One turn as several messages, one of which has its ids.
+        # One turn sent as several messages, one of which has its ids.
         for last in range(end, index + 1, -1) if any(map(self._names_turn, messages[index:end])) else ():
             whole = joined(messages[index:last])
             if self._turn_named_by(whole) is not None:
@@ -370,7 +372,7 @@ class HistoryTree:
         return self.named(message.handles) is not None
 
     def _turn_named_by(self, message: ReadMessage) -> ReadMessage | None:
-        """Return the message of the turn that this one has another form of, proven by its ids; else None."""
+        """Return the message of the turn that the ids of this message prove, if the two differ; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
         ours = turn.sent_answer if turn is not None else None
         if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):
@@ -447,9 +449,10 @@ class _MatchedHistory:
     calls: AnsweredCalls
 
     def goes_on_in(self, messages: Sequence[ReadMessage]) -> bool:
-        """Return True if a history begins with this one, and the rest can be read independently.
+        """Return True if this history is a prefix of another one, and the rest can be read independently.
 
-        Reading depends on neighbouring messages where a turn, or the results of its calls, came as several messages.
+        Reading depends on neighbouring messages where a client sent a turn, or the results of its calls, as several
+        messages.
         """
         length = len(self.history)
         if not 0 < length < len(messages) or messages[length - 1] is not self.history[-1]:
@@ -459,7 +462,7 @@ class _MatchedHistory:
         spoke = next((each.handles[:1] for each in reversed(self.history) if each.role == "assistant"), ())
         if spoke and any(each.handles[:1] == spoke for each in messages[length:]):
             return False
-        # A message that came before is the same object; else its fields are compared.
+        # A message that was sent before is the same object. Other messages are compared by their fields.
         return messages[:length] == self.history
 
 
@@ -481,7 +484,7 @@ def _has_thought_of_turn(message: ReadMessage, point: HistoryNode) -> bool:
 
 
 def _thinks_alike(message: ReadMessage, known: HistoryNode) -> bool:
-    """Return True if the reasoning of a message is missing, or that of a turn with the same content."""
+    """Return True if the reasoning of a message is missing, or equals that of a turn with the same content."""
     received = message.message.get("reasoning_content", "").strip()
     thoughts = (each.node.reply.get("reasoning_content", "") for each in known.answers if each.node is not None)
     return not received or any(received == thought.strip() for thought in thoughts)

@@ -50,18 +50,21 @@ class Hooks(Protocol):
     def close(self) -> Awaitable[None] | None: ...
 
     def fresh(self) -> Self:
-        """Return a new environment, made by the same call as this one."""
+        """Return a new environment, constructed with the same arguments as this one."""
 
     @property
     def made_with(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of that call."""
+        """The arguments of the constructor."""
 
     def parts(self) -> Mapping[str, Hooks]:
-        """The environments that play, by the beginning of their task ids; itself as "" if it is not a mixture."""
+        """The environments that play, by the prefix of their task ids.
+
+        An environment that is not a mixture has the prefix "".
+        """
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The rewards and metrics, of all parts."""
+        """The rewards and metrics of all parts."""
 
     def overrides(self, hook: str) -> bool:
         """Return True if the author overrode this hook."""
@@ -71,7 +74,7 @@ class Hooks(Protocol):
 
 
 def check_reply(hook: str, reply: Any) -> None:
-    """Refuse the return values of a Gymnasium environment in place of messages for the model.
+    """Refuse a return value of a Gymnasium environment, such as a tuple, where messages are expected.
 
     Args:
         hook: name of the hook, `step` or `prompt`.
@@ -107,7 +110,7 @@ def check_system_prompts(environment: Hooks, system_prompt: str | None, task: Ta
 
 
 def unclosed(environment: Hooks) -> Iterator[tuple[str, Callable[[], Awaitable[object]]]]:
-    """Return the open resources that are attributes of the environment: name and closing call, latest first.
+    """Return the name and the closing call of each open resource in an attribute of the environment, latest first.
 
     Attributes from its constructor or from `lifespan()` are left out, since they are shared.
     """
@@ -123,7 +126,7 @@ def unclosed(environment: Hooks) -> Iterator[tuple[str, Callable[[], Awaitable[o
             close = partial(value.__aexit__, type(error), error, None)
         elif isinstance(value, AsyncExitStack) and not is_empty(value):
             close = value.aclose
-        elif isinstance(generator, AsyncGenerator) and _is_suspended(generator):  # of an @asynccontextmanager
+        elif isinstance(generator, AsyncGenerator) and _is_suspended(generator):  # a generator of @asynccontextmanager
             close = partial(value.__aexit__, None, None, None)
         else:
             continue
@@ -144,7 +147,7 @@ def _of_others(environment: Hooks) -> Iterator[object]:
 
 
 def _is_of_this_task(group: asyncio.TaskGroup) -> bool:
-    """Return True if a task group was opened in this task, and has tasks."""
+    """Return True if this task opened the task group, and the group has tasks."""
     return bool(getattr(group, "_tasks", ())) and getattr(group, "_parent_task", None) is asyncio.current_task()
 
 

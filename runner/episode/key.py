@@ -12,7 +12,7 @@ from runner.tasks import Task
 __all__ = ["MAIN", "EpisodeKey", "task_rng"]
 
 MAIN = "main"
-"""The agent of `rollout`; every episode has it."""
+"""Name of the agent that `rollout` plays; every episode has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class EpisodeKey:
     attempt: int = 0
     """Number of earlier attempts, after an engine failed or its weights became too old."""
     sampling: Sampling | None = None
-    """Sampling of the trained agents of this episode, over that of the run."""
+    """Sampling of this episode's trained agents; takes precedence over that of the run."""
 
     @property
     def id(self) -> str:

@@ -1,4 +1,4 @@
-"""The life cycle of an episode: one environment is set up, played, scored and closed, whatever happens in between."""
+"""The life cycle of an episode: set up, play, score and close one environment, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Phase(enum.StrEnum):
 
 
 class EpisodeRunner(EpisodeState):
-    """Runs one attempt at an episode, from a fresh environment to its trajectories. Errors stay inside.
+    """Runs one attempt at an episode, from a fresh environment to its trajectories. Errors are recorded, not raised.
 
     The part of its state that conversations and the author's `Episode` use is in `EpisodeState`.
     """
@@ -58,7 +58,7 @@ class EpisodeRunner(EpisodeState):
         """Answers requests with whole histories."""
         self.episode = Episode(self, self.chat_service)
         """The author's view of it."""
-        # All hooks run in this task, so that one hook may close a scope that another one opened.
+        # All hooks run in this task, so that one hook may close a scope that another hook opened.
         self._task = OwnTask()
         self._opening = self._task.clock()
         self._scoring = Clock()
@@ -70,7 +70,7 @@ class EpisodeRunner(EpisodeState):
         self._make_environment()
 
     def _make_environment(self) -> None:
-        """Make the environment of the episode. If that fails, no hook is called."""
+        """Construct the environment of the episode. If that fails, no hook is called."""
         try:
             environment = self.part.environment.fresh()
             task = self.part.own(deep_copy(self.key.task))
@@ -85,7 +85,7 @@ class EpisodeRunner(EpisodeState):
 
     @property
     def permanent(self) -> bool:
-        """True if another attempt would end the same."""
+        """True if another attempt would fail in the same way."""
         return self._ending is not None and self._ending.permanent
 
     @property
@@ -101,7 +101,7 @@ class EpisodeRunner(EpisodeState):
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the rollout. The episode is closed and kept, as partial unless another ending is given."""
-        # Closing is not cut: it has its own limit, and must not leave the author's resources open.
+        # Closing is not cut: it has its own limit, and must close the author's resources.
         scopes = {Phase.SETUP: self._opening, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and not self._was_cut:
             self._was_cut, self._ending = True, ending or Ending(Outcome.CANCELLED)
@@ -110,8 +110,8 @@ class EpisodeRunner(EpisodeState):
     async def run(self, *, in_this_task: bool = False) -> list[Trajectory]:
         """Play the episode and return the trajectories of its agents, `main` first.
 
-        If it is cancelled from outside, it still closes the environment, in a bounded shield, and keeps its results in
-        `trajectories()`.
+        If this call is cancelled from outside, it still closes the environment, in a bounded shield, and keeps its
+        results in `trajectories()`.
 
         Args:
             in_this_task: run the hooks in the calling task instead of a new one, for debuggers.
@@ -126,7 +126,7 @@ class EpisodeRunner(EpisodeState):
         except anyio.get_cancelled_exc_class():
             if cancellation_is_asked_for():
                 raise
-            # The author's code cancelled its own task by hand; the run continues.
+            # The author's code cancelled its own task; the run continues.
             forget_native_cancellation()
             died = next((fault for fault in self.faults if fault.startswith("close(): ")), "")
             cause = (
@@ -154,7 +154,7 @@ class EpisodeRunner(EpisodeState):
         except Exception as error:
             passing, self._ending = error, failure(error)
         except BaseException as error:
-            # Cancellations included: they pass through the contexts that `setup()` entered.
+            # Cancellations pass too: they must reach the contexts that `setup()` entered.
             passing = error
         self._begin_closing()
         if passing is None and self.exit_stack.is_empty and next(unclosed(self.environment), None) is None:
@@ -181,7 +181,7 @@ class EpisodeRunner(EpisodeState):
                 except anyio.get_cancelled_exc_class() as error:
                     cut = error
                     raise
-            if clock.fired:  # the cancelled code may have swallowed it
+            if clock.fired:  # the cancelled code may have swallowed the cancellation
                 self._blame_setup(clock.seconds)
             elif main is not None:
                 await self._play_and_score(main)
@@ -198,7 +198,7 @@ class EpisodeRunner(EpisodeState):
             await self._score(ending)
 
     def _begin_closing(self) -> None:
-        """Enter the closing phase, which only `close_seconds` ends: cancellations of the run wait."""
+        """Enter the closing phase, which only `close_seconds` limits. Cancellations of the run wait."""
         if self.phase is not Phase.CLOSING:
             self._enter(Phase.CLOSING)
             self._task.shield()
@@ -257,7 +257,7 @@ class EpisodeRunner(EpisodeState):
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
-            # The default rollout starts no code that could send requests.
+            # The default rollout does not start code that could send requests.
             async with (
                 self.chat_service.open(self._task.tasks) if self.environment.overrides("rollout") else nullcontext()
             ):
@@ -286,7 +286,7 @@ class EpisodeRunner(EpisodeState):
     async def _score_one(self, scorer: Scorer, ending: Ending) -> None:
         name, kind = scorer.name, scorer.kind
         self.report_activity(f"{kind} {name}()")
-        # Before each of them: a judge that reached a limit in one reward may take turns again in the next.
+        # Reset before each reward: a judge that reached a limit in one reward may take turns again in the next.
         self.limits.begin_scoring()
         try:
             value = await self.author_code.call(getattr(self.environment, scorer.method), name=f"{kind} {name}()")
@@ -308,7 +308,7 @@ class EpisodeRunner(EpisodeState):
             self.faults.append(error)
 
     def _fail_scoring(self, ending: Ending) -> None:
-        if not self._was_cut:  # else the error is a consequence, not a fault of the reward
+        if not self._was_cut:  # if the episode was cut, the error is a consequence of that, not a fault of the reward
             self._ending = ending
 
     def _keep_score(self, name: str, kind: str, value: Any) -> None:
@@ -321,8 +321,8 @@ class EpisodeRunner(EpisodeState):
 
     async def _close(self) -> None:
         close, own = self.environment.close, self._task
-        # A scope that `setup()` entered in the exit stack may be cancelled, and is left only after this. One that
-        # `close()` is to leave cannot be left under a shield.
+        # A cancelled scope that `setup()` entered can be left only after this. A scope that `close()` leaves must not
+        # be left under a shield.
         shield = own.outer.fired or (cancellation_is_asked_for() and not self.exit_stack.is_empty)
         options: dict[str, Any] = {} if shield or not is_async(close) else {"clock": own.clock}
         seconds = self.limits.configured.close_seconds
@@ -335,7 +335,7 @@ class EpisodeRunner(EpisodeState):
     async def _unwind(self, passing: BaseException | None) -> None:
         """Leave the contexts that `setup()` entered.
 
-        The current error passes through them: a task group that failed cancelled its host.
+        The current error passes through the contexts, since a failed task group cancels its host task.
         """
         try:
             swallowed = await self.exit_stack.unwind(passing)
@@ -346,7 +346,7 @@ class EpisodeRunner(EpisodeState):
         except anyio.get_cancelled_exc_class():
             if not self._opening.fired or cancellation_is_asked_for():
                 raise
-            forget_native_cancellation()  # it is that of the setup, which passed through
+            forget_native_cancellation()  # the cancellation came from setup and passed through
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:
                 self.faults.append(f"exit_stack: {describe_error(error)}")
@@ -357,14 +357,14 @@ class EpisodeRunner(EpisodeState):
         """Close the resources that hooks left open, if they are attributes of the environment."""
         for name, close in unclosed(self.environment):
             self._closed_late.append(f"self.{name}")
-            # Another part of it may be out of reach, and then this one cannot be closed either.
+            # Another part of the resource may be unreachable, and then this part cannot be closed either.
             with suppress(Exception, BaseExceptionGroup), self._task.clock(self.limits.configured.close_seconds):
                 await close()
 
     def _blame_left_open(self) -> None:
-        """Record resources that hooks left open.
+        """Record the resources that hooks left open.
 
-        One that could not be closed fails the episode, since its processes may still run.
+        A resource that could not be closed fails the episode, since its processes may still run.
         """
         task, closed = self._task, ", ".join(self._closed_late)
         if not task.left_open and not closed:
@@ -385,9 +385,9 @@ class EpisodeRunner(EpisodeState):
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectory of each agent with turns, `main` first.
 
-        `main` has one without turns if no trained agent took a turn.
+        If no trained agent took a turn, `main` has a trajectory without turns.
 
-        An episode into which its author put a value that a run file cannot store has failed.
+        An episode fails if its author stored a value in it that a run file cannot hold.
         """
         ending = self._ending or Ending(Outcome.CANCELLED)
         trajectories = self._trajectories(ending)
@@ -405,7 +405,7 @@ class EpisodeRunner(EpisodeState):
         seconds = anyio.current_time() - self.began
         spoke = {name: state for name, state in self.states.items() if state.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
-        # Without a trained trajectory, one must still record how the episode ended.
+        # Without a trained trajectory, one must record how the episode ended.
         if MAIN not in spoke and any(state.train for state in spoke.values()):
             return others
         # An agent that took a turn in setup() was opened before `main`. If setup() failed, `main` does not exist yet.
@@ -430,7 +430,7 @@ class EpisodeRunner(EpisodeState):
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
         grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.part.scorers)
-        # With group rewards the sum waits for them; it is unset until then.
+        # Group rewards change the sum, so it stays unset until they are known.
         if not grouped:
             trajectory.reward = weighted_sum(trajectory.rewards, self.part.scorers)
         return trajectory

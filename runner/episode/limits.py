@@ -22,7 +22,7 @@ _OUTCOME_OF_CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEX
 @dataclass(frozen=True, slots=True)
 class Ending:
     outcome: Outcome
-    """The outcome of all its trajectories."""
+    """The outcome of all trajectories of the episode."""
     limit: str = ""
     """The field of `Limits` that fired, or "max_tokens"."""
     agent: str = ""
@@ -46,8 +46,8 @@ class Ending:
 class EpisodeLimits:
     """The turns and sampled tokens that the conversations of one episode share, and the ending.
 
-    The first ending stays. A request for a turn after it cancels the whole rollout, so that no `except` can swallow it
-    by accident.
+    The first ending is kept. After it, a request for a turn cancels the whole rollout, so that no `except` can swallow
+    the ending by accident.
     """
 
     def __init__(self, configured: Limits) -> None:
@@ -62,11 +62,13 @@ class EpisodeLimits:
         self.last_turn: Turn | None = None
         """The last turn of a counted conversation."""
         self.silenced_by: Ending | None = None
-        """The ending after which no agent may take turns. The outcome is chosen when `rollout` is over."""
+        """The ending after which no agent may take turns. The outcome is chosen after `rollout`."""
         self.ended_by_author = False
         """True once `Episode.end()` was called."""
         self.context_full: Ending | None = None
-        """The ending if no further turn is taken: a prompt did not fit, and the author may still shorten it."""
+        """The ending that applies unless another turn is taken: a prompt did not fit, but the author may still shorten
+        it.
+        """
         self._agents_without_room: set[str] = set()
         self._scoring = False
 
@@ -75,7 +77,7 @@ class EpisodeLimits:
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
     async def let_speak(self, agent: str, *, counted: bool) -> None:
-        """Return if an agent may take a turn, else raise.
+        """Return if an agent may take a turn; otherwise raise.
 
         Raises:
             EpisodeOver: the episode has ended, or the turn would exceed a limit.
@@ -94,7 +96,7 @@ class EpisodeLimits:
             # Outside of the rollout, as in `close()`, there is nothing left to cancel.
             raise EpisodeOver(str(self.silenced_by))
         if self.clock.fired:
-            # The rollout swallowed the cancellation, so it is cancelled again before a turn begins.
+            # The rollout swallowed the cancellation, so it is cancelled again.
             await anyio.lowlevel.checkpoint()
             raise EpisodeOver("the episode's time is up")
         if self.ended_by_author:
@@ -108,7 +110,7 @@ class EpisodeLimits:
             self.end_episode(Ending(Outcome.TOKEN_LIMIT, "tokens", agent))
 
     def count(self, turn: Turn, *, counted: bool) -> None:
-        """Count a sampled turn. It is `counted` if the limits apply to its conversation."""
+        """Count a sampled turn. `counted` is True if the limits apply to its conversation."""
         if counted:
             self.turns += 1
             self.tokens += turn.tokens
@@ -116,15 +118,15 @@ class EpisodeLimits:
         self.context_full = None
 
     def end_episode(self, ending: Ending) -> NoReturn:
-        """Set the ending, unless there is one already, and raise it to the rollout."""
+        """Set the ending unless one is set, and raise it to the rollout."""
         self.silenced_by = self.silenced_by or ending
         raise EpisodeOver(str(ending))
 
     def refuse_prompt(self, agent: str, error: str, *, counted: bool, prompt: int, context: int) -> NoReturn:
-        """Raise that a prompt does not fit the context.
+        """Raise the error for a prompt of at least `prompt` ids that does not fit the context.
 
-        The first time it ends nothing: the author may catch it and `replace` the history with a shorter one. The second
-        time without a `replace` in between, it ends the episode. The prompt has at least `prompt` ids.
+        The first time, the episode continues: the author may catch the error and `replace` the history with a shorter
+        one. The second time without a `replace` in between, the episode ends.
         """
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
         if not counted:
@@ -136,12 +138,12 @@ class EpisodeLimits:
         raise ContextFull(str(ending), prompt=prompt, context=context)
 
     def context_rewritten(self, agent: str) -> None:
-        """Clear the state of the agent's oversized prompt, after the author replaced it."""
+        """Forget the agent's oversized prompt, since the author replaced the history."""
         self._agents_without_room.discard(agent)
         self.context_full = None
 
     def begin_scoring(self) -> None:
-        """Let untrained agents take turns again, however the rollout ended: they may be judges."""
+        """Let untrained agents take turns again, however the rollout ended, since they may be judges."""
         self._scoring = True
         self.silenced_by = None
         self._agents_without_room.clear()

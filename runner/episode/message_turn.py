@@ -34,7 +34,7 @@ __all__ = ["MessageTurn"]
 
 @dataclass(slots=True)
 class _StreamedAnswer:
-    """The result of one request. It is filled in while the request streams, so that a cancellation loses nothing."""
+    """The answer to one request. It is filled while the request streams, so that a cancellation loses nothing."""
 
     sinks: TurnSinks
     """The receiver of the turn's events."""
@@ -92,7 +92,7 @@ class MessageTurn:
         self._engine.check_sampling(settings)
         choice = tool_choice_of(self._state, self._cursor.tools, tool_choice)
         with self._segment() as segment:
-            # A copy: while the server answers, the author may add messages for the turn after this one.
+            # A copy: while the server answers, the author may add messages for the next turn.
             queued = list(self._cursor.queued)
             request, ceiling = self._request(settings, choice, [*self._history(), *queued])
             answer, node = _StreamedAnswer(sinks, sinks.handle_of(self._turn_context.number)), None
@@ -127,7 +127,7 @@ class MessageTurn:
             )
         if not cursor.queued:
             raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
-        # Only the server counts tokens, and only those of its requests.
+        # Only the server counts tokens, and only those of its own requests.
         used = node.turn.usage.total_tokens if node is not None and not cursor.whole and node.turn.usage else 0
         if used >= state.context:
             text = f"{state.episode.key.id}: {used} tokens do not fit the context of {state.context}"
@@ -219,7 +219,8 @@ class MessageTurn:
         calls_before = 0 if before is None else before.calls
         answered = len(segment.messages)
         segment.messages.extend(queued)
-        # Only now: a prompt that the server never took stays queued, as do messages that were added during the request.
+        # Not earlier: a prompt that the server did not accept stays queued, as do messages that were added during the
+        # request.
         del cursor.queued[: len(queued)]
         parsed = answer.as_parsed()
         turn = Turn(
@@ -261,7 +262,7 @@ async def _read(pieces: MessageStream, answer: _StreamedAnswer, silence: Clock, 
         if first is None:
             first = now
             answer.timings.first_token = max(0.0, now - began - pieces.waited)
-        # Moving the deadline costs a timer, so it moves once in an eighth of the limit, not at every piece.
+        # Moving the deadline creates a timer, so it moves once per eighth of the limit, not at every piece.
         if now - received > patience / 8:
             received = now
             silence.start(silence.seconds)

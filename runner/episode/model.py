@@ -1,6 +1,6 @@
 """The model of an agent: an engine with the template, the bridge and the tool format that a run uses with it.
 
-An engine that takes messages has none of these.
+An engine that takes messages has no template, bridge or tool format.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["ChatModel", "Encoding", "MessageModel", "Model"]
 
 
 class Encoding:
-    """A prompt that is being encoded, shared by all requests for the same one."""
+    """A prompt that is being encoded, shared by all requests with that prompt."""
 
     def __init__(self) -> None:
         self.done = anyio.Event()
@@ -52,9 +52,9 @@ class ChatModel:
         engine: samples the tokens.
         options: names that the template reads.
         now: the time that the template sees.
-        history: policy for the past of a conversation.
+        history: policy for past messages of a conversation.
         turns: the format of turns, if it is known from a run's header; else it is learnt.
-        named: makes the parser of calls for a vocabulary, if the user named a tool format.
+        named: creates the parser of calls for a vocabulary, if the user chose a tool format.
         fit_tools: fit the tools' schemas to the fields that the template shows, if that is known; else it is learnt.
     """
 
@@ -71,28 +71,28 @@ class ChatModel:
     ) -> None:
         self.engine = engine
         self.history = history or History()
-        """Policy for the past of a conversation."""
+        """Policy for past messages of a conversation."""
         self.tokenizer = engine.tokenizer
-        """The engine's tokenizer, fitted to the template by the bridger."""
+        """The engine's tokenizer. The bridger may adapt it to the template."""
         self.renderer: Renderer = engine.template.renderer(options, now, fit_tools=fit_tools)
         """The engine's template, with the run's options and frozen clock."""
         self.stop_ids = tuple(engine.stop_ids)
         self.bridger = self.trial_bridger()
-        """Makes the ids of prompts and of appended messages."""
-        # The bridger returns a tokenizer that treats words which the template writes as control tokens; it needed the
-        # first one.
+        """Creates the ids of prompts and of appended messages."""
+        # The bridger needs the engine's tokenizer. It returns one that treats words which the template writes as
+        # control tokens.
         self.tokenizer = self.bridger.tokenizer
         self.encoding: dict[PromptText, Encoding] = {}
-        """Long prompts that threads are encoding."""
+        """Long prompts that threads are encoding, by text."""
         self.learnt = turns or cached_format(self.renderer)
-        """The learnt format in which its template writes a turn."""
+        """The learnt format in which the template writes a turn."""
         self.parser = TurnParser(
             self.learnt.format,
             _control_tokens(self.learnt.format, self.tokenizer),
             None if named is None else named(self.tokenizer),
             _texts_of(self.stop_ids, self.tokenizer),
         )
-        """Parses its turns."""
+        """Parses turns of this model."""
 
     @cached_property
     def systems(self) -> SystemSupport:
@@ -100,7 +100,7 @@ class ChatModel:
         return system_support(self.renderer)
 
     def require_calls(self) -> None:
-        """Refuse tools that prompts would not contain, or whose calls could not be parsed.
+        """Refuse tools that the template cannot print, or whose calls cannot be parsed.
 
         Raises:
             BadTemplate: the template does not support tools, or writes calls that cannot be parsed.
@@ -132,14 +132,14 @@ class ChatModel:
 
         Args:
             messages: the history.
-            own: returns the call ids that turns of this episode sampled; these stay.
+            own: returns the call ids that turns of this episode sampled; they are kept.
         """
         if not any(message.get("tool_calls") for message in messages) or self._id_use is IdUse.UNREAD:
             return messages
         return with_fitting_ids(self.learnt.format, messages, own(), by_turn=self._id_use is IdUse.COUNTED)
 
     def trial_bridger(self) -> Bridger:
-        """Return a bridger without the learnt state of the run's conversations, to try appends."""
+        """Return a bridger for trials of appends, without the learnt state of the run's conversations."""
         return Bridger(
             self.tokenizer,
             self.renderer,
@@ -151,7 +151,7 @@ class ChatModel:
     def closing_stop(self, turn: Turn) -> int | None:
         """Return the sampled id that closed a turn, or None if the turn was cut.
 
-        A stop string, or the author's own stop id, does not close a turn of the template: such a turn counts as cut.
+        A stop string and the author's own stop id do not close a turn of the template. Such a turn counts as cut.
         """
         if turn.finish is FinishReason.STOP and isinstance(turn.stop, int) and turn.stop in self.stop_ids:
             return turn.stop
@@ -178,6 +178,6 @@ def _texts_of(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _control_tokens(form: TurnFormat, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return those texts of a format that are a single control id."""
+    """Return the texts of a format that are each a single control id."""
     ids = {token_id for text in form.texts() for token_id in tokenizer.encode(text)} & tokenizer.control_ids
     return {tokenizer.decode([token_id]): token_id for token_id in sorted(ids)}

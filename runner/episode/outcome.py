@@ -14,18 +14,18 @@ __all__ = ["failure", "judge", "silent"]
 
 
 def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
-    """Return how an episode ended that was not cut from outside, and whose rollout raised `error`.
+    """Return the ending of an episode that was not cut from outside and whose rollout raised `error`.
 
     A limit that fired takes precedence over an error that the author raised later.
     """
     limits, abandoned = episode.limits, episode.author_code.abandoned
-    # An abandoned thread may still change the state that the rewards would look at.
+    # An abandoned thread may still change the state that the rewards would read.
     if abandoned:
         text = f"{abandoned} did not come back in time; its thread still runs and may write"
         return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
     if limits.silenced_by is not None and limits.silenced_by.outcome is not Outcome.COMPLETED:
         return limits.silenced_by
-    # After an ending, a request for a turn cancels the clock's scope: then the clock did not fire.
+    # After an ending, a request for a turn cancels the clock's scope. The clock did not fire then.
     if limits.clock.fired and limits.silenced_by is None:
         return Ending(Outcome.TIME_LIMIT, "seconds")
     if limits.context_full is not None:
@@ -37,7 +37,7 @@ def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
 
 
 def failure(error: BaseException) -> Ending:
-    """Return the ending of an episode whose environment raised."""
+    """Return the ending of an episode whose environment raised an error."""
     return Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
 
 
@@ -60,7 +60,7 @@ def silent(shared: RunShared, key: EpisodeKey, ending: Ending, agent: str = MAIN
 
 
 def _is_only(error: BaseException, kind: type[BaseException]) -> bool:
-    """Return True if the error is of this kind, or a group that contains only this kind."""
+    """Return True if the error is of this kind, or a group of only this kind."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(kind)[1] is None
     return isinstance(error, kind)

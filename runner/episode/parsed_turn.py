@@ -16,18 +16,19 @@ __all__ = ["ParsedTurn", "checked_call", "closing_length", "text_of"]
 
 
 def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
-    """Return the text of a turn's ids. If the turn `stopped`, the last id is its stop.
+    """Return the text of a turn's ids.
 
-    The stop is left out, as is a template's close of a turn that the model wrote before it.
+    If the turn `stopped`, the last id is its stop. The stop is left out, and so is a close of the turn that the model
+    wrote before it.
     """
     spoken = ids[: len(ids) - stopped]
     return chat.tokenizer.decode(spoken[: len(spoken) - closing_length(spoken, chat)])
 
 
 def closing_length(spoken: Sequence[int], chat: ChatModel) -> int:
-    """Return how many ids at the end, before the stop, begin the template's close of a turn."""
+    """Return the number of ids before the stop that begin the template's close of a turn."""
     close = chat.bridger.closes.of_turn
-    if not close or close[0] not in (last := list(spoken[-len(close) :])):  # nearly always
+    if not close or close[0] not in (last := list(spoken[-len(close) :])):  # nearly always true
         return 0
     return next((n for n in range(len(close), 0, -1) if last[-n:] == close[:n]), 0)
 
@@ -56,9 +57,9 @@ class ParsedTurn:
         before: int,
         tool_choice: ToolChoice,
     ) -> ParsedTurn:
-        """Parse a turn's text, which is that of `ids`.
+        """Parse the text of a turn with these `ids`.
 
-        Its calls are numbered from `before` on, the number of earlier calls in the conversation.
+        Calls are numbered from `before` on, the number of earlier calls in the conversation.
         """
         stopped = bool(ids) and ids[-1] in chat.stop_ids
         spelling = SpelledTokens(text, ids[: len(ids) - stopped], chat.parser.marker_tokens, chat.tokenizer)
@@ -78,7 +79,7 @@ class ParsedTurn:
     def as_message(self) -> Message:
         """Return the assistant message.
 
-        Calls that did not parse are left out: templates drop or refuse their answers.
+        Calls that did not parse are left out, since templates omit or refuse their answers.
         """
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
@@ -92,7 +93,7 @@ class ParsedTurn:
 def checked_call(
     call: ToolCall, spelling: SpelledTokens | SpelledTokenStream, names: Collection[str], chat: ChatModel
 ) -> ToolCall:
-    """Return the call; with an error if its made-up name would become control ids."""
+    """Return the call, with an error if its invented name would become control ids."""
     call = spelling.restored_call(call)
     if call.error is not None or call.name in names:
         return call

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 REENCODED = "reencoded"
-"""Cause of a first segment whose prompt contains text that this episode sampled: its ids may differ from the sampled
+"""Cause of a first segment whose prompt contains text that this episode sampled. Its ids may differ from the sampled
 ones.
 """
 
@@ -42,7 +42,7 @@ MAX_CHARACTERS_ON_LOOP = 16_384
 """Prompts with more characters are rendered and encoded in a thread: encoding 80 kB takes about 50 ms."""
 
 TOOL_CHARACTERS = 1_000
-"""Estimated characters of one tool in a prompt. It only decides whether a thread renders the prompt."""
+"""Estimated characters of one tool in a prompt. The estimate only decides whether a thread renders the prompt."""
 
 MESSAGE_CHARACTERS = 100
 """Estimated extra characters of one message: a template may take 20 us for each."""
@@ -51,13 +51,14 @@ T = TypeVar("T")
 
 Schemas = Sequence[dict[str, Any]]
 
-# Problems of the messages, the template or the run's options for any prompt: rendering everything again does not help.
+# Problems that affect any prompt: those of the messages, the template or the run's options. Rendering everything again
+# does not help.
 _NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT, Property.CONTENT_SHOWN)
 
 
 @dataclass(slots=True)
 class PreparedPrompt:
-    """A prompt that the engine does not have yet. It is recorded once the engine has admitted it."""
+    """A prompt that the engine has not received yet. It is recorded once the engine has admitted it."""
 
     segment: Segment
     """The segment whose log it extends, or a new one."""
@@ -71,9 +72,9 @@ class PreparedPrompt:
     messages: Sequence[Message] = ()
     """The messages to append to the segment."""
     answered_count: int = 0
-    """Number of its last messages that the turn answers."""
+    """Number of messages at the end of the prompt that the turn answers."""
     queued: int = 0
-    """Number of the conversation's queued messages in it."""
+    """Number of the conversation's queued messages in this prompt."""
     junction: Junction | None = None
     """The junction with the turn before; None for a prompt that follows no turn."""
     continued: bool = False
@@ -91,7 +92,7 @@ async def next_prompt(
         state: the conversation.
         cursor: the point of the turn.
         extend: True to extend the segment of the turn before; else a new segment begins with a copy of its ids.
-        raise_unbridgeable: True to raise without an exact prompt; else the episode ends.
+        raise_unbridgeable: True to raise if no exact prompt exists; else the episode ends.
 
     Raises:
         EpisodeOver: the prompt does not fit the context, or is not exact.
@@ -99,7 +100,7 @@ async def next_prompt(
         RuntimeError: no message to answer.
     """
     _refuse_oversized(state, cursor)
-    # A copy: while a template renders in a thread, the author may add messages for the turn after this one.
+    # A copy: while a thread renders the template, the author may add messages for the next turn.
     queued = list(cursor.queued)
     try:
         prompt = await _prompt_of(state, cursor, queued)
@@ -179,7 +180,7 @@ def _branch_off(prompt: PreparedPrompt, node: TurnNode) -> None:
 async def _answering(
     state: ConversationState, cursor: Cursor, node: TurnNode, new: Sequence[Message]
 ) -> PreparedPrompt:
-    """Return the prompt after a turn that is answered, by the run's history policy."""
+    """Return the prompt after the turn that it follows, by the run's history policy."""
     plain = node.plain and all(map(is_plain, new))
     segment, last, history, tools = node.segment, node.turn, state.chat.history, cursor.schemas()
     if tools != segment.tools:
@@ -216,7 +217,7 @@ async def _bridge(
 async def _forked(
     state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
-    """Return a new segment with everything rendered again, loss mask 0 throughout."""
+    """Return a new segment with everything rendered again and loss mask 0."""
     bridger, messages = state.chat.bridger, [*node.messages, *new]
     text = await _in_thread(state, partial(bridger.prompt_text, messages, tools))
     ids = await _encoded(state, text)
@@ -226,7 +227,7 @@ async def _forked(
 
 
 async def _followed(state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas) -> PreparedPrompt:
-    """Return the template's render of everything: an append where it leaves the past unchanged, else a fork."""
+    """Return the template's render of everything: an append if the past is unchanged, else a fork."""
     fork = await _forked(state, node, new, tools, "template")
     before = node.turn.end
     unsampled = any(message["role"] == "assistant" for message in new)
@@ -238,7 +239,7 @@ async def _followed(state: ConversationState, node: TurnNode, new: Sequence[Mess
 
 
 async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
-    """Return the ids of a whole prompt. A long one is encoded in a thread, and only once for concurrent requests."""
+    """Return the ids of a whole prompt. A long prompt is encoded in a thread, once for all concurrent requests."""
     chat = state.chat
     if len(text[0]) <= MAX_CHARACTERS_ON_LOOP:
         return chat.bridger.prompt_ids(text)
@@ -248,7 +249,7 @@ async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
     with Waiting():
         while (other := chat.encoding.get(text)) is not None:
             await other.done.wait()
-            if other.ids is not None:  # else it was cancelled, or failed
+            if other.ids is not None:  # None: the encoding failed or was cancelled
                 return other.ids[:]
         chat.encoding[text] = own = Encoding()
         try:
@@ -262,7 +263,7 @@ async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
 async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
     """Render in a thread, so that the event loop stays free.
 
-    The episode's clocks are paused, as while it waits for a place in the engine.
+    The episode's clocks are paused, as while a request waits for the engine.
     """
     with Waiting():
         made: T = await state.episode.shared.workers.call(Job(render, "chat template"))
@@ -273,7 +274,7 @@ async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
 
 
 def oversized(state: ConversationState, cursor: Cursor) -> int:
-    """Return the characters of the queued messages if they cannot fit the context in any case, else 0."""
+    """Return the number of characters of the queued messages if they cannot fit the context; else 0."""
     size = sum(len(message["content"]) for message in cursor.queued)
     return size if size > state.context * state.chat.tokenizer.longest_token else 0
 
@@ -288,7 +289,7 @@ def _refuse_oversized(state: ConversationState, cursor: Cursor) -> None:
 
 
 def _end_without_prompt(state: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
-    """End the episode. The outcome depends on who wrote the past, and on the cause that cut the turn."""
+    """End the episode. The outcome depends on the author of the past, and on the cause that cut the turn."""
     name = state.name
     ending: Ending | None = None
     if not state.train:
@@ -302,9 +303,9 @@ def _end_without_prompt(state: ConversationState, cursor: Cursor, missing: Unbri
 
 
 def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:
-    """Return the junction of a prompt that the template's own render of everything put after a turn.
+    """Return the junction of a prompt in which the template's render of everything follows a turn.
 
-    The `ids` are the whole prompt, encoded at once; `inserted` of them came after the turn.
+    `ids` is the whole prompt, encoded at once; `inserted` of its ids come after the turn.
     """
     seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED
     close = Close.MASKED if chat.closing_stop(last) is None else Close.SAMPLED

@@ -27,6 +27,8 @@ __all__ = ["SampledTurn", "sample"]
 class SampledTurn:
     """The result of one request in the log.
 
+    It is filled while the request streams, so that a cancellation loses nothing.
+
     It is filled in while the request streams, so that a cancellation loses nothing.
     """
 
@@ -45,8 +47,7 @@ class SampledTurn:
     dropped: int = 0
     """Number of ids after a stop string; they are not in the log."""
     resampled: int = 0
-    """Number of ids that were sampled before the engine cut the turn for its trainer; they are not in the log either.
-    """
+    """Number of ids sampled before the engine cut the turn for its trainer; they are not in the log either."""
     cached_tokens: int | None = None
     """Number of prompt ids that the prefix cache held; None where the engine does not report it."""
     error: EngineError | None = None
@@ -103,7 +104,7 @@ class SampledTurn:
         self.stop, self.text = stops.found, stops.text
 
     def close(self, stream: DeltaStream) -> None:
-        """Keep the ids that arrived while the block was left, and the end of the stream."""
+        """Keep the ids that arrived while the block was being left, and the end of the stream."""
         if not self.admitted:
             return
         for delta in stream.rest:
@@ -117,7 +118,7 @@ class SampledTurn:
         if finish.reason is FinishReason.ERROR and self.text is None:
             self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
         self.cached_tokens = finish.cached_tokens
-        # The engine counts all that it sampled; ids after a stop string are not in the log.
+        # The engine counts everything that it sampled. Ids after a stop string are not in the log.
         self.log.stamp(finish.versions, self.start)
         if self.text is not None:
             self.finish = FinishReason.STOP
@@ -155,7 +156,7 @@ class StopStrings:
             self._fed += 1
             if not piece:
                 continue
-            # A stop string may begin in earlier text, but not end there.
+            # A stop string may begin in earlier text, but cannot end there.
             window, before = self._tail + piece, len(self._tail)
             self._pieces.append(piece)
             looked = self._stop if self._fed > self._after else ()
@@ -165,7 +166,7 @@ class StopStrings:
                 if (at := window.find(stop, max(0, before - len(stop) + 1))) >= 0
             ]
             if hits:
-                # The first one; of several at the same position, the longest.
+                # The first stop string; of several at the same position, the longest.
                 at, _, self.found = min(hits)
                 text = "".join(self._pieces)
                 self.text = text[: len(text) - len(window) + at]
@@ -186,14 +187,14 @@ async def sample(
 ) -> None:
     """Stream `request` into the log after `new_ids`, which are appended once the engine has admitted it.
 
-    Everything that arrives is kept in `into`, an engine's failure included: it is not raised.
+    `into` receives everything that arrives. A failure of the engine is stored there too, and not raised.
     """
     cut = True
     with WhileSampling():
         while cut:
             stops = StopStrings.of(tokenizer, request.sampling) if request.sampling.stop else None
             cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
-            new_ids = ()  # the log has them since the first try
+            new_ids = ()  # after the first try, the log has them
 
 
 async def _sample_once(
@@ -225,7 +226,7 @@ async def _sample_once(
             into.error = EngineStalled(f"{request.name}: the engine sent nothing for {silence.seconds:g} s")
         into.close(stream)
     aborted = ended and into.error is None and into.finish is FinishReason.ABORT
-    if aborted and engine.cuts == cuts:  # else it could be sampled again without end
+    if aborted and engine.cuts == cuts:  # without new cuts, sampling again could repeat without end
         into.fail(EngineError(f"{request.name}: the engine ended the request by itself"))
         return False
     if aborted:
@@ -234,7 +235,7 @@ async def _sample_once(
 
 
 def _shared(engine: Engine, silence: Clock) -> AbstractContextManager[None]:
-    """A block in which an engine that is busy with other requests does not count as silent."""
+    """A block during which a silent engine does not count as stalled if it is busy with other requests."""
     return nullcontext() if engine.progress is None else engine.progress.watched(silence)
 
 
@@ -250,7 +251,7 @@ async def _read(
             into.timings.first_token = now - admitted
         if progress is not None:
             progress.note(now)
-        # Moving the deadline costs a timer, so it moves once in an eighth of the limit, not at every delta.
+        # Moving the deadline creates a timer, so it moves once per eighth of the limit, not at every delta.
         elif now - received > patience / 8:
             received = now
             silence.start(silence.seconds)

@@ -33,7 +33,8 @@ Overflow: TypeAlias = str
 """Treatment of a history that does not fit: "tell" the client, which may shorten it, or "end" the episode."""
 
 SentHistory: TypeAlias = str
-"""Source of the past that the model sees. "append": its own sampled ids, also those that the client left out.
+"""Source of the past that the model sees.\n\n"append": its own sampled ids, also those that the client left out.
+"client": the history that the client sends, rendered again at every request, as without this endpoint.
 
 "client": the history that the client sends, rendered again at every request, as without this endpoint.
 """
@@ -71,7 +72,7 @@ class ServedEpisode:
         self._as_sent = history == AS_SENT
         self._system_as_user = system_as_user
         self._over_since: float | None = None
-        """Time of the first refusal because the episode is over."""
+        """Time of the first request that was refused because the episode is over."""
         self._chat = episode.shared.chat_of(MAIN)
 
     async def ask(
@@ -93,7 +94,7 @@ class ServedEpisode:
         return await self._chat_service.count(chat_call)
 
     def text_of(self, ids: Sequence[int], /) -> str:
-        """Return the text of ids. Bytes that are not text by themselves appear as in `text_of_token`."""
+        """Return the text of ids. Bytes that are not valid text alone appear as in `text_of_token`."""
         if not isinstance(self._chat, ChatModel):
             return ""
         return "".join(text_of_token(self._chat.tokenizer, token_id) for token_id in ids)
@@ -108,13 +109,13 @@ class ServedEpisode:
         names = [_tool_name(tool) for tool in chat_call.tools]
         try:
             return bool(self._train(ChatThread("", chat_call.label, names, bool(names), (), ())))
-        except Exception as error:  # no client can fix that
+        except Exception as error:  # clients cannot fix this
             self._episode.limits.end_episode(failure(error))
 
     def _refuse_if_over(self) -> None:
-        """Raise that the episode is over, at every request.
+        """Raise `EpisodeOver` at every request once the episode is over.
 
-        A turn after the end would cancel the whole rollout, and then the program could not end by itself.
+        A turn after the end would cancel the whole rollout, and the program could not end by itself.
         """
         ending, now = self._episode.limits.silenced_by, anyio.current_time()
         if ending is None:
@@ -138,7 +139,7 @@ def serving_options(
 
 
 def _check_serving(*, overflow: Overflow, history: SentHistory, names: tuple[str, str]) -> None:
-    """Raise BadOption for wrong values of the options of serving, called by their `names`."""
+    """Raise BadOption for wrong values of serving options; the error uses their `names`."""
     choices = ((names[0], overflow, ("tell", "end")), (names[1], history, ("append", AS_SENT)))
     for name, value, known in choices:
         if value not in known:

@@ -22,11 +22,11 @@ from runner.tasks import Task
 
 __all__ = ["EnvironmentPart", "Limiter", "RunShared"]
 
-_LIVES: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # ids of engines' lives, by runtime
+_LIVES: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # ids of the lives of engines, by runtime
 
 
 class Limiter(Protocol):
-    """Limits how many borrowers are inside at the same time."""
+    """Limits the number of borrowers that are inside at the same time."""
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
         """Wait until the borrower may enter."""
@@ -50,13 +50,13 @@ class EnvironmentPart:
     """The beginning of the task's id that the mixture added."""
 
     def own(self, task: Task) -> Task:
-        """Return the task with the id that the environment gave it."""
+        """Return the task with the id that its own environment set."""
         return replace(task, id=task.id.removeprefix(self.prefix)) if self.prefix else task
 
 
 @dataclass(slots=True, kw_only=True)
 class RunShared:
-    """State of one run that its episodes share. Nothing is global: two runs on one loop share at most an engine."""
+    """State of one run that its episodes share. No state is global: two runs on one loop share at most an engine."""
 
     environment: Hooks
     """The object that the author constructed. Episodes use their own."""
@@ -78,16 +78,16 @@ class RunShared:
     """HTTP server of the endpoints for agent programs."""
     resources: Any = None
     make_limiter: Callable[[str, int], Limiter] = lambda _, limit: anyio.CapacityLimiter(limit)
-    """Make a limiter with this name and limit. A run on several processes has its own."""
+    """Create a limiter with this name and limit. A run on several processes has its own kind."""
     _asked: set[str] = field(default_factory=set)
     _reported: set[str] = field(default_factory=set)
     _limiters: dict[str, tuple[int, Limiter]] = field(default_factory=dict)
-    # By `counted`, for conversations without their own sampling. Nearly all episodes need one of these two, and merging
-    # the layers each time costs a good part of a turn.
+    # Cached by `counted`, for conversations without their own sampling. Nearly all episodes need one of these two, and
+    # merging the layers takes a large part of the time of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
 
     def part_of(self, task: Task) -> EnvironmentPart:
-        """Return the environment of a task. An id that names no part of a mixture returns the mixture, which fails."""
+        """Return the environment of a task. If the id names no part of a mixture, return the mixture, which fails."""
         parts = self.environment.parts()
         name = task.id.partition("/")[0]
         if name not in parts or parts[name] is self.environment:
@@ -102,9 +102,9 @@ class RunShared:
         return self.other_models.get(agent, self.chat)
 
     def weights_of(self, agent: str, sampling: Sampling | None, environment: Sampling) -> list[str]:
-        """Return the weights that an agent without training samples with, as a key for its answers.
+        """Return the weights of an untrained agent, as a cache key for its answers.
 
-        A name of new weights or of an adapter is one of this engine's life only, and other runs may use it again.
+        Names of new weights and adapters are unique only within one life of the engine. Other runs may use them again.
 
         Args:
             agent: the agent's name.
@@ -128,22 +128,22 @@ class RunShared:
         return [runtime.version + stamp, *life]
 
     def heard_of(self, agent: str) -> None:
-        """Record that an episode that was played elsewhere opened this agent."""
+        """Record an agent that an episode opened in another process."""
         self._asked.add(agent)
 
     def evaluates(self, agent: str) -> bool:
-        """Return True if the run evaluates this agent: its engine takes messages, and it has no engine of its own."""
+        """Return True if the run evaluates this agent: it uses the run's engine, and that engine takes messages."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)
 
     def is_new(self, what: str) -> bool:
-        """Return True at the first call with this key, for messages that appear once a run."""
+        """Return True at the first call with this key. It is for messages that appear once a run."""
         if what in self._reported:
             return False
         self._reported.add(what)
         return True
 
     def unused(self) -> list[str]:
-        """Return the agents with their own engines that no episode opened; mostly misspelt names."""
+        """Return the agents with their own engines that no episode opened. Their names are mostly misspelt."""
         return sorted(self.other_models.keys() - self._asked)
 
     def sampling_of(
@@ -156,8 +156,8 @@ class RunShared:
     ) -> Sampling:
         """Return the sampling of a conversation, with every field set.
 
-        A field comes from the conversation; else from the episode or the run, for agents that are trained or evaluated;
-        else from the environment; else it is the default.
+        The first source that sets a field wins: the conversation; the episode and then the run, if the agent is trained
+        or evaluated; the environment; the default.
         """
         of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
         shared = of_the_class and episode is None

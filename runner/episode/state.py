@@ -1,8 +1,8 @@
 """The state of one episode and of its conversations, shared by the modules of this package.
 
-The classes here decide little: `prompting` makes prompts, `turn` samples and records, `Conversation` and `Episode` are
-what the author sees, and `EpisodeRunner` in `lifecycle` extends the state of an episode. A `Conversation` does not
-extend its `ConversationState`, since authors would see internals.
+The classes here contain little logic: `prompting` makes prompts, `turn` samples and records, `Conversation` and
+`Episode` are what the author sees, and `EpisodeRunner` in `lifecycle` extends the state of an episode. A `Conversation`
+does not extend its `ConversationState`, since authors would see internals.
 
 In this package `state` is a `ConversationState`, and its `episode` an `EpisodeState`.
 """
@@ -37,7 +37,7 @@ __all__ = ["ConversationState", "EpisodeState", "OpenConversation", "checked_too
 
 
 class OpenConversation(Protocol):
-    """The methods of a `Conversation` that an episode calls. The class itself is in a layer above."""
+    """The methods of `Conversation` that an episode calls. The class itself is in a layer above."""
 
     async def call_tools(self, turn: Turn) -> list[Message]: ...
 
@@ -63,7 +63,7 @@ class EpisodeState:
         self.states: dict[str, ConversationState] = {}
         """The conversations by agent, in the order in which they were opened."""
         self.renamed: dict[str, str] = {}
-        """Final name of each thread of requests, by the name with which it was opened."""
+        """Final name of each thread of requests, by its first name."""
         self.faults: list[str] = []
         """Problems that did not change the outcome, such as a `close()` or a metric that raised."""
         self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(self.environment).__name__}")
@@ -98,7 +98,9 @@ class EpisodeState:
             )
 
     async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
-        """Leave one context of the exit stack in a thread. One that takes too long is abandoned, and the next is left.
+        """Leave one context of the exit stack in a thread.
+
+        If that takes too long, it is abandoned and the next context is left.
 
         The clock over the unwinding is paused, and a cancellation waits: each exit has its own limit.
         """
@@ -123,7 +125,7 @@ class EpisodeState:
         return any(_says(turn, message) for state in self.states.values() for turn in state.turns)
 
 
-# Classes, not generators: a turn enters both, and a generator costs three times as much.
+# Classes, since every turn enters both and a generator takes three times as long.
 
 
 class NumberOfTurn:
@@ -207,7 +209,8 @@ class ConversationState:
         """The sampling of the latest turn, which the engine supports; None before."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
-        # Only the first request of an episode waits for those of episodes in progress; that of a second agent does not.
+        # Only the first request of an episode waits for those of episodes in progress. The first request of a second
+        # agent does not wait.
         self._sessions = [self.model.engine.session(late=bool(episode.states), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
@@ -219,7 +222,7 @@ class ConversationState:
 
     @property
     def context(self) -> int:
-        """Most tokens that the conversation may hold."""
+        """Maximum number of tokens of the conversation."""
         limit = self.episode.limits.configured.context
         engine = self.model.engine.context
         return engine if limit is None else min(limit, engine)
@@ -240,7 +243,7 @@ class ConversationState:
         self._free_sessions.append(session)
 
     def _another(self) -> Session | None:
-        """Return the session of another conversation of the episode on the same engine; None without one."""
+        """Return the session of another conversation of this episode on the same engine; None without one."""
         engine = self.model.engine
         return next(
             (state._sessions[0] for state in self.episode.states.values() if state.model.engine is engine), None
@@ -252,7 +255,7 @@ class ConversationState:
             self.model.engine.close_session(session)
 
     def number(self) -> NumberOfTurn:
-        """Reserve the number of a new turn. A turn that fails returns it, unless a later number was reserved."""
+        """Reserve the number of a new turn. A failed turn frees its number, unless a later number was reserved."""
         return NumberOfTurn(self)
 
     def record(self, cursor: Cursor, node: TurnNode) -> None:
@@ -269,7 +272,7 @@ class ConversationState:
         self.episode.limits.count(turn, counted=self.counted)
 
     def refuse_prompt(self, error: str, *, prompt: int, context: int = 0) -> NoReturn:
-        """Raise for a prompt of at least this many ids that does not fit the context.
+        """Raise the error for a prompt of at least this many ids that does not fit the context.
 
         `context` is the size that a server reported; 0 for the conversation's own.
         """
@@ -278,7 +281,7 @@ class ConversationState:
 
     def has(self, segment: Segment) -> bool:
         """Return True if a segment belongs to this conversation."""
-        return id(segment) in self._indices  # ids stay valid: the segments live as long as this object
+        return id(segment) in self._indices  # object ids stay valid: the segments live as long as this object
 
     def node_of(self, turn: Turn) -> TurnNode | None:
         """Return the tree node of a turn; None for a turn of another conversation."""
@@ -302,7 +305,7 @@ class ConversationState:
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
-        """Return the trajectory. Messages that the model never saw are at the end."""
+        """Return the trajectory. Messages that the model never saw are at its end."""
         self._order_segments()
         cursor, segments = self.cursor, self.segments
         if cursor.queued:
@@ -326,7 +329,7 @@ class ConversationState:
         trajectory.thread = "" if self.thread == self.name else self.thread
 
     def _order_segments(self) -> None:
-        """Sort the segments by their first turns. Of turns in flight at the same time, a later one may end first."""
+        """Sort the segments by their first turns. If turns ran at the same time, a later one may have ended first."""
         if len(self.segments) < 2:
             return
         first: dict[int, int] = {}
@@ -341,7 +344,7 @@ class ConversationState:
 
 
 def _unsampled(cursor: Cursor) -> Segment:
-    """Return a segment of messages only, the last of which the model never saw."""
+    """Return a segment that has only messages; the model never saw the last of them."""
     cause = cursor.whole or ("start" if cursor.node is None else BRANCH)
     return Segment(cause=cause, tools=cursor.schemas(), origin=cursor.origin, messages=[*cursor.seen, *cursor.queued])
 

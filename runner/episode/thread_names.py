@@ -35,7 +35,7 @@ def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) ->
         episode.renamed[thread.thread] = name
     _rename(episode, threads)
     home = episode.states.get(MAIN)
-    # A thread without turns leaves no trajectory, but the model saw its requests, so they are kept.
+    # Threads without turns leave no trajectory. They are kept because the model saw their requests.
     silent = [thread for thread in threads if not thread.turns and thread is not home]
     if home is not None and home.turns:
         home.requests += [request for thread in silent for request in thread.requests]

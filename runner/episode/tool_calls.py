@@ -67,7 +67,7 @@ class _RunningCalls:
         self._errors: dict[str, Exception] = {}
 
     async def run(self, batch: Sequence[ToolCall]) -> None:
-        if len(batch) == 1:  # a task group costs as much as a whole turn of a fast environment
+        if len(batch) == 1:  # a task group takes as long as a whole turn of a fast environment
             self.results[batch[0].id] = await self._result(batch[0])
             return
         in_order = [call for call in batch if not self._together(call)]
@@ -90,7 +90,7 @@ class _RunningCalls:
             try:
                 self.results[call.id] = await self._result(call)
             except Exception as error:
-                # Kept, and raised by the task that waits: a task group would wrap it and lose the order of the calls.
+                # The waiting task raises the error: a task group would wrap it and lose the order of the calls.
                 self._errors[call.id] = error
                 siblings.cancel()
                 return
@@ -117,7 +117,7 @@ class _RunningCalls:
         return text
 
 
-# The result becomes text where the tool ran, so that a large one from a thread is not serialized on the event loop.
+# The result is converted to text in the thread of the tool, so that a large one does not block the event loop.
 def _call(tool: Tool, arguments: dict[str, object]) -> str:
     return _text(tool, tool.call(**arguments))
 
@@ -135,7 +135,10 @@ def _text(tool: Tool, result: object) -> str:
 
 
 def _where(call: Callable[..., object]) -> str:
-    """Return where a tool is defined. When its result cannot become text, its frame no longer exists."""
+    """Return the place where a tool is defined, for a result that cannot become text.
+
+    The tool's frame no longer exists then.
+    """
     code = getattr(inspect.unwrap(call), "__code__", None)
     return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 

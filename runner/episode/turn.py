@@ -58,7 +58,7 @@ async def take_turn(
         cursor: the point of the turn; turns in flight at the same time have different cursors.
         sampling: takes precedence over the conversation's.
         tool_choice: takes precedence over the environment's.
-        number: the turn's number, where it was reserved before.
+        number: the turn's number, if it was reserved before.
         sinks: receivers of the turn's events while it is sampled.
     """
     await state.episode.limits.let_speak(state.name, counted=state.counted)
@@ -88,7 +88,7 @@ async def take_turn(
 
 
 async def score_replies(state: ConversationState, cursor: Cursor, replies: Sequence[str]) -> list[float]:
-    """Return the log-probability of each text as the begin of the next turn at `cursor`, without sampling it.
+    """Return the log-probability of each text as the beginning of the next turn at `cursor`, without sampling it.
 
     Args:
         state: the conversation.
@@ -112,9 +112,9 @@ async def score_replies(state: ConversationState, cursor: Cursor, replies: Seque
 
 
 class _Extending:
-    """A block whose value is True if the turn may extend the segment of the turn before it.
+    """A block whose value is True if the turn may extend the segment of the previous turn.
 
-    No other turn may extend it then.
+    While the block runs, no other turn may extend that segment.
     """
 
     __slots__ = ("_node",)
@@ -192,7 +192,8 @@ def _constraint(
     chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
 ) -> Constraint | None:
     if tools:
-        chat.require_calls()  # the tools of the class were checked at the start, those of setup() and clients were not
+        # the tools of the class were checked at the start; those of setup() and of clients were not
+        chat.require_calls()
     enforced = chat.parser.constraint(tools, tool_choice) if tools else None
     given = enforced_constraint(settings)
     if enforced and given:
@@ -218,7 +219,8 @@ def _empty_sample(
         event_parser=None if send is None else _event_parser(turn_context, prompt, request, send),
         receive=receive if sinks.sends_ids else None,
         handle=sinks.handle_of(turn_context.number),
-        # Clients number calls after those that they already have. Only a turn that continues a cut one has any.
+        # Clients number calls after the calls that they already have. Only a turn that continues a cut one has such
+        # calls.
         calls_before=len(before.turn.tool_calls) if prompt.continued and before is not None else 0,
     )
 
@@ -239,7 +241,7 @@ def _event_parser(
 def _sampling(
     state: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: SampledTurn
 ) -> Coroutine[Any, Any, None]:
-    # Not a coroutine: it would add one frame to each delta.
+    # Not a coroutine, which would add one frame to each delta.
     state.episode.report_activity(f"{state.name}: engine")
     return sample(
         into,
@@ -263,7 +265,8 @@ def _recorded(
     if prompt.taken_back is not None:
         _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
-    # Only now: a prompt that the engine never admitted stays queued, as do messages that were added during the request.
+    # Not earlier: a prompt that the engine did not admit stays queued, as do messages that were added during the
+    # request.
     del cursor.queued[: prompt.queued]
     turn = Turn(
         agent=turn_context.state.name,
@@ -286,14 +289,14 @@ def _recorded(
     )
     if turn.finish is FinishReason.LENGTH:
         turn.stop = request.ceiling
-        # The engine has one number only, so the limit that it stands for is set here.
+        # The engine receives one number only, so its limit is named here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
     return _node(turn_context, prompt, turn)
 
 
 def _take_back(node: TurnNode) -> None:
-    """Exclude the sampled ids of its message from training."""
+    """Exclude the sampled ids of a turn's message from training."""
     first = node.spoken
     for each in node.path():
         each.turn.log.take_back(each.turn.start, each.turn.end)
@@ -356,7 +359,9 @@ async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn
 
 
 async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
-    """Parse a turn with another library in a thread, since a long turn may take a second.
+    """Parse a turn with another library in a thread, since parsing a long turn may take a second.
+
+    A cancellation waits for it.
 
     A cancellation waits for it.
     """

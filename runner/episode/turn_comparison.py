@@ -20,9 +20,9 @@ _WORD: Final = re.compile(r"\w+")
 
 
 def changed_around(ours: ReadMessage, theirs: ReadMessage) -> frozenset[Tolerated] | None:
-    """Return the differences that a client made to a turn; None where the message is a different one.
+    """Return the differences that a client made to a turn; None if the message is an edit of it.
 
-    Text that was left out, reformatted, renamed or reordered leaves the turn the same. Other words, other values of
+    The message still is the turn if text was left out, reformatted, renamed or reordered. Other words, other values of
     arguments, or calls that the turn did not make are an edit.
 
     Args:
@@ -92,7 +92,7 @@ def _in_order(few: Sequence[str], many: Sequence[str]) -> bool:
 
 
 def is_prefix(received: Message, sampled: Message) -> bool:
-    """Return True if a message is the beginning of a turn, as a client has it after a stream that was cut."""
+    """Return True if a message is the beginning of a turn, as a client has it after an interrupted stream."""
     for name in ("content", "reasoning_content"):
         if not str(sampled.get(name, "")).strip().startswith(str(received.get(name, "")).strip()):
             return False

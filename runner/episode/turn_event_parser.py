@@ -20,7 +20,7 @@ __all__ = ["TurnEventParser"]
 
 
 class TurnEventParser:
-    """Parses the ids of a turn as they are sampled, and sends events. Together they equal the finished turn.
+    """Parses the ids of a turn as they are sampled, and sends events. The events together equal the finished turn.
 
     Ids or text that may be the end of the turn are held back until more follows.
     """
@@ -53,7 +53,7 @@ class TurnEventParser:
         self._take(ids, self._events_of)
 
     def restart(self) -> None:
-        """Discard everything that was sampled of the turn."""
+        """Discard all sampled ids of the turn."""
         self._clear()
         self._send(TurnRestarted())
 
@@ -62,8 +62,8 @@ class TurnEventParser:
 
         Args:
             stopped: True if its last id ended it and is not part of its text.
-            text: text before the stop string that ended the turn, from the beginning of its message; None where none
-                did.
+            text: text before the stop string that ended the turn, from the beginning of its message; None without a
+                stop string.
         """
         if text is None:
             ids = list(self._held)[: len(self._held) - stopped]
@@ -140,7 +140,7 @@ class TurnEventParser:
                 self._send(ToolCalled(self._call(event)))
 
     def _note(self, events: Iterable[Event]) -> None:
-        """Count the calls of events that were sent before."""
+        """Count the calls in events of earlier turns."""
         for event in events:
             if not isinstance(event, ReasoningPiece | ContentPiece):
                 self._call(event)

@@ -69,11 +69,11 @@ class TurnSinks:
     sends_ids: bool = False
     """True to send the admission of the request and the sampled ids too."""
     raise_unbridgeable: bool = False
-    """True to raise `Unbridgeable` where the prompt cannot be made, and end nothing; else that ends the episode."""
+    """True to raise `Unbridgeable` if no exact prompt exists; False to end the episode."""
 
     @classmethod
     def of_events(cls, send: Callable[[TurnEvent], None]) -> TurnSinks:
-        """Return sinks that send the events of text, reasoning and calls alone."""
+        """Return sinks that send only the events of text, reasoning and calls."""
 
         def receive(progress: TurnProgress) -> None:
             if not isinstance(progress, TurnAdmitted | IdsSampled):
@@ -82,12 +82,12 @@ class TurnSinks:
         return cls(receive=receive)
 
     def handle_of(self, number: int) -> str:
-        """Id, for a client, of the turn with this number; "" where turns have none."""
+        """Return the id, for a client, of the turn with this number; "" if turns have no ids."""
         return "" if self.handle is None else self.handle(number)
 
 
 NO_SINKS = TurnSinks()
-"""Sinks of a turn without a receiver; shared, since most turns are such."""
+"""Sinks of a turn without a receiver; shared, since most turns have none."""
 
 
 def sampling_of(state: ConversationState, given: Sampling | None) -> Sampling:
@@ -101,7 +101,7 @@ def sampling_of(state: ConversationState, given: Sampling | None) -> Sampling:
 
 def end_by(state: ConversationState, error: EngineError) -> NoReturn:
     """End the episode of a conversation whose engine failed."""
-    # The engine would refuse the request again: the same seeds make the same request.
+    # The engine would refuse the request again: the same seeds create the same request.
     rejected = isinstance(error, RequestRejected)
     ending = Ending(Outcome.ENGINE_ERROR, agent=state.name, error=str(error), permanent=rejected)
     state.episode.limits.end_episode(ending)
@@ -113,7 +113,7 @@ def tool_choice_of(state: ConversationState, tools: Sequence[Tool], given: ToolC
         return "none"
     if given is not None:
         return given
-    # The environment's choice is meant for `main`: another agent may not have the tool that it names.
+    # The environment's choice applies to `main` only: another agent may not have that tool.
     choice = state.episode.environment.tool_choice
     known = ("auto", "none", *(tool.name for tool in tools))
     return choice if state.name == MAIN or choice in known else "auto"
@@ -129,7 +129,7 @@ def enforced_constraint(settings: Sampling) -> Constraint | None:
 
 
 def given_constraint(settings: Sampling) -> Constraint | None:
-    """Return the constraint as a server that enforces it itself receives it; None without one."""
+    """Return the constraint for a server that enforces it itself; None without one."""
     if settings.schema is not None:
         return Constraint(ConstraintKind.JSON, json.dumps(settings.schema))
     if settings.regex is not None:
@@ -150,7 +150,7 @@ def record_not_enforced(state: ConversationState, settings: Sampling) -> None:
 
 
 def unconstrained(settings: Sampling) -> Sampling:
-    """Return the sampling without its constraint, which a turn records separately."""
+    """Return the sampling without its constraint. A turn records the two separately."""
     if settings.schema is None and settings.regex is None and settings.choice is None:
         return settings
     return replace(settings, schema=None, regex=None, choice=None)

@@ -14,7 +14,7 @@ __all__ = ["Cursor", "TurnNode"]
 
 @dataclass(slots=True, eq=False)
 class TurnNode:
-    """A turn, with what the prompt of a turn that follows it needs."""
+    """A turn, with the data that the prompt of a following turn needs."""
 
     turn: Turn
     segment: Segment
@@ -22,11 +22,11 @@ class TurnNode:
     parent: TurnNode | None
     """The turn before it, in this conversation or in the one that it branched from; None for a first turn."""
     answered: int
-    """Index, in its segment, of the first message that the turn answers; 0 where the whole prompt was rendered."""
+    """Index, in its segment, of the first message that the turn answers; 0 if the whole prompt was rendered."""
     start: int
     """Index of its own message in the segment."""
     reply: Message
-    """The assistant message, parsed from the ids at `begin` on. The message of a cut turn has what was sampled."""
+    """The assistant message, parsed from the ids at `begin` on. A cut turn has the sampled part."""
     begin: int
     """Index of the first sampled id of its message. The message may have begun in an earlier turn that was cut."""
     calls_before: int
@@ -34,23 +34,23 @@ class TurnNode:
     calls: int
     """Number of calls on the path, the message included."""
     plain: bool
-    """True if every message up to it is plain: a template looks back at nothing special in it (`is_plain`)."""
+    """True if every message up to this turn is plain: a template has no reason to change it later (see `is_plain`)."""
     extended: bool = False
     """True if a later turn extends this segment. Any other turn that follows then begins its own segment."""
 
     @property
     def messages(self) -> list[Message]:
-        """The messages up to it, its own included."""
+        """The messages up to this turn, with its own."""
         return [*self.segment.messages[: self.start], self.reply]
 
     @property
     def ends_segment(self) -> bool:
-        """True if nothing follows it in its segment, and no turn in flight extends it."""
+        """True if nothing follows the turn in its segment, and no turn in flight extends the segment."""
         return not self.extended and self.turn.end == len(self.segment.log)
 
     @property
     def prompt_messages(self) -> Sequence[Message]:
-        """The messages that it answers: those between the previous turn and its own message."""
+        """The messages that the turn answers: those between the previous turn and its own message."""
         return self.segment.messages[self.answered : self.start]
 
     @property
@@ -60,21 +60,24 @@ class TurnNode:
 
     @property
     def spoken(self) -> TurnNode:
-        """The turn in which its message began."""
+        """The turn in which this turn's message began."""
         node = self
         while node.turn.start != node.begin and node.parent is not None:
             node = node.parent
         return node
 
     def line(self) -> Iterator[TurnNode]:
-        """Turns whose ids precede its own in the log, itself first. Their messages are in its segment."""
+        """The turn itself, and the earlier turns whose ids precede its own in the log.
+
+        Their messages are in its segment.
+        """
         node: TurnNode | None = self
         while node is not None:
             yield node
             node = node.parent if node.answered or node.turn.start != node.begin else None
 
     def path(self) -> Iterator[TurnNode]:
-        """The turns on its path, itself first."""
+        """The turns from this one back to the first."""
         node: TurnNode | None = self
         while node is not None:
             yield node
@@ -87,11 +90,11 @@ class Cursor:
 
     tools: list[Tool]
     queued: list[Message] = field(default_factory=list)
-    """Added messages that the model has not seen yet; without a `node`, all messages."""
+    """Messages to add, which the model has not seen yet; all messages if there is no `node`."""
     node: TurnNode | None = None
     """The turn to continue from; None at the beginning."""
     whole: str = ""
-    """Cause for rendering the whole prompt again, whatever `node` is; "" where the ids of `node` are kept."""
+    """Cause for rendering the whole prompt again, even if there is a `node`; "" if the ids of `node` are kept."""
     again: TurnNode | None = None
     """The turn to sample again. It applies only while `queued` equals the messages that this turn answered."""
     takes_back: bool = False
@@ -104,7 +107,7 @@ class Cursor:
 
     @property
     def origin(self) -> Origin | None:
-        """The turn that a segment which begins here follows; None for a first segment."""
+        """The turn before a segment that begins here; None for a first segment."""
         return None if self.node is None else self.node.origin
 
     def copied(self) -> Cursor:
