@@ -19,6 +19,8 @@ TEXTS = (
     *("runner/**/*.py", "envs/**/*.py", "examples/**/*.py"),
 )
 
+MAX_ENTRY_CHARS = 200
+
 
 def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
@@ -73,3 +75,8 @@ def test_workflow_installs_containers_before_its_tests(name: str) -> None:
     workflow = (WORKFLOWS / name).read_text(encoding="utf-8")
     steps = re.findall(r"- run: (sudo \.ci/containers|make test(?:-all)?) ?", workflow)
     assert steps == ["sudo .ci/containers", f"make {name.removesuffix('.yml')}"]
+
+
+def test_changelog_entries_are_single_short_lines() -> None:
+    lines = [line for line in text_of("CHANGELOG.md").splitlines()[3:] if line]
+    assert [line for line in lines if len(line) >= MAX_ENTRY_CHARS or not line.startswith(("- ", "#"))] == []
