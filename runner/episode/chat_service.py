@@ -336,9 +336,9 @@ class ChatService:
         while True:
             began = time.perf_counter()
             # A request may also continue turns of the author's own conversations.
-            for state in self._episode.states.values():
-                if state not in self._own:
-                    self._histories.take_in(state)
+            for conversation in self._episode.conversations.values():
+                if conversation not in self._own:
+                    self._histories.take_in(conversation)
             found = align(
                 self._histories,
                 chat_call.messages,
@@ -391,7 +391,7 @@ class ChatService:
             return known.thread
         name = (
             chat_call.label
-            if chat_call.label and chat_call.label not in self._episode.states
+            if chat_call.label and chat_call.label not in self._episode.conversations
             else f"chat-{len(self.threads)}"
         )
         train = bool(tools) if chat_call.train is None else chat_call.train

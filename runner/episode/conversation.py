@@ -146,8 +146,8 @@ def open_conversation(
     state = ConversationState(
         name, episode, train=train, counted=counted, tools=tools, messages=messages, sampling=sampling
     )
-    conversation = state.conversation = Conversation(state)
-    episode.states[name] = state
+    conversation = state.author_conversation = Conversation(state)
+    episode.conversations[name] = state
     return conversation
 
 
@@ -158,7 +158,7 @@ def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: 
     """
     trained = train and not episode.shared.evaluates(name)
     open_conversation(episode, name, system_prompt=None, prompt=(), tools=tools, train=trained, counted=train)
-    return episode.states[name]
+    return episode.conversations[name]
 
 
 class Conversation:
@@ -377,7 +377,7 @@ class Conversation:
                 conversation.
         """
         state = self._state
-        if name in state.episode.states:
+        if name in state.episode.conversations:
             raise BadOption(f"branch({name!r}): there is an agent of that name; give it another one.")
         if state.episode.shared.chat_of(name) is not state.model:
             raise BadOption(f"branch({name!r}): that agent plays on an engine of its own, which has other ids.")

@@ -63,12 +63,12 @@ class Episode:
     @property
     def conversations(self) -> dict[str, Conversation]:
         """The open conversations, by agent."""
-        return {name: _seen_by_author(state) for name, state in self._state.states.items()}
+        return {name: _seen_by_author(state) for name, state in self._state.conversations.items()}
 
     @property
     def turns(self) -> list[Turn]:
         """The turns of `main`, in order."""
-        main = self._state.states.get(MAIN)
+        main = self._state.conversations.get(MAIN)
         return main.turns if main else []
 
     @property
@@ -179,8 +179,8 @@ class Episode:
         """
         if not isinstance(name, str):
             raise TypeError(f"Episode.conversation({name!r:.60}): the name of an agent is text: give str(name)")
-        if name in self._state.states:
-            return _seen_by_author(self._state.states[name])
+        if name in self._state.conversations:
+            return _seen_by_author(self._state.conversations[name])
         if name == MAIN:
             raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
         return open_conversation(
@@ -313,7 +313,7 @@ class Episode:
         began = loop_time()
         try:
             if turn.tool_calls:
-                return await self._state.states[turn.agent].conversation.call_tools(turn)
+                return await self._state.conversations[turn.agent].author_conversation.call_tools(turn)
             return await self._step(turn)
         finally:
             turn.timings.environment += loop_time() - began
@@ -397,5 +397,5 @@ class Episode:
 
 def _seen_by_author(state: ConversationState) -> Conversation:
     # `state` has only a base type, since the class is in a layer above
-    assert isinstance(state.conversation, Conversation)
-    return state.conversation
+    assert isinstance(state.author_conversation, Conversation)
+    return state.author_conversation

@@ -13,25 +13,27 @@ from runner.tokens.bridging.history import Alignment, AlignmentKind, compare, sa
 __all__ = ["before", "cursor_at", "left_behind"]
 
 
-def cursor_at(state: ConversationState, history: Sequence[Message]) -> Cursor:
+def cursor_at(conversation: ConversationState, history: Sequence[Message]) -> Cursor:
     """Return the cursor for a conversation whose whole history becomes `history`.
 
     The cursor continues from the last turn that is a prefix of the history. If the history equals the prompt of a turn,
     that turn is sampled again; if it was the last turn, it is no longer trained on.
     """
-    now = state.cursor
+    now = conversation.cursor
     found = None if now.whole or now.node is None else _aligned(now.node, now, history)
     if found is None or found[1].kind not in (AlignmentKind.SAME, AlignmentKind.APPEND):
         # The leaves of the tree. A cut turn that was continued is not a leaf, since the message belongs to the later
         # turn.
         ends = (
-            node for node in reversed(state.nodes) if not node.extended or node.turn.finish is not FinishReason.STOP
+            node
+            for node in reversed(conversation.nodes)
+            if not node.extended or node.turn.finish is not FinishReason.STOP
         )
         others = (node for node in ends if node is not now.node)
         # Of equally long matches, prefer the current path, then the latest turn.
         aligned = [each for each in (found, *(_aligned(node, now, history) for node in others)) if each is not None]
         found = max(aligned, key=lambda each: each[1].index, default=None)
-    whole = Cursor(now.tools, list(history), now.node, "environment" if state.segments else "")
+    whole = Cursor(now.tools, list(history), now.node, "environment" if conversation.segments else "")
     return whole if found is None else _gone_on_from(*found, now, whole)
 
 
@@ -42,18 +44,18 @@ def before(node: TurnNode, now: Cursor, whole: str, *, takes_back: bool) -> Curs
     return Cursor(now.tools, list(node.prompt_messages), first.parent, cause, again=node, takes_back=takes_back)
 
 
-def left_behind(state: ConversationState, kept: TurnNode) -> list[TurnNode]:
+def left_behind(conversation: ConversationState, kept: TurnNode) -> list[TurnNode]:
     """Return the other tries of a turn, and all turns that followed them or it."""
     first, left = kept.spoken, set[TurnNode]()
     on_path = set(kept.path())
-    for node in state.nodes:
+    for node in conversation.nodes:
         begun = node.spoken
         again = begun.parent is first.parent and begun is not first
         if node in on_path:
             continue
         if (again and _answer_the_same(begun, first)) or node.parent is kept or node.parent in left:
             left.add(node)
-    return [node for node in state.nodes if node in left]
+    return [node for node in conversation.nodes if node in left]
 
 
 def _answer_the_same(one: TurnNode, other: TurnNode) -> bool:

@@ -95,9 +95,9 @@ class EpisodeRunner(EpisodeState):
 
     def trained_logs(self) -> Iterator[TokenLog]:
         """The token logs so far of the trained agents."""
-        for state in self.states.values():
-            if state.train:
-                yield from (segment.log for segment in state.segments)
+        for conversation in self.conversations.values():
+            if conversation.train:
+                yield from (segment.log for segment in conversation.segments)
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the rollout. The episode is closed and kept, as partial unless another ending is given."""
@@ -194,7 +194,7 @@ class EpisodeRunner(EpisodeState):
     async def _play_and_score(self, main: Conversation) -> None:
         ending = await self._run_rollout(main)
         name_threads(self, self.chat_service.threads)
-        if ending.outcome.scored and any(state.turns for state in self.states.values()):
+        if ending.outcome.scored and any(conversation.turns for conversation in self.conversations.values()):
             await self._score(ending)
 
     def _begin_closing(self) -> None:
@@ -315,7 +315,7 @@ class EpisodeRunner(EpisodeState):
         if kind == ScorerKind.METRIC:
             self._metrics.update(as_metrics(value, name))
             return
-        trained = [state.name for state in self.states.values() if state.train] or [MAIN]
+        trained = [conversation.name for conversation in self.conversations.values() if conversation.train] or [MAIN]
         for agent, score in scores_by_agent(value, name, trained).items():
             self._rewards.setdefault(agent, {})[name] = score
 
@@ -403,13 +403,17 @@ class EpisodeRunner(EpisodeState):
     def _trajectories(self, ending: Ending) -> list[Trajectory]:
         name_threads(self, self.chat_service.threads)
         seconds = anyio.current_time() - self.began
-        spoke = {name: state for name, state in self.states.items() if state.turns}
+        spoke = {name: conversation for name, conversation in self.conversations.items() if conversation.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
         # Without a trained trajectory, one must record how the episode ended.
-        if MAIN not in spoke and any(state.train for state in spoke.values()):
+        if MAIN not in spoke and any(conversation.train for conversation in spoke.values()):
             return others
         # An agent that took a turn in setup() was opened before `main`. If setup() failed, `main` does not exist yet.
-        main = self._trajectory(MAIN, ending, seconds) if MAIN in self.states else self._empty(MAIN, ending, seconds)
+        main = (
+            self._trajectory(MAIN, ending, seconds)
+            if MAIN in self.conversations
+            else self._empty(MAIN, ending, seconds)
+        )
         return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
@@ -420,10 +424,10 @@ class EpisodeRunner(EpisodeState):
         return trajectory
 
     def _trajectory(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
-        state = self.states[agent]
+        conversation = self.conversations[agent]
         trajectory = self._empty(agent, ending, seconds)
-        trajectory.trained = state.train
-        state.into_trajectory(trajectory)
+        trajectory.trained = conversation.train
+        conversation.into_trajectory(trajectory)
         trajectory.waited = sum(turn.timings.queued for turn in trajectory.turns)
         trajectory.metrics = dict(self._metrics)
         if not ending.outcome.scored or not trajectory.turns:

@@ -81,16 +81,16 @@ class MessageTurn:
 
     def __init__(self, turn_context: TurnContext, engine: MessageEngine) -> None:
         self._turn_context = turn_context
-        self._state = turn_context.state
+        self._conversation = turn_context.conversation
         self._cursor = turn_context.cursor
         self._engine = engine
 
     async def take(self, sampling: Sampling | None, tool_choice: ToolChoice | None, sinks: TurnSinks) -> Turn:
         """Take one turn; see `take_turn` for the arguments."""
         self._refuse_unaskable()
-        settings = sampling_of(self._state, sampling)
+        settings = sampling_of(self._conversation, sampling)
         self._engine.check_sampling(settings)
-        choice = tool_choice_of(self._state, self._cursor.tools, tool_choice)
+        choice = tool_choice_of(self._conversation, self._cursor.tools, tool_choice)
         with self._segment() as segment:
             # A copy: while the server answers, the author may add messages for the next turn.
             queued = list(self._cursor.queued)
@@ -108,30 +108,34 @@ class MessageTurn:
                     turn.constraint = given_constraint(settings)
                     if turn.finish is FinishReason.LENGTH:
                         turn.stop = ceiling
-                    self._state.record(self._cursor, node)
+                    self._conversation.record(self._cursor, node)
         if isinstance(answer.error, PromptTooLong):
-            self._state.refuse_prompt(str(answer.error), prompt=answer.error.prompt, context=answer.error.context)
+            self._conversation.refuse_prompt(
+                str(answer.error), prompt=answer.error.prompt, context=answer.error.context
+            )
         if answer.error is not None:
-            end_by(self._state, answer.error)
+            end_by(self._conversation, answer.error)
         assert node is not None  # an engine that did not fail has begun to answer
         return node.turn
 
     # --- the request
 
     def _refuse_unaskable(self) -> None:
-        state, cursor, node = self._state, self._cursor, self._cursor.node
+        conversation, cursor, node = self._conversation, self._cursor, self._cursor.node
         if not cursor.queued and node is not None and not cursor.whole:
             cut = "" if node.turn.finish is FinishReason.STOP else ", and no server continues a turn that was cut"
             raise RuntimeError(
-                f"nothing was added to conversation {state.name!r} since its last turn{cut}: add() an answer."
+                f"nothing was added to conversation {conversation.name!r} since its last turn{cut}: add() an answer."
             )
         if not cursor.queued:
-            raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
+            raise RuntimeError(
+                f"conversation {conversation.name!r} has no message yet: add() one, or give it a prompt."
+            )
         # Only the server counts tokens, and only those of its own requests.
         used = node.turn.usage.total_tokens if node is not None and not cursor.whole and node.turn.usage else 0
-        if used >= state.context:
-            text = f"{state.episode.key.id}: {used} tokens do not fit the context of {state.context}"
-            state.refuse_prompt(text, prompt=used)
+        if used >= conversation.context:
+            text = f"{conversation.episode.key.id}: {used} tokens do not fit the context of {conversation.context}"
+            conversation.refuse_prompt(text, prompt=used)
 
     def _history(self) -> Sequence[Message]:
         """Return the messages before the queued ones."""
@@ -142,8 +146,8 @@ class MessageTurn:
         self, settings: Sampling, choice: ToolChoice, messages: Sequence[Message]
     ) -> tuple[MessageRequest, str]:
         """Return the request, and the limit that sets its `max_tokens`."""
-        state, ceiling = self._state, "max_tokens"
-        left = state.episode.limits.tokens_left() if state.counted else None
+        conversation, ceiling = self._conversation, "max_tokens"
+        left = conversation.episode.limits.tokens_left() if conversation.counted else None
         if left is not None and left < settings.max_tokens:
             settings, ceiling = settings.shortened(left), "tokens"
         request = MessageRequest(
@@ -159,9 +163,9 @@ class MessageTurn:
 
     async def _sample(self, stream: MessageStream, answer: _StreamedAnswer) -> None:
         """Record the server's answer. Its errors are kept and not raised."""
-        state = self._state
-        state.episode.report_activity(f"{state.name}: engine")
-        stall_seconds = state.episode.limits.configured.stall_seconds
+        conversation = self._conversation
+        conversation.episode.report_activity(f"{conversation.name}: engine")
+        stall_seconds = conversation.episode.limits.configured.stall_seconds
         began = loop_time()
         silence = Clock(stall_seconds, counts_sampling=True)
         with WhileSampling():
@@ -176,7 +180,9 @@ class MessageTurn:
                 answer.timings.queued = stream.waited
                 answer.finish = stream.finish or answer.finish
         if silence.fired:
-            answer.error = EngineStalled(f"{state.episode.key.id}: the server sent nothing for {stall_seconds:g} s")
+            answer.error = EngineStalled(
+                f"{conversation.episode.key.id}: the server sent nothing for {stall_seconds:g} s"
+            )
         if answer.error is not None:
             answer.finish = MessageFinish(FinishReason.ERROR, str(answer.error), answer.finish.usage)
 
@@ -194,7 +200,7 @@ class MessageTurn:
             cause = self._cause()
             yield Segment(cause=cause, tools=tools, origin=cursor.origin, messages=list(self._history()))
             return
-        if not node.ends_segment or not self._state.has(node.segment):
+        if not node.ends_segment or not self._conversation.has(node.segment):
             yield Segment(cause=BRANCH, tools=tools, origin=node.origin, messages=list(node.messages))
             return
         node.extended, before = True, len(node.segment.messages)
@@ -224,7 +230,7 @@ class MessageTurn:
         del cursor.queued[: len(queued)]
         parsed = answer.as_parsed()
         turn = Turn(
-            agent=self._state.name,
+            agent=self._conversation.name,
             number=self._turn_context.number,
             log=segment.log,
             start=0,

@@ -84,12 +84,12 @@ class PreparedPrompt:
 
 
 async def next_prompt(
-    state: ConversationState, cursor: Cursor, *, extend: bool, raise_unbridgeable: bool = False
+    conversation: ConversationState, cursor: Cursor, *, extend: bool, raise_unbridgeable: bool = False
 ) -> PreparedPrompt:
     """Return the prompt of the next turn, made of the queued messages and the history.
 
     Args:
-        state: the conversation.
+        conversation: the conversation of the turn.
         cursor: the point of the turn.
         extend: True to extend the segment of the turn before; else a new segment begins with a copy of its ids.
         raise_unbridgeable: True to raise if no exact prompt exists; else the episode ends.
@@ -99,50 +99,52 @@ async def next_prompt(
         Unbridgeable: no exact prompt exists, and `raise_unbridgeable` is set.
         RuntimeError: no message to answer.
     """
-    _refuse_oversized(state, cursor)
+    _refuse_oversized(conversation, cursor)
     # A copy: while a thread renders the template, the author may add messages for the next turn.
     queued = list(cursor.queued)
     try:
-        prompt = await _prompt_of(state, cursor, queued)
+        prompt = await _prompt_of(conversation, cursor, queued)
     except Unbridgeable as missing:
         if raise_unbridgeable:
             raise
-        _end_without_prompt(state, cursor, missing)
+        _end_without_prompt(conversation, cursor, missing)
     prompt.queued = len(queued)
     if cursor.node is not None and prompt.segment is cursor.node.segment and not extend:
         _branch_off(prompt, cursor.node)
     return prompt
 
 
-async def _prompt_of(state: ConversationState, cursor: Cursor, queued: list[Message]) -> PreparedPrompt:
+async def _prompt_of(conversation: ConversationState, cursor: Cursor, queued: list[Message]) -> PreparedPrompt:
     node, again = cursor.node, cursor.again
     if again is not None and queued == list(again.prompt_messages):
         return _once_more(again, takes_back=cursor.takes_back)
     if node is not None and not cursor.whole and queued:
-        return await _answering(state, cursor, node, queued)
+        return await _answering(conversation, cursor, node, queued)
     if node is not None and not cursor.whole:
         if node.turn.finish is FinishReason.STOP:
             raise RuntimeError(
-                f"nothing was added to conversation {state.name!r} since its last turn: add() an answer."
+                f"nothing was added to conversation {conversation.name!r} since its last turn: add() an answer."
             )
         segment, ids = node.segment, node.turn.log.ids[: node.turn.end]
         return PreparedPrompt(segment, ids, (), Source.BRIDGE, node.plain, continued=True)
     if not queued:
-        raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
-    return await _first(state, cursor, queued)
+        raise RuntimeError(f"conversation {conversation.name!r} has no message yet: add() one, or give it a prompt.")
+    return await _first(conversation, cursor, queued)
 
 
-async def _first(state: ConversationState, cursor: Cursor, messages: Sequence[Message]) -> PreparedPrompt:
+async def _first(conversation: ConversationState, cursor: Cursor, messages: Sequence[Message]) -> PreparedPrompt:
     """Return the first prompt of a segment, rendered from the start."""
-    messages = state.chat.with_fitting_ids(messages, state.episode.call_ids)
-    reencoded = cursor.node is None and not cursor.whole and not state.segments
-    again = reencoded and any(map(state.episode.was_said, messages))
+    messages = conversation.chat.with_fitting_ids(messages, conversation.episode.call_ids)
+    reencoded = cursor.node is None and not cursor.whole and not conversation.segments
+    again = reencoded and any(map(conversation.episode.was_said, messages))
     cause = REENCODED if again else cursor.whole or "start"
     tools = cursor.schemas()
-    bridger, size = state.chat.bridger, sum(len(message["content"]) + MESSAGE_CHARACTERS for message in messages)
+    bridger, size = conversation.chat.bridger, sum(len(message["content"]) + MESSAGE_CHARACTERS for message in messages)
     size += TOOL_CHARACTERS * len(tools)
     render = partial(bridger.prompt_text, messages, tools)
-    ids = await _encoded(state, render() if size <= MAX_CHARACTERS_ON_LOOP else await _in_thread(state, render))
+    ids = await _encoded(
+        conversation, render() if size <= MAX_CHARACTERS_ON_LOOP else await _in_thread(conversation, render)
+    )
     junction = forked_junction(cause) if cause != "start" else None
     segment = Segment(cause=cause, tools=tools, origin=cursor.origin)
     plain = all(map(is_plain, messages))
@@ -178,23 +180,23 @@ def _branch_off(prompt: PreparedPrompt, node: TurnNode) -> None:
 
 
 async def _answering(
-    state: ConversationState, cursor: Cursor, node: TurnNode, new: Sequence[Message]
+    conversation: ConversationState, cursor: Cursor, node: TurnNode, new: Sequence[Message]
 ) -> PreparedPrompt:
     """Return the prompt after the turn that it follows, by the run's history policy."""
     plain = node.plain and all(map(is_plain, new))
-    segment, last, history, tools = node.segment, node.turn, state.chat.history, cursor.schemas()
+    segment, last, history, tools = node.segment, node.turn, conversation.chat.history, cursor.schemas()
     if tools != segment.tools:
-        return await _forked(state, node, new, tools, "environment")
+        return await _forked(conversation, node, new, tools, "environment")
     if last.thinking and not history.close_reasoning:
         raise Unbridgeable(Property.REASONING_CLOSED, "the turn was cut inside its reasoning")
     if history.policy is HistoryPolicy.FORK:
-        return await _followed(state, node, new, tools)
+        return await _followed(conversation, node, new, tools)
     try:
-        bridge = await _bridge(state, node, new, tools, plain)
+        bridge = await _bridge(conversation, node, new, tools, plain)
     except Unbridgeable as missing:
         if missing.property in _NO_FORK_HELPS or history.policy is HistoryPolicy.REFUSE:
             raise
-        return await _forked(state, node, new, tools, missing.property.value)
+        return await _forked(conversation, node, new, tools, missing.property.value)
     junction = bridge.junction
     if last.dropped:
         junction = replace(junction, dropped=last.dropped, cause="stop_string")
@@ -204,43 +206,45 @@ async def _answering(
 
 
 async def _bridge(
-    state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, plain: bool
+    conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, plain: bool
 ) -> Bridge:
-    bridger, last = state.chat.bridger, node.turn
+    bridger, last = conversation.chat.bridger, node.turn
     answered = AnsweredTurn(node.messages, new, tools, last.number, plain)
     tail = bridger.locality.tail_at_once(answered)
     if tail is None:
-        tail = await _in_thread(state, partial(bridger.tail, answered))
-    return state.chat.bridge(last, tail)
+        tail = await _in_thread(conversation, partial(bridger.tail, answered))
+    return conversation.chat.bridge(last, tail)
 
 
 async def _forked(
-    state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, cause: str
+    conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
     """Return a new segment with everything rendered again and loss mask 0."""
-    bridger, messages = state.chat.bridger, [*node.messages, *new]
-    text = await _in_thread(state, partial(bridger.prompt_text, messages, tools))
-    ids = await _encoded(state, text)
+    bridger, messages = conversation.chat.bridger, [*node.messages, *new]
+    text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
+    ids = await _encoded(conversation, text)
     again, junction = Segment(cause=cause, tools=tools, origin=node.origin), forked_junction(cause)
     plain = node.plain and all(map(is_plain, new))
     return PreparedPrompt(again, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
 
 
-async def _followed(state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas) -> PreparedPrompt:
+async def _followed(
+    conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas
+) -> PreparedPrompt:
     """Return the template's render of everything: an append if the past is unchanged, else a fork."""
-    fork = await _forked(state, node, new, tools, "template")
+    fork = await _forked(conversation, node, new, tools, "template")
     before = node.turn.end
     unsampled = any(message["role"] == "assistant" for message in new)
     if unsampled or fork.ids[:before] != node.turn.log.ids[:before]:
         return fork
     added = fork.ids[before:]
-    junction = followed_junction(state.chat, fork.ids, node.turn, len(added))
+    junction = followed_junction(conversation.chat, fork.ids, node.turn, len(added))
     return PreparedPrompt(node.segment, fork.ids, added, Source.BRIDGE, fork.plain, new, len(new), junction=junction)
 
 
-async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
+async def _encoded(conversation: ConversationState, text: PromptText) -> array[int]:
     """Return the ids of a whole prompt. A long prompt is encoded in a thread, once for all concurrent requests."""
-    chat = state.chat
+    chat = conversation.chat
     if len(text[0]) <= MAX_CHARACTERS_ON_LOOP:
         return chat.bridger.prompt_ids(text)
     known: array[int] | None = chat.bridger.known_prompt(text)
@@ -253,50 +257,52 @@ async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
                 return other.ids[:]
         chat.encoding[text] = own = Encoding()
         try:
-            own.ids = await state.episode.shared.workers.call(Job(partial(chat.bridger.prompt_ids, text), "prompt"))
+            own.ids = await conversation.episode.shared.workers.call(
+                Job(partial(chat.bridger.prompt_ids, text), "prompt")
+            )
             return own.ids[:]
         finally:
             del chat.encoding[text]
             own.done.set()
 
 
-async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
+async def _in_thread(conversation: ConversationState, render: Callable[[], T]) -> T:
     """Render in a thread, so that the event loop stays free.
 
     The episode's clocks are paused, as while a request waits for the engine.
     """
     with Waiting():
-        made: T = await state.episode.shared.workers.call(Job(render, "chat template"))
+        made: T = await conversation.episode.shared.workers.call(Job(render, "chat template"))
         return made
 
 
 # --- without a prompt
 
 
-def oversized(state: ConversationState, cursor: Cursor) -> int:
+def oversized(conversation: ConversationState, cursor: Cursor) -> int:
     """Return the number of characters of the queued messages if they cannot fit the context; else 0."""
     size = sum(len(message["content"]) for message in cursor.queued)
-    return size if size > state.context * state.chat.tokenizer.longest_token else 0
+    return size if size > conversation.context * conversation.chat.tokenizer.longest_token else 0
 
 
-def _refuse_oversized(state: ConversationState, cursor: Cursor) -> None:
+def _refuse_oversized(conversation: ConversationState, cursor: Cursor) -> None:
     # Checked before encoding, which would block the event loop for a huge text.
-    size = oversized(state, cursor)
+    size = oversized(conversation, cursor)
     if size:
-        least = size // state.chat.tokenizer.longest_token
-        text = f"{state.episode.key.id}: {size} characters cannot fit the context of {state.context} ids"
-        state.refuse_prompt(text, prompt=least)
+        least = size // conversation.chat.tokenizer.longest_token
+        text = f"{conversation.episode.key.id}: {size} characters cannot fit the context of {conversation.context} ids"
+        conversation.refuse_prompt(text, prompt=least)
 
 
-def _end_without_prompt(state: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
+def _end_without_prompt(conversation: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
     """End the episode. The outcome depends on the author of the past, and on the cause that cut the turn."""
-    name = state.name
+    name = conversation.name
     ending: Ending | None = None
-    if not state.train:
+    if not conversation.train:
         ending = Ending(Outcome.ENV_ERROR, agent=name, error=f"agent {name!r}: {missing}")
     elif missing.property is Property.REASONING_CLOSED and cursor.node is not None:
         ending = Ending.of_cut_turn(cursor.node.turn, str(missing))
-    state.episode.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
+    conversation.episode.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
 
 
 # --- records of how it was made, also for verification

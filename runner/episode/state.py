@@ -4,7 +4,8 @@ The classes here contain little logic: `prompting` makes prompts, `turn` samples
 `Episode` are what the author sees, and `EpisodeRunner` in `lifecycle` extends the state of an episode. A `Conversation`
 does not extend its `ConversationState`, since authors would see internals.
 
-In this package `state` is a `ConversationState`, and its `episode` an `EpisodeState`.
+In this package `conversation` is a `ConversationState`, and its `episode` an `EpisodeState`. Modules that also use the
+author's `Conversation` and `Episode` call them `state`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class EpisodeState:
         """The limits that are left, and how the episode ended."""
         self.author_code = AuthorCode(shared.workers)
         """Calls the author's hooks and tools."""
-        self.states: dict[str, ConversationState] = {}
+        self.conversations: dict[str, ConversationState] = {}
         """The conversations by agent, in the order in which they were opened."""
         self.renamed: dict[str, str] = {}
         """Final name of each thread of requests, by its first name."""
@@ -115,14 +116,14 @@ class EpisodeState:
 
     def call_ids(self) -> set[str]:
         """Return the ids of all calls of this episode, as its turns have them."""
-        turns = (turn for state in self.states.values() for turn in state.turns)
+        turns = (turn for conversation in self.conversations.values() for turn in conversation.turns)
         return {call.id for turn in turns for call in turn.tool_calls}
 
     def was_said(self, message: Message) -> bool:
         """Return True if an agent of this episode sampled this assistant message."""
         if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):
             return False
-        return any(_says(turn, message) for state in self.states.values() for turn in state.turns)
+        return any(_says(turn, message) for conversation in self.conversations.values() for turn in conversation.turns)
 
 
 # Classes, since every turn enters both and a generator takes three times as long.
@@ -131,37 +132,37 @@ class EpisodeState:
 class NumberOfTurn:
     """A block that reserves the number of a turn."""
 
-    __slots__ = ("_number", "_state")
+    __slots__ = ("_conversation", "_number")
 
-    def __init__(self, state: ConversationState) -> None:
-        self._state = state
+    def __init__(self, conversation: ConversationState) -> None:
+        self._conversation = conversation
 
     def __enter__(self) -> int:
-        self._number = self._state.numbered
-        self._state.numbered += 1
+        self._number = self._conversation.numbered
+        self._conversation.numbered += 1
         return self._number
 
     def __exit__(self, *_: object) -> None:
-        state, number = self._state, self._number
-        taken = bool(state.turns) and state.turns[-1].number >= number
-        if not taken and state.numbered == number + 1:
-            state.numbered = number
+        conversation, number = self._conversation, self._number
+        taken = bool(conversation.turns) and conversation.turns[-1].number >= number
+        if not taken and conversation.numbered == number + 1:
+            conversation.numbered = number
 
 
 class SessionOfTurn:
     """A block that has one of a conversation's sessions."""
 
-    __slots__ = ("_session", "_state")
+    __slots__ = ("_conversation", "_session")
 
-    def __init__(self, state: ConversationState) -> None:
-        self._state = state
+    def __init__(self, conversation: ConversationState) -> None:
+        self._conversation = conversation
 
     def __enter__(self) -> Session:
-        self._session = self._state.take_session()
+        self._session = self._conversation.take_session()
         return self._session
 
     def __exit__(self, *_: object) -> None:
-        self._state.give_back(self._session)
+        self._conversation.give_back(self._session)
 
 
 class ConversationState:
@@ -186,7 +187,7 @@ class ConversationState:
         messages.
         """
         self.episode = episode
-        self.conversation: OpenConversation
+        self.author_conversation: OpenConversation
         """The author's object; set by the code that opens the conversation."""
         self.model = episode.shared.chat_of(name)
         check_answers(messages)
@@ -211,7 +212,7 @@ class ConversationState:
         self._sampling: Sampling
         # Only the first request of an episode waits for those of episodes in progress. The first request of a second
         # agent does not wait.
-        self._sessions = [self.model.engine.session(late=bool(episode.states), beside=self._another())]
+        self._sessions = [self.model.engine.session(late=bool(episode.conversations), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
     @cached_property
@@ -246,7 +247,12 @@ class ConversationState:
         """Return the session of another conversation of this episode on the same engine; None without one."""
         engine = self.model.engine
         return next(
-            (state._sessions[0] for state in self.episode.states.values() if state.model.engine is engine), None
+            (
+                conversation._sessions[0]
+                for conversation in self.episode.conversations.values()
+                if conversation.model.engine is engine
+            ),
+            None,
         )
 
     def close_sessions(self) -> None:

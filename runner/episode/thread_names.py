@@ -21,10 +21,14 @@ def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) ->
     if not threads or episode.renamed:
         return
     main = _main(episode, threads)
-    if main is not None and MAIN in episode.states:
-        episode.states[MAIN].close_sessions()
-        del episode.states[MAIN]
-    taken = {name for name, state in episode.states.items() if not any(state is thread for thread in threads)}
+    if main is not None and MAIN in episode.conversations:
+        episode.conversations[MAIN].close_sessions()
+        del episode.conversations[MAIN]
+    taken = {
+        name
+        for name, conversation in episode.conversations.items()
+        if not any(conversation is thread for thread in threads)
+    }
     numbered = 0
     for thread in threads:
         name = MAIN if thread is main else next((one.label for one in thread.requests if one.label), "")
@@ -34,7 +38,7 @@ def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) ->
         taken.add(name)
         episode.renamed[thread.thread] = name
     _rename(episode, threads)
-    home = episode.states.get(MAIN)
+    home = episode.conversations.get(MAIN)
     # Threads without turns leave no trajectory. They are kept because the model saw their requests.
     silent = [thread for thread in threads if not thread.turns and thread is not home]
     if home is not None and home.turns:
@@ -43,7 +47,7 @@ def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) ->
 
 
 def _main(episode: EpisodeState, threads: Sequence[ConversationState]) -> ConversationState | None:
-    own = episode.states.get(MAIN)
+    own = episode.conversations.get(MAIN)
     if own is not None and (own.turns or MAIN in episode.shared.other_models):
         return None
     trained = [thread for thread in threads if thread.counted and thread.turns]
@@ -63,12 +67,14 @@ def _rename(episode: EpisodeState, threads: Sequence[ConversationState]) -> None
     names = episode.renamed
     for thread in threads:
         thread.name = names[thread.thread]
-    for state in episode.states.values():
-        for segment in state.segments:
+    for conversation in episode.conversations.values():
+        for segment in conversation.segments:
             if segment.origin is not None:
                 segment.origin.agent = names.get(segment.origin.agent, segment.origin.agent)
-        for turn in state.turns:
+        for turn in conversation.turns:
             turn.agent = names.get(turn.agent, turn.agent)
-        for request in state.requests:
+        for request in conversation.requests:
             request.parent_agent = names.get(request.parent_agent, request.parent_agent)
-    episode.states = {names.get(name, name): state for name, state in episode.states.items()}
+    episode.conversations = {
+        names.get(name, name): conversation for name, conversation in episode.conversations.items()
+    }

@@ -43,7 +43,7 @@ __all__ = ["score_replies", "take_turn"]
 
 
 async def take_turn(
-    state: ConversationState,
+    conversation: ConversationState,
     cursor: Cursor,
     sampling: Sampling | None = None,
     tool_choice: ToolChoice | None = None,
@@ -54,50 +54,50 @@ async def take_turn(
     """Take one turn of a conversation at `cursor`, which then moves after the turn.
 
     Args:
-        state: the conversation.
+        conversation: the conversation that takes the turn.
         cursor: the point of the turn; turns in flight at the same time have different cursors.
         sampling: takes precedence over the conversation's.
         tool_choice: takes precedence over the environment's.
         number: the turn's number, if it was reserved before.
         sinks: receivers of the turn's events while it is sampled.
     """
-    await state.episode.limits.let_speak(state.name, counted=state.counted)
-    numbered = state.number() if number is None else nullcontext(number)
-    if isinstance(state.model, MessageModel):
-        with numbered as number, state.session() as session:
-            asking = MessageTurn(TurnContext(state, cursor, number, session), state.model.engine)
+    await conversation.episode.limits.let_speak(conversation.name, counted=conversation.counted)
+    numbered = conversation.number() if number is None else nullcontext(number)
+    if isinstance(conversation.model, MessageModel):
+        with numbered as number, conversation.session() as session:
+            asking = MessageTurn(TurnContext(conversation, cursor, number, session), conversation.model.engine)
             return await asking.take(sampling, tool_choice, sinks)
-    with _Extending(state, cursor) as extend, numbered as number, state.session() as session:
-        turn_context = TurnContext(state, cursor, number, session)
-        prompt = await next_prompt(state, cursor, extend=extend, raise_unbridgeable=sinks.raise_unbridgeable)
-        _refuse_too_long(state, prompt)
+    with _Extending(conversation, cursor) as extend, numbered as number, conversation.session() as session:
+        turn_context = TurnContext(conversation, cursor, number, session)
+        prompt = await next_prompt(conversation, cursor, extend=extend, raise_unbridgeable=sinks.raise_unbridgeable)
+        _refuse_too_long(conversation, prompt)
         request = _request(turn_context, prompt, sampling, tool_choice, sinks)
         sampled, node = _empty_sample(turn_context, prompt, request, sinks), None
         try:
-            await _sampling(state, prompt, request, sampled)
+            await _sampling(conversation, prompt, request, sampled)
         finally:
             # A cancelled or failed turn is recorded too: the engine had the prompt once it admitted the request.
             if sampled.admitted:
                 node = _recorded(turn_context, prompt, request, sampled)
                 await _parse(turn_context, node, sampled)
-                state.record(cursor, node)
+                conversation.record(cursor, node)
     if sampled.error is not None:
-        end_by(state, sampled.error)
+        end_by(conversation, sampled.error)
     assert node is not None  # an engine that did not fail has admitted the request
     return node.turn
 
 
-async def score_replies(state: ConversationState, cursor: Cursor, replies: Sequence[str]) -> list[float]:
+async def score_replies(conversation: ConversationState, cursor: Cursor, replies: Sequence[str]) -> list[float]:
     """Return the log-probability of each text as the beginning of the next turn at `cursor`, without sampling it.
 
     Args:
-        state: the conversation.
+        conversation: the conversation before the replies.
         cursor: the point of the turn; it does not move.
         replies: the texts, as ids without control tokens.
     """
-    chat = state.chat
-    prompt = list((await next_prompt(state, cursor, extend=True)).ids)
-    adapter = sampling_of(state, None).adapter
+    chat = conversation.chat
+    prompt = list((await next_prompt(conversation, cursor, extend=True)).ids)
+    adapter = sampling_of(conversation, None).adapter
     how = None if adapter is None else Sampling(adapter=adapter)
 
     async def score(reply: str) -> float:
@@ -108,7 +108,7 @@ async def score_replies(state: ConversationState, cursor: Cursor, replies: Seque
         with WhileSampling():
             return await gather([partial(score, reply) for reply in replies])
     except EngineError as error:
-        end_by(state, error)
+        end_by(conversation, error)
 
 
 class _Extending:
@@ -119,9 +119,9 @@ class _Extending:
 
     __slots__ = ("_node",)
 
-    def __init__(self, state: ConversationState, cursor: Cursor) -> None:
+    def __init__(self, conversation: ConversationState, cursor: Cursor) -> None:
         node = cursor.node
-        self._node = node if node is not None and node.ends_segment and state.has(node.segment) else None
+        self._node = node if node is not None and node.ends_segment and conversation.has(node.segment) else None
 
     def __enter__(self) -> bool:
         if self._node is not None:
@@ -134,10 +134,10 @@ class _Extending:
             node.extended = len(node.segment.log) > node.turn.end
 
 
-def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
-    if len(prompt.ids) >= state.context:
-        text = f"{state.episode.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
-        state.refuse_prompt(text, prompt=len(prompt.ids))
+def _refuse_too_long(conversation: ConversationState, prompt: PreparedPrompt) -> None:
+    if len(prompt.ids) >= conversation.context:
+        text = f"{conversation.episode.key.id}: {len(prompt.ids)} ids do not fit the context of {conversation.context}"
+        conversation.refuse_prompt(text, prompt=len(prompt.ids))
 
 
 # --- the request
@@ -161,16 +161,16 @@ def _request(
     tool_choice: ToolChoice | None,
     sinks: TurnSinks,
 ) -> _TurnRequest:
-    state, chat, tools = turn_context.state, turn_context.state.chat, turn_context.cursor.tools
-    settings = sampling_of(state, sampling)
-    if settings is not state.checked_sampling:
-        record_not_enforced(state, settings)
+    conversation, chat, tools = turn_context.conversation, turn_context.conversation.chat, turn_context.cursor.tools
+    settings = sampling_of(conversation, sampling)
+    if settings is not conversation.checked_sampling:
+        record_not_enforced(conversation, settings)
         settings.check_vocabulary(vocabulary_size(chat.engine))
         chat.engine.check_sampling(settings)
-        state.checked_sampling = settings
-    choice = tool_choice_of(state, tools, tool_choice)
-    ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
-    left = state.episode.limits.tokens_left() if state.counted else None
+        conversation.checked_sampling = settings
+    choice = tool_choice_of(conversation, tools, tool_choice)
+    ceilings = {"max_tokens": settings.max_tokens, "context": conversation.context - len(prompt.ids)}
+    left = conversation.episode.limits.tokens_left() if conversation.counted else None
     if left is not None:
         ceilings["tokens"] = left
     ceiling = min(ceilings, key=ceilings.__getitem__)
@@ -229,7 +229,7 @@ def _event_parser(
     turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, send: Callable[[TurnEvent], None]
 ) -> TurnEventParser:
     before, log = turn_context.cursor.node, prompt.segment.log
-    event_parser = TurnEventParser(turn_context.state.chat, turn_context.cursor.tools, request.tool_choice, send)
+    event_parser = TurnEventParser(turn_context.conversation.chat, turn_context.cursor.tools, request.tool_choice, send)
     event_parser.begin(
         log.ids[before.begin :] if prompt.continued and before is not None else (),
         calls_before=_calls_before(turn_context, prompt),
@@ -239,18 +239,18 @@ def _event_parser(
 
 
 def _sampling(
-    state: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: SampledTurn
+    conversation: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: SampledTurn
 ) -> Coroutine[Any, Any, None]:
     # Not a coroutine, which would add one frame to each delta.
-    state.episode.report_activity(f"{state.name}: engine")
+    conversation.episode.report_activity(f"{conversation.name}: engine")
     return sample(
         into,
-        state.chat.engine,
+        conversation.chat.engine,
         request.generation,
         new_ids=prompt.new_ids,
         source=prompt.source,
-        tokenizer=state.chat.tokenizer,
-        stall_seconds=state.episode.limits.configured.stall_seconds,
+        tokenizer=conversation.chat.tokenizer,
+        stall_seconds=conversation.episode.limits.configured.stall_seconds,
     )
 
 
@@ -269,7 +269,7 @@ def _recorded(
     # request.
     del cursor.queued[: prompt.queued]
     turn = Turn(
-        agent=turn_context.state.name,
+        agent=turn_context.conversation.name,
         number=turn_context.number,
         log=segment.log,
         start=sampled.start,
@@ -339,7 +339,7 @@ def _calls_before(turn_context: TurnContext, prompt: PreparedPrompt) -> int:
 
 async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn) -> None:
     """Set text, reasoning and calls of a turn from its sampled ids."""
-    turn, chat, text = node.turn, turn_context.state.chat, sampled.text
+    turn, chat, text = node.turn, turn_context.conversation.chat, sampled.text
     ids = turn.log.ids
     if text is not None and node.begin < turn.start:
         text = chat.tokenizer.decode(ids[node.begin : turn.start]) + text
@@ -351,21 +351,21 @@ async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn
         text = text_of(spoken, chat, stopped=stopped)
     before, tools = node.calls_before, turn_context.cursor.tools
     read = partial(ParsedTurn.of, text, spoken, chat, tools, before=before, tool_choice=turn.tool_choice)
-    parsed = read() if chat.parser.named is None else await _in_thread(turn_context.state, read)
+    parsed = read() if chat.parser.named is None else await _in_thread(turn_context.conversation, read)
     turn.text, turn.reasoning, turn.tool_calls = parsed.text, parsed.reasoning, parsed.tool_calls
     turn.thinking = parsed.cut_in_reasoning(turn, chat)
     node.calls = before + len(parsed.tool_calls)
     node.reply = parsed.as_message()
 
 
-async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
+async def _in_thread(conversation: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
     """Parse a turn with another library in a thread, since parsing a long turn may take a second.
 
     A cancellation waits for it.
 
     A cancellation waits for it.
     """
-    state.episode.report_activity(f"{state.name}: reading")
+    conversation.episode.report_activity(f"{conversation.name}: reading")
     with anyio.CancelScope(shield=True):
-        parsed: ParsedTurn = await state.episode.shared.workers.call_beside(Job(read, "tool format"))
+        parsed: ParsedTurn = await conversation.episode.shared.workers.call_beside(Job(read, "tool format"))
     return parsed

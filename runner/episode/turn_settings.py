@@ -38,7 +38,7 @@ __all__ = [
 class TurnContext:
     """The place of a turn: conversation, cursor, number and session."""
 
-    state: ConversationState
+    conversation: ConversationState
     cursor: Cursor
     """The point of the conversation at which the turn is taken; it moves after the turn."""
     number: int
@@ -48,12 +48,12 @@ class TurnContext:
     @property
     def name(self) -> str:
         """Name of the turn's request, for people and logs."""
-        return f"{self.state.episode.key.id}/{self.state.thread}/{self.number}"
+        return f"{self.conversation.episode.key.id}/{self.conversation.thread}/{self.number}"
 
     @property
     def seed(self) -> int:
         """The seed of the turn's random numbers."""
-        return derive_seed(self.state.episode.seed, self.state.thread, self.number)
+        return derive_seed(self.conversation.episode.seed, self.conversation.thread, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +90,33 @@ NO_SINKS = TurnSinks()
 """Sinks of a turn without a receiver; shared, since most turns have none."""
 
 
-def sampling_of(state: ConversationState, given: Sampling | None) -> Sampling:
+def sampling_of(conversation: ConversationState, given: Sampling | None) -> Sampling:
     """Return the sampling of the next turn, with every field set.
 
     Fields of `given` take precedence over the conversation's.
     """
-    own = state.sampling()
+    own = conversation.sampling()
     return own if given is None else given.over(own)
 
 
-def end_by(state: ConversationState, error: EngineError) -> NoReturn:
+def end_by(conversation: ConversationState, error: EngineError) -> NoReturn:
     """End the episode of a conversation whose engine failed."""
     # The engine would refuse the request again: the same seeds create the same request.
     rejected = isinstance(error, RequestRejected)
-    ending = Ending(Outcome.ENGINE_ERROR, agent=state.name, error=str(error), permanent=rejected)
-    state.episode.limits.end_episode(ending)
+    ending = Ending(Outcome.ENGINE_ERROR, agent=conversation.name, error=str(error), permanent=rejected)
+    conversation.episode.limits.end_episode(ending)
 
 
-def tool_choice_of(state: ConversationState, tools: Sequence[Tool], given: ToolChoice | None) -> ToolChoice:
+def tool_choice_of(conversation: ConversationState, tools: Sequence[Tool], given: ToolChoice | None) -> ToolChoice:
     """Return the tool choice of the next turn: "auto", "none", "required" or the name of the tool to call."""
     if not tools:
         return "none"
     if given is not None:
         return given
     # The environment's choice applies to `main` only: another agent may not have that tool.
-    choice = state.episode.environment.tool_choice
+    choice = conversation.episode.environment.tool_choice
     known = ("auto", "none", *(tool.name for tool in tools))
-    return choice if state.name == MAIN or choice in known else "auto"
+    return choice if conversation.name == MAIN or choice in known else "auto"
 
 
 def enforced_constraint(settings: Sampling) -> Constraint | None:
@@ -139,14 +139,14 @@ def given_constraint(settings: Sampling) -> Constraint | None:
     return None
 
 
-def record_not_enforced(state: ConversationState, settings: Sampling) -> None:
+def record_not_enforced(conversation: ConversationState, settings: Sampling) -> None:
     """Add a fault, once a run, with the parts of a schema that nothing enforces."""
     schema = settings.schema
     if schema is None:
         return
     missing = not_enforced(schema)
-    if missing and state.episode.shared.is_new(f"schema {missing}"):
-        state.episode.faults.append(f"Sampling(schema=...): not enforced: {', '.join(missing)}")
+    if missing and conversation.episode.shared.is_new(f"schema {missing}"):
+        conversation.episode.faults.append(f"Sampling(schema=...): not enforced: {', '.join(missing)}")
 
 
 def unconstrained(settings: Sampling) -> Sampling:
