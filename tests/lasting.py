@@ -23,11 +23,11 @@ def begin() -> None:
             raise AssertionError(f"{caller} would have ended the process of the tests with code {code}")
         _end(code)
 
-    def told(number: int, frame: FrameType | None) -> None:
+    def report_signal(number: int, frame: FrameType | None) -> None:
         played = os.environ.get("PYTEST_CURRENT_TEST", "no test")
         os.write(stderr, f"\n{signal.Signals(number).name} ends process {process} in {played}\n".encode())
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     os._exit = end  # type: ignore[assignment]  # it does not return where it may end the process
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, report_signal)

@@ -58,20 +58,20 @@ async def test_an_engine_that_is_not_running_answers_nothing(make: Callable[[], 
 @pytest.mark.both_backends
 async def test_close_ends_requests_inside_and_at_the_gate() -> None:
     asked = EngineUnderTest(ScriptedEngine(TEXT, latency=Latency(between=1), places=1))
-    told: list[str] = []
+    errors: list[str] = []
 
     async def read() -> None:
         try:
             async with asked.engine.stream(asked.request()) as stream:
                 await drain(stream, [])
         except EngineDead as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     async with anyio.create_task_group() as tasks, asked.engine as engine:
         tasks.start_soon(read)
         tasks.start_soon(read)
         await wait_until(lambda: (engine.stats().open, engine.stats().waiting) == (1, 1))
-    assert len(told) == 2
+    assert len(errors) == 2
     assert not engine.is_alive()
     await asked.assert_nothing_open()
 

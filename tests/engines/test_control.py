@@ -210,10 +210,10 @@ def test_environment_clock_runs_while_the_engine_is_paused(clock: trio.testing.M
 
 
 async def test_update_during_a_turn_has_exact_spans_and_calls_listeners() -> None:
-    heard: list[str] = []
+    versions: list[str] = []
     async with slow() as engine:
         undisturbed, _ = await ask(engine)
-        engine.runtime.listeners.add(lambda: heard.append(engine.weight_version))
+        engine.runtime.listeners.add(lambda: versions.append(engine.weight_version))
         async with saying(engine) as said:
             read: list[int] = []
             engine.runtime.listeners.add(lambda: read.append(len(said.ids)))
@@ -227,7 +227,7 @@ async def test_update_during_a_turn_has_exact_spans_and_calls_listeners() -> Non
     assert (old.version, old.start, new.version, new.end) == ("scripted", 0, "new", len(undisturbed))
     assert old.end == new.start
     assert old.end - read[0] in (0, 1), "the reader may not have had its turn since"
-    assert (update.version, heard, lags) == ("2", ["new", "2"], [2, 1, 0, 0])
+    assert (update.version, versions, lags) == ("2", ["new", "2"], [2, 1, 0, 0])
     assert finish.versions == (VersionSpan("2", 0, len(undisturbed)),)
     assert min(update.check_seconds, update.pause_seconds, update.load_seconds) >= 0
 

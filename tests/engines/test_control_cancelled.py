@@ -80,10 +80,10 @@ async def controlled(engine: ScriptedEngine) -> SlowRuntime:
 async def test_native_cancellation_waits_for_the_end_of_a_load() -> None:
     async with recording("Yes") as engine:
         runtime = await controlled(engine)
-        told: list[str] = []
-        engine.runtime.listeners.add(lambda: told.append(engine.weight_version))
+        versions: list[str] = []
+        engine.runtime.listeners.add(lambda: versions.append(engine.weight_version))
         await cancelled_at(runtime, "load", lambda: engine.update_weights(None))
-        assert (engine.state, engine.weight_version, told) == (EngineState.RUNNING, "1", ["1"])
+        assert (engine.state, engine.weight_version, versions) == (EngineState.RUNNING, "1", ["1"])
         assert not engine.standstill.on
         await engine.pause()
         await engine.resume()

@@ -19,18 +19,18 @@ pytestmark = pytest.mark.anyio
 
 async def test_fleet_proves_after_its_caches_are_awake() -> None:
     async with fleet(3, dice_engine(scores=Model())) as (engine, launcher), engine:
-        told = list[Any]()
-        with engine.on_update(lambda: told.append(engine.proof_figures)):
+        figures = list[Any]()
+        with engine.on_update(lambda: figures.append(engine.proof_figures)):
             await engine.sleep()
             await engine.wake(["weights"])
             odd, kept = launcher.workers[1].worker.engine, Model()
             kept.offset = 0.5
             object.__setattr__(odd._planner, "scores", kept)
             update = await engine.update_weights("new", proof=Model().proof())
-            assert (update.proof, told) == (None, [])
+            assert (update.proof, figures) == (None, [])
             await engine.wake(["kv_cache"])
         assert engine.proof_figures is not None
-        assert (engine.proof_figures.median, told) == (0.0, [engine.proof_figures])
+        assert (engine.proof_figures.median, figures) == (0.0, [engine.proof_figures])
         await until(lambda: launcher.workers[1] not in launcher.alive)
         (lost,) = [event for event in engine.events if "the proof of the weights" in event]
         assert "worker 1" in lost

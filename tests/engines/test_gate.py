@@ -168,14 +168,14 @@ def test_cancellation_after_admission_frees_the_place() -> None:
         holder, caught, third = Session(), Session(), Session()
         await gate.enter(holder, 10)
         cancelled = asyncio.ensure_future(gate.enter(caught, 20))
-        behind = asyncio.ensure_future(gate.enter(third, 30))
+        waiting = asyncio.ensure_future(gate.enter(third, 30))
         await asyncio.sleep(0)
         gate.leave(holder, 10)
         assert caught.late, "admitted, though its task has not run yet"
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        await behind
+        await waiting
         assert (caught.late, third.late) == (False, True)
         assert (gate.inside, gate.kept, gate.live) == (1, 40, 2)
 

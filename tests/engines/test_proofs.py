@@ -81,18 +81,18 @@ async def test_a_proof_longer_than_the_context_is_refused() -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_proof_waits_for_a_sleeping_cache_and_then_holds(level: int) -> None:
-    model, told = Model(), list[Any]()
+    model, figures = Model(), list[Any]()
     async with ScriptedEngine("Yes", scores=model) as engine:
-        with engine.on_update(lambda: told.append(engine.proof_figures)):
+        with engine.on_update(lambda: figures.append(engine.proof_figures)):
             await engine.sleep(level)
             await engine.wake(["weights"])
             model.offset = 0.25
             update = await engine.update_weights("any", proof=model.proof())
-            assert (update.proof, engine.proof_figures, told) == (None, None, [])
+            assert (update.proof, engine.proof_figures, figures) == (None, None, [])
             await engine.wake(["kv_cache"])
         assert engine.proof_figures is not None
         assert (engine.proof_figures.median, engine.state) == (0.0, EngineState.RUNNING)
-        assert told == [engine.proof_figures], "listeners get the update with its figures"
+        assert figures == [engine.proof_figures], "listeners get the update with its figures"
 
 
 async def test_waiting_proof_that_does_not_hold_ends_the_engine_first() -> None:

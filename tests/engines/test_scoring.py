@@ -312,9 +312,9 @@ async def test_an_engine_in_another_process_scores_as_it_does_at_home() -> None:
 @pytest.mark.parametrize("dialect", list(ServerDialect))
 async def test_a_server_scores_in_every_dialect(dialect: ServerDialect, tmp_path: Path) -> None:
     folder = byte_model(tmp_path / "model")
-    behind = ScriptedEngine("Yes", scores=lambda ids: [-each / 8 for each in ids[1:]])
+    scripted = ScriptedEngine("Yes", scores=lambda ids: [-each / 8 for each in ids[1:]])
     async with (
-        serving(behind, dialect=dialect) as server,
+        serving(scripted, dialect=dialect) as server,
         RemoteEngine(server.url, folder, dialect=dialect) as engine,
     ):
         assert await engine.score([65, 66, 72], start=2) == [-9.0]

@@ -57,13 +57,13 @@ async def test_relayed_steps_run_in_order_and_return_when_done() -> None:
 @pytest.mark.asyncio_alone
 async def test_failed_part_ends_a_relayed_transfer_with_an_error() -> None:
     relay, diary = relayed(), Diary(fails_at=2)
-    told: list[str] = []
+    errors: list[str] = []
 
     async def bring(step: TransferStep, part: Any = None) -> None:
         try:
             await relay.bring(step, part)
         except EngineError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     async with anyio.create_task_group() as group:
         for part in (1, 2, 3):
@@ -72,7 +72,7 @@ async def test_failed_part_ends_a_relayed_transfer_with_an_error() -> None:
             await relay.receive(diary)
     await bring(FINISH)
     assert diary.steps == [(LOAD, 1)]
-    assert told == [f"the engine does not accept {step} for this transfer any more" for step in (LOAD, LOAD, FINISH)]
+    assert errors == [f"the engine does not accept {step} for this transfer any more" for step in (LOAD, LOAD, FINISH)]
 
 
 async def test_an_engine_that_goes_away_lets_go_of_who_brings_something() -> None:

@@ -70,7 +70,7 @@ def of_family(name: str) -> ScriptedEngine:
     return said.scripted([Reply("Done.", stop=said.stop_ids[0])] * 3)
 
 
-async def told(environment: Any, engine: ScriptedEngine) -> list[str]:
+async def warnings_of(environment: Any, engine: ScriptedEngine) -> list[str]:
     """Messages of a run of three episodes about its tools."""
     async with Run(environment, engine) as run:
         begun = list(run.summary.faults)
@@ -92,7 +92,7 @@ async def refused(environment: Any, engine: ScriptedEngine, kind: type[Exception
 async def test_ambiguous_arguments_are_named_once_per_run(
     name: str,
 ) -> None:
-    (warning,) = await told(Putting, of_family(name))
+    (warning,) = await warnings_of(Putting, of_family(name))
     assert warning == (
         f"template {family(name).template.name!r} writes strings without quotes (untyped), and put(value: string | "
         "integer) also takes other values: a text that looks like such a value is not read as a string. Give it one "
@@ -103,7 +103,7 @@ async def test_ambiguous_arguments_are_named_once_per_run(
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("name", ["Qwen3", "Kimi K2", "Gemma 4", "LFM 2.5", "DeepSeek V3.2", "gpt-oss"])
 async def test_template_that_marks_strings_causes_no_warning(name: str) -> None:
-    assert await told(Putting, of_family(name)) == []
+    assert await warnings_of(Putting, of_family(name)) == []
 
 
 async def test_arguments_of_one_type_cause_no_warning() -> None:
@@ -112,7 +112,7 @@ async def test_arguments_of_one_type_cause_no_warning() -> None:
         def add(self, a: int, b: str, c: str | None = None) -> None:
             """Add."""
 
-    assert await told(Plain, of_family("Qwen3-Coder")) == []
+    assert await warnings_of(Plain, of_family("Qwen3-Coder")) == []
 
 
 async def test_the_warning_is_shown_with_what_came_of_the_run() -> None:
@@ -129,7 +129,8 @@ async def test_the_warning_is_shown_with_what_came_of_the_run() -> None:
 
 async def test_argument_names_of_any_characters_are_taken() -> None:
     for model in ("Qwen3-Coder", "Qwen3"):
-        assert await told(taking("query", "first name", "page[size]", required=("page[size]",)), of_family(model)) == []
+        odd = taking("query", "first name", "page[size]", required=("page[size]",))
+        assert await warnings_of(odd, of_family(model)) == []
 
 
 async def test_uncallable_tool_is_refused_before_sampling() -> None:
@@ -140,7 +141,7 @@ async def test_uncallable_tool_is_refused_before_sampling() -> None:
 
 
 async def test_an_argument_that_may_be_left_out_is_warned_of() -> None:
-    (warning,) = await told(taking("query", ""), of_family("Qwen3-Coder"))
+    (warning,) = await warnings_of(taking("query", ""), of_family("Qwen3-Coder"))
     assert "does not keep every call of the tool 'look_up': its argument '' cannot be read back" in warning
 
 
@@ -150,15 +151,15 @@ async def test_unwritable_type_is_named_with_tool_and_fix() -> None:
     message = await refused(taking("names", required=("names",), kind="array"), poor)
     assert "cannot write calls of the tool 'look_up': its argument 'names' cannot be read back" in message
     assert "a value of type array cannot be written). Give it another type, or the run another template" in message
-    (warning,) = await told(taking("names", kind="array"), poor)
+    (warning,) = await warnings_of(taking("names", kind="array"), poor)
     assert "does not keep every call of the tool 'look_up': its argument 'names'" in warning
-    assert await told(taking("names", required=("names",)), poor) == []
+    assert await warnings_of(taking("names", required=("names",)), poor) == []
 
 
 async def test_strict_tools_are_warned_of_where_nothing_announces_a_call() -> None:
-    (warning,) = await told(taking("query", strict=True), of_family("Llama 3.1"))
+    (warning,) = await warnings_of(taking("query", strict=True), of_family("Llama 3.1"))
     assert "has no text that begins a call (bare), so strict=True of the tool 'look_up' works only if" in warning
-    assert await told(taking("query", strict=True), of_family("Qwen3")) == []
+    assert await warnings_of(taking("query", strict=True), of_family("Qwen3")) == []
 
 
 async def test_unenforceable_tool_choice_is_refused_before_sampling() -> None:
@@ -181,7 +182,7 @@ async def test_tools_that_setup_adds_are_not_checked_before_the_run() -> None:
         def setup(self) -> None:
             self.tools += taking("first name", required=("first name",))().bound_tools()
 
-    assert await told(Adding, of_family("Qwen3-Coder")) == []
+    assert await warnings_of(Adding, of_family("Qwen3-Coder")) == []
 
 
 CHATTING = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}" + OPENER
@@ -237,18 +238,18 @@ NOT_ENFORCED = "parts of the schemas are not enforced during sampling, only chec
 @pytest.mark.parametrize("settings", [{"tool_choice": "required"}, {"tool_choice": "tag"}, {"strict": True}], ids=str)
 @pytest.mark.parametrize("model", ["Qwen3", "GLM 4.6", "Gemma 4", "gpt-oss"])
 async def test_keyword_that_no_grammar_says_is_named_where_calls_are_held(model: str, settings: dict[str, Any]) -> None:
-    said = await told(holding(UNIQUE, **settings), of_family(model))
+    said = await warnings_of(holding(UNIQUE, **settings), of_family(model))
     (warning,) = [each for each in said if "of the schemas are" in each]
     assert warning.startswith(f"{NOT_ENFORCED}: tag: uniqueItems of tags.")
     assert ("maxLength of tags[]" in warning) is (model == "Gemma 4")
 
 
 async def test_free_calls_are_not_warned_of_what_is_checked() -> None:
-    assert await told(holding(UNIQUE), of_family("Qwen3")) == []
+    assert await warnings_of(holding(UNIQUE), of_family("Qwen3")) == []
 
 
 async def test_keyword_that_is_not_checked_is_named_for_free_calls_too() -> None:
-    (warning,) = await told(holding({"type": "string", "pattern": r"[\p{L}]"}), of_family("Qwen3"))
+    (warning,) = await warnings_of(holding({"type": "string", "pattern": r"[\p{L}]"}), of_family("Qwen3"))
     assert warning.startswith(
         "the schema of the tool 'tag' is not checked completely: pattern of tags (Python has no \\p{L}"
     )
@@ -260,7 +261,7 @@ async def test_tool_that_nothing_fits_is_named_and_plays_on(choice: str) -> None
         def bound_tools(self) -> list[Tool]:
             return [*super().bound_tools(), *Putting().bound_tools()[1:]]
 
-    (warning,) = await told(Two, of_family("Qwen3"))
+    (warning,) = await warnings_of(Two, of_family("Qwen3"))
     assert warning == (
         "no call of the tool 'tag' passes its check: no object fits its schema, since no value fits its argument "
         "'tags'. Mend its schema. Calls that are required or strict leave the tool out."

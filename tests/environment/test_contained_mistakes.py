@@ -115,14 +115,14 @@ async def test_an_engine_for_an_agent_that_never_speaks_is_reported() -> None:
 
 
 async def test_a_synchronous_source_may_hear_of_results_asynchronously() -> None:
-    heard = []
+    task_ids = []
 
     class Source(list[Task]):
         async def finished(self, trajectory: Any) -> None:
-            heard.append(trajectory.task.id)
+            task_ids.append(trajectory.task.id)
 
     await play_all(Plain(), "Yes", tasks=Source(tasks(2)))
-    assert sorted(heard) == ["t0", "t1"]
+    assert sorted(task_ids) == ["t0", "t1"]
 
 
 @pytest.mark.parametrize(

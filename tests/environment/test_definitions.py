@@ -259,12 +259,12 @@ def by_assignment() -> type[Environment[Any]]:
 
 
 def by_property() -> type[Environment[Any]]:
-    class Told(Base):
+    class PromptProperty(Base):
         @property
         def system_prompt(self) -> str:  # type: ignore[override]  # read only, which is all that is asked of it
             return f"You play {self.task.id}."
 
-    return Told
+    return PromptProperty
 
 
 def by_message() -> type[Environment[Any]]:

@@ -99,8 +99,8 @@ async def test_time_limits_from_setup_hold(name: str) -> None:
     given: Any = {field: 0.05}
     with anyio.fail_after(300):
         trajectory = await play(Slow(limits=Limits(**given)), [call("use"), "Done"])
-    told = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
-    assert (trajectory.limit or told) == (["use took longer than 0.05 s."] if name == "tool" else field)
+    results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+    assert (trajectory.limit or results) == (["use took longer than 0.05 s."] if name == "tool" else field)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from runner.testing import ScriptedEngine
 from tests.playing import Plain
 
 
-def told(kind: type[Environment[Any]]) -> list[str]:
+def uncalled(kind: type[Environment[Any]]) -> list[str]:
     return list(uncalled_methods(kind()))
 
 
@@ -31,21 +31,21 @@ MISSPELT = ["setpu", "set_up", "promt", "prompt_", "rolout", "roll_out", "clsoe"
 
 @pytest.mark.parametrize("name", [*MISSPELT, *(name for names in HOOK_SYNONYMS.values() for name in names.split())])
 def test_a_method_with_a_name_like_a_hooks_is_named_with_the_hook(name: str) -> None:
-    (text,) = told(type("Odd", (Plain,), {name: does_nothing}))
+    (text,) = uncalled(type("Odd", (Plain,), {name: does_nothing}))
     assert text.startswith(f"Odd.{name}() is never called: ")
     assert "mark it with @" in text or any(f"the hook is called {hook}()" in text for hook in HOOKS)
 
 
 @pytest.mark.parametrize("name", [name for names in SETTING_SYNONYMS.values() for name in names.split()])
 def test_misnamed_setting_is_reported_with_the_right_name(name: str) -> None:
-    (text,) = told(type("Odd", (Plain,), {name: "You are brief."}))
+    (text,) = uncalled(type("Odd", (Plain,), {name: "You are brief."}))
     assert text.startswith(f"Odd.{name} is never read: the setting is called ")
     assert hasattr(Environment, text.partition("called ")[2].partition(".")[0])
 
     def reads(self: Any) -> Any:
         return self.max_turns
 
-    assert told(type("Reads", (Plain,), {"max_turns": 5, "setup": reads})) == []
+    assert uncalled(type("Reads", (Plain,), {"max_turns": 5, "setup": reads})) == []
 
 
 def test_misplaced_finished_is_reported_with_the_right_place() -> None:
@@ -56,7 +56,7 @@ def test_misplaced_finished_is_reported_with_the_right_place() -> None:
         def finished(self, trajectory: Trajectory) -> None:
             pass
 
-    (text,) = told(Curriculum)
+    (text,) = uncalled(Curriculum)
     assert text.startswith(
         "Curriculum.finished() is never called: results are sent to the object that `tasks()` returns"
     )
@@ -73,7 +73,7 @@ def test_an_environment_that_is_the_source_of_its_tasks_is_fine() -> None:
         def finished(self, trajectory: Trajectory) -> None:
             pass
 
-    assert told(Source) == []
+    assert uncalled(Source) == []
 
 
 class Steps(Plain):
@@ -86,7 +86,7 @@ def test_a_step_beside_a_rollout_that_never_asks_it_is_named() -> None:
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
 
-    (text,) = told(Both)
+    (text,) = uncalled(Both)
     assert "Both.step() is never called: rollout() replaces it" in text
 
 
@@ -103,7 +103,7 @@ def test_a_step_that_a_rollout_has_called_is_fine() -> None:
         async def rollout(self, conversation: Conversation) -> None:
             await super().rollout(conversation)
 
-    assert [told(kind) for kind in (Answers, Calls, GoesUp, Steps)] == [[], [], [], []]
+    assert [uncalled(kind) for kind in (Answers, Calls, GoesUp, Steps)] == [[], [], [], []]
 
 
 def test_called_marked_or_unrelated_methods_are_not_reported() -> None:
@@ -139,7 +139,7 @@ def test_called_marked_or_unrelated_methods_are_not_reported() -> None:
         def _teardown(self) -> None:
             pass
 
-    assert told(Fine) == []
+    assert uncalled(Fine) == []
 
 
 def test_no_environment_that_comes_along_has_such_a_method() -> None:

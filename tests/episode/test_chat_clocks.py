@@ -57,7 +57,7 @@ async def test_request_from_outside_the_rollout_is_cut_at_seconds(clock: trio.te
         with pytest.raises(EpisodeOver):
             await episodes[0].chat(ASKED, tools=[RUN])
 
-    class Tells(Outside):
+    class Exposing(Outside):
         def setup(self) -> None:
             episodes.append(self.episode)
 
@@ -67,7 +67,7 @@ async def test_request_from_outside_the_rollout_is_cut_at_seconds(clock: trio.te
         group.start_soon(outsider)
         group.start_soon(_let_pass, clock, handed)
         engine = recording([STALLS], template="hermes")
-        (trajectory,) = await play_all(Tells, engine, limits=Limits(seconds=60))
+        (trajectory,) = await play_all(Exposing, engine, limits=Limits(seconds=60))
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
     assert trajectory.turns[0].finish == "abort"
     assert_nothing_open(engine)

@@ -21,7 +21,7 @@ from tests.playing import Plain, play_all
 class Ask:
     """A request: the index of the turn that it continues (-1 for the start), and the messages that it adds."""
 
-    behind: int
+    continues: int
     says: str
 
 
@@ -55,7 +55,7 @@ async def check(steps: list[list[Ask]], calls: list[bool]) -> None:
     known: list[Known] = []
 
     async def ask(episode: Any, one: Ask) -> Known:
-        before = known[one.behind % len(known)] if known and one.behind >= 0 else None
+        before = known[one.continues % len(known)] if known and one.continues >= 0 else None
         messages: list[Any] = []
         if before is not None:
             said = before.turn.as_message()

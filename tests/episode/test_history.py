@@ -58,13 +58,13 @@ async def test_append_forks_with_a_reason_without_an_exact_bridge() -> None:
 async def test_forks_are_counted_in_the_summary() -> None:
     async with Run(Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
         _ = [trajectory async for trajectory in run]
-    told = run.summary.as_dict()
-    assert told["junctions"] == {"forked/none/masked/verified": 1}
-    assert told["junction_causes"] == {"no_sentinel": 1}
+    summary = run.summary.as_dict()
+    assert summary["junctions"] == {"forked/none/masked/verified": 1}
+    assert summary["junction_causes"] == {"no_sentinel": 1}
     console = Console(width=120, file=StringIO(), record=True)
-    console.print(summary_table(told))
+    console.print(summary_table(summary))
     assert "1 of them began a new segment" in console.export_text()
-    console.print(summary_table(told, verbose=True))
+    console.print(summary_table(summary, verbose=True))
     shown = console.export_text()
     assert "1 forked (anchor none, close masked, seam verified)" in shown
     assert "no_sentinel 1" in shown

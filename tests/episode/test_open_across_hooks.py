@@ -178,8 +178,8 @@ async def test_group_opened_beside_other_tools_fails_its_episode() -> None:
 
     trajectories, run = await played(Closes("anyio_group", "first", "close"), together)
     assert [each.outcome for each in trajectories][::2] == [Outcome.COMPLETED] * 2
-    told = trajectories[1].error + " ".join(run.summary.faults)
-    assert "what a tool opens that runs beside others" in told
+    reported = trajectories[1].error + " ".join(run.summary.faults)
+    assert "what a tool opens that runs beside others" in reported
 
 
 @pytest.mark.parametrize("what", [what for what in OPENED if what not in ("websocket", "program")])  # one reads there

@@ -56,7 +56,7 @@ def called(events: list[TurnEvent]) -> list[ToolCall]:
     return [event.call for event in events if isinstance(event, ToolCalled)]
 
 
-def assert_heard(events: list[TurnEvent], turn: Turn) -> None:
+def assert_events_equal_turn(events: list[TurnEvent], turn: Turn) -> None:
     """Assert that the events equal the turn; white space in front of a content that calls something counts as none."""
     assert joined(events, ReasoningPiece) == turn.reasoning
     content = joined(events, ContentPiece)
@@ -64,13 +64,13 @@ def assert_heard(events: list[TurnEvent], turn: Turn) -> None:
     assert called(events) == turn.tool_calls
 
 
-async def heard(
+async def events_and_turn(
     engine: ScriptedEngine, *stop: str, cut_before: int = 0, **options: Any
 ) -> tuple[list[TurnEvent], Turn]:
     """The events of one turn while it was sampled, and the turn; the message may have been cut once before."""
     events, turns = list[TurnEvent](), list[Turn]()
 
-    class Hears(Adds):
+    class Streaming(Adds):
         async def rollout(self, conversation: Conversation) -> None:
             if cut_before:
                 await conversation.generate(sampling=Sampling(max_tokens=cut_before))
@@ -79,7 +79,7 @@ async def heard(
                     events.append(event)
             turns.append(stream.turn)
 
-    trajectory = await play(Hears, engine, **options)
+    trajectory = await play(Streaming, engine, **options)
     assert trajectory.outcome is not Outcome.ENV_ERROR, trajectory.error
     return events, turns[0]
 
@@ -105,8 +105,8 @@ def test_streamed_pieces_equal_the_turn_however_it_is_cut(
     for text, spelt in parts:
         ids += list(text.encode()) if spelt else tokenizer.encode(text)
     engine = recording(Reply(ids=ids), template="hermes", tokenizer=tokenizer, chunks=chunks)
-    events, turn = anyio.run(heard, engine, *stop)
-    assert_heard(events, turn)
+    events, turn = anyio.run(events_and_turn, engine, *stop)
+    assert_events_equal_turn(events, turn)
 
 
 def family_turn(parser: TurnParser, cut: int) -> str:
@@ -126,8 +126,8 @@ async def test_streamed_pieces_equal_the_turn_in_every_family(name: str, cut: in
     of = family(name)
     text = family_turn(TurnParser(of.form), cut)
     engine = recording(text, template=of.template, tokenizer=of.tokenizer, stop_ids=of.stop_ids)
-    events, turn = await heard(engine)
-    assert_heard(events, turn)
+    events, turn = await events_and_turn(engine)
+    assert_events_equal_turn(events, turn)
     assert joined(events, ReasoningPiece) == "Three."
     assert cut or [call.name for call in called(events)] == ["add"]
 
@@ -136,13 +136,13 @@ async def test_closing_token_before_the_stop_id_is_not_streamed() -> None:
     tokenizer = ByteTokenizer()
     end = tokenizer.encode("<|im_end|>")[0]
     engine = recording(Reply(ids=[*b"so", end], finish="length"), template="hermes", tokenizer=tokenizer, stop_ids=(7,))
-    events, turn = await heard(engine)
+    events, turn = await events_and_turn(engine)
     assert turn.text == "so"
-    assert_heard(events, turn)
+    assert_events_equal_turn(events, turn)
 
 
 async def test_possible_stop_string_is_withheld_until_it_differs() -> None:
-    events, turn = await heard(recording("an ENd, the END of it", chunks=1), "END")
+    events, turn = await events_and_turn(recording("an ENd, the END of it", chunks=1), "END")
     assert turn.text == joined(events, ContentPiece) == "an ENd, the "
 
 
@@ -150,26 +150,26 @@ async def test_possible_stop_string_is_withheld_until_it_differs() -> None:
 
 
 async def test_ids_sampled_before_a_pause_are_streamed() -> None:
-    engine, told = recording("one two", chunks=1, latency=Latency(between=1)), list[str]()
+    engine, texts = recording("one two", chunks=1, latency=Latency(between=1)), list[str]()
 
     async def talk(conversation: Conversation) -> None:
         async with conversation.stream() as stream:
             async for event in stream:
                 assert isinstance(event, ContentPiece)
-                told.append(event.text)
-                if len(told) == 2:
+                texts.append(event.text)
+                if len(texts) == 2:
                     await engine.pause("keep")
                     sampled = engine.stats().sampled_tokens
                     assert sampled < len("one two")
                     await engine.resume()
 
     await talked(talk, engine)
-    assert told == ["o", "n", "e", " t", "w", "o"]
+    assert texts == ["o", "n", "e", " t", "w", "o"]
 
 
 async def test_call_is_streamed_when_complete_with_its_final_id() -> None:
     text = f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
-    events, turn = await heard(recording(text, template="hermes", chunks=1))
+    events, turn = await events_and_turn(recording(text, template="hermes", chunks=1))
     assert [call.id for call in called(events)] == [call.id for call in turn.tool_calls] == ["call_0", "call_1"]
 
 
@@ -259,7 +259,7 @@ async def test_continued_turn_streams_only_its_new_part() -> None:
     cut = f"so\n<tool_call>\n{CALL[:20]}"
     engine = recording([Reply(cut, finish="length"), f"{CALL[20:]}\n</tool_call>"], template="hermes", chunks=3)
 
-    events, turn = await heard(engine, cut_before=len(cut), limits=Limits(turns=5))
+    events, turn = await events_and_turn(engine, cut_before=len(cut), limits=Limits(turns=5))
     assert (turn.text, joined(events, ContentPiece)) == ("so", "")
     assert called(events) == turn.tool_calls != []
 
@@ -284,4 +284,4 @@ async def test_restarted_turn_is_streamed_from_its_beginning() -> None:
     restarts = [at for at, event in enumerate(events) if event == TurnRestarted()]
     assert len(restarts) == 1
     assert "a longer answer".startswith(joined(events[: restarts[0]], ContentPiece))
-    assert_heard(events[restarts[0] + 1 :], turn)
+    assert_events_equal_turn(events[restarts[0] + 1 :], turn)

@@ -462,9 +462,9 @@ def test_clock_of_a_hook_stops_while_an_agent_is_sampled(hook: str) -> None:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_clock_of_a_hook_resumes_after_an_agent_was_sampled(hook: str) -> None:
     trajectory, faults = asking(Asks(hook, seconds=6))
-    told = [message["content"] for message in trajectory.messages if "took longer than 5 s" in message["content"]]
+    timeouts = [message["content"] for message in trajectory.messages if "took longer than 5 s" in message["content"]]
     if hook == "tool":
-        assert told
+        assert timeouts
     elif hook == "close":
         assert "took longer than 5 s" in faults[0]
     else:

@@ -68,7 +68,7 @@ async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
 ) -> None:
     file = tmp_path / "run.db"
     run = Run(Waiting(), ScriptedEngine(speak), file=file, limits=NO_LIMITS)
-    told: list[str] = []
+    errors: list[str] = []
 
     async def play() -> None:
         try:
@@ -76,7 +76,7 @@ async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
                 async for _ in run:
                     pass
         except RunStuck as stuck:
-            told.append(str(stuck))
+            errors.append(str(stuck))
 
     with anyio.fail_after(100 * RUN_STUCK_SECONDS):
         async with anyio.create_task_group() as tasks:
@@ -89,9 +89,9 @@ async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
             put_forward(RUN_STUCK_SECONDS / 2)
             for _ in range(100):
                 await checkpoint()
-            assert not told, "half of the time is too early"
+            assert not errors, "half of the time is too early"
             put_forward(RUN_STUCK_SECONDS)
-    (message,) = told
+    (message,) = errors
     assert "nothing happened for 600 s; 4 episodes in flight" in message
     for line in (
         "step#0 has been waiting for step",

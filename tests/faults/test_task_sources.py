@@ -42,14 +42,14 @@ class Hearing:
 
     def __init__(self, deed: Callable[[], Any]) -> None:
         self.deed = deed
-        self.heard = 0
+        self.finished_count = 0
 
     def __iter__(self) -> Iterator[Task]:
         return (Task(id=str(number), prompt="hello") for number in range(8))
 
     def finished(self, trajectory: Trajectory) -> None:
-        self.heard += 1
-        if self.heard == 4:
+        self.finished_count += 1
+        if self.finished_count == 4:
             self.deed()
 
 

@@ -52,7 +52,7 @@ class Weather(Environment):
         await conversation.generate()
 
     @reward
-    def told(self) -> float:
+    def half(self) -> float:
         return 0.5
 
 

@@ -32,33 +32,33 @@ def anyio_backend() -> str:
 
 
 async def test_pieces_arrive_while_the_turn_is_sampled() -> None:
-    heard: list[Any] = []
+    events: list[Any] = []
 
     async def talk(conversation: Conversation) -> None:
         async with conversation.stream() as said:
             async for event in said:
-                heard.append(event)
-                if heard == [ContentPiece("A lo"), ContentPiece("ng a")]:
+                events.append(event)
+                if events == [ContentPiece("A lo"), ContentPiece("ng a")]:
                     api.released.set()
         assert said.turn.text == "A long answer"
 
     async with serving(Says("A long answer", hold_after=3)) as api:
         await played(talking(talk), asking(api))
-    assert "".join(event.text for event in heard) == "A long answer"
+    assert "".join(event.text for event in events) == "A long answer"
 
 
 async def test_reasoning_and_tool_calls_arrive_as_events() -> None:
-    heard: list[Any] = []
+    events: list[Any] = []
 
-    class Heard(Adding):
+    class Streaming(Adding):
         async def rollout(self, conversation: Conversation) -> None:
             async with conversation.stream() as said:
-                heard.extend([event async for event in said])
+                events.extend([event async for event in said])
 
     async with serving(adds) as api:
-        await played(Heard, asking(api), tasks=1)
-    assert "".join(event.text for event in heard if isinstance(event, ReasoningPiece)) == "A sum."
-    assert [event.call.name for event in heard if isinstance(event, ToolCalled)] == ["add"]
+        await played(Streaming, asking(api), tasks=1)
+    assert "".join(event.text for event in events if isinstance(event, ReasoningPiece)) == "A sum."
+    assert [event.call.name for event in events if isinstance(event, ToolCalled)] == ["add"]
 
 
 async def test_leaving_a_streamed_turn_cuts_it_there() -> None:

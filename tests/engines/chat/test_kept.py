@@ -82,14 +82,14 @@ async def test_verify_checks_turns_of_messages(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     async with serving(adds) as api:
         await played(Adding, asking(api), file=file)
-    told = verify(file)
-    assert told.exit_code == 0
-    assert "4 trajectories of chat APIs" in told.output
-    assert "follows from" not in told.output
+    result = verify(file)
+    assert result.exit_code == 0
+    assert "4 trajectories of chat APIs" in result.output
+    assert "follows from" not in result.output
     change(file, "UPDATE turns SET text = 'forged' WHERE episode = 1 AND number = 1")
-    told = verify(file)
-    assert told.exit_code == 7
-    assert "in no message" in told.output
+    result = verify(file)
+    assert result.exit_code == 7
+    assert "in no message" in result.output
 
 
 async def test_verify_looks_at_the_ids_of_the_others_too(tmp_path: Path) -> None:
@@ -102,21 +102,21 @@ async def test_verify_looks_at_the_ids_of_the_others_too(tmp_path: Path) -> None
     file = tmp_path / "run.db"
     async with serving("Yes") as api:
         await played(Judged, ScriptedEngine("It is 4."), engines={"judge": asking(api)}, file=file)
-    told = verify(file)
-    assert told.exit_code == 0
-    assert "all follow from" in told.output
-    assert "1 trajectory of chat APIs" in told.output
+    result = verify(file)
+    assert result.exit_code == 0
+    assert "all follow from" in result.output
+    assert "1 trajectory of chat APIs" in result.output
 
 
 async def test_the_summary_adds_up_what_it_took_and_who_answered() -> None:
-    told = {
+    reported = {
         "prompt_tokens": 20,
         "completion_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 16},
         "completion_tokens_details": {"reasoning_tokens": 4},
         "cost": 0.25,
     }
-    async with serving(Says("Yes", usage=told)) as api, Run(Plain, asking(api), tasks=tasks(3)) as run:
+    async with serving(Says("Yes", usage=reported)) as api, Run(Plain, asking(api), tasks=tasks(3)) as run:
         async for _ in run:
             pass
     assert run.summary.as_dict()["usage"] == {
@@ -134,33 +134,33 @@ async def test_the_summary_adds_up_what_it_took_and_who_answered() -> None:
 def test_the_command_line_evaluates_an_api_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DELTARUNNER_API_KEY", "sk-secret-0123456789")
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def on_a_thread(url: str) -> None:
         options = ["-n", "2", "--temperature", "0", "--file", "run.db", "--json"]
         result = CliRunner().invoke(app, ["run", "calculator", "--api-model", "some-model", "--api-url", url, *options])
-        told["run"] = result
-        told["show"] = CliRunner().invoke(app, ["show", "run.db"])
-        told["one"] = CliRunner().invoke(app, ["show", "run.db", "calculator-0"])
-        told["export"] = CliRunner().invoke(app, ["export", "run.db", "--format", "jsonl"])
-        told["verify"] = CliRunner().invoke(app, ["verify", "run.db"])
+        results["run"] = result
+        results["show"] = CliRunner().invoke(app, ["show", "run.db"])
+        results["one"] = CliRunner().invoke(app, ["show", "run.db", "calculator-0"])
+        results["export"] = CliRunner().invoke(app, ["export", "run.db", "--format", "jsonl"])
+        results["verify"] = CliRunner().invoke(app, ["verify", "run.db"])
 
     async def main() -> None:
         async with serving("I do not know.", key="sk-secret-0123456789") as api:
             await anyio.to_thread.run_sync(on_a_thread, api.url)
 
     anyio.run(main)
-    assert told["run"].exit_code == 0, told["run"].output
-    outcome = json.loads(told["run"].stdout.splitlines()[-1])
+    assert results["run"].exit_code == 0, results["run"].output
+    outcome = json.loads(results["run"].stdout.splitlines()[-1])
     assert (outcome["model"], outcome["summary"]["episodes"]) == ("some-model", 2)
     assert outcome["summary"]["usage"]["completion"] > 0
-    assert "answered by" in told["show"].output
-    assert "calculator-0#0" in told["show"].output
-    assert "I do not know." in told["one"].output
-    assert "tokens by the server's count" in told["one"].output
-    assert told["export"].exit_code == 2
-    assert "nothing to train on" in " ".join(told["export"].output.split())
-    assert told["verify"].exit_code == 0
+    assert "answered by" in results["show"].output
+    assert "calculator-0#0" in results["show"].output
+    assert "I do not know." in results["one"].output
+    assert "tokens by the server's count" in results["one"].output
+    assert results["export"].exit_code == 2
+    assert "nothing to train on" in " ".join(results["export"].output.split())
+    assert results["verify"].exit_code == 0
 
 
 def test_serve_offers_a_chat_engine_to_external_programs(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_serve_offers_a_chat_engine_to_external_programs(tmp_path: Path) -> None
         answers.append(httpx.get(f"{base_url}/models").json())
         httpx.post(end_url, json={"reward": 0.5})
 
-    def told(lines: list[str]) -> None:
+    def on_key(lines: list[str]) -> None:
         if answers:
             os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
         else:
@@ -182,7 +182,7 @@ def test_serve_offers_a_chat_engine_to_external_programs(tmp_path: Path) -> None
         given = RunSettings(
             file=tmp_path / "served.db", api_model="some-model", api_url=api.url, engine_options=["context=4096"]
         )
-        assert serve_command(given, on_key=told) == 130
+        assert serve_command(given, on_key=on_key) == 130
     assert answers[0]["choices"][0]["message"]["content"] == "Yes"
     assert answers[1]["data"][0]["id"] == "some-model"
     with RunFile(tmp_path / "served.db") as run_file:

@@ -80,9 +80,9 @@ async def test_run_against_a_real_server_is_resumed_and_stored(server: ModelServ
         assert (turn.usage.prompt_tokens or 0) > 0
         assert turn.usage.cached_tokens is not None
     assert summary["usage"]["completion"] == sum(turn.tokens for turn in turns)
-    told = verify(file)
-    assert told.exit_code == 0
-    assert "trajectories of chat APIs" in told.output
+    result = verify(file)
+    assert result.exit_code == 0
+    assert "trajectories of chat APIs" in result.output
 
 
 async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
@@ -102,18 +102,18 @@ async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
 
 
 async def test_turn_of_a_real_server_arrives_in_several_pieces(server: ModelServer) -> None:
-    heard: list[Any] = []
+    events: list[Any] = []
 
     async def talk(conversation: Conversation) -> None:
         async with conversation.stream(sampling=Sampling(max_tokens=24, temperature=0.0)) as said:
-            heard.extend([event async for event in said])
-        assert said.turn.text == "".join(event.text for event in heard if isinstance(event, ContentPiece))
+            events.extend([event async for event in said])
+        assert said.turn.text == "".join(event.text for event in events if isinstance(event, ContentPiece))
         assert said.turn.finish in (FinishReason.LENGTH, FinishReason.STOP)
         assert said.turn.tokens <= 24
 
     (trajectory,) = await play_many_async(talking(talk), asking(server))
     assert trajectory.outcome.scored, trajectory.error
-    assert len([event for event in heard if not isinstance(event, ToolCalled)]) > 1
+    assert len([event for event in events if not isinstance(event, ToolCalled)]) > 1
 
 
 async def test_a_real_server_judges_in_a_run(server: ModelServer, tmp_path: Path) -> None:

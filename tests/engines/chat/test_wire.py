@@ -235,14 +235,14 @@ async def test_every_end_of_a_turn_has_its_reason(said: Says, finish: FinishReas
 
 
 async def test_usage_and_model_of_a_turn_are_read() -> None:
-    told = {
+    reported = {
         "prompt_tokens": 20,
         "completion_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 16},
         "completion_tokens_details": {"reasoning_tokens": 4},
         "cost": 0.25,
     }
-    async with asked(Says("Yes", usage=told)) as (_, engine):
+    async with asked(Says("Yes", usage=reported)) as (_, engine):
         _, stream = await hear(engine)
     usage = None if stream.finish is None else stream.finish.usage
     assert usage is not None

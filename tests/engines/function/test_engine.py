@@ -65,7 +65,7 @@ async def play(engine: Engine, **options: Any) -> list[Trajectory]:
     return sorted(played, key=lambda trajectory: trajectory.task.id)
 
 
-def told(trajectories: list[Trajectory]) -> list[Any]:
+def samples_of(trajectories: list[Trajectory]) -> list[Any]:
     """Sampled ids with their probabilities, and the outcome."""
     return [
         (each.outcome, [(s.log.ids, s.log.mask(), str(s.log.logprobs)) for s in each.segments], each.reward)
@@ -93,7 +93,7 @@ async def test_run_over_a_function_equals_a_run_on_the_wrapped_engine(streamed: 
     async with ScriptedEngine(script, chunks=3) as inner:
         engine = engine_over(inner, streamed=streamed)
         played = await play(engine)
-    assert told(played) == told(expected)
+    assert samples_of(played) == samples_of(expected)
     assert {each.outcome for each in played} == {Outcome.COMPLETED}
     for trajectory in played:
         assert_exact(trajectory, engine)
@@ -108,7 +108,7 @@ async def test_stop_string_cuts_the_call_as_in_the_inner_engine() -> None:
         played = await play(engine_over(inner), sampling=sampling)
         assert inner.stats().sampled_tokens < 4 * len(script), "the engine did not sample to the end"
         assert inner.stats().open == 0
-    assert told(played) == told(expected)
+    assert samples_of(played) == samples_of(expected)
     assert played[0].turns[0].text == "It is 42"
 
 
@@ -255,10 +255,10 @@ async def test_exception_in_a_function_fails_its_turn_alone() -> None:
     async with over(generate) as engine:
         with pytest.raises(
             EngineError, match=r"^episode/main/0: generate\(\) raised OSError: no route to host"
-        ) as told:
+        ) as raised:
             async with engine.stream(request(prompt=[1])) as stream:
                 _ = [delta async for delta in stream]
-        assert isinstance(told.value.__cause__, OSError)
+        assert isinstance(raised.value.__cause__, OSError)
         async with engine.stream(request()) as stream:
             assert len([delta async for delta in stream]) == 1
 
@@ -470,7 +470,7 @@ async def test_a_stop_id_past_the_vocabulary_is_refused() -> None:
 
 async def test_paused_engine_makes_no_call_and_resumes_waiting_turns() -> None:
     async with ScriptedEngine("Hello.", latency=Latency(between=1)) as inner:
-        expected = told(await play(engine_over(inner)))
+        expected = samples_of(await play(engine_over(inner)))
         engine = engine_over(inner)
         async with engine, anyio.create_task_group() as group:
             played: list[Trajectory] = []
@@ -484,7 +484,7 @@ async def test_paused_engine_makes_no_call_and_resumes_waiting_turns() -> None:
                 await wait_until(lambda: engine.stats().waiting > 0)
             assert engine.stats().open == 0
             await engine.resume()
-    assert told(played) == expected
+    assert samples_of(played) == expected
 
 
 def test_vllm_arguments_are_those_of_our_own_engine() -> None:

@@ -227,10 +227,10 @@ class Loopback:
             {str(token_id): {"logprob": _finite(score), "rank": 1, "decoded_token": None}}
             for score, token_id in zip(scores, prompt[1:], strict=True)
         ]
-        told = {"prompt_logprobs": [None, *rows]}
+        fields = {"prompt_logprobs": [None, *rows]}
         if self.dialect is ServerDialect.VLLM:
-            return web.json_response({"request_id": "generate-tokens-0", "choices": [{"token_ids": [1]}], **told})
-        return web.json_response({"choices": [{"text": "a", "token_ids": [1], **told}]})
+            return web.json_response({"request_id": "generate-tokens-0", "choices": [{"token_ids": [1]}], **fields})
+        return web.json_response({"choices": [{"text": "a", "token_ids": [1], **fields}]})
 
     async def _one(self, certain: int) -> AsyncGenerator[Delta]:
         """The answer to a request for an id that is as good as certain."""

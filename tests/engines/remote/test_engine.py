@@ -173,9 +173,9 @@ async def test_processed_logprobs_are_kept_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_new_weights_of_a_server_are_seen_by_what_it_samples(tmp_path: Path, dialect: str) -> None:
-    told: list[str] = []
+    versions: list[str] = []
     async with asked(tmp_path, dialect=ServerDialect(dialect)) as (server, engine):
-        with engine.on_update(lambda: told.append(engine.weight_version)):
+        with engine.on_update(lambda: versions.append(engine.weight_version)):
             assert engine.weight_version == "scripted"
             await server.engine.update_weights("new", version="7")
             stream = engine.stream(wanted())
@@ -185,7 +185,7 @@ async def test_new_weights_of_a_server_are_seen_by_what_it_samples(tmp_path: Pat
     assert [span.version for span in stream.finish.versions] == ["7"]
     assert engine.weight_version == "7"
     assert (engine.lag("scripted"), engine.lag("7")) == (1, 0)
-    assert told == ["7"]
+    assert versions == ["7"]
 
 
 async def test_weight_change_during_a_turn_splits_its_version_spans(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ async def test_a_request_for_ids_means_to_vllm_what_was_asked(tmp_path: Path, co
     assert (request.token_ids, request.stream, request.model) == ([72, 105], True, "scripted")
     assert set(body["sampling_params"]) <= {*type(request.sampling_params).__struct_fields__}
     # One more of the likeliest, since the sampled id counts as one there.
-    told = {**EVERYTHING, "logprobs": 4, "bad_words": ["no"]}
-    for name in told.keys() - {"stop_ids", "seed"}:
-        assert getattr(request.sampling_params, name) == told[name], name
+    expected = {**EVERYTHING, "logprobs": 4, "bad_words": ["no"]}
+    for name in expected.keys() - {"stop_ids", "seed"}:
+        assert getattr(request.sampling_params, name) == expected[name], name
     assert request.sampling_params.stop_token_ids == [257, 66]
     assert (request.sampling_params.seed, request.sampling_params.ignore_eos) == (7, True)
     structured = request.sampling_params.structured_outputs

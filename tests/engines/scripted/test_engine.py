@@ -37,16 +37,16 @@ async def test_a_text_is_encoded_and_the_stop_id_appended() -> None:
 
 async def test_concurrent_conversations_read_the_list_from_its_start() -> None:
     replies = ["one", "two", "three"]
-    heard: list[list[str]] = []
+    answers: list[list[str]] = []
 
     async def talk(engine: ScriptedEngine, number: int) -> None:
-        heard.append(await converse(engine, 3, f"{number}/main"))
+        answers.append(await converse(engine, 3, f"{number}/main"))
 
     engine = ScriptedEngine(replies, latency=Latency(jitter=5), places=7)
     async with engine, anyio.create_task_group() as tasks:
         for number in range(64):
             tasks.start_soon(talk, engine, number)
-    assert heard == [[reply + END for reply in replies]] * 64
+    assert answers == [[reply + END for reply in replies]] * 64
 
 
 async def test_a_list_that_is_exhausted_rejects_and_says_so() -> None:
@@ -70,16 +70,16 @@ async def test_each_agent_has_replies_of_its_own() -> None:
 
 
 async def test_reply_function_receives_episode_agent_turn_and_prompt() -> None:
-    heard: list[tuple[str, str, int, int, str, Sequence[int]]] = []
+    calls: list[tuple[str, str, int, int, str, Sequence[int]]] = []
 
     def model(asked: ModelCall) -> str:
-        heard.append((asked.episode, asked.agent, asked.turn, asked.number, asked.prompt, asked.prompt_ids))
+        calls.append((asked.episode, asked.agent, asked.turn, asked.number, asked.prompt, asked.prompt_ids))
         return "yes"
 
     async with ScriptedEngine(model) as engine:
         await converse(engine, 2, "a/b/main")
         await say(engine, request("alone"))
-    assert heard == [
+    assert calls == [
         ("a/b", "main", 0, 0, "Hi", [72, 105]),
         ("a/b", "main", 1, 1, "Hi", [72, 105]),
         ("alone", "main", 0, 2, "Hi", [72, 105]),
@@ -358,18 +358,18 @@ def test_deltas_arrive_at_their_ticks(
 
 
 def test_many_streams_share_the_ticks(virtual_clock: trio.testing.MockClock) -> None:
-    heard: list[list[tuple[int, int]]] = []
+    readings: list[list[tuple[int, int]]] = []
 
     async def main() -> None:
         async with ScriptedEngine("abc", latency=Latency(first=1, between=1), chunks=1, places=500, tick=1.0) as engine:
             clock = Clock(anyio.current_time())
 
             async def listen() -> None:
-                heard.append(await clock.read(engine, request()))
+                readings.append(await clock.read(engine, request()))
 
             async with anyio.create_task_group() as tasks:
                 for _ in range(500):
                     tasks.start_soon(listen)
 
     trio.run(main, clock=virtual_clock)
-    assert heard == [[(2, 1), (3, 1), (4, 1), (5, 1)]] * 500
+    assert readings == [[(2, 1), (3, 1), (4, 1), (5, 1)]] * 500

@@ -86,7 +86,7 @@ async def listen_to(engine: ScriptedEngine, into: list[list[int]], errors: list[
 
 
 async def test_death_fails_current_waiting_and_later_requests() -> None:
-    heard: list[list[int]] = []
+    received: list[list[int]] = []
     errors: list[EngineDead] = []
     long = Reply("x" * 50, chunks=1)
     async with ScriptedEngine(
@@ -94,13 +94,13 @@ async def test_death_fails_current_waiting_and_later_requests() -> None:
     ) as engine:
         async with anyio.create_task_group() as tasks:
             for _ in range(10):
-                tasks.start_soon(listen_to, engine, heard, errors, engine.session())
+                tasks.start_soon(listen_to, engine, received, errors, engine.session())
         assert len(errors) == 10
         assert {str(error) for error in errors} == {"The engine died: out of memory"}
         assert len({id(error) for error in errors}) == 10
         assert len({id(error.__cause__) for error in errors}) == 1
-        assert sorted(map(len, heard))[:6] == [0] * 6  # they were at the gate
-        assert all(len(read) >= 2 for read in heard[:4])
+        assert sorted(map(len, received))[:6] == [0] * 6  # they were at the gate
+        assert all(len(read) >= 2 for read in received[:4])
         with pytest.raises(EngineDead, match="out of memory"):
             await say(engine)
         with pytest.raises(EngineDead, match="out of memory"):

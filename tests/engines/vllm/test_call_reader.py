@@ -131,8 +131,8 @@ TOKENIZER = ByteTokenizer(["<call>"])
 def seen() -> list[tuple[str, list[int]]]:
     from vllm.tool_parsers import ToolParserManager
 
-    told: list[tuple[str, list[int]]] = ToolParserManager.get_tool_parser("deltarunner_own").seen
-    return told
+    deltas: list[tuple[str, list[int]]] = ToolParserManager.get_tool_parser("deltarunner_own").seen
+    return deltas
 
 
 def test_parser_gets_single_ids_from_reasoning_end_to_stop(own: str) -> None:

@@ -419,9 +419,9 @@ def test_failed_load_ends_the_engine_and_every_episode(
         assert {trajectory.outcome for trajectory in cut} == {Outcome.ENGINE_ERROR}
         assert (engine.is_alive(), engine.weight_version) == (False, version)
         for late in (engine.health, engine.resume, lambda: ask(engine, 3)):
-            with pytest.raises(EngineDead, match="could not be loaded: ") as told:
+            with pytest.raises(EngineDead, match="could not be loaded: ") as raised:
                 await late()
-            assert {trajectory.error for trajectory in cut} == {str(told.value)}
+            assert {trajectory.error for trajectory in cut} == {str(raised.value)}
         assert list(open_memories()) == []
 
     playing_on(doomed_float32_engine)(scenario)

@@ -58,7 +58,7 @@ async def play(engine: Engine, **sampling: Any) -> list[Trajectory]:
         return [trajectory async for trajectory in run]
 
 
-def told(trajectories: list[Trajectory]) -> list[Any]:
+def samples_of(trajectories: list[Trajectory]) -> list[Any]:
     """Sampled ids, bit for bit, with their probabilities and weight versions."""
     return [
         (each.outcome, [(s.log.ids, s.log.sources, s.log.logprobs.tobytes(), s.log.versions) for s in each.segments])
@@ -84,7 +84,7 @@ def test_seeded_trajectories_equal_those_of_an_owned_engine(float32_engine: Pool
             other = function_over(owner)
         async with other:
             played = await play(other)
-        assert told(played) == told(expected)
+        assert samples_of(played) == samples_of(expected)
         assert [len(each.turns) for each in played] == [2, 2, 2]
         for trajectory in played:
             assert_exact(trajectory, other)
@@ -241,7 +241,7 @@ async def test_run_leaves_the_llm_running_and_is_repeatable(owners_llm: Any) -> 
     await owners_llm.reset_prefix_cache()
     async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         second = await play(engine)
-    assert [told([each])[0][1][0][0] for each in second] == [told([each])[0][1][0][0] for each in first]
+    assert [samples_of([each])[0][1][0][0] for each in second] == [samples_of([each])[0][1][0][0] for each in first]
     assert [len(each.turns) for each in first] == [2, 2, 2]
     assert not owners_llm.errored
     await owners_llm.check_health()

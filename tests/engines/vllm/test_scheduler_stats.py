@@ -93,11 +93,11 @@ def test_a_rate_keeps_little_however_many_steps_there_are() -> None:
 @pytest.mark.anyio
 async def test_news_come_with_a_step_and_with_a_request_that_was_left() -> None:
     count = SchedulerStats()
-    told: list[int] = []
+    open_counts: list[int] = []
 
     async def listen() -> None:
         await count.wait_for_step()
-        told.append(count.open)
+        open_counts.append(count.open)
 
     tellers: list[Callable[[], None]] = [lambda: count.record(0, stats(3)), count.tell, count.clear]
     for tell in tellers:
@@ -106,6 +106,6 @@ async def test_news_come_with_a_step_and_with_a_request_that_was_left() -> None:
             group.start_soon(listen)
             await anyio.wait_all_tasks_blocked()
             tell()
-    assert told == [4, 4, 4, 4, 0, 0]
+    assert open_counts == [4, 4, 4, 4, 0, 0]
     with anyio.fail_after(300):
         await count.until_idle()

@@ -13,7 +13,7 @@ class EngineDeadError(Exception):
 
 
 @pytest.fixture
-def heard() -> Iterator[list[str]]:
+def messages() -> Iterator[list[str]]:
     """Messages in vLLM's log."""
     shown: list[str] = []
 
@@ -37,10 +37,10 @@ def log_all() -> None:
     logger.error("the disk is full")
 
 
-def test_expected_shutdown_logs_only_unexpected_warnings(heard: list[str]) -> None:
+def test_expected_shutdown_logs_only_unexpected_warnings(messages: list[str]) -> None:
     with suppress_shutdown_warnings():
         log_all()
-    assert heard == ["the disk is full"]
-    heard.clear()
+    assert messages == ["the disk is full"]
+    messages.clear()
     log_all()
-    assert len(heard) == 3, "an engine that ends by itself is logged"
+    assert len(messages) == 3, "an engine that ends by itself is logged"

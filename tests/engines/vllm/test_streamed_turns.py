@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 async def test_turns_of_the_real_engine_arrive_as_events(engine: VllmEngine) -> None:
     events: list[TurnEvent] = []
 
-    class Hears(Environment):
+    class Streaming(Environment):
         def tasks(self) -> list[Task]:
             return [Task("sum", prompt="What is 1 + 2?")]
 
@@ -45,7 +45,7 @@ async def test_turns_of_the_real_engine_arrive_as_events(engine: VllmEngine) -> 
         def done(self) -> bool:
             return True
 
-    async with Run(Hears, engine, sampling=Sampling(max_tokens=64), seed=1) as run:
+    async with Run(Streaming, engine, sampling=Sampling(max_tokens=64), seed=1) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     assert not trajectory.outcome.failed, trajectory.error
     assert_exact(trajectory)

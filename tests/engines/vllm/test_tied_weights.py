@@ -54,7 +54,7 @@ async def test_untied_output_layer_is_refused_by_name_in_any_source(
     assert head in equal
     other = equal[head].clone()
     other[-1, -1] += 1
-    told = rf"'{head}' differs from '{embedding}', and in the model both are one tensor"
+    message = rf"'{head}' differs from '{embedding}', and in the model both are one tensor"
 
     def sources(given: Tensors, name: str) -> list[Any]:
         kept = {each: tensor for each, tensor in given.items() if each != head}
@@ -67,7 +67,7 @@ async def test_untied_output_layer_is_refused_by_name_in_any_source(
         ]
 
     for source in sources({**equal, head: other}, "other"):
-        with pytest.raises(BadWeights, match=told):
+        with pytest.raises(BadWeights, match=message):
             await weights.check(source)
     assert llm.asked == []
     for source in sources(equal, "equal"):

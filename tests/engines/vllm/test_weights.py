@@ -164,8 +164,8 @@ async def test_misfit_changes_nothing_even_during_turns(
     with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as group:
             group.start_soon(answer)
-            for source, told in misfits:
-                with pytest.raises(BadWeights, match=told):
+            for source, message in misfits:
+                with pytest.raises(BadWeights, match=message):
                     await engine.update_weights(source, version="never")
     assert (said, engine.weight_version) == ([first], version)
     assert_nothing_is_left(engine)
@@ -250,7 +250,7 @@ async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any]
     assert await say(engine) == first != other
 
     version = engine.weight_version
-    for refused, told in (
+    for refused, message in (
         (WeightTransfer(parcels(folder, new)), "are not joined"),
         (
             WeightTransfer(parcels(folder, new), init={"folder": "/nowhere"}),
@@ -258,7 +258,7 @@ async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any]
         ),
         (WeightTransfer(parcels(folder, new)[:1], init=meeting), "missing '"),
     ):
-        with pytest.raises(BadWeights, match=told):
+        with pytest.raises(BadWeights, match=message):
             await engine.update_weights(refused)
         assert (await say(engine), engine.weight_version) == (first, version)
 
@@ -290,14 +290,14 @@ async def local_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[str,
 
     other, version = await say(engine), engine.weight_version
     here = FileTransferInfo(str(place), rank=0)
-    for refused, told in (
+    for refused, message in (
         (LocalTransfer(here, Tensors({**new, NORM: new[NORM][1:]})), rf"LocalTransfer: the tensor '{NORM}' has shape"),
         (
             LocalTransfer(FileTransferInfo("/nowhere", rank=0), Tensors(new)),
             "did not connect: /nowhere is not a folder",
         ),
     ):
-        with pytest.raises(BadWeights, match=told):
+        with pytest.raises(BadWeights, match=message):
             await engine.update_weights(refused)
         assert (await say(engine), engine.weight_version) == (other, version)
     await engine.update_weights(LocalTransfer(here, Tensors(old)), version="sent")
