@@ -270,11 +270,13 @@ SAMPLING = (DOCS / "sampling.md").read_text()
 
 def test_every_field_of_sampling_is_on_its_page_with_its_default() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", SAMPLING, flags=re.MULTILINE)
-    told: dict[str, str] = {}
+    page_defaults: dict[str, str] = {}
     for names, defaults in rows:
         fields, values = re.findall(r"`(\w+)`", names), defaults.split(", ")
-        told.update(zip(fields, values * len(fields) if len(values) == 1 else values, strict=False))
-    assert told == {name: f"{value:g}" if type(value) is float else str(value) for name, value in DEFAULTS.items()}
+        page_defaults.update(zip(fields, values * len(fields) if len(values) == 1 else values, strict=False))
+    assert page_defaults == {
+        name: f"{value:g}" if type(value) is float else str(value) for name, value in DEFAULTS.items()
+    }
 
 
 DEFAULTS = Sampling.defaults().given()

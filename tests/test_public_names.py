@@ -42,7 +42,7 @@ def test_public_names() -> None:
         "ServerDialect Summary TaskSource VllmEngine run"
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory Usage"
-    heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
+    streamed = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
     served = "ChatThread Containers Endpoint Executed FinishedProgram Sandbox SandboxOptions SandboxProvider"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"
     engines = "Delta DeltaStream Finish GenerationRequest Session"
@@ -50,7 +50,7 @@ def test_public_names() -> None:
     control = "EngineState EngineStats LocalTransfer PauseMode WeightTransfer WeightUpdate"
     proofs = "ProofFigures ProofTolerance WeightProof"
     assert set(runner.__all__) == {
-        *f"{authors} {running} {records} {heard} {served} {tokens} {engines} {functions} {control} {proofs}".split(),
+        *f"{authors} {running} {records} {streamed} {served} {tokens} {engines} {functions} {control} {proofs}".split(),
         *errors.__all__,
     }
     assert set(runner.__all__) <= set(dir(runner))

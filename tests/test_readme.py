@@ -69,8 +69,10 @@ async def test_readme_training_step_changes_the_weights(weather: ModuleType) -> 
         return {}
 
     def model(request: ModelCall) -> Any:
-        first, told = request.turn == 0, request.episode.endswith("#0")
-        return [call("weather", city="Oslo")] if first else "Sunny, rainy or foggy." if told else "It may be anything."
+        first, correct = request.turn == 0, request.episode.endswith("#0")
+        return (
+            [call("weather", city="Oslo")] if first else "Sunny, rainy or foggy." if correct else "It may be anything."
+        )
 
     engine = ScriptedEngine(model)
     async with engine:

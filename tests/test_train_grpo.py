@@ -304,10 +304,10 @@ async def test_overlapping_updates_report_ratios_by_version(
         ratios.append(trainer.ratios(now, tree, batch.rows.versions, second).numpy())
         own.append(np.array(batch.rows.versions)[tree.terms.versions] == second)
         gaps.append(np.abs(now.numpy() - tree.terms.logprobs))
-    told, is_own = np.concatenate(ratios), np.concatenate(own)
+    all_ratios, is_own = np.concatenate(ratios), np.concatenate(own)
     assert 0 < is_own.sum() < len(is_own)
-    assert set(told[is_own].tolist()) == {1.0}
-    assert (told[~is_own] != 1).any()
+    assert set(all_ratios[is_own].tolist()) == {1.0}
+    assert (all_ratios[~is_own] != 1).any()
     assert np.concatenate(gaps)[is_own].mean() < 0.1, "the engine sampled with the weights that its version names"
 
 

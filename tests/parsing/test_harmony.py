@@ -207,12 +207,12 @@ def test_pieces_give_the_same_events_as_the_complete_text(text: str, cut: float,
 def test_truncated_turn_has_no_invented_call(arguments: dict[str, object]) -> None:
     call = write_calls(CALLS, [WrittenCall("f", arguments, "")])
     text = f"{THOUGHT}{call}<|call|>"
-    stream, told = HarmonyStream(), list[Event]()
+    stream, events = HarmonyStream(), list[Event]()
     for at, sign in enumerate(text, 1):
-        told += stream.feed(sign)
+        events += stream.feed(sign)
         ended = [call for call in read_harmony(text[:at]).calls if call.error is None]
         assert ended in ([], [ReadCall("f", arguments)])
-    assert told[-1] == FinishedCall(ReadCall("f", arguments))
+    assert events[-1] == FinishedCall(ReadCall("f", arguments))
 
 
 def test_call_is_emitted_when_its_end_arrives() -> None:

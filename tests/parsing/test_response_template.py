@@ -59,19 +59,19 @@ def learnt(template: ChatTemplate) -> LearntFormat:
 
 def test_unlearnable_calls_are_read_by_the_response_template() -> None:
     assert learnt(unlearnable(None)).verdict is FormatVerdict.REFUSED
-    told = learnt(unlearnable())
-    assert (told.source, told.verdict) == (FormatSource.RESPONSE_TEMPLATE, FormatVerdict.LIMITED)
-    assert told.limitations == (CallLimitation.UNTYPED,)
-    assert told.format.response is not None
-    assert told.format.response.template == READS_IT
+    learnt_format = learnt(unlearnable())
+    assert (learnt_format.source, learnt_format.verdict) == (FormatSource.RESPONSE_TEMPLATE, FormatVerdict.LIMITED)
+    assert learnt_format.limitations == (CallLimitation.UNTYPED,)
+    assert learnt_format.format.response is not None
+    assert learnt_format.format.response.template == READS_IT
 
 
 @pytest.mark.parametrize("name", ["pythonic", "hermes"])
 def test_learnt_format_has_precedence(name: str) -> None:
     template = replace(ChatTemplate.load(name), response_template=HERMES)
-    told = learnt(template)
-    assert told.source is FormatSource.LEARNT
-    assert told == learnt(ChatTemplate.load(name))
+    learnt_format = learnt(template)
+    assert learnt_format.source is FormatSource.LEARNT
+    assert learnt_format == learnt(ChatTemplate.load(name))
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_learnt_format_has_precedence(name: str) -> None:
     ids=["one call", "no arguments", "contradiction", "no thought", "no fields", "another format"],
 )
 def test_response_template_that_fails_is_refused_with_the_case(response_template: dict[str, Any], case: str) -> None:
-    told = learnt(unlearnable(response_template))
-    assert told.verdict is FormatVerdict.REFUSED
-    assert told.missing is FormatRequirement.VALUES
-    assert told.why.startswith(
+    learnt_format = learnt(unlearnable(response_template))
+    assert learnt_format.verdict is FormatVerdict.REFUSED
+    assert learnt_format.missing is FormatRequirement.VALUES
+    assert learnt_format.why.startswith(
         "no text ends a string in a call's arguments; nor can they by the model's response_template: "
     )
-    assert case in told.why
+    assert case in learnt_format.why
 
 
 def test_response_template_needs_a_recent_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +102,9 @@ def test_response_template_needs_a_recent_transformers(monkeypatch: pytest.Monke
 
 
 def test_learnt_format_survives_a_json_round_trip() -> None:
-    told = learnt(unlearnable())
-    document = json.loads(json.dumps(told.as_json()))
-    assert LearntFormat.from_json(document) == told
+    learnt_format = learnt(unlearnable())
+    document = json.loads(json.dumps(learnt_format.as_json()))
+    assert LearntFormat.from_json(document) == learnt_format
     assert (document["source"], document["verdict"]) == ("response_template", "limited")
 
 
@@ -222,9 +222,9 @@ async def test_an_episode_with_tools_is_played_and_verified(tmp_path: Path) -> N
     ]
     assert (first.text, first.reasoning) == ("I look.", "Hm.")
     assert [each.error for each in second.tool_calls] == ["what closes a call is missing after it"]
-    told = RunFile(path).header.template["turns"]
-    assert (told["source"], told["verdict"]) == ("response_template", "limited")
-    assert told["format"]["response"]["template"] == READS_IT
+    stored = RunFile(path).header.template["turns"]
+    assert (stored["source"], stored["verdict"]) == ("response_template", "limited")
+    assert stored["format"]["response"]["template"] == READS_IT
     result = verify(path)
     assert result.exit_code == 0, result.output
 
@@ -273,7 +273,7 @@ async def test_enforced_calls_are_refused_before_sampling(environment: type[Libr
 
 
 async def test_streaming_is_refused_with_the_fix() -> None:
-    class Hears(Library):
+    class Streaming(Library):
         async def rollout(self, conversation: Conversation) -> None:
             async with conversation.stream(tool_choice="none") as stream:
                 said = [event async for event in stream]
@@ -282,7 +282,7 @@ async def test_streaming_is_refused_with_the_fix() -> None:
             async with conversation.stream() as stream:
                 _ = [event async for event in stream]
 
-    async with Run(Hears, engine()) as run:
+    async with Run(Streaming, engine()) as run:
         (trajectory,) = [each async for each in run]
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert "conversation.stream(): the model's response_template reads calls" in (trajectory.error or "")
@@ -338,9 +338,9 @@ def model(demo_model_folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_check_template_shows_the_source_of_the_format(model: Path) -> None:
     done = CliRunner().invoke(app, ["check-template", str(model), "--json"])
-    told = json.loads(done.stdout)
-    assert (told["turn"]["source"], told["turn"]["verdict"]) == ("response_template", "limited")
-    assert told["turn"]["enforceable"] is False
+    document = json.loads(done.stdout)
+    assert (document["turn"]["source"], document["turn"]["verdict"]) == ("response_template", "limited")
+    assert document["turn"]["enforceable"] is False
     shown = CliRunner().invoke(app, ["check-template", str(model)]).stdout
     for words in ("response_template", "limited", "untyped", "auto, none"):
         assert words in shown

@@ -122,7 +122,7 @@ class Mixed(enum.Enum):
     ALSO_FIVE = 5
 
 
-class Told(enum.Enum):
+class Unmistakable(enum.Enum):
     NAME = "five"
     NUMBER = 5
 
@@ -145,7 +145,7 @@ CLEAR: Mapping[str, Any] = {
     "listed strings that read as numbers": Literal["1", "2"],
     "listed strings that read as nothing else": Literal["auto", 1, 2],
     "listed strings, or a number": Literal["auto"] | int,
-    "an enumeration": Told,
+    "an enumeration": Unmistakable,
     "strings within a list": list[int | str],
     "anything within an object": dict[str, Any],
 }
@@ -161,8 +161,8 @@ def taking(kind: Any) -> Tool:
 
 @pytest.mark.parametrize("what", UNCLEAR)
 def test_string_beside_a_lookalike_type_is_ambiguous(what: str) -> None:
-    kind, told = UNCLEAR[what]
-    assert [str(each) for each in ambiguities([taking(kind)])] == [f"put(value: {told})"]
+    kind, types = UNCLEAR[what]
+    assert [str(each) for each in ambiguities([taking(kind)])] == [f"put(value: {types})"]
 
 
 @pytest.mark.parametrize("what", CLEAR)

@@ -47,7 +47,7 @@ def pieces(text: str, seed: int, longest: int = 7) -> Iterator[str]:
         at += length
 
 
-def told(stream: TurnStream, deltas: Sequence[str]) -> list[Event]:
+def events_of(stream: TurnStream, deltas: Sequence[str]) -> list[Event]:
     return [event for delta in deltas for event in stream.feed(delta)]
 
 
@@ -76,7 +76,7 @@ def spoilt(text: str, form: TurnFormat, how: int, seed: int) -> str:
             return text
 
 
-def assert_told_as_read(form: TurnFormat, turn: WrittenTurn, how: int, known: bool, seed: int) -> None:
+def assert_events_as_read(form: TurnFormat, turn: WrittenTurn, how: int, known: bool, seed: int) -> None:
     if form.reasoning is not None:
         form = dataclasses.replace(form, reasoning=dataclasses.replace(form.reasoning, opened_by_prompt=bool(seed % 2)))
     reader = TurnReader(form)
@@ -106,7 +106,7 @@ any_turn = given(turn=turns, how=st.integers(0, 3), known=st.booleans(), seed=st
 def test_pieces_give_the_same_events_as_the_complete_text(
     name: str, turn: WrittenTurn, how: int, known: bool, seed: int
 ) -> None:
-    assert_told_as_read(format_of(name), turn, how, known, seed)
+    assert_events_as_read(format_of(name), turn, how, known, seed)
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_pieces_give_the_same_events_in_formats_of_the_corpus(
     turn: WrittenTurn, how: int, known: bool, seed: int
 ) -> None:
     for form in formats(one_in=12).values():
-        assert_told_as_read(form, turn, how, known, seed)
+        assert_events_as_read(form, turn, how, known, seed)
 
 
 def assert_nothing_unsaid(form: TurnFormat, turn: WrittenTurn, seed: int) -> None:
@@ -159,7 +159,7 @@ def test_white_space_in_a_trigger_is_read_the_same_in_pieces() -> None:
     )
     text = '<call of="f">{}</call>\n<call   of="g">{}</call>'
     stream = stream_of(form)
-    assert calls_of(told(stream, list(text)) + stream.finish()) == [ReadCall("f", {})]
+    assert calls_of(events_of(stream, list(text)) + stream.finish()) == [ReadCall("f", {})]
     assert stream.reading == TurnReader(TurnFormat(form, THINK, ContentFormat("", ""))).read(text)
 
 
@@ -221,10 +221,10 @@ def test_close_inside_a_string_does_not_end_a_call() -> None:
 def test_unreadable_call_is_emitted_at_the_end() -> None:
     stream = stream_of()
     assert stream.feed("<tool_call>\nf{a</tool_call> so") == []
-    told_then = stream.finish()
-    assert [call.name for call in calls_of(told_then)] == ["f"]
-    assert calls_of(told_then)[0].error is not None
-    assert joined(told_then, ContentPiece) == "so"
+    at_end = stream.finish()
+    assert [call.name for call in calls_of(at_end)] == ["f"]
+    assert calls_of(at_end)[0].error is not None
+    assert joined(at_end, ContentPiece) == "so"
 
 
 def test_turn_truncated_inside_a_call_reports_an_error() -> None:
@@ -326,7 +326,7 @@ def test_long_argument_full_of_marks_takes_linear_time(
 
     monkeypatch.setattr(CallReader, "decided", counted)
     stream = stream_of(form)
-    events = told(stream, list(pieces(text, 0)))
+    events = events_of(stream, list(pieces(text, 0)))
 
     assert calls_of(events) == [ReadCall("f", {"a": value})]
     assert sum(read) < 2 * len(text)

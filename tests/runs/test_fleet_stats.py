@@ -65,10 +65,10 @@ def test_silent_stuck_outdated_or_late_workers_have_problems(
 
 
 def test_worst_workers_come_first_ignoring_healthy_values() -> None:
-    late, behind = worker(0, lag=0.2, silent=4.9), worker(1, version="12", silent=4.8)
+    late, outdated = worker(0, lag=0.2, silent=4.9), worker(1, version="12", silent=4.8)
     stuck, silent = worker(2, waited=90.0, silent=0.1), worker(3, silent=20.0)
-    assert numbers(fleet(late, behind, stuck, silent, worker(4)).troubled()) == [3, 2, 1, 0]
-    assert numbers(fleet(late, behind, stuck, silent).troubled(2)) == [3, 2]
+    assert numbers(fleet(late, outdated, stuck, silent, worker(4)).troubled()) == [3, 2, 1, 0]
+    assert numbers(fleet(late, outdated, stuck, silent).troubled(2)) == [3, 2]
     alike = [worker(number, version="12", lag=0.001 * (number % 7)) for number in range(20)]
     assert numbers(fleet(*alike).troubled(3)) == [0, 1, 2]
 
@@ -112,8 +112,8 @@ def test_only_the_most_common_versions_are_named() -> None:
 
 
 def test_worker_line_has_every_known_value() -> None:
-    told = worker_in_words(worker(3, node="node-7", lag=0.25, silent=90.0, oldest="search()", waited=340.0))
-    assert told == (
+    line = worker_in_words(worker(3, node="node-7", lag=0.25, silent=90.0, oldest="search()", waited=340.0))
+    assert line == (
         "worker 3 on node-7, 60 of 64 playing, weights 13, loop lag 250 ms, silent for 90 s, search() for 340 s"
     )
     assert worker_in_words(worker(3, oldest="")) == "worker 3 on node-0, 60 of 64 playing, weights 13, loop lag 3 ms"

@@ -59,8 +59,8 @@ class TalksOn(Plain):
         if unlike:
             asked["name"] = "bob"
         shots: list[Message] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
-        told: Message = {"role": "system", "content": "Be brief. /hush" if unlike else "Be brief."}
-        return [told, *shots * (8 if unlike else 1), asked]
+        system: Message = {"role": "system", "content": "Be brief. /hush" if unlike else "Be brief."}
+        return [system, *shots * (8 if unlike else 1), asked]
 
     async def rollout(self, conversation: Conversation) -> None:
         for _ in range(5):

@@ -161,7 +161,7 @@ class Curriculum:
     def __init__(self, levels: int) -> None:
         self.levels = levels
         self.level = 0
-        self.heard: list[str] = []
+        self.received: list[str] = []
 
     def __aiter__(self) -> AsyncIterator[Task]:
         return self._tasks()
@@ -171,7 +171,7 @@ class Curriculum:
             yield Task(id=f"level-{self.level}", prompt="?")
 
     def finished(self, trajectory: Trajectory) -> None:
-        self.heard.append(f"{trajectory.task.id}@{trajectory.visit}")
+        self.received.append(f"{trajectory.task.id}@{trajectory.visit}")
         self.level += trajectory.reward == 1.0
 
 
@@ -187,7 +187,7 @@ async def test_task_source_receives_results_and_may_repeat_a_task() -> None:
     source = Curriculum(2)
     played = await play_all(SecondTime, "Yes", tasks=source, concurrency=ONE)
     assert [t.id for t in played][:4] == ["level-0#0", "level-0@1#0", "level-1#0", "level-1@1#0"]
-    assert source.heard[:4] == ["level-0@0", "level-0@1", "level-1@0", "level-1@1"]
+    assert source.received[:4] == ["level-0@0", "level-0@1", "level-1@0", "level-1@1"]
 
 
 async def test_resumed_source_receives_stored_results_in_commit_order(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ async def test_resumed_source_receives_stored_results_in_commit_order(tmp_path: 
     await play_all(SecondTime, "Yes", tasks=first, concurrency=ONE, file=file)
     again = Curriculum(2)
     played = await play_all(SecondTime, "Yes", tasks=again, concurrency=ONE, file=file)
-    assert again.heard[: len(first.heard)] == first.heard
+    assert again.received[: len(first.received)] == first.received
     assert {t.task.id for t in played} == {"level-1"}
 
 

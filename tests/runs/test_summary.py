@@ -52,9 +52,9 @@ def test_unscored_runs_never_show_a_reward_of_zero(tmp_path: Path) -> None:
     assert f"{summary.outcomes} {summary.reward.mean}" == "Counter({<Outcome.ENV_ERROR: 'env_error'>: 3}) nan"
     with RunFile(file) as stored:
         kept = stored.summary()
-    for told in (summary.as_dict(), kept):
-        assert json.loads(json.dumps(told, allow_nan=False))["reward"]["mean"] is None
-        assert re.search(r"^reward +no episode scored", printed(summary_table(told)), re.MULTILINE)
+    for document in (summary.as_dict(), kept):
+        assert json.loads(json.dumps(document, allow_nan=False))["reward"]["mean"] is None
+        assert re.search(r"^reward +no episode scored", printed(summary_table(document)), re.MULTILINE)
 
 
 @pytest.mark.anyio

@@ -72,9 +72,9 @@ def test_no_estimate_if_the_number_of_episodes_is_unknown() -> None:
 def test_time_left_of_equal_episodes_is_right(width: int) -> None:
     said = Played([5] * 64, width=width).to_the_end()
     end = said[-1][0]
-    told = [(now, left) for now, left in said[:-1] if left is not None]
-    assert len(told) >= len(said) // 3 or width == 64
-    for now, left in told:
+    estimates = [(now, left) for now, left in said[:-1] if left is not None]
+    assert len(estimates) >= len(said) // 3 or width == 64
+    for now, left in estimates:
         assert left.seconds == pytest.approx(end - now, rel=0.35, abs=2.5)
 
 
@@ -111,9 +111,9 @@ def test_most_runs_end_within_twice_the_spread(seed: int) -> None:
     rng = random.Random(seed)
     said = Played([rng.randint(1, 9) for _ in range(200)], width=20).to_the_end()
     end = said[-1][0]
-    told = [(now, left) for now, left in said if left is not None and left.seconds]
-    inside = sum(abs(left.seconds - (end - now)) <= 2 * left.spread + 1 for now, left in told)
-    assert inside >= 0.7 * len(told)
+    estimates = [(now, left) for now, left in said if left is not None and left.seconds]
+    inside = sum(abs(left.seconds - (end - now)) <= 2 * left.spread + 1 for now, left in estimates)
+    assert inside >= 0.7 * len(estimates)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -124,11 +124,11 @@ def test_spread_covers_a_machine_that_others_slow_down(seed: int) -> None:
     lengths = [rng.randint(1, 9) for _ in range(1000)]
     said = Played(lengths, width=20, seconds=seconds.__getitem__).to_the_end()
     end = said[-1][0]
-    told = [(now, left) for now, left in said if left is not None and left.seconds > 30]
-    far = sum(abs(left.seconds - (end - now)) > 3 * left.spread for now, left in told)
-    assert told
-    assert far <= 0.1 * len(told)
-    assert all(left.spread < left.seconds for _, left in told)
+    estimates = [(now, left) for now, left in said if left is not None and left.seconds > 30]
+    far = sum(abs(left.seconds - (end - now)) > 3 * left.spread for now, left in estimates)
+    assert estimates
+    assert far <= 0.1 * len(estimates)
+    assert all(left.spread < left.seconds for _, left in estimates)
 
 
 def test_the_spread_shrinks_as_turns_are_played() -> None:

@@ -177,7 +177,7 @@ async def test_required_call_uses_the_learnt_format() -> None:
     assert "tool_call" in constraint.value
 
 
-class Heard(Library):
+class Streaming(Library):
     async def rollout(self, conversation: Conversation) -> None:
         async with conversation.stream(tool_choice="required") as stream:
             assert [event async for event in stream] == [ToolCalled(stream.turn.tool_calls[0])]
@@ -188,7 +188,7 @@ class Heard(Library):
 
 async def test_only_the_learnt_format_streams_turns() -> None:
     engine = ScriptedEngine([[call("look_up", query="x")], "Done."], template="hermes")
-    async with Run(Heard, engine, tool_format="vllm:qwen3_coder") as run:
+    async with Run(Streaming, engine, tool_format="vllm:qwen3_coder") as run:
         (trajectory,) = [each async for each in run]
     assert "conversation.stream(): vllm:qwen3_coder reads calls" in (trajectory.error or "")
     assert calls_of(trajectory) == [[("call_0", "look_up", {"query": "x"}, None)]]
@@ -310,10 +310,10 @@ def test_the_command_line_plays_with_it(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_check_template_tries_the_format_on_the_template(name: str, misread: int, code: int) -> None:
     done = CliRunner().invoke(app, ["check-template", "hermes", "--tool-format", name, "--json"])
-    told = json.loads(done.stdout)
-    assert (told["tool_format"]["name"], len(told["tool_format"]["misread"])) == (name, misread)
-    assert told["tool_format"]["cases"] > 50
-    assert (done.exit_code, told["exit_code"]) == (code, code)
+    document = json.loads(done.stdout)
+    assert (document["tool_format"]["name"], len(document["tool_format"]["misread"])) == (name, misread)
+    assert document["tool_format"]["cases"] > 50
+    assert (done.exit_code, document["exit_code"]) == (code, code)
     shown = CliRunner().invoke(app, ["check-template", "hermes", "--tool-format", name]).stdout
     assert ("does not parse the template's calls" in shown) is bool(misread)
     assert "tool format" in shown

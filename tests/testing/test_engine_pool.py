@@ -177,8 +177,8 @@ def test_one_of_several_workers_starts_models(pytester: pytest.Pytester) -> None
 def test_second_worker_that_starts_a_model_fails_with_advice(pytester: pytest.Pytester) -> None:
     result = run_apart(pytester, EACH, *TWO_WORKERS, conftest=STAND_IN)
     result.assert_outcomes(passed=2, failed=2)
-    told = "real_engine: gw? cannot start a model while * has one. *--dist loadfile*-m engine -n 0*"
-    result.stdout.fnmatch_lines([told])
+    message = "real_engine: gw? cannot start a model while * has one. *--dist loadfile*-m engine -n 0*"
+    result.stdout.fnmatch_lines([message])
 
 
 RECORDED = """

@@ -172,14 +172,14 @@ def test_garbage_collected_file_is_a_leak() -> None:
 
 
 def test_garbage_made_before_the_block_is_not_a_leak() -> None:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cycle: list[object] = [open(__file__)]  # noqa: SIM115  # the leak
         cycle.append(cycle)
         del cycle
         with no_leaks():
             gc.collect()
-    assert [one.category for one in told] == [ResourceWarning]
+    assert [one.category for one in caught] == [ResourceWarning]
 
 
 def test_uvloop_reserve_descriptor_is_not_a_leak() -> None:

@@ -95,9 +95,9 @@ def _check(
         turn = renderer.render(history, tools=TOOLS, generation_prompt=False)
     except TemplateRaised:  # as many do for calls without their results
         turn = whole
-    said, _, behind = turn.removeprefix(prompt).partition(STOP) if turn.startswith(prompt) else ("a", "", "")
-    behind_stop = "add" not in said if turn is whole else STOP in behind or "add" in behind
-    if history[-1].get("tool_calls") and behind_stop:
+    said, _, rest = turn.removeprefix(prompt).partition(STOP) if turn.startswith(prompt) else ("a", "", "")
+    calls_after_stop = "add" not in said if turn is whole else STOP in rest or "add" in rest
+    if history[-1].get("tool_calls") and calls_after_stop:
         return "calls after the stop"  # which no sampled turn could have had
     sampled = [*tokenizer.encode(said), stop]
     try:

@@ -174,9 +174,9 @@ def test_template_that_comments_on_the_last_turn_is_refused_by_name(remark: str)
 def test_template_that_searches_the_last_turn_finds_its_words() -> None:
     text = chatml().replace("{% if add_generation_prompt", REMEMBERS["only of some"] + "{% if add_generation_prompt")
     made = bridger(text)
-    told, _ = answer(made, "<think>", "<|im_end|>", says("<think>hm"), MORE)
+    reasoned, _ = answer(made, "<think>", "<|im_end|>", says("<think>hm"), MORE)
     plain, _ = answer(made, "42", "<|im_end|>", says("42"), MORE)
-    assert "(you thought)" in told
+    assert "(you thought)" in reasoned
     assert "(you thought)" not in plain
 
 

@@ -131,18 +131,18 @@ async def test_gpt_oss_channels_of_one_episode_affect_no_other_episode() -> None
 
 def test_gpt_oss_is_checked_as_it_speaks() -> None:
     made = model("gpt-oss")
-    heard: list[str] = []
+    contents: list[str] = []
     bridger = made.bridger()
     tail = bridger.tail
 
     def listened(answered: AnsweredTurn) -> Tail:
-        heard.extend(message["content"] for message in answered.history if message["role"] == "assistant")
+        contents.extend(message["content"] for message in answered.history if message["role"] == "assistant")
         return tail(answered)
 
     bridger.tail = listened  # type: ignore[method-assign]  # what the verdicts ask of it is looked at
     found = {verdict.kind: verdict for verdict in verdicts(bridger, probe(made.template))}
     assert found[Append.USER].result is Exactness.EXACT
-    assert any("<|channel|>final<|message|>" in content for content in heard)
+    assert any("<|channel|>final<|message|>" in content for content in contents)
 
 
 # --- a system message that moves
@@ -161,8 +161,8 @@ def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
     text = next(entry.text for entry in corpus() if entry.name == name)
     renderer = ChatTemplate(text, name=name, variables=made.template.variables).renderer()
     bridger = Bridger(made.tokenizer, renderer, made.stop_ids)
-    told: Message = {"role": "system", "content": "Be brief."}
-    history = [told, QUESTION, says("42")]
+    system: Message = {"role": "system", "content": "Be brief."}
+    history = [system, QUESTION, says("42")]
     with pytest.raises(Unbridgeable) as caught:
         bridger.bridge(history, [MORE], sampled=made.sampled("42", "</s>"), stop=made.id("</s>"))
     assert caught.value.property is Property.SYSTEM_STAYS
@@ -173,7 +173,7 @@ def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.anyio
 async def test_run_follows_a_moving_system_message_and_says_so() -> None:
-    class Told(Plain):
+    class Brief(Plain):
         system_prompt = "Be brief."
 
         async def rollout(self, conversation: Conversation) -> None:
@@ -182,7 +182,7 @@ async def test_run_follows_a_moving_system_message_and_says_so() -> None:
                 conversation.add("And twice that?")
 
     engine = speaking("mistral-7b", lambda turn: "42")
-    async with Run(Told, engine) as run:
+    async with Run(Brief, engine) as run:
         assert any("system_moves" in fault for fault in run.summary.faults)
         (trajectory,) = [trajectory async for trajectory in run]
     for segment in trajectory.segments:

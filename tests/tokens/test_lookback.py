@@ -207,7 +207,7 @@ def past(text: str, shape: TurnShape = USER) -> Lookback:
     return Proofs(ChatTemplate(text, name="inline").renderer()).past(shape, [ADD])
 
 
-def behind(expression: str) -> str:
+def writing(expression: str) -> str:
     """A template that writes this in front of the generation prompt."""
     return CHATML.replace("{% if add_generation_prompt %}", f"{expression}{{% if add_generation_prompt %}}")
 
@@ -224,7 +224,7 @@ def test_the_templates_that_come_with_us_do_not_look_back(name: str, shape: Turn
 def test_runs_share_proofs_of_templates_without_a_clock(clock: str, proofs: int) -> None:
     before = _proven.cache_info().misses
     for day in (1, 2):
-        renderer = ChatTemplate(behind(clock + "{# shared #}"), name="inline").renderer({}, datetime(2026, 1, day))
+        renderer = ChatTemplate(writing(clock + "{# shared #}"), name="inline").renderer({}, datetime(2026, 1, day))
         assert Locality(PromptRenderer(renderer)).is_local(AnsweredTurn([QUESTION, ANSWER], [QUESTION]))
     assert _proven.cache_info().misses - before == proofs
 
@@ -265,7 +265,7 @@ def test_last_question_found_from_the_end_is_the_same_for_all_pasts(
     ],
 )
 def test_expression_that_reads_the_past_is_never_proven(expression: str) -> None:
-    assert past(behind(expression)) is Lookback.POSSIBLE
+    assert past(writing(expression)) is Lookback.POSSIBLE
 
 
 @pytest.mark.parametrize(
@@ -283,32 +283,32 @@ def test_expression_that_reads_the_past_is_never_proven(expression: str) -> None
     ],
 )
 def test_begin_turn_and_new_messages_alone_are_proven(expression: str) -> None:
-    assert past(behind(expression)) is Lookback.NONE
+    assert past(writing(expression)) is Lookback.NONE
 
 
 @pytest.mark.parametrize("sign", [">", "!=", "<=", "=="])
 def test_comparison_of_the_message_count_is_proven_below_the_least(sign: str) -> None:
     # A question, the turn, and what answers it are there after every past.
-    assert past(behind(f"{{{{ '(more)' if messages | length {sign} 2 }}}}")) is Lookback.NONE
-    assert past(behind(f"{{{{ '(more)' if messages | length {sign} 3 }}}}")) is Lookback.POSSIBLE
+    assert past(writing(f"{{{{ '(more)' if messages | length {sign} 2 }}}}")) is Lookback.NONE
+    assert past(writing(f"{{{{ '(more)' if messages | length {sign} 3 }}}}")) is Lookback.POSSIBLE
 
 
 @pytest.mark.parametrize(
     "condition", ["messages | length > 22", "raise_exception is defined and messages | length > 22"]
 )
 def test_past_that_raises_differs_from_one_that_changes_a_tail(condition: str) -> None:
-    assert past(behind(f"{{{{ raise_exception('long') if {condition} }}}}")) is Lookback.REFUSES
+    assert past(writing(f"{{{{ raise_exception('long') if {condition} }}}}")) is Lookback.REFUSES
 
 
 @pytest.mark.parametrize("unknown", ["x | no_such_filter", "x is no_such_test"])
 def test_unknown_filter_on_some_pasts_counts_as_a_refusal(unknown: str) -> None:
     branch = f"{{% if messages | length > 22 %}}{{{{ {unknown} }}}}{{% endif %}}"
-    assert past(behind("{% set x = messages[-1].content %}" + branch)) is Lookback.REFUSES
+    assert past(writing("{% set x = messages[-1].content %}" + branch)) is Lookback.REFUSES
 
 
 def test_a_template_that_is_not_followed_is_not_proven() -> None:
-    assert past(behind("{% call(x) f() %}{% endcall %}")) is Lookback.POSSIBLE
-    assert past(behind("{% for m in messages recursive %}{% endfor %}")) is Lookback.POSSIBLE
+    assert past(writing("{% call(x) f() %}{% endcall %}")) is Lookback.POSSIBLE
+    assert past(writing("{% for m in messages recursive %}{% endfor %}")) is Lookback.POSSIBLE
 
 
 @pytest.mark.parametrize(
@@ -347,9 +347,9 @@ SHOWS_ARGUMENTS = "{{ m.content }}{% for call in m.tool_calls %}{{ call.function
         (chatml(body="{{ m.content | trim }}"), EMPTY, False),
         (chatml(body="{{ m.content or 'A' }}"), EMPTY, True),
         (chatml(body="{{ m.content }}{{ 'A' if not m.content }}"), EMPTY, True),
-        (behind("{{ 'A' if not messages[-2].content }}"), USER, False),
-        (behind("{{ 'A' if not messages[-2].content }}"), EMPTY, True),
-        (behind("{{ 'A' if messages[-2].content == '' }}"), EMPTY, True),
+        (writing("{{ 'A' if not messages[-2].content }}"), USER, False),
+        (writing("{{ 'A' if not messages[-2].content }}"), EMPTY, True),
+        (writing("{{ 'A' if messages[-2].content == '' }}"), EMPTY, True),
         (chatml(body=SHOWS_ARGUMENTS), TOOL, False),
         (chatml(body=SHOWS_ARGUMENTS), BARE, True),  # of that nothing is proven
         (chatml(body=SHOWS_ARGUMENTS + "{{ 'A' if m.tool_calls[0].function.arguments | length > 1 }}"), TOOL, True),
@@ -360,7 +360,7 @@ def test_words_of_every_shape_are_proven_with_words_of_that_shape(text: str, sha
 
 
 def test_the_past_that_matters_to_empty_words_alone_is_found() -> None:
-    text = behind("{{ 'A' if not messages[-2].content and messages | length > 5 }}")
+    text = writing("{{ 'A' if not messages[-2].content and messages | length > 5 }}")
     proofs = Proofs(ChatTemplate(text, name="inline").renderer())
     assert proofs.past(EMPTY, []) is Lookback.NONE  # of the render with a sentinel
     assert proofs.past_matters_to_words(EMPTY, [])

@@ -37,7 +37,7 @@ def _asking(test: str, keep: str = "", *, body: str = KEEPS) -> str:
     return "{% set ns = namespace(e='', last='') %}" + text
 
 
-def _behind(text: str) -> str:
+def _after_turns(text: str) -> str:
     """A template that writes `text` after every turn."""
     return "{% set ns = namespace(last='') %}" + chatml(body=KEEPS).replace(
         "{% endfor %}{% if add", text + "{% endfor %}{% if add"
@@ -84,13 +84,15 @@ ASKING = {
     "the value of an argument": _asking("ns.last.a == ''"),
     "reasoning": _asking("ns.e | trim == ''", "(m.reasoning_content or '')"),
 }
-BEHIND = {
-    "blank words": _behind("{{ 'A' if m.content | trim }}"),
-    "no words": _behind("{{ 'A' if not m.content }}"),
-    "words again": _behind("{{ m.content }}"),
-    "trimmed words again": _behind("{{ m.content | trim }}"),
-    "no arguments": _behind("{{ 'A' if m.tool_calls and not m.tool_calls[0].function.arguments }}"),
-    "an argument of that type": _behind("{{ 'A' if m.tool_calls and m.tool_calls[0].function.arguments.a is string }}"),
+AFTER_TURNS = {
+    "blank words": _after_turns("{{ 'A' if m.content | trim }}"),
+    "no words": _after_turns("{{ 'A' if not m.content }}"),
+    "words again": _after_turns("{{ m.content }}"),
+    "trimmed words again": _after_turns("{{ m.content | trim }}"),
+    "no arguments": _after_turns("{{ 'A' if m.tool_calls and not m.tool_calls[0].function.arguments }}"),
+    "an argument of that type": _after_turns(
+        "{{ 'A' if m.tool_calls and m.tool_calls[0].function.arguments.a is string }}"
+    ),
 }
 PLAIN = KEEPS.replace("{% set ns.last = call.function.arguments %}", "")
 CLOSING = {
@@ -117,7 +119,7 @@ def _conversations(words: str) -> Iterator[list[Message]]:
 
 TEMPLATES = {
     f"{kind}: {name}": text
-    for kind, texts in (("asking", ASKING), ("after", BEHIND), ("closing", CLOSING))
+    for kind, texts in (("asking", ASKING), ("after", AFTER_TURNS), ("closing", CLOSING))
     for name, text in texts.items()
 }
 
@@ -174,7 +176,7 @@ def test_messages_that_appear_later_all_at_once_get_no_wrong_bridge() -> None:
     check_bridges(Written(template=APPEARS_AT_ONCE, conversations=[conversation]))
 
 
-BEHIND_THE_STOP = (
+AFTER_THE_STOP = (
     "{% for m in messages %}{% if loop.length > COUNT %}<|im_start|>{{ m.role }}\n.<|im_end|>\n{{ m.content }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -185,7 +187,7 @@ BEHIND_THE_STOP = (
 def test_words_after_the_stop_of_a_late_message_prevent_a_bridge(count: int) -> None:
     seen: Counter[str] = Counter()
     conversation = [QUESTION, *([says("words"), MORE] * 5)]
-    check_bridges(Written(BEHIND_THE_STOP.replace("COUNT", str(count)), [conversation]), seen)
+    check_bridges(Written(AFTER_THE_STOP.replace("COUNT", str(count)), [conversation]), seen)
     assert not _exact(seen)
 
 

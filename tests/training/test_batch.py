@@ -286,7 +286,7 @@ def answer(asked: ModelCall) -> str:
     return f"It is {asked.turn}"
 
 
-def told(batch: TrainingBatch) -> dict[tuple[str, int], list[Any]]:
+def arrays_by_row(batch: TrainingBatch) -> dict[tuple[str, int], list[Any]]:
     """Every array of a batch, by row, whatever their order."""
     parts = [batch.unpadded(getattr(batch, name)) for name in ARRAYS]
     rewards = batch.rewards[batch.trajectory_of]
@@ -325,7 +325,7 @@ async def test_a_run_file_and_a_resumed_run_give_equal_batches(tmp_path: Path) -
         stored = grouped(run.stored(), group_size=4)
     for source in (loaded, stored):
         batch = TrainingBatch.padded(source, pad_id=0, advantages=grpo)
-        assert told(batch) == told(played)
+        assert arrays_by_row(batch) == arrays_by_row(played)
         assert (batch.absent, batch.versions, batch.exact) == (played.absent, played.versions, True)
 
 

@@ -169,12 +169,12 @@ def test_masks_constrain_calls_only() -> None:
     masks = bytewise().masks_of(spoken(text.decode(), tagged_constraint("auto")).turns[0])
     assert masks is not None
     begun, ended = (text.index(tag) + len(tag) for tag in (b"<tool_call>", b"</tool_call>"))
-    behind = text.rindex(b" and on")
+    after = text.rindex(b" and on")
     assert masks.allowed[: begun - 1].min() > 250
-    assert masks.allowed[behind:].min() > 250
+    assert masks.allowed[after:].min() > 250
     assert masks.forced[begun : begun + len("\n<function=")].all()
     assert not masks.unpacked()[begun:ended, STOP].any()
-    assert masks.unpacked()[behind:, STOP].all()
+    assert masks.unpacked()[after:, STOP].all()
 
 
 def test_stop_ids_of_the_turn_end_it_as_well_as_the_models() -> None:
@@ -310,10 +310,10 @@ def test_forbidden_id_is_named_with_turn_and_position(
     ids: list[int], position: int, wrong: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trajectory = constrained(made([prompt(START), said(*ids)], id="task#3"), constraint("regex", "ab"))
-    told = f"its regex constraint does not allow id {wrong}, the turn's sampled id number {position} from 0"
-    with pytest.raises(BadBatch, match=f"^turn main/0: {told}"):
+    message = f"its regex constraint does not allow id {wrong}, the turn's sampled id number {position} from 0"
+    with pytest.raises(BadBatch, match=f"^turn main/0: {message}"):
         bytewise().masks_of(trajectory.turns[0])
-    with pytest.raises(BadBatch, match=f"^task#3/main/0: {told}"):
+    with pytest.raises(BadBatch, match=f"^task#3/main/0: {message}"):
         bytewise().masks_for_row(row_of(trajectory))
     assert capfd.readouterr().err == ""  # without xgrammar's own output
 

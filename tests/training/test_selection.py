@@ -29,8 +29,8 @@ def test_trajectories_rewards_and_groups_keep_their_order() -> None:
     assert chosen.trajectories == (*second.trajectories, *first.trajectories)
     assert chosen.rewards.tolist() == [0.5, 0.5, 0.5, 0, 1]
     assert chosen.group_of.tolist() == [0, 0, 0, 1, 1]
-    told = [(each.task.id, each.agent, each.scored, each.complete, each.flat) for each in chosen.groups]
-    assert told == [("b", "main", 3, True, True), ("a", "main", 2, True, False)]
+    group_fields = [(each.task.id, each.agent, each.scored, each.complete, each.flat) for each in chosen.groups]
+    assert group_fields == [("b", "main", 3, True, True), ("a", "main", 2, True, False)]
 
 
 def test_each_segment_is_a_row_of_its_trajectory_which_has_one_reward() -> None:
@@ -200,8 +200,8 @@ async def test_groups_of_a_run_with_two_trained_agents_and_failed_episodes() -> 
     async with Run(Duel, recording(DUELLING), group_size=3, breaker=1) as run:
         source = [each async for each in run.groups()]
     chosen = Selection.of(sorted(source, key=lambda each: (each.task.id, each.agent)))
-    told = [(each.task.id, each.agent, each.scored, each.complete) for each in chosen.groups]
-    assert told == [
+    group_fields = [(each.task.id, each.agent, each.scored, each.complete) for each in chosen.groups]
+    assert group_fields == [
         ("t0", "black", 3, True),
         ("t0", "main", 3, True),
         ("t1", "black", 2, True),
@@ -238,11 +238,11 @@ async def test_run_file_and_run_select_the_same_trajectories(tmp_path: Path) -> 
     with RunFile(file) as run_file:
         read = Selection.of(grouped(run_file.trajectories(), group_size=run_file.header.group_size))
     assert read.absent == played.absent
-    assert sorted(map(told_of, read.rows)) == sorted(map(told_of, played.rows))
+    assert sorted(map(fields_of, read.rows)) == sorted(map(fields_of, played.rows))
     by_name = [{(t.id, t.agent): t.reward for t in chosen.trajectories} for chosen in (read, played)]
     assert by_name[0] == by_name[1]
 
 
-def told_of(row: Any) -> tuple[Any, ...]:
+def fields_of(row: Any) -> tuple[Any, ...]:
     arrays = (row.ids, row.loss_mask, row.logprobs, row.versions)
     return (row.trajectory.id, row.trajectory.agent, row.segment, *(tuple(array.tolist()) for array in arrays))
