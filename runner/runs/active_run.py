@@ -42,7 +42,7 @@ __all__ = ["ActiveRun"]
 log = logger_for("runs")
 
 RECALL_BATCH_SIZE: Final = 100
-"""The number of stored episodes read per call of a thread; memory follows it."""
+"""The number of stored episodes read per call of a thread; a larger number takes more memory."""
 
 _SERVER_COUNTS: Final = ("throttled", "retried")
 """The counts of engines that send requests to a server."""
@@ -51,7 +51,7 @@ _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
 
 def _is_idle(engine: BaseEngine) -> bool:
-    """True if the engine is held by its trainer or has no workers: then the run is not stuck."""
+    """True if the trainer holds the engine or the engine has no workers. The run is not stuck then."""
     return engine.standstill.on or (isinstance(engine, PlayingEngine) and engine.is_deserted)
 
 
@@ -110,7 +110,7 @@ class ActiveRun:
         self.results = Results(state, self.feed, scoring.groups_of, width=slots.width)
 
     async def play_all(self) -> None:
-        """Play every task, with watchdogs; the cause of an early end is stored in the run's state."""
+        """Play every task, with watchdogs. The run's state stores the cause of an early end."""
         self._observers.start(self._about())
         try:
             async with anyio.create_task_group() as watched:
@@ -120,7 +120,7 @@ class ActiveRun:
                 try:
                     with self._recording_weights():
                         await self._play_tasks()
-                except DeltarunnerError as error:  # here, since the task group would wrap it
+                except DeltarunnerError as error:  # inside, since the task group would wrap the error
                     log.error("the run ends early: %s: %s", type(error).__name__, error)
                     self.state.failure = self.state.failure or error
                 watched.cancel_scope.cancel()
@@ -132,7 +132,7 @@ class ActiveRun:
 
     async def _play_tasks(self) -> None:
         state, summary = self.state, self.state.summary
-        # Before the first task: a source chooses tasks by all results.
+        # Before the first task: a source chooses tasks by all results, including stored ones.
         await self._recall_stored()
         all_begun = False
         async with anyio.create_task_group() as episodes:
@@ -154,7 +154,7 @@ class ActiveRun:
         """Play, commit and count an episode; announce it, or its whole group, once scored."""
         try:
             trajectories = await self._attempts.play(key)
-            # Committed before it is announced, so that a resumed run never repeats an announced episode.
+            # Committed before the announcement, so that a resumed run never repeats an announced episode.
             await self.writer.commit_episode(trajectories)
             self.state.summary.add(trajectories)
             _log_episode(trajectories)
@@ -179,7 +179,7 @@ class ActiveRun:
 
     async def _end_observers(self) -> None:
         if self.options.observers:
-            with anyio.CancelScope(shield=True):  # bounded by its own limit
+            with anyio.CancelScope(shield=True):  # the commit has its own time limit
                 self.state.add_faults(await anyio.to_thread.run_sync(self._observers.end, self.state.summary))
 
     def _log_end(self) -> None:
@@ -216,7 +216,7 @@ class ActiveRun:
 
     def _record_weights(self, number: int) -> None:
         engine = self.engines[number]
-        if self._versions.get(number) != engine.weight_version:  # else it was an adapter
+        if self._versions.get(number) != engine.weight_version:  # otherwise an adapter changed, not the weights
             self._versions[number] = engine.weight_version
             log.info("engine %d has weights %r", number, engine.weight_version)
             self._new_weights.append((number, engine.weight_version, engine.proof_figures, time.time()))

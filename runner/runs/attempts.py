@@ -22,7 +22,7 @@ __all__ = ["Attempts"]
 log = logger_for("runs")
 
 COMMIT_SECONDS = 10.0
-"""The longest that a cancelled episode may delay the end of the run while it is committed."""
+"""Longest time by which the commit of a cancelled episode may delay the end of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Attempts:
     """The number of times that an episode is repeated after engine failures."""
 
     async def play(self, key: EpisodeKey) -> list[Trajectory]:
-        """Play an episode and return the trajectories of its last attempt; only earlier attempts are committed."""
+        """Play an episode and return the trajectories of its last attempt. Only earlier attempts are committed here."""
         failed = 0
         while True:
             attempt = self.player.begin(key, last_try=failed >= self.retries)
@@ -74,7 +74,7 @@ class Attempts:
         try:
             return await attempt.run()
         except anyio.get_cancelled_exc_class():
-            # Commit what was sampled so far as a partial episode. An await needs a shield here.
+            # Commit the sampled part as a partial episode. An await needs a shield here.
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + COMMIT_SECONDS):
                 await self.writer.commit_episode(attempt.trajectories())
             raise
@@ -96,6 +96,6 @@ class Attempts:
 
 
 def _cause(trajectory: Trajectory) -> str:
-    """The cause of a failed attempt without the name of its turn, so that equal causes are counted together."""
+    """The cause of a failed attempt without the name of the turn, so that equal causes are counted together."""
     error = trajectory.error or "no cause known"
     return error.partition(": ")[2] if error.startswith(f"{trajectory.id}/") else error

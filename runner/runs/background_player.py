@@ -37,11 +37,11 @@ __all__ = ["BackgroundPlayer"]
 T = TypeVar("T")
 
 EXIT_SECONDS: Final = 10.0
-"""The longest wait for the thread when the process ends without `close`."""
+"""Longest wait for the thread when the process ends without `close`."""
 
 
 class PlayedGroups(Iterator[Group]):
-    """The groups of `BackgroundPlayer.groups`, each as it finishes."""
+    """Iterator of `BackgroundPlayer.groups` over groups, each as it finishes."""
 
     def __init__(self, groups: Iterator[Group], closed: Future[None]) -> None:
         self._groups = groups
@@ -51,22 +51,25 @@ class PlayedGroups(Iterator[Group]):
         return next(self._groups)
 
     def close(self) -> None:
-        """End the iteration and cancel the groups in flight; any thread may call it, also while another one waits."""
+        """End the iteration and cancel the groups in flight.
+
+        Any thread may call it, even while another thread waits for a group.
+        """
         with suppress(concurrent.futures.InvalidStateError):  # it was closed before
             self._closed.set_result(None)
-        with suppress(ValueError):  # another thread waits in it, and ends it
+        with suppress(ValueError):  # another thread waits in the generator, and ends it
             self._groups.close()  # type: ignore[attr-defined]  # a generator
 
 
 class BackgroundPlayer:
-    """Plays tasks in a thread with its own event loop and engine, for a trainer that is synchronous.
+    """Plays tasks in a thread with its own event loop and engine, for a synchronous trainer.
 
         with BackgroundPlayer(Calculator(), engine, group_size=8) as player:
             groups = player.play_groups(tasks)
             player.update_weights(model.state_dict())
 
-    Methods may be called from any thread. Where the thread or its run dies, calls that wait and all later ones raise
-    the cause; none waits forever. Leaving the block with an error cancels the episodes in flight.
+    Methods may be called from any thread. If the thread or its run dies, waiting and later calls raise the cause.
+    Leaving the block with an error cancels the episodes in flight.
 
     Arguments and errors are those of `Player`.
     """
@@ -90,7 +93,7 @@ class BackgroundPlayer:
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._over = False
-        self._starting: anyio.CancelScope  # of the start; made on the event loop, as `_loop`
+        self._starting: anyio.CancelScope  # the scope of the start; created on the event loop, like `_loop`
         self._cancelled = self._is_started = False
 
     @property
@@ -116,7 +119,7 @@ class BackgroundPlayer:
         if self._thread is not None:
             raise RuntimeError("a player can be started only once: make another BackgroundPlayer(...)")
         started: Future[None] = Future()
-        # A daemon, so that a trainer that ends without `close` ends its process.
+        # A daemon thread, so that the process of a trainer ends without `close`.
         self._thread = threading.Thread(target=self._run_thread, args=(started,), name="deltarunner", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)
@@ -129,7 +132,7 @@ class BackgroundPlayer:
         return self
 
     def close(self, *, cancel: bool = False) -> None:
-        """Play what was requested, end the run, close the engine if the run entered it, and end the thread.
+        """Play the requested episodes, end the run, close the engine if the run entered it, and end the thread.
 
         Args:
             cancel: cut the episodes in flight instead.
@@ -139,7 +142,7 @@ class BackgroundPlayer:
             return
         self._stop(cancel=cancel)
         try:
-            # A blocked event loop may never end; then its thread ends with the process.
+            # A blocked event loop may never end. Its thread then ends with the process.
             self._thread.join(EXIT_SECONDS if isinstance(self._error, RunStuck) else None)
         except BaseException:  # Ctrl-C
             self._stop(cancel=True)
@@ -177,8 +180,8 @@ class BackgroundPlayer:
     def groups(self, tasks: Iterable[Task] | None = None, *, full: int | None = None) -> PlayedGroups:
         """Yield groups as they finish, for a trainer that pulls.
 
-        No more groups are in flight and unread than fill the run's width. Ending the iteration cancels the groups in
-        flight; so does its `close()`, which any thread may call.
+        Groups in flight and unread are limited to the run's width. Ending the iteration cancels the groups in flight;
+        so does its `close()`, which any thread may call.
 
         Args:
             tasks: the tasks; by default those of the environment, once.
@@ -256,14 +259,14 @@ class BackgroundPlayer:
         try:
             return self._result_of(future)
         except BaseException:
-            future.cancel()  # nothing if it is done; a call that Ctrl-C interrupts is cancelled
+            future.cancel()  # does nothing if it is done; cancels a call that Ctrl-C interrupts
             raise
 
     def _result_of(self, future: Future[T]) -> T:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            # Only the end of the event loop cancels it; the thread stores the cause after that.
+            # Only the end of the event loop cancels this task. The thread stores the cause after that.
             assert self._thread is not None
             self._thread.join(EXIT_SECONDS)
             raise self.error or RunStopped("the event loop of the player ended") from None
@@ -304,7 +307,7 @@ class BackgroundPlayer:
                 self._starting.cancel()
         try:
             with self._starting:
-                # Here, since a run is made on its event loop.
+                # Here, since a run must be created on its event loop.
                 self._player = Player(self.environment, self.engine, **self._given)
                 self._player.run.lag.on_stuck = self._stuck
                 await self._player.start()
@@ -319,12 +322,12 @@ class BackgroundPlayer:
             await self._end.wait()
         finally:
             await self.player.aclose()
-            with anyio.move_on_after(EXIT_SECONDS):  # calls that the end of the run has woken
+            with anyio.move_on_after(EXIT_SECONDS):  # time for calls that the end of the run has woken
                 while self._calls:  # noqa: ASYNC110  # callbacks of futures, also in other threads, empty it
                     await anyio.sleep(0.001)
 
     def _stuck(self, blocker: Blocker) -> None:
-        """End every wait: the event loop is blocked, and so answers no call."""
+        """End every wait, since the event loop is blocked and answers no call."""
         self._error = RunStuck(f"the event loop of the player is blocked in {blocker.where}: {blocker.advice}")
         self._end_calls(self._error)
 

@@ -42,13 +42,13 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 MAX_REPORTED_FAULTS: Final = 3
-"""The most faults that are printed when a run is over; the last ones."""
+"""Maximum number of faults, the last ones, that are printed after a run."""
 
 FLUSH_SECONDS: Final = 10.0
-"""The longest wait for the run file before the process ends at once."""
+"""Longest wait for the run file before the process ends at once."""
 
 THREAD_SECONDS: Final = 0.2
-"""The longest wait for each thread at the end of the process."""
+"""Longest wait for each thread at the end of the process."""
 
 
 def run(
@@ -61,8 +61,8 @@ def run(
 ) -> Summary:
     """Play a run to its end on a new event loop: the synchronous entry point.
 
-    Ctrl-C lets the episodes in flight finish; a second one stops them, and they are kept as partial; a third one ends
-    the process. SIGTERM does what the second one does.
+    The first Ctrl-C lets the episodes in flight finish. The second one stops them and keeps them as partial. The third
+    one ends the process. SIGTERM acts like the second Ctrl-C.
 
     Args:
         environment: the environment, or its class.
@@ -78,9 +78,10 @@ def run(
         DeltarunnerError: as `Run` does.
         BadOption: an event loop already runs in this thread, as in a notebook.
         KeyboardInterrupt: after Ctrl-C, when everything is recorded.
-        SystemExit: after SIGTERM, when everything is recorded; its code is 143, as of a process that the signal ended.
+        SystemExit: after SIGTERM, when everything is recorded; its code is 143, the exit code of a process that this
+            signal ended.
     """
-    # Not at the top: they import Rich, and the testing kit needs only the event loop.
+    # Imported here, since they import Rich, and the testing kit needs only the event loop.
     from runner.runs.reporter import PlainReporter, Reporter
 
     with suppress(RuntimeError):  # no event loop runs
@@ -92,7 +93,7 @@ def run(
 
     async def play() -> tuple[Summary, signal.Signals | None]:
         played = Run(environment, engine, tasks=tasks, **options)
-        # Plain lines, also on a terminal: other output of the program would break a live display.
+        # Plain lines, even on a terminal, since other output of the program would break a live display.
         reporter = Reporter() if quiet else PlainReporter(type(played.environment).__name__)
         received = await supervise(played, reporter)
         for fault in [] if quiet else list(played.summary.faults)[-MAX_REPORTED_FAULTS:]:
@@ -131,7 +132,7 @@ async def supervise(run: Run, reporter: Reporter) -> signal.Signals | None:
         watching.start_soon(reporter.watch, run, name="display")
         try:
             received = await _play_until_signal(run, reporter)
-        except Exception as error:  # as a value: a task group would wrap it
+        except Exception as error:  # returned as a value, since a task group would wrap it
             failure = error
         watching.cancel_scope.cancel()
     if failure is not None:
@@ -172,11 +173,11 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM; does nothing outside the main thread, which alone receives signals."""
+        """Handle SIGINT and SIGTERM. Outside the main thread, which alone receives signals, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Not the loop's own signal handlers: they do not run while the loop is blocked, and the third Ctrl-C must.
+        # The loop's own signal handlers do not run while the loop is blocked, but the third Ctrl-C must work then.
         loop = asyncio.get_running_loop()
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -192,12 +193,12 @@ class Stopper:
     def _take(self, number: signal.Signals, loop: asyncio.AbstractEventLoop) -> None:
         self.received = self.received or number
         self._step = max(self._step + 1, 2 if number is signal.SIGTERM else 0)
-        # Before the run plays there is nothing to finish: cancelling the start is one step, not two.
+        # Before the run plays, no episode can finish. Cancelling the start is one step, not two.
         last = 2 if self.started else 1
         if self._step > last and number is signal.SIGINT:
             self._reporter.restore()
             exit_now(128 + self.received)
-        # A handler may interrupt any code, so the run is changed only on the loop.
+        # A handler may interrupt any code, so the run is changed only on the event loop.
         loop.call_soon_threadsafe(self._act, self._step)
 
     def _act(self, step: int) -> None:
@@ -221,15 +222,15 @@ class Stopper:
 
 @contextmanager
 def collector_settings() -> Iterator[None]:
-    """Garbage collector settings that keep thousands of streams from waiting for collections.
+    """Settings of the garbage collector that avoid long pauses with thousands of streams.
 
     With a thousand streams: 18 us a token and pauses of 4 ms, instead of 52 us and 260 ms.
     """
     before = gc.get_threshold()
-    frozen = gc.get_freeze_count() > 0  # by the program; unfreezing would undo that too
+    frozen = gc.get_freeze_count() > 0  # frozen by the program; unfreezing would undo that too
     gc.collect()
     if not frozen:
-        gc.freeze()  # existing objects live as long as the process: collecting them again is wasted
+        gc.freeze()  # existing objects live as long as the process, so collecting them again is wasted time
     gc.set_threshold(50_000, 20, 20)
     try:
         yield
@@ -240,14 +241,14 @@ def collector_settings() -> Iterator[None]:
 
 
 def _end_stuck(run: Run, reporter: Reporter, blocker: Blocker) -> None:
-    """End the process from the watchdog thread: the event loop is blocked."""
+    """End the process from the watchdog thread, since the event loop is blocked."""
     log.critical("the event loop has been blocked for %g s in %s", run.lag.stuck_seconds, blocker.where)
     reporter.restore()
     reporter.say(
         f"the event loop has been blocked in {blocker.where} for {run.lag.stuck_seconds:g} s, and cannot be "
         f"interrupted: {blocker.advice}."
     )
-    # With a time limit: a disk that does not answer must not keep the process.
+    # With a time limit, since a disk that does not answer must not block the end.
     flushing = threading.Thread(target=run.flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_SECONDS)
@@ -262,14 +263,14 @@ def exit_now(code: int) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a closed stream must not keep the process
+        with suppress(Exception):  # a closed stream must not block the end
             stream.flush()
     os._exit(code)
 
 
 def end_process(code: int) -> NoReturn:
     """End this process, even if threads still run synchronous code of an author."""
-    if busy_threads():  # a usual exit could crash in their code
+    if busy_threads():  # a normal exit could crash in the code of these threads
         exit_now(code)
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:

@@ -27,19 +27,19 @@ __all__ = [
 ]
 
 SILENT_SECONDS: Final = 15.0
-"""A worker without a heartbeat for longer is shown as silent; heartbeats come every five seconds at least."""
+"""A worker without a heartbeat for longer is shown as silent. Heartbeats come at least every five seconds."""
 
 WAITED_SECONDS: Final = 60.0
 """A worker is shown as stuck if one of its episodes has waited longer for one thing."""
 
 MAX_NAMED_WORKERS: Final = 5
-"""The most workers with problems that are named where space is short."""
+"""Maximum number of workers with problems that are named in a short display."""
 
 MAX_EXTREME_WORKERS: Final = 4
-"""The most workers without problems that are shown where not all fit: those with the fewest and the most episodes."""
+"""Maximum number of workers without problems that are shown: those with the fewest and the most episodes."""
 
 MAX_NAMED_VERSIONS: Final = 3
-"""The most weight versions that are named."""
+"""Maximum number of weight versions that are named."""
 
 
 class Trouble(enum.StrEnum):
@@ -63,7 +63,7 @@ class FleetStats:
     """The playing workers, ordered by number."""
 
     most: int
-    """The largest number of workers."""
+    """Maximum number of workers."""
 
     few: bool = False
     """True if fewer workers play than the run needs."""
@@ -84,15 +84,15 @@ class FleetStats:
         return [trouble for trouble, is_so in found if is_so]
 
     def troubled(self, most: int = MAX_NAMED_WORKERS) -> list[FleetWorker]:
-        """At most `most` workers with problems, the worst first."""
+        """The workers with problems, the worst first; `most` workers at most."""
         troubled = (worker for worker in self.workers if self.troubles(worker))
         return heapq.nlargest(most, troubled, key=self._badness)
 
     def worth_a_look(self, most: int) -> list[FleetWorker]:
-        """At most `most` workers: those with problems, then those with the fewest and the most episodes."""
+        """The workers with problems, then those with the fewest and the most episodes; `most` workers at most."""
         if len(self.workers) <= most:
             return list(self.workers)
-        # Ordered by number, so that a row keeps its place while others change.
+        # Ordered by number, so that a row keeps its position while others change.
         troubled = sorted(self.troubled(most), key=_number)
         room = min(most - len(troubled), MAX_EXTREME_WORKERS)
         if not room:
@@ -101,7 +101,7 @@ class FleetStats:
         return troubled + sorted(calm[: room - room // 2] + calm[len(calm) - room // 2 :], key=_number)
 
     def _badness(self, worker: FleetWorker) -> tuple[float, ...]:
-        # Values of healthy workers do not count: their last heartbeats differ by chance.
+        # Heartbeats of healthy workers are ignored, since they differ by chance.
         troubles = self.troubles(worker)
         return (
             worker.silent if Trouble.SILENT in troubles else 0,
@@ -116,7 +116,7 @@ def _number(worker: FleetWorker) -> int:
 
 
 def fleet_in_words(fleet: FleetStats) -> str:
-    """The number of playing workers, with those that have old weights or do not play."""
+    """The number of playing workers, and of those that have old weights or do not play, in words."""
     count = f"{len(fleet.workers)} of {fleet.most} workers"
     exceptions = [*outdated_in_words(fleet), *idle_in_words(fleet.absent)]
     return f"{count} ({'; '.join(exceptions)})" if exceptions else count

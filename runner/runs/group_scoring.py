@@ -41,7 +41,7 @@ class GroupScoring:
         return bool(self._rewards)
 
     def open(self, task: Task, visit: int, missing: int) -> None:
-        """Expect `missing` episodes of a task, beside those that are expected already."""
+        """Expect `missing` further episodes of a task."""
         self._open.setdefault((task.id, visit), OpenGroup(0)).missing += missing
 
     async def finished(self, trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], int]:
@@ -58,7 +58,7 @@ class GroupScoring:
         if not self.has_rewards:
             self._summary.add_rewards(trajectories)
             return [trajectories], group.missing
-        # Kept only if they are compared: memory follows the groups in flight.
+        # Trajectories are kept only if they are compared, so that memory is limited to the groups in flight.
         group.trajectories.extend(trajectories)
         if group.played < group.missing:
             return [], group.missing
@@ -85,12 +85,12 @@ class GroupScoring:
         return by_agent(members, seed=self._shared.seed, group_size=self._group_size)
 
     async def score_stored(self, task: Task, visit: int) -> None:
-        """Score a group whose last run ended between an episode's commit and the group's rewards."""
+        """Score a group whose last run ended after an episode was committed and before its group rewards were."""
         await self._score(self._by_agent(await self._writer.stored_group(task.id, visit)))
 
     async def _score_played(self, new: list[Trajectory]) -> None:
         groups = await self.groups_of(new)
-        # The next run of the file repeats cut episodes, and compares the whole group then.
+        # The next run of the file repeats cut episodes. It compares the whole group then.
         waits = any(member.outcome.cut_short for group in groups for member in group.trajectories)
         if self._writer.path is None or not waits:
             await self._score(groups, new)
@@ -98,7 +98,7 @@ class GroupScoring:
     async def _score(self, groups: list[Group], new: Collection[Trajectory] = ()) -> None:
         """Compute and commit the group rewards, and count the episodes whose rewards became final."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
-        # Before the rewards are set: an earlier run may have counted some members already.
+        # Counted before the rewards are set, since an earlier run may have counted some members.
         counted = [each for each in _by_episode(members) if each[0] in new or not self.is_final(each)]
         await _give_rewards(self._shared, groups, self._add_fault)
         await self._writer.commit_group_rewards(members)
@@ -113,7 +113,7 @@ class GroupScoring:
         """True if the rewards of this episode no longer wait for its group."""
         first = trajectories[0]
         if (first.task.id, first.visit) in self._writer.reopened and self.has_rewards:
-            # Another member is repeated, so the stored group rewards are no longer valid.
+            # Another member is repeated, which invalidates the stored group rewards.
             return not any(t.outcome.scored and t.turns for t in trajectories)
         names = [each.name for each in self._shared.part_of(first.task).scorers if each.name in self._rewards]
         waiting = (t for t in trajectories if t.outcome.scored and t.turns and (t.trained or t.agent == MAIN))

@@ -31,7 +31,7 @@ def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) 
     episodes: set[int] = set()
     cut_short = False
     for trajectory in trajectories:
-        # The episodes of all agents count: an agent without a turn has no trajectory.
+        # Count the episodes of all agents, since an agent without a turn has no trajectory.
         episodes.add(trajectory.index)
         cut_short = cut_short or trajectory.outcome.cut_short
         if trajectory.trained or trajectory.agent == MAIN:

@@ -38,19 +38,19 @@ __all__ = [
 ]
 
 MAX_STEP_SECONDS: Final = 60.0
-"""The longest engine step for which the pace of the steps before is still shown."""
+"""Longest engine step during which the previous pace is still shown."""
 
 PACE_WINDOW_SECONDS: Final = 10.0
-"""The window of the pace: on a slow processor one engine step takes several seconds."""
+"""Window of the pace. It is long, since one engine step may take several seconds on a slow processor."""
 
 MIN_QUIET_SECONDS: Final = 10.0
-"""Seconds without new tokens, after which their number is shown in the place of rates, which would fall slowly."""
+"""Seconds without new tokens after which this time is shown instead of rates, which would fall slowly."""
 
 TIME_LEFT_INTERVAL_SECONDS: Final = 1.0
 """The interval between estimates of the time left."""
 
 MAX_WAITING_SHOWN: Final = 5
-"""The most waiting episodes that are listed, the longest waits first."""
+"""Maximum number of waiting episodes that are listed, the longest waits first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class LiveStats:
     """The number of episodes of the run; None if unknown."""
 
     before: int = 0
-    """The number of these that earlier runs of the file played."""
+    """The number of these episodes that earlier runs of the file played."""
 
     done: int = 0
-    """The number of finished episodes, including failed ones and those of earlier runs, without cancelled ones."""
+    """The number of finished episodes, including failed ones and those of earlier runs, but not cancelled ones."""
 
     cancelled: int = 0
     """The number of cancelled episodes, which a resumed run plays again."""
@@ -96,7 +96,7 @@ class LiveStats:
     """Turns that wait for a place in the engine."""
 
     waits_for: str = ""
-    """Code of the author outside of episodes for which the run waits, such as "tasks()"."""
+    """The author's code outside of episodes for which the run waits, such as "tasks()"."""
 
     ranks: tuple[int, ...] = ()
     """Turns in each data-parallel rank of an engine with several; empty for other engines."""
@@ -123,7 +123,7 @@ class LiveStats:
     """The mean reward so far; None without rewards."""
 
     agent: str = ""
-    """The agent of that reward if several are trained, else ""."""
+    """The agent with that reward if several are trained, else ""."""
 
     reward_error: float | None = None
     """The standard error of the mean reward, clustered by task; None below two tasks."""
@@ -172,11 +172,11 @@ class StatsReader:
         """The time at which the counts of ids last changed."""
 
     def read(self, run: Run, *, total: int | None = None, before: int = 0, last_fault: str = "") -> LiveStats:
-        """The statistics now. The arguments are values of the display that a run does not have."""
+        """Return the statistics now. The arguments are values of the display that a run does not have."""
         summary = run.summary
         stats = [engine.stats() for engine in run.engines]
         lag = run.lag.percentile(99)
-        # Only if the loop is late: while it is fast, the longest call does not matter.
+        # Only if the loop is late: the longest call of a fast loop does not matter.
         blockers = run.lag.blockers(1) if lag > LATE_SECONDS else []
         reward = summary.reward
         engine = run.engine if isinstance(run.engine, PlayingEngine) else None
@@ -211,7 +211,7 @@ class StatsReader:
             blocker=blockers[0] if blockers else None,
             fleet=_fleet(engine)
             if engine is not None and not run.over
-            else None,  # after the run, workers end one by one
+            else None,  # None after the run, when workers end one by one
             news=self._new_events(engine.events) if engine is not None else (),
             slowest=tuple(
                 _stuck(play) for play in heapq.nsmallest(MAX_WAITING_SHOWN, run.plays, key=attrgetter("since"))
@@ -228,7 +228,7 @@ class StatsReader:
         return now - self._counted
 
     def _new_events(self, events: Sequence[str]) -> tuple[str, ...]:
-        # Compared by identity: two workers may be lost with equal messages.
+        # Compared by identity, since two workers may be lost with equal messages.
         news = tuple(takewhile(lambda event: event is not self._last_event, reversed(events)))[::-1]
         self._last_event = news[-1] if news else self._last_event
         return news
@@ -260,8 +260,7 @@ class _Pace:
         """Record the count, and return the rate."""
         now = time.monotonic()
         self._samples.append((now, count))
-        # Over some seconds, since an engine sends its ids in steps. During a long step the rate of the steps before
-        # is kept.
+        # Measured over some seconds, since an engine sends ids in steps. During a long step the previous rate is kept.
         samples = self._samples
         while samples[0][0] < now - PACE_WINDOW_SECONDS and (
             samples[1][1] != count or samples[0][0] < now - MAX_STEP_SECONDS
@@ -288,7 +287,7 @@ def _fleet(engine: PlayingEngine) -> FleetStats:
 
 
 def in_words(stats: LiveStats) -> Iterator[str]:
-    """The statistics as short phrases."""
+    """Return the statistics as short phrases."""
     yield f"{stats.done} of {stats.total} episodes" if stats.total else f"{stats.done} episodes"
     yield running_in_words(stats)
     if stats.fleet is not None:
@@ -311,7 +310,7 @@ def in_words(stats: LiveStats) -> Iterator[str]:
 
 
 def running_in_words(stats: LiveStats) -> str:
-    """The number of episodes in flight, with those in the engine and those waiting for a place in it."""
+    """Return the number of episodes in flight, in the engine, and waiting for a place in it, in words."""
     parts = [f"{stats.in_engine} in the engine"] if stats.in_engine is not None and stats.running else []
     parts += [f"{stats.waiting} waiting for a place"] if stats.waiting else []
     parts += [f"waiting for {stats.waits_for}"] if stats.waits_for else []
@@ -340,9 +339,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 MIN_UNREADABLE_CALLS: Final = 3
-"""The fewest unreadable calls that raise a suspicion; fewer may be chance."""
+"""Minimum number of unreadable calls for the advice; fewer may be chance."""
 MAX_UNREADABLE_SHARE: Final = 0.2
-"""The share of unreadable calls above which the template is suspected to be wrong."""
+"""Share of unreadable calls above which the template is probably wrong."""
 
 TEMPLATE_ADVICE: Final = (
     "the model seems to write calls in another format than its template: compare check-template with show, and give "
@@ -352,7 +351,7 @@ TEMPLATE_ADVICE: Final = (
 
 
 def suspect_template(calls: int, malformed: int) -> bool:
-    """True if so many calls are unreadable that the model was probably trained with another template."""
+    """Return True if so many calls are unreadable that the model was probably trained with another template."""
     return malformed >= MIN_UNREADABLE_CALLS and malformed > calls * MAX_UNREADABLE_SHARE
 
 
@@ -362,7 +361,7 @@ def calls_in_words(calls: int, malformed: int) -> str:
 
 
 def as_time(seconds: float) -> str:
-    """Minutes and seconds, with hours if there are any."""
+    """Format as minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

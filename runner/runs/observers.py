@@ -21,10 +21,10 @@ __all__ = ["ObserverThreads", "RunObserver"]
 log = logger_for("runs")
 
 MAX_WAITING_EVENTS: Final = 10_000
-"""The most events that wait for an observer; further ones are dropped and counted."""
+"""Maximum number of events that wait for an observer. Further events are dropped and counted."""
 
 END_SECONDS: Final = 5.0
-"""The longest wait for all observers at the end of a run."""
+"""Longest wait for all observers at the end of a run."""
 
 
 class RunObserver:
@@ -36,9 +36,9 @@ class RunObserver:
 
         run(environment, engine, observers=[Rewards()])
 
-    Methods are called one after the other, in a thread of the observer, and may block; they only read. An observer that
-    raises, is slow or never returns changes nothing in the run: its error is a fault of the summary, and events that
-    it does not take are dropped and counted there.
+    Methods are called one after the other, in a thread of the observer. They may block, and must not change their
+    arguments. An observer that raises, is slow or never returns changes nothing in the run: its error and the number of
+    dropped events are faults in the summary.
     """
 
     def started(self, about: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class RunObserver:
         """A turn was taken; called for each turn when its episode has ended, before `episode`."""
 
     def episode(self, trajectories: Sequence[Trajectory]) -> None:
-        """An episode has ended, and is in the run file; the trajectories of its agents, `main` first."""
+        """Called after an episode was stored in the run file, with the trajectories of its agents, `main` first."""
 
     def group(self, group: Group) -> None:
         """The last episode of a task has ended; called for each trained agent."""
@@ -75,7 +75,7 @@ class _ObserverThread:
         while (event := self.events.get()) is not None:
             try:
                 event(self.observer)
-            except BaseException as error:  # also SystemExit: it ends nothing
+            except BaseException as error:  # includes SystemExit, which must not end the process
                 self.failures += 1
                 self.first_error = self.first_error or describe_error(error)
 
@@ -103,7 +103,7 @@ class ObserverThreads:
     def start(self, about: Mapping[str, Any]) -> None:
         """Start the threads and announce the run."""
         for watched in self._watched:
-            # A daemon, since an observer that never returns must not keep the process.
+            # A daemon thread, since an observer that never returns must not block the end of the process.
             watched.thread = threading.Thread(target=watched.run, name="deltarunner observer", daemon=True)
             watched.thread.start()
         self._send(lambda observer: observer.started(about))
@@ -132,7 +132,7 @@ class ObserverThreads:
         if group.played >= missing:
             members = self._open.pop(key).trajectories
             for each in by_agent(members, seed=self._seed, group_size=self._group_size):
-                self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # bound now
+                self._send(lambda observer, each=each: observer.group(each))  # bind the value now
 
     def weights(self, version: str) -> None:
         """Announce new weights."""
@@ -141,7 +141,7 @@ class ObserverThreads:
     def end(self, summary: Summary) -> list[str]:
         """Announce the end, wait for the threads for some seconds, and return messages about faults.
 
-        Blocks; it is called in a thread.
+        This call blocks, so call it in a thread.
         """
         self._send(lambda observer: observer.ended(summary))
         deadline = time.monotonic() + END_SECONDS

@@ -22,14 +22,14 @@ from runner.store.secrets import hide_secrets
 __all__ = ["RunKeywords", "RunOptions", "check_engine", "check_full"]
 
 RESERVED_NAMES: Final = ("messages", "tools", "add_generation_prompt")
-"""The names that the runner passes to a chat template itself."""
+"""The names that the runner itself passes to a chat template."""
 
 
 class RunKeywords(TypedDict, total=False):
     """The options of a run by name, for editors and type checkers; `RunOptions` documents them.
 
-    Type checkers cannot derive a TypedDict from a dataclass, so both are written out, and a test compares their
-    fields. `tasks` is left out: the testing kit has its own `tasks`, so each function names it as a parameter.
+    Type checkers cannot derive a TypedDict from a dataclass, so this class repeats the fields, and a test compares
+    them. `tasks` is omitted, since the testing kit has its own `tasks`; each function has it as a parameter.
     """
 
     group_size: int
@@ -82,7 +82,7 @@ class RunOptions:
     """The limits of an episode. A field that is set overrides the environment's."""
 
     concurrency: Concurrency = Concurrency()
-    """The number of episodes, threads and tools at once; it never changes a result."""
+    """The number of concurrent episodes, threads and tools. It never changes a result."""
 
     seed: int = 0
     """The seed from which all random numbers of the run follow."""
@@ -95,8 +95,9 @@ class RunOptions:
     overrides the format learnt from the chat template; None uses the learnt format."""
 
     file: Path | Callable[[Header], Path] | None = None
-    """The run file's path, or a function that names it by the run's header. A file that holds a run of the same
-    configuration is resumed; None keeps no file."""
+    """The run file's path, or a function that names it by the run's header. A run of the same configuration in the file
+    is resumed. None stores no file.
+    """
 
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of rewards by name; they override those of the environment's class."""
@@ -109,8 +110,9 @@ class RunOptions:
     """The run stops when more than this share of the recent episodes failed; 1 never stops it."""
 
     max_version_lag: int | None = None
-    """The most weight updates by which an episode's oldest sampled id may lag the engine, when an update lands or the
-    episode ends. An older episode is dropped and counted, and its task is played again; None keeps any."""
+    """Maximum number of weight updates since the oldest sampled id of an episode, checked at each update and at the end
+    of the episode. An older episode is dropped and counted, and its task is played again; None sets no limit.
+    """
 
     retry_failed: bool = False
     """True to repeat the episodes that failed in earlier runs of the file (`env_error`, `token_error`)."""
@@ -127,7 +129,7 @@ class RunOptions:
     """Observers that receive the events of the run, each in a thread of its own."""
 
     def __post_init__(self) -> None:
-        # Not pydantic: each message names the option as it was written, and the fix.
+        # Checked without pydantic, since each message names the option as written, and the fix.
         _check_engines(self.engines)
         checked.whole(f"group_size={self.group_size!r:.60}", self.group_size, least=1)
         checked.whole(f"retries={self.retries!r:.60}", self.retries, least=0)
@@ -161,7 +163,7 @@ class RunOptions:
         defaults = RunOptions()
         shown = []
         for each in fields(self):
-            # Texts are compared: tasks may be an array, which has no single truth value.
+            # Texts are compared, since the tasks may be an array, whose comparison is not a single truth value.
             value, default = _shown(getattr(self, each.name)), _shown(getattr(defaults, each.name))
             if value != default:
                 shown.append(f"{each.name}={value}")
@@ -180,10 +182,10 @@ class RunOptions:
             "file": Path(self.file) if isinstance(self.file, str) else self.file,
         }
         for name, value in settled.items():
-            object.__setattr__(self, name, value)  # the only way into a frozen dataclass
+            object.__setattr__(self, name, value)  # a frozen dataclass has no other way
 
     def limits_of(self, environment: Environment[Any]) -> Limits:
-        """The limits of an episode with every field set: from these, the environment's, then the defaults."""
+        """The limits of an episode with every field set: from these options, the environment, or the defaults."""
         return self.limits.over(environment.limits).over(Limits.defaults())
 
     def _check_indices(self) -> None:
@@ -215,7 +217,10 @@ class RunOptions:
 
 
 def _shown(value: Any) -> str:
-    """A value on one line: the type alone of tasks, engines and functions, which may be large or hold secrets."""
+    """Format a value on one line.
+
+    Tasks, engines and functions are shown by type, since they may be large or hold secrets.
+    """
     if isinstance(value, Sampling | Limits):
         return f"{value.given()!r:.300}"
     if isinstance(value, Mapping):
@@ -229,7 +234,7 @@ def check_full(full: int, options: RunOptions) -> None:
     """Check a wanted number of groups with spread.
 
     Raises:
-        BadOption: it is not a whole number from 1 on, or groups have a single episode.
+        BadOption: it is not a positive integer, or groups have a single episode.
     """
     checked.whole(f"groups(full={full!r:.60})", full, least=1)
     if options.group_size < 2:

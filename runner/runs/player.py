@@ -30,9 +30,9 @@ class Attempt(Protocol):
     faults: list[str]
     """Messages about faults that did not change the outcome."""
     activity: str
-    """A description of what it waits for."""
+    """A description of what the attempt waits for."""
     since: float
-    """The event loop's time at which that wait began."""
+    """Start of that wait, in the event loop's time."""
 
     @property
     def turns_taken(self) -> int:
@@ -46,24 +46,27 @@ class Attempt(Protocol):
         """End it now; it is closed and kept, as partial unless another ending is given."""
 
     async def run(self) -> list[Trajectory]:
-        """Play it and return the trajectories of its agents, `main` first. A cancelled attempt is closed first."""
+        """Play the attempt and return the trajectories of its agents, `main` first.
+
+        A cancelled attempt is closed first.
+        """
 
     def trajectories(self) -> list[Trajectory]:
         """The trajectories so far, after `run` was cancelled."""
 
     def trained_logs(self) -> Iterator[TokenLog]:
-        """The token logs of trained agents so far, as far as this process has them."""
+        """The token logs of trained agents so far, if this process has them."""
 
 
 class EpisodePlayer(Protocol):
     """Plays episodes."""
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
-        """An attempt at an episode; it begins when `run` is called.
+        """Return an attempt at an episode; it begins when `run` is called.
 
         Args:
             key: the task, index, visit and attempt number.
-            last_try: True if it is not repeated after another engine failure.
+            last_try: True if the attempt is not repeated after another engine failure.
         """
 
     def watch_width(self, listener: Callable[[int], None]) -> None:
@@ -83,7 +86,7 @@ class LocalPlayer:
     """The wanted number of episodes in flight."""
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
-        """An attempt, on this event loop."""
+        """Return an attempt on this event loop."""
         return EpisodeRunner(self.shared, key)
 
     def watch_width(self, listener: Callable[[int], None]) -> None:
@@ -91,7 +94,7 @@ class LocalPlayer:
         listener(self.width)
 
     def drain(self) -> None:
-        """Release the callers that wait for keys of served episodes: no further keys come."""
+        """Release callers that wait for keys of served episodes, since no more keys come."""
         self.shared.endpoints.draining.set()
 
 
@@ -108,7 +111,7 @@ class FleetWorker:
     playing: int
     """The number of its episodes in flight."""
     width: int
-    """The most episodes that it plays at once."""
+    """Maximum number of episodes that it plays at once."""
     version: str
     """The version of its weights."""
     lag: float
@@ -125,19 +128,19 @@ class IdleReason(enum.StrEnum):
     """Reasons why a worker of a fleet does not play, the most important first."""
 
     RESTING = "resting after deaths"
-    """Its place stays empty for up to an hour: workers died there too often."""
+    """Its slot stays empty for up to an hour, since workers died there too often."""
     LOST = "just lost"
-    """It died, and its replacement starts in a moment."""
+    """It died; its replacement starts soon."""
     WAITING = "waiting for weights"
-    """It lacks the current weights, which cannot be read anywhere: it plays after the next update."""
+    """It lacks the current weights, which cannot be read anywhere. It plays after the next update."""
     STARTING = "starting"
-    """Its engine starts, or catches up with the others."""
+    """Its engine starts, or is being updated to the state of the others."""
     UNPLACED = "without a machine"
     """No machine has room for it yet."""
 
 
 class WorkerSetup(Protocol):
-    """A run as workers receive it; each worker sets it up."""
+    """A run in the form in which workers receive it; each worker sets the run up."""
 
     @property
     def worker_engines(self) -> Collection[BaseEngine]:
@@ -158,7 +161,7 @@ class WorkerSetup(Protocol):
         Args:
             shared: the objects that episodes share in this process.
             clock: the time that chat templates see.
-            width: the most episodes in flight; None for as many as the workers take.
+            width: maximum number of episodes in flight; None for the capacity of the workers.
             report: called with messages about events of workers.
 
         Raises:
@@ -174,7 +177,7 @@ class PlayingEngine(Engine):
     least: int
     """The number of workers that the run needs to begin."""
     most: int
-    """The largest number of workers."""
+    """Maximum number of workers."""
 
     @property
     @abstractmethod
@@ -196,7 +199,7 @@ class PlayingEngine(Engine):
 
     @abstractmethod
     def sent(self, setup: RunSetup) -> WorkerSetup:
-        """The run in the form that workers receive; called before anything starts.
+        """Return the run in the form that workers receive; called before anything starts.
 
         Raises:
             BadOption: a part of it cannot be sent.

@@ -37,12 +37,13 @@ def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
 
 
 async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime) -> None:
-    """Refuse an unusable template before any of it runs in this process.
+    """Refuse an unusable template before it renders anything in this process.
 
     Raises:
         BadTemplate: it does not compile, never ends, raises on a plain question, ...
     """
-    from runner.template_probe import is_bundled, probe  # Run is imported without what probes templates
+    # not at the top, so that importing Run does not import the template probe
+    from runner.template_probe import is_bundled, probe
 
     for template in dict.fromkeys(each for each in templates if not is_bundled(each)):
         look = partial(probe, template, options, now=_same_all_day(now), check_cancelled=check_cancelled)
@@ -52,14 +53,14 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
 async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
     """Messages about appends that are not exact with this template, and tokens that the vocabulary lacks.
 
-    The appends of bundled templates are exact, and not checked.
+    The appends of bundled templates are exact and are not checked.
 
     Raises:
         BadTemplate: an append is not exact, and the history policy is refuse.
     """
     from runner.template_probe import is_bundled, probe
 
-    # A run that forks follows the template anyway, so its appends need not be exact.
+    # A run that forks renders histories again anyway, so its appends need not be exact.
     template = chat.renderer.template
     letters = list(_letters(chat))
     if chat.history.policy is HistoryPolicy.FORK or is_bundled(template):
@@ -78,7 +79,7 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
 def _letters(chat: ChatModel) -> Iterator[str]:
     from runner.tokens.control_text import lacking
 
-    # A byte vocabulary belongs to scripts and not to a model, so spelled tokens do no harm.
+    # A byte vocabulary belongs to a script, not to a model, so spelled tokens do no harm.
     names = () if isinstance(chat.tokenizer, ByteTokenizer) else lacking(chat.renderer.rendered(), chat.tokenizer)
     if names:
         name = chat.renderer.template.name
@@ -102,5 +103,5 @@ def _missing(chat: ChatModel, profile: Any, *, tools: bool, system: bool) -> Ite
 
 
 def _same_all_day(now: datetime) -> datetime:
-    """Midnight of the day: results for a template are cached for all runs of a day."""
+    """Return midnight of the day, since results for a template are cached for all runs of a day."""
     return datetime.combine(now.date(), time())

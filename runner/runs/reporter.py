@@ -34,10 +34,10 @@ START_INTERVAL_SECONDS: Final = 10.0
 
 
 class Reporter:
-    """Receives the progress of a run. This one prints only what a person must know."""
+    """Receives the progress of a run. This base class prints only messages that a person must see."""
 
     async def watch(self, run: Run) -> None:
-        """Show the run until cancelled; this one shows nothing."""
+        """Show the run until cancelled; this class shows nothing."""
 
     def finished(self, trajectory: Trajectory) -> None:
         """Receive a committed trajectory."""
@@ -77,8 +77,9 @@ class LiveReporter(Reporter):
         """Show the run until cancelled."""
         reader = StatsReader()
         self._began = began = time.monotonic()
-        noted = {each for each in run.engines if each.running}  # the caller entered these and showed their notes
-        # Drawn in a thread: a paused terminal (Ctrl-S) or a full pipe must not stop the run.
+        # the caller entered these engines and showed their notes
+        noted = {each for each in run.engines if each.running}
+        # Drawn in a thread, since a paused terminal (Ctrl-S) or a full pipe must not stop the run.
         thread = anyio.CapacityLimiter(1)
         with self._shown():
             while True:
@@ -96,7 +97,7 @@ class LiveReporter(Reporter):
                 await anyio.sleep(REFRESH_INTERVAL_SECONDS)
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Keep the cause of the last failure."""
+        """Store the cause of the last failure."""
         no_turn = bool(trajectory.error) and not trajectory.turns  # its prompt exceeded the context
         if trajectory.outcome.failed or no_turn:
             self.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"
@@ -129,7 +130,7 @@ class LiveReporter(Reporter):
 
 
 def _start_in_words(run: Run) -> str:
-    """The workers and the phase of the start, each after a comma; empty if unknown."""
+    """Describe the workers and the phase of the start, each after a comma; empty if unknown."""
     phase = next((each.start_phase for each in run.engines if each.start_phase), "")
     return _workers_so_far(run) + (f", {phase}" if phase else "")
 
@@ -144,7 +145,7 @@ def _workers_so_far(run: Run) -> str:
 
 
 class PlainReporter(LiveReporter):
-    """Prints a line for every tenth of the run, or every five seconds if that is sooner; later less often."""
+    """Prints a line for every tenth of the run, or every five seconds if that is sooner. The interval grows later."""
 
     def __init__(self, title: str) -> None:
         super().__init__(title)
@@ -175,7 +176,7 @@ class PlainReporter(LiveReporter):
         if stats.elapsed < self._next and tenths <= self._tenths:
             return
         self._tenths = tenths
-        # A twentieth of the time so far keeps the output of a long run readable.
+        # An interval of a twentieth of the time so far keeps the output of a long run short.
         self._next = stats.elapsed + max(PLAIN_INTERVAL_SECONDS, stats.elapsed / 20)
         self._say_timed(", ".join(in_words(stats)))
         if stats.blocker is not None:
@@ -184,6 +185,6 @@ class PlainReporter(LiveReporter):
             self.say(f"  {worker_in_words(worker)}")
 
     def _stopping(self, stats: LiveStats) -> None:
-        if self._tenths >= 0:  # once, with the last statistics
+        if self._tenths >= 0:  # printed once, with the last statistics
             self._tenths = -1
             self._say_timed(", ".join(in_words(stats)))

@@ -35,7 +35,7 @@ class QueuedResult:
 class Results:
     """A queue of trajectories, read one by one or by task.
 
-    An episode waits if `width` results are unread.
+    An episode waits while `width` results are unread.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class Results:
     # --- from the episodes
 
     async def announce(self, trajectories: list[Trajectory], missing: int) -> None:
-        """Send an episode to the task source and the reader: its trained agents, or `main` if none is trained."""
+        """Send an episode to the task source and the reader: the trained agents, or `main` if none is trained."""
         shown = [t for t in trajectories if t.trained or t.agent == MAIN]
         if self._feed.requests is not None:
             self._feed.requests.deliver(shown)
-        # Without a reader, the run file has it.
+        # Without a reader, only the run file stores it.
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for trajectory in shown:
-                # The source first: it chooses the next task by its results, and the reader may be slow.
+                # The source comes first: it chooses the next task by its results, and the reader may be slow.
                 await self._feed.finished(trajectory)
                 await self._announce_to.send(QueuedResult(trajectory, trajectory is shown[-1], missing))
 
     def end(self) -> None:
-        """End the queue; the reader still receives what was announced."""
+        """End the queue. The reader still receives announced results."""
         self._announce_to.close()
 
     # --- to the reader
@@ -77,7 +77,10 @@ class Results:
         self._announced.close()
 
     async def next(self) -> QueuedResult:
-        """The next result. After the last one it raises StopAsyncIteration, or the error that ended the run early."""
+        """Return the next result.
+
+        After the last one, raise StopAsyncIteration, or the error that ended the run early.
+        """
         result = await self._receive()
         if self._note(result) is not None:
             self._state.quota.end(full=False)
@@ -104,7 +107,7 @@ class Results:
         """The results by task; unfinished groups come last.
 
         Args:
-            full: the number of tasks whose groups are wanted, only groups with spread; None for all groups.
+            full: the number of tasks with spread whose groups are returned; None for all groups.
         """
         try:
             while full is None or self._state.quota.needed:
@@ -116,7 +119,7 @@ class Results:
                     groups = await self._groups_of(task.trajectories)
                     wanted = [group for group in groups if full is None or group.has_spread]
                     self._state.summary.flat += len(groups) - len(wanted)
-                    # Only now: a task that begins before its groups are judged may not be needed.
+                    # Not earlier: a task that begins before its groups are judged may not be needed.
                     self._state.quota.end(full=bool(wanted))
                     for group in wanted:
                         yield group

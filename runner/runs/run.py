@@ -43,7 +43,7 @@ class Run:
                 ...
 
     Leaving the block early cancels the episodes in flight; they are kept as partial, and the next run repeats them.
-    The block is entered and left in one task; a `Player` is started and closed from any.
+    Enter and leave the block in the same task; a `Player` has no such rule.
 
     Args:
         environment: the environment, or its class if it can be constructed without arguments.
@@ -70,7 +70,7 @@ class Run:
         **options: Unpack[RunKeywords],
     ) -> None:
         self.environment = as_environment(environment)
-        """The environment object, for tasks, shared resources and group rewards; every episode has a new one."""
+        """The environment object, for tasks, shared resources and group rewards. Every episode has its own copy."""
         check_playable(self.environment)
         check_engine("engine", engine)
         self.engine = engine
@@ -88,7 +88,7 @@ class Run:
         """The rewards and metrics of the environment, with the run's weights."""
         parts = {name: Mean() for name in self.environment.parts() if name}
         self.summary = Summary(group_size=self.options.group_size, environments=parts)
-        """The summary so far; it may be read at any time."""
+        """The summary so far. It may be read at any time."""
         self.lag = LagMonitor(self.workers)
         """The lag of the event loop, and the code that causes it."""
         self._state = RunState(self.summary)
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def waits_for(self) -> str:
-        """Code of the author outside of episodes that has run for a while, such as "tasks()"; else ""."""
+        """The author's code outside of episodes that has run for a while, such as "tasks()"; else ""."""
         return self._state.waits_for
 
     # --- starting and ending
@@ -161,7 +161,7 @@ class Run:
         try:
             return await self._exit.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as group:
-            # The task group wraps errors, and the caller of a run did not ask for a group.
+            # The task group wraps errors in a group, which the caller does not expect.
             single = unwrapped(group)
             if single is group:
                 raise
@@ -170,13 +170,13 @@ class Run:
             raise single from single.__cause__
 
     def drain(self) -> None:
-        """Begin no further episode; those in flight are played to their end."""
+        """Stop starting episodes. Those in flight are played to their end."""
         self._state.drain()
         if self._active is not None:
             self._active.player.drain()
 
     def cancel(self) -> None:
-        """Cancel every episode in flight; each is closed and kept as partial."""
+        """Cancel every episode in flight. Each is closed and kept as partial."""
         self._state.cancel()
 
     # --- results
@@ -189,18 +189,18 @@ class Run:
         return (await self._results.next()).trajectory
 
     def groups(self, *, full: int | None = None) -> AsyncIterator[Group]:
-        """The same results by task: a group for each trained agent, once its last episode has finished.
+        """The results by task: a group for each trained agent, returned when the group's last episode has finished.
 
         Unfinished groups come last, with `complete` false.
 
         Args:
             full: end after so many tasks with spread, that is, with rewards that differ. Groups with equal rewards are
-                left out and counted in `summary.flat`. No task is begun that cannot be needed, so no episode is
-                thrown away, and the next call continues with the next task. Call it first in the `async with` block;
-                tasks that began before stay for the reader. None returns all groups.
+                left out and counted in `summary.flat`. Only tasks that may be needed begin, so no episode is discarded,
+                and the next call continues with the next task. Call it first in the `async with` block; tasks that
+                began before stay for the reader. None returns all groups.
 
         Raises:
-            BadOption: `full` is not a whole number from 1 on, or the groups have a single episode.
+            BadOption: `full` is not a positive integer, or the groups have a single episode.
         """
         if full is not None:
             check_full(full, self.options)
@@ -212,7 +212,7 @@ class Run:
         return self._begun.writer.stored()
 
     def flush(self) -> None:
-        """Commit what was sent to the file; from any thread, for a blocked event loop."""
+        """Commit the queued results to the file. Any thread may call it, for a blocked event loop."""
         if self._active is not None:
             self._active.writer.flush()
 

@@ -61,10 +61,10 @@ def describe_run(environment: Environment[Any], engine: BaseEngine, options: Run
 
 
 def check_resumable(path: Path, environment: Environment[Any], options: RunOptions, *, model: str) -> None:
-    """Check before the engine runs that a run may resume a file; what only the engine knows is checked later.
+    """Check, before the engine runs, that a run may resume a file. Values that need the engine are checked later.
 
     Args:
-        path: the file; one that holds no run passes.
+        path: the file; a file without a run is accepted.
         environment: the environment of the run.
         options: the options of the run.
         model: the name of the engine's model.
@@ -83,7 +83,7 @@ def check_resumable(path: Path, environment: Environment[Any], options: RunOptio
 
 
 def restore_choices(stored: Header, engine: BaseEngine, engines: Mapping[str, BaseEngine]) -> None:
-    """Restore the choices that the engines made when a stored run began; the engines are not entered yet.
+    """Restore the choices that the engines made when a stored run began. The engines must not be entered yet.
 
     Args:
         stored: the header of that run's file.
@@ -110,7 +110,8 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
         tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
         template_options=_without_secrets(options.template_options),
         tool_format=options.tool_format,
-        clock=datetime.fromisoformat(now.isoformat()),  # as the file returns it: zones have no name there
+        # in the form that the file returns, where time zones have no names
+        clock=datetime.fromisoformat(now.isoformat()),
         sampling=options.sampling.given(),
         environment_sampling=environment.sampling.given(),
         limits=options.limits_of(environment).given(),
@@ -130,7 +131,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
 
 
 def _has_json(value: Any) -> bool:
-    """Return True if JSON keeps all of the value: containers, dataclasses, enums and paths qualify."""
+    """Return True if JSON keeps the whole value: containers, dataclasses, enums and paths qualify."""
     if value is None or isinstance(value, str | int | float | enum.Enum | Path):
         return True
     if isinstance(value, Mapping):
@@ -160,7 +161,7 @@ def _vocabulary(engine: BaseEngine) -> dict[str, Any]:
 
 
 def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Through JSON, so that the fields of objects are checked by name too.
+    # Compared as JSON, so that the fields of objects are also checked by name.
     return hide_secrets(decode_json(encode_json(values)))
 
 
@@ -187,7 +188,7 @@ def _versions() -> dict[str, str]:
 def _git(environment: Environment[Any]) -> dict[str, Any]:
     try:
         folder = Path(inspect.getfile(type(environment))).resolve().parent
-    except (TypeError, OSError):  # a class of an interactive shell
+    except (TypeError, OSError):  # a class of an interactive shell has no source
         return {}
     revision = _ask_git(folder, "rev-parse", "HEAD")
     if revision is None:

@@ -37,7 +37,7 @@ class RunSetup:
     """Environment, engines and options of a run, with the checks of them."""
 
     environment: Environment[Any]
-    """The environment object; every episode gets a new one, constructed alike."""
+    """The environment object. Every episode gets its own, constructed in the same way."""
     engines: Sequence[BaseEngine]
     """All engines of the run, each once; the run's own comes first."""
     options: RunOptions
@@ -61,7 +61,7 @@ class RunSetup:
         )
 
     def with_others(self, others: Mapping[BaseEngine, BaseEngine]) -> RunSetup:
-        """The same setup with some engines replaced."""
+        """Return the same setup with some engines replaced."""
         engines = {name: others.get(engine, engine) for name, engine in self.options.engines.items()}
         return replace(
             self,
@@ -82,7 +82,7 @@ class RunSetup:
                 "go into ChatEngine(extra_body=), such as {'chat_template_kwargs': {...}} for vLLM."
             )
         unkept = first_unstorable(options.template_options, "template_options")
-        if unkept is not None and options.file is not None:  # verification renders the prompts again with them
+        if unkept is not None and options.file is not None:  # verification renders the prompts again with these values
             raise BadOption(f"{unkept}.")
         if options.tool_format is not None:
             from runner.engines.vllm.call_reader import require_format
@@ -96,18 +96,18 @@ class RunSetup:
         )
 
     async def open_resources(self, exit_stack: AsyncExitStack) -> tuple[EndpointServer, Any]:
-        """Open the HTTP server and the environment's `lifespan()`, which need no engine; return both.
+        """Open and return the HTTP server and the environment's `lifespan()`; neither needs an engine.
 
         Raises:
             BadEnvironment: `lifespan()` raised.
         """
         lifespan = lifespan_of(self.environment, self.workers, close_seconds=self.limits.close_seconds)
-        # Entered before the lifespan, so that it closes after it, when no episode plays.
+        # The server is entered before the lifespan, so that it closes after the lifespan, when no episode plays.
         endpoints = await exit_stack.enter_async_context(EndpointServer(self.options.listen))
         return endpoints, await exit_stack.enter_async_context(lifespan)
 
     async def share(self, now: datetime, endpoints: EndpointServer, resources: Any) -> tuple[RunShared, list[str]]:
-        """Return what all episodes share, with messages about faults. The engines are running.
+        """Return the objects that all episodes share, and messages about faults. The engines must be running.
 
         Unusable templates are refused before anything is sampled.
         """
@@ -141,7 +141,7 @@ class RunSetup:
         return [*faults, *await check_appends(main, now, self.workers, tools=tools, system=system)]
 
     def _named(self) -> Callable[[Tokenizer], ExternalReader] | None:
-        """A factory for the reader of calls in the format that the user named."""
+        """Return a factory for the reader of calls in the format that the user named."""
         if self.options.tool_format is None:
             return None
         from runner.engines.vllm.call_reader import named_reader

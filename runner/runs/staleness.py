@@ -17,7 +17,7 @@ __all__ = ["Staleness"]
 
 
 class Staleness:
-    """Limits the weight updates by which an episode may lag; None sets no limit."""
+    """Limits the number of weight updates by which an episode may lag; None sets no limit."""
 
     def __init__(self, engine: BaseEngine, max_lag: int | None) -> None:
         if max_lag is not None and not engine.is_controlled:
@@ -28,29 +28,29 @@ class Staleness:
 
     @contextmanager
     def cancelling(self, plays: Collection[Attempt]) -> Iterator[None]:
-        """Cancel those of `plays` that are too old, after each weight update while the block lasts."""
+        """Cancel the `plays` that are too old after each weight update, while the block runs."""
         with self._engine.on_update(partial(self._cut_stale, plays)):
             yield
 
     def _cut_stale(self, plays: Iterable[Attempt]) -> None:
-        """Cancel the episodes that are too old: their results would be dropped."""
+        """Cancel the episodes that are too old, since their results would be dropped."""
         for play in plays:
             why = self._why_too_old(play.trained_logs())
             if why:
                 play.cancel(Ending(Outcome.CANCELLED, error=why))
 
     def drop_stale(self, trajectories: list[Trajectory]) -> bool:
-        """Return True if a finished episode is too old; its trajectories then become cancelled, without rewards."""
+        """Return True if a finished episode is too old. Its trajectories then become cancelled, without rewards."""
         why = self._why_too_old(segment.log for each in trajectories if each.trained for segment in each.segments)
         for trajectory in trajectories if why else ():
-            # Remove the results of the first outcome: a repeated episode has no reward yet.
+            # Remove the results of the first outcome, since a repeated episode has no reward yet.
             trajectory.outcome, trajectory.error = Outcome.CANCELLED, why
             trajectory.limit = trajectory.limit_agent = ""
             trajectory.reward, trajectory.rewards, trajectory.metrics = None, {}, {}
         return bool(why)
 
     def _why_too_old(self, logs: Iterable[TokenLog]) -> str:
-        """The message why the episode with these logs is too old; "" if it is not."""
+        """Return the reason why the episode with these logs is too old; "" if it is not."""
         if self._max_lag is None:
             return ""
         engine = self._engine
@@ -61,6 +61,6 @@ class Staleness:
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:
-    """The weight versions of trained ids. All are needed: with several adapters, a later id may be older."""
+    """Return the weight versions of trained ids. All are needed: with several adapters, a later id may be older."""
     for log in logs:
         yield from dict.fromkeys(span.version for span in log.versions if log.sources[span.start] == Source.SAMPLED)

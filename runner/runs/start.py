@@ -1,4 +1,4 @@
-"""Starts a run: engines, run file, shared objects and tasks, in the order of their needs."""
+"""Starts a run: engines, run file, shared objects and tasks, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Start"]
 log = logger_for("runs")
 
 LOOK_AHEAD_SECONDS = 10
-"""Longest time that the start waits for the first task of an asynchronous `tasks()`."""
+"""Longest time for which the start waits for the first task of an asynchronous `tasks()`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,7 +53,7 @@ class Start:
     """The state of the run, for faults and the path of the file."""
 
     async def enter(self, exit_stack: AsyncExitStack) -> ActiveRun:
-        """Enter engines, file and shared objects, and return the run, ready to play."""
+        """Enter engines, file and shared objects, and return a run that is ready to play."""
         setup = self.setup
         options, engine = setup.options, setup.engines[0]
         exit_stack.callback(setup.workers.close)
@@ -78,10 +78,11 @@ class Start:
             require_sampling(engine, options.sampling.over(part.sampling))
         await exit_stack.enter_async_context(self.lag)
         now = datetime.now().astimezone()
-        await setup.check_templates(now)  # before the header describes how they write turns, which renders them
+        # before the header is created: it describes the format of turns, which takes renders of the templates
+        await setup.check_templates(now)
         writer = await exit_stack.enter_async_context(await self._writer(setup, now))
         self._log_file(writer)
-        # Templates of a resumed run see the clock of its first launch.
+        # Templates of a resumed run see the time of its first launch.
         clock = writer.header.clock
         shared, faults = await setup.share(clock, *resources)
         self.state.add_faults(faults)
@@ -126,7 +127,8 @@ class Start:
     async def _restore_choices(self) -> None:
         """Restore the choices that the engines made in the run that is resumed."""
         options = self.setup.options
-        if options.file is None or callable(options.file):  # the caller names the file later, and restored the choices
+        # the caller names the file later, and has restored the choices
+        if options.file is None or callable(options.file):
             return
         look = partial(stored_header, Path(options.file))
         stored = await self.setup.workers.call(Job(look, "run header"))
@@ -145,7 +147,7 @@ class Start:
         state = self.state
         options = setup.options
         describe = partial(describe_run, setup.environment, setup.engines[0], options, now=now)
-        # With a file in a thread: the header then calls git, which takes milliseconds.
+        # With a file, in a thread: the header then calls git, which takes milliseconds.
         header = describe() if options.file is None else await setup.workers.call(Job(describe, "run header"))
         if callable(options.file):
             state.file = options.file(header)
@@ -159,11 +161,11 @@ class Start:
         await setup.workers.call(Job(partial(checks.check_known, setup.options.tasks), "tasks()"))
 
     async def _feed(self) -> TaskFeed:
-        """The tasks, also those of `tasks()`, which may read what `lifespan()` opened."""
+        """Return the feed of tasks. `tasks()` may read the resources that `lifespan()` opened."""
         setup, tasks = self.setup, self.setup.options.tasks
         is_kept = setup.options.file is not None
         if tasks is None:
-            # In a thread, since it may load them all.
+            # In a thread, since it may load all tasks.
             own = partial(environment_tasks, setup.environment)
             tasks = await setup.workers.call(Job(own, "tasks()"))
             checks = TaskChecks(setup.environment, is_kept=is_kept)
@@ -171,9 +173,9 @@ class Start:
         return TaskFeed(tasks, setup.environment, workers=setup.workers, is_kept=is_kept)
 
     async def _look_ahead(self, feed: TaskFeed) -> None:
-        """Take the first task of `tasks()`, so that its error is found before an engine starts."""
+        """Take the first task of `tasks()`, so that its error appears before an engine starts."""
         given = self.setup.options.tasks
-        # A caller's own source may wait for what the caller does once it plays.
+        # A caller's own source may wait for an action of the caller that follows the start.
         if given is not None and not isinstance(given, SelectedTasks):
             return
         try:
@@ -185,7 +187,7 @@ class Start:
 
 
 def _without_templates(header: Header) -> Header:
-    """The header without the text of chat templates, which would fill a log."""
+    """Return the header without the text of chat templates, which would fill a log."""
 
     def short(template: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in template.items() if name in ("name", "fingerprint")}

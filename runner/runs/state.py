@@ -25,11 +25,11 @@ log = logger_for("runs")
 
 
 SHOWN_SECONDS: Final = 2.0
-"""The time after which it is shown that a run waits for code of its author outside of episodes."""
+"""Time after which the display shows that a run waits for the author's code outside of episodes."""
 
 
 class TaskQuota:
-    """The number of tasks that may be in flight or unread, for a reader that needs so many groups with spread."""
+    """The number of tasks that may be in flight or unread, for a reader that needs a number of groups with spread."""
 
     def __init__(self) -> None:
         self._needed: int | None = None
@@ -37,13 +37,13 @@ class TaskQuota:
         self._changed = anyio.Event()
 
     def need(self, groups: int | None) -> None:
-        """Let tasks begin while they may be needed for so many groups; None begins any."""
+        """Let tasks begin while they may be needed for this number of groups; None sets no limit."""
         self._needed = groups
         self._changed.set()
 
     @property
     def needed(self) -> int | None:
-        """The number of groups that the reader still needs; None for any."""
+        """The number of groups that the reader still needs; None for no limit."""
         return self._needed
 
     async def wait(self) -> None:
@@ -57,7 +57,7 @@ class TaskQuota:
         self._open += 1
 
     def end(self, *, full: bool) -> None:
-        """Note a task whose groups the reader has, and whether one of them was needed."""
+        """Note a task whose groups the reader has received, and whether one of them was needed."""
         self._open -= 1
         if full and self._needed:
             self._needed -= 1
@@ -83,10 +83,10 @@ class RunState:
     """True once no further episode begins."""
 
     cancelled_with: Ending | None = None
-    """The ending of the episodes that were cancelled together; None before."""
+    """The ending of the episodes that were cancelled together; None before that."""
 
     cancelled_episodes: set[tuple[str, int, int]] = field(default_factory=set)
-    """The task id, visit and index of episodes whose caller does not wait for them any more."""
+    """The task id, visit and index of episodes whose callers no longer wait."""
 
     over: bool = False
     """True once every episode has ended and the last result was sent to the reader."""
@@ -101,7 +101,7 @@ class RunState:
 
     @contextmanager
     def waiting_for(self, hook: str) -> Iterator[None]:
-        """Note that the run waits for code of its author outside of episodes."""
+        """Note that the run waits for the author's code outside of episodes."""
         self._awaited = hook, loop_time()
         try:
             yield
@@ -115,24 +115,24 @@ class RunState:
         return hook if hook and loop_time() - since > SHOWN_SECONDS else ""
 
     def add_fault(self, fault: str) -> None:
-        """Record a problem that changed no outcome."""
+        """Record a problem that did not change an outcome."""
         log.warning("%s", fault)
         self.summary.faults.append(fault)
 
     def add_faults(self, faults: Iterable[str]) -> None:
-        """Record several problems that changed no outcome."""
+        """Record several problems that did not change an outcome."""
         for fault in faults:
             self.add_fault(fault)
 
     def drain(self) -> None:
-        """Begin no further episode; those in flight are played to their end."""
+        """Stop starting episodes. Those in flight are played to their end."""
         if not self.draining:
             log.info("no further episode begins; %d are in flight", len(self.plays))
         self.draining = True
         self.feeding.cancel()
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cancel every episode in flight, with this ending or as partial."""
+        """Cancel every episode in flight, with this ending if given, else as partial."""
         self.drain()
         if self.cancelled_with is None and self.plays:
             log.warning("%d episodes in flight are cancelled", len(self.plays))
@@ -141,7 +141,7 @@ class RunState:
             play.cancel(ending)
 
     def begin(self, play: Attempt) -> None:
-        """Register an attempt; it is cancelled at once if the run was cancelled before its first step."""
+        """Register an attempt. It is cancelled at once if the run was cancelled before its first step."""
         self.plays.add(play)
         if self.cancelled_with is not None:
             play.cancel(self.cancelled_with)
@@ -149,7 +149,7 @@ class RunState:
             play.cancel()
 
     def cancel_episodes(self, keys: Collection[EpisodeKey]) -> None:
-        """Cancel these episodes, now or when they begin; the run continues."""
+        """Cancel these episodes, now or when they begin. The run continues."""
         episodes = {_episode_of(key) for key in keys}
         self.cancelled_episodes |= episodes
         for play in self.plays:
@@ -157,11 +157,11 @@ class RunState:
                 play.cancel()
 
     def forget(self, key: EpisodeKey) -> None:
-        """Note that no further attempt at this episode begins."""
+        """Note that this episode has no further attempt."""
         self.cancelled_episodes.discard(_episode_of(key))
 
     def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:
-        """End the run with this error; episodes in flight finish, or are cancelled with `cancel`."""
+        """End the run with this error. With `cancel`, episodes in flight are cancelled; otherwise they finish."""
         if self.failure is None:
             log.error("the run ends early: %s: %s", type(failure).__name__, failure)
             self.failure = failure
@@ -173,7 +173,7 @@ class RunState:
     def engine_died(self, error: EngineDead) -> None:
         """End the run after an engine died; episodes in flight end as engine errors."""
         self.fail(error)
-        # Not as partial: the file records the failure of the engine.
+        # The ending is not partial, since the file records the failure of the engine.
         self.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
 
 

@@ -18,7 +18,7 @@ from runner.trajectory import Outcome, Timings, Trajectory, Turn
 __all__ = ["Summary", "TokenCounts", "UsageCounts"]
 
 MAX_RETRY_CAUSES = 20
-"""The most causes of retries that are counted separately."""
+"""Maximum number of causes of retries that are counted separately."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class Summary:
     """The number of groups by (episodes, solved episodes), for pass@k."""
 
     seconds: float = 0.0
-    """The duration of the run, once it is over; `elapsed` has it before too."""
+    """The duration of the run, set when it is over. `elapsed` has the time during the run too."""
 
     repeats_tasks: bool = False
     """True if the task source may repeat a task."""
@@ -217,7 +217,7 @@ class Summary:
         return sum(count for outcome, count in self.outcomes.items() if outcome.cut_short)
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count an episode, given the trajectories of its agents."""
+        """Count an episode, by the trajectories of its agents."""
         first = trajectories[0]
         self.episodes += 1
         self.outcomes[first.outcome] += 1
@@ -238,7 +238,10 @@ class Summary:
         self.retry_causes[cause if known else "another cause"] += 1
 
     def recall(self, trajectories: Sequence[Trajectory], *, final: bool) -> None:
-        """Count an episode that an earlier run of the same file finished; its rewards only where they are final."""
+        """Count an episode that an earlier run of the same file finished.
+
+        Its rewards are counted only if they are final.
+        """
         self.add(trajectories)
         self.recalled_turns += len(trajectories[0].turns)
         if final:
@@ -246,7 +249,7 @@ class Summary:
         self.recalled_tokens += sum(turn.tokens for trajectory in trajectories for turn in trajectory.turns)
 
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the rewards of an episode, once they are final; a cancelled one has none and completes no group."""
+        """Count the final rewards of an episode. A cancelled episode has no rewards and completes no group."""
         if trajectories[0].outcome is Outcome.CANCELLED:
             return
         for trajectory in trajectories:
@@ -263,7 +266,7 @@ class Summary:
         for name, value in trajectory.rewards.items():
             if value is not None:
                 self.rewards.setdefault(name, Mean()).add(value, task)
-        # Whole groups only: an incomplete group would bias pass@k.
+        # Only whole groups, since an incomplete group would bias pass@k.
         group = self._open.setdefault((task, trajectory.visit), [])
         group.append(trajectory.reward is not None and trajectory.reward >= MIN_SOLVED_REWARD)
         if len(group) == self.group_size:
@@ -285,14 +288,14 @@ class Summary:
                 mean.close(task)
 
     def pass_at(self, k: int) -> float | None:
-        """The unbiased estimate of pass@k (Chen et al. 2021), or None without groups.
+        """Return the unbiased estimate of pass@k (Chen et al. 2021), or None without groups.
 
         An episode is solved with a reward of at least 1; a failed one is not.
         """
         return pass_at_k(self.solved, k)
 
     def pass_all(self, k: int) -> float | None:
-        """The unbiased estimate of pass^k, the probability that all of k episodes are solved; None without groups."""
+        """Return the unbiased estimate of pass^k: all of k episodes are solved. None without groups."""
         return pass_all_k(self.solved, k)
 
     def _repr_html_(self) -> str:

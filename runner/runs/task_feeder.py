@@ -32,7 +32,7 @@ __all__ = ["Slots", "TaskFeeder"]
 
 
 class Slots:
-    """Slots of the episodes in flight; each is taken before its task is requested, until the episode ends.
+    """Slots of the episodes in flight. A slot is taken before its task is requested, and freed when the episode ends.
 
     The player sets the number of slots, and changes it as workers come and go.
     """
@@ -45,7 +45,7 @@ class Slots:
 
     async def take(self) -> None:
         """Wait for a free slot and take it; called by one task only."""
-        await anyio.lowlevel.checkpoint()  # also with a free slot, so that draining stops the feeder
+        await anyio.lowlevel.checkpoint()  # also with a free slot, so that draining can stop the feeder
         while self._taken >= self.width:
             self._one_is_free = anyio.Event()
             await self._one_is_free.wait()
@@ -62,7 +62,7 @@ class Slots:
 
 @dataclass(eq=False, kw_only=True)
 class TaskFeeder:
-    """Begins the episodes of a run, as many at once as there are slots."""
+    """Begins the episodes of a run; the number of slots limits how many run at once."""
 
     feed: TaskFeed
     shared: RunShared
@@ -99,7 +99,7 @@ class TaskFeeder:
         try:
             while True:
                 await self.state.quota.wait()
-                # The slot first: a source chooses the next task when it can be played at once.
+                # The slot comes first: a source should choose a task only when it can be played at once.
                 await self.slots.take()
                 with self.state.waiting_for("tasks()"):
                     task = await self.feed.next()
@@ -115,7 +115,7 @@ class TaskFeeder:
             self.state.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     async def _episodes_of(self, task: Task, episodes: TaskGroup) -> list[EpisodeKey]:
-        """The episodes of a task that no earlier run finished; without any, its slot is released."""
+        """Return the episodes of a task that no earlier run finished. If there are none, free the slot."""
         self._check_system_prompt(task)
         claimed = await self._claim(task)
         missing = [index for index in self.indices if index not in claimed.finished]
@@ -134,7 +134,7 @@ class TaskFeeder:
     async def _begin_requested(
         self, requests: TaskRequests, episodes: TaskGroup, play: Callable[[EpisodeKey], Coroutine[Any, Any, None]]
     ) -> None:
-        """Begin the episodes of each request; a task that cannot be played is an error of its request alone."""
+        """Begin the episodes of each request. A task that cannot be played is an error of its request only."""
         async for request in requests:
             try:
                 keys = await self._requested_episodes(request, requests)
@@ -172,7 +172,7 @@ class TaskFeeder:
         claim = partial(self.writer.claim, task, self._tasks_taken, repeatable=self.feed.repeatable, visit=visit)
         if not self.writer.resumed:
             return claim()
-        # In a thread only if the run is resumed: then the file is read, which may block.
+        # In a thread only if the run is resumed, since reading the file may block.
         job = Job(claim, "run file")
         claimed: Claimed = await self.shared.workers.call(job)
         return claimed
@@ -184,7 +184,7 @@ class TaskFeeder:
             self.state.fail(error, cancel=True)
 
     def _check_system_prompt(self, task: Task) -> None:
-        """Refuse a second system prompt before anything is sampled, if no hook builds the prompt."""
+        """Refuse a second system prompt before anything is sampled, unless a hook builds the prompt."""
         environment = self.shared.part_of(task).environment
         system_prompt = common_system_prompt(environment)
         if system_prompt is not None and not environment.overrides("prompt"):

@@ -1,4 +1,4 @@
-"""Player: single tasks and groups on a run that lives on, for trainers that own the tasks."""
+"""Player: single tasks and groups on a run that stays open, for trainers that own the tasks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class Player:
         async with Player(environment, engine, group_size=8) as player:
             groups = await player.play_group(task)
 
-    The run lives in a task of its own, so `start` and `aclose` may be called from any task. Calls may be concurrent.
-    The same task may be played again: each time it is another visit, with other seeds. Cancelling a call cancels its
-    episodes. A failed episode is in the result, without a reward; an error that ends the run is raised by every later
-    call.
+    The run has a task of its own, so `start` and `aclose` may be called from any task. Calls may be concurrent. A task
+    may be played several times. Each time is another visit with other seeds. Cancelling a call cancels its episodes. A
+    failed episode is in the result, without a reward. If an error ends the run, every later call raises it.
 
     Args:
         environment: the environment, or its class.
@@ -50,7 +49,7 @@ class Player:
     """
 
     run: Run
-    """The run, for its summary and its limits; its results go to the callers."""
+    """The run, for its summary and its limits. Its results go to the callers."""
 
     def __init__(
         self, environment: Environment[Any] | type[Environment[Any]], engine: BaseEngine, **options: Unpack[RunKeywords]
@@ -77,7 +76,7 @@ class Player:
             raise RuntimeError("a player can be started only once: make another Player(...)")
         if not on_asyncio():
             raise RuntimeError("a player works on asyncio's event loop only")
-        # A plain task: it belongs to no caller, so that start and aclose may be called from different tasks.
+        # A plain task, which no caller owns, so that start and aclose may be called from different tasks.
         self._host = asyncio.get_running_loop().create_task(self._live(), name="deltarunner player")
         try:
             await self._started.wait()
@@ -95,8 +94,8 @@ class Player:
 
         Args:
             task: the task.
-            index: the number of the episode within the task's group; its seeds follow from it.
-            sampling: the sampling of this episode, over that of the player, such as a validation's.
+            index: the number of the episode within the task's group, which determines its seeds.
+            sampling: the sampling of this episode, such as for validation; takes precedence over that of the player.
 
         Raises:
             BadTask: the task cannot be played.
@@ -117,7 +116,7 @@ class Player:
 
         Args:
             task: the task.
-            sampling: the sampling of these episodes, over that of the player.
+            sampling: the sampling of these episodes; takes precedence over that of the player.
 
         Raises:
             BadTask: the task cannot be played.
@@ -129,12 +128,12 @@ class Player:
         return by_agent(trajectories, seed=options.seed, group_size=options.group_size)
 
     def share_visits(self, number: int, of: int, *, skip: int = 0) -> None:
-        """Play every n-th visit of each task, so that processes which play the same tasks have other seeds.
+        """Play only every n-th visit of each task, so that processes which play the same tasks use different seeds.
 
         Args:
             number: the number of this process, from 0.
             of: the number of processes.
-            skip: the number of visits that are left out, as they were played by an earlier run.
+            skip: the number of visits to skip, since an earlier run played them.
         """
         checked.whole(f"share_visits(of={of!r:.60})", of, least=1)
         checked.whole(f"share_visits(number={number!r:.60})", number, least=0, most=of - 1)
@@ -147,7 +146,7 @@ class Player:
         self.run.cancel()
 
     async def aclose(self) -> None:
-        """Play what was requested, then end the run and close the engine if the run entered it."""
+        """Play the requested episodes, then end the run and close the engine if the run entered it."""
         self._requests.close()
         if self._host is None:
             return
@@ -202,7 +201,7 @@ class Player:
         try:
             async with self.run as run:
                 self._started.set()
-                async for _ in run:  # the callers have them already
+                async for _ in run:  # the callers have received them
                     pass
         except asyncio.CancelledError:
             self.error = RunStopped("the player's task was cancelled: its event loop ends")

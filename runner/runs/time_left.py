@@ -12,19 +12,19 @@ from typing import Final
 __all__ = ["MIN_EPISODES", "TimeLeft", "TimeLeftEstimator"]
 
 MIN_EPISODES: Final = 4
-"""The fewest finished episodes for an estimate of the turns of an episode."""
+"""Minimum number of finished episodes for an estimate of the turns of an episode."""
 
 MAX_UNSEEN_SHARE: Final = 0.5
-"""The largest share of episodes with more turns than any finished one; above it the time left is unknown."""
+"""Largest share of episodes with more turns than any finished one; above it the time left is unknown."""
 
 MAX_PACE_SAMPLES: Final = 64
-"""The most samples of the pace, over the last half of the run."""
+"""Maximum number of samples of the pace, over the last half of the run."""
 
 MAX_PACE_PARTS: Final = 8
-"""The most parts of the run whose paces are compared."""
+"""Maximum number of parts of the run whose paces are compared."""
 
 MIN_UNKNOWN_SECONDS: Final = 30.0
-"""The shortest time left that is not shown if its spread is larger."""
+"""A shorter time left is shown even if its spread is larger than the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TimeLeft:
 
     seconds: float
     spread: float
-    """Their standard error, in seconds."""
+    """Standard error of the estimate, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class _Sample:
 class TimeLeftEstimator:
     """Estimates the time left from the turns of a run.
 
-    The duration of an episode is not a good measure: many run at once, and the first to finish are the shortest.
-    Turns are counted instead. The turns of an episode are estimated from finished and running episodes
-    (Kaplan-Meier), and the pace is that of the last half of the run.
+    Durations of episodes are a biased measure: many episodes run at once, and the first to finish are the shortest. So
+    turns are counted. The turns of an episode are estimated from finished and running episodes (Kaplan-Meier), and the
+    pace is that of the last half of the run.
     """
 
     def __init__(self) -> None:
@@ -90,20 +90,20 @@ class TimeLeftEstimator:
         due += [(fresh, more)] if more else []
         still = sum(count * rest.mean for rest, count in due)
         variance = sum(count * rest.variance for rest, count in due)
-        # At the end fewer and fewer episodes run at once: half of a long episode runs with free slots.
+        # Near the end, fewer and fewer episodes run at once: half of a long episode runs with free slots.
         longest = len(survival) - 1 if more else max(rest.mean for rest, _ in due)
         alone = pace * (width - 1) * longest / 2 if width > 1 else 0.0
         expected = still * pace + alone
         error = fresh.variance / sum(finished.values())  # variance of the estimated mean
         unsure = math.hypot(math.sqrt(variance + left**2 * error) / still, max(played**-0.5, self._pace_spread()))
         spread = math.hypot(expected * unsure, alone / 2)
-        # The end of a run is within seconds, whatever its spread; a longer time that may be 0 is unknown.
+        # A time near 0 is shown whatever its spread. A longer time that may be 0 is unknown.
         return TimeLeft(expected, spread) if spread < expected or expected < MIN_UNKNOWN_SECONDS else None
 
     def _pace_spread(self) -> float:
         """The standard deviation of the pace over parts of the run, as a share of its mean.
 
-        The rest may be played at the pace of any of them: other programs, long prompts and full caches change it.
+        The rest of the run may have the pace of any part: other programs, long prompts and full caches change the pace.
         """
         samples = self._whole
         count = min(MAX_PACE_PARTS, len(samples) - 1)
@@ -132,7 +132,7 @@ class TimeLeftEstimator:
 
 @dataclass(frozen=True, slots=True)
 class _Remaining:
-    """Mean and variance of the turns left of an episode."""
+    """Mean and variance of the number of turns left of an episode."""
 
     mean: float
     variance: float
@@ -143,9 +143,9 @@ _BEYOND_LONGEST: Final = _Remaining(1.0, 1.0)
 
 
 def _remaining_turns(survival: Sequence[float]) -> list[_Remaining]:
-    """The turns left of an episode, by its turns so far."""
+    """The number of turns left of an episode, by its turns so far."""
     remaining = [_BEYOND_LONGEST] * len(survival)
-    first = second = 0.0  # sums over the shares from k on, and over k times them
+    first = second = 0.0  # sums over k of the shares, and of k times the shares
     for k in reversed(range(len(survival))):
         first, second = first + survival[k], second + k * survival[k]
         if survival[k] > 0:
@@ -156,7 +156,7 @@ def _remaining_turns(survival: Sequence[float]) -> list[_Remaining]:
 
 
 def _survival(finished: Mapping[int, int], reached: Mapping[int, int]) -> list[float]:
-    """The share of episodes with more than k turns, for k up to the most of a finished one."""
+    """The share of episodes with more than k turns, for each k up to the maximum of the finished ones."""
     at_risk = sum(finished.values()) + sum(reached.values())
     survival, share = [], 1.0
     for k in range(max(finished) + 1):

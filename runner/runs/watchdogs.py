@@ -17,17 +17,16 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["Breaker", "until_dead", "until_stuck"]
 
 BREAKER_WINDOW_SIZE: Final = 32
-"""The number of recent episodes that the breaker counts: older ones cannot hide a broken environment."""
+"""Number of recent episodes that the breaker counts, so that older ones cannot hide a broken environment."""
 
 MIN_BREAKER_EPISODES: Final = 16
-"""The fewest episodes after which the breaker acts: the first ones may fail by chance."""
+"""Minimum number of episodes before the breaker acts, since the first ones may fail by chance."""
 
 RUN_STUCK_SECONDS: Final = 600.0
-"""The time without progress after which a run is stuck. Default limits of episodes are shorter, so that they act
-first."""
+"""Time without progress after which a run is stuck. Default limits of episodes are shorter, so they fire first."""
 
 MAX_LISTED_EPISODES: Final = 10
-"""The most waiting episodes that the error names, the longest waits first."""
+"""Maximum number of waiting episodes that the error names, the longest waits first."""
 
 
 class Breaker:
@@ -39,8 +38,8 @@ class Breaker:
         self._causes: Counter[str] = Counter()
 
     def note(self, trajectory: Trajectory) -> TooManyFailures | None:
-        """Count an episode; return the error that ends the run once too many failed."""
-        if trajectory.outcome is Outcome.CANCELLED:  # cancelled from outside, so the environment is not the cause
+        """Count an episode, and return the error that ends the run if too many failed."""
+        if trajectory.outcome is Outcome.CANCELLED:  # cancelled from outside, so not a fault of the environment
             return None
         self._recent.append(trajectory.outcome.failed)
         if trajectory.outcome.failed:
@@ -56,17 +55,17 @@ class Breaker:
 
 
 async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
-    """Wait until an engine dies, also while it is idle, and return the error."""
+    """Wait until an engine dies, even while it is idle, and return the error."""
     ends: list[Exception] = []
 
     async def watch(engine: BaseEngine) -> None:
-        # Not at once where a check is a request to a paid API.
+        # Not at once, since the check may be a request to a paid API.
         await anyio.sleep(engine.health_interval - BaseEngine.health_interval)
         try:
             while True:
                 await engine.health()
                 await anyio.sleep(engine.health_interval)
-        except Exception as error:  # as a value: a task group would wrap it
+        except Exception as error:  # returned as a value, since a task group would wrap it
             ends.append(error)
             watching.cancel_scope.cancel()
 
@@ -80,7 +79,7 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
 
 
 async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:
-    """Wait until nothing happens for `RUN_STUCK_SECONDS`; return an error that lists the waiting episodes.
+    """Wait until there is no progress for `RUN_STUCK_SECONDS`; return an error that lists the waiting episodes.
 
     Args:
         plays: the episodes in flight; without any, the run is not stuck.
@@ -90,7 +89,7 @@ async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashabl
     since = anyio.current_time()
     while True:
         await anyio.sleep(1)
-        # Sampled ids are not enough: an episode may make progress without its engine.
+        # Sampled ids are not enough: an episode may progress without its engine.
         signs = progress(), max((play.since for play in plays), default=0.0)
         if signs != seen or not plays:
             seen, since = signs, anyio.current_time()
