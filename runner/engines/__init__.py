@@ -1,1 +1,1 @@
-"""Engines: what samples token ids for prompts of token ids, and what every one of them shares."""
+"""Engines: samplers of token ids for prompts of token ids, and the parts that all engines share."""

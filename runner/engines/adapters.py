@@ -27,9 +27,9 @@ class AdapterVersion:
     number: int
     """Number of this version, counted from 1 for each name; a number is never used twice."""
     key: int
-    """Number of this version among those of all names, counted from 1."""
+    """Number of this version among the versions of all names, counted from 1."""
     given: Path | None
-    """Folder that the caller gave; None for tensors."""
+    """Folder that the caller gave; None if the caller gave tensors."""
     folder: Path | None = None
     """Private copy of the folder, which no other program writes; None for an engine that keeps no copy."""
     turns: int = 0
@@ -37,7 +37,7 @@ class AdapterVersion:
 
     @property
     def label(self) -> str:
-        """Name of this version, as in the weight versions of ids that were sampled with it: "poet@2"."""
+        """Name of this version in the weight versions of its ids, such as "poet@2"."""
         return f"{self.name}@{self.number}"
 
 
@@ -54,7 +54,7 @@ class Adapters:
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._keys = itertools.count(1)
         self._current = {name: AdapterVersion(_checked(name), 1, next(self._keys), None) for name in names}
-        self._newest = dict.fromkeys(self._current, 1)  # also of removed names: a label is never used twice
+        self._newest = dict.fromkeys(self._current, 1)  # removed names stay, since a label is never used twice
         self._old: list[AdapterVersion] = []
 
     @property
@@ -63,7 +63,7 @@ class Adapters:
         return {name: version.given for name, version in self._current.items()}
 
     def stamp(self, adapter: str | None) -> str:
-        """Return what a turn with this adapter adds to its weight version: "+poet@2"; "" without one."""
+        """Return the suffix that this adapter adds to a turn's weight version: "+poet@2"; "" without an adapter."""
         version = self._current.get(adapter or "")
         return "" if version is None else f"+{version.label}"
 
@@ -88,7 +88,7 @@ class Adapters:
         return version
 
     def leave(self, version: AdapterVersion | None) -> None:
-        """Uncount a turn that `take` counted."""
+        """End the count of a turn that `take` began."""
         if version is not None:
             version.turns -= 1
 
@@ -147,7 +147,7 @@ class Adapters:
         """Unload an adapter from the engine."""
 
     def close(self) -> None:
-        """Free what was kept for the engine, after its end."""
+        """Free the resources that were kept for the engine, after its end."""
         self._current.clear()
         self._old.clear()
 

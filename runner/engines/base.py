@@ -81,9 +81,9 @@ class Finish:
     """Number of prompt ids that the engine's prefix cache held; None if unknown."""
 
 
-@dataclass(slots=True)  # not frozen: making a frozen one takes three times as long, and a turn has many
+@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long, and a turn has many
 class Delta:
-    """One or more ids as they were streamed; zero only where `finish` is set."""
+    """One or more ids as they were streamed; without ids only if `finish` is set."""
 
     token_ids: Sequence[int]
     """The ids in the order in which they were sampled."""
@@ -97,7 +97,7 @@ class Delta:
     """Sampling masks and routed experts; None unless the engine was configured to return them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Thousands of them pass between processes, and the dataclass default takes eight times as long.
+        # Thousands of deltas pass between processes, and the dataclass default takes eight times as long.
         return Delta, (self.token_ids, self.logprobs, self.finish, self.top, self.side)
 
 
@@ -112,8 +112,9 @@ class GenerationRequest:
     sampling: Sampling
     """Sampling parameters, every field set. The engine ignores `stop` strings."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the turn, without the model's own where `sampling` ignores them. The one that was sampled is the
-    last id of the stream."""
+    """Ids that end the turn. The model's own are left out if `sampling` ignores them. A sampled stop id is the last id
+    of the stream.
+    """
     seed: int | None = None
     """Seed of this turn's random numbers; None leaves it to the engine."""
     session: Session | None = None
@@ -129,7 +130,7 @@ class GenerationRequest:
 
     @property
     def all_stop_ids(self) -> tuple[int, ...]:
-        """Ids that end the turn: `stop_ids` and those of the sampling."""
+        """Ids that end the turn: `stop_ids` and the stop ids of `sampling`."""
         return tuple(dict.fromkeys((*self.stop_ids, *self.sampling.stop_ids)))
 
     @property
@@ -234,7 +235,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         return ""
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:  # most engines have nothing to restore
-        """Restore the engine's automatic choices of a resumed run, before the engine is entered.
+        """Restore the automatic choices that the engine made in a resumed run; called before the engine is entered.
 
         Args:
             described: result of `describe` when that run began.
@@ -244,7 +245,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Create a handle for one conversation; `close_session` frees its room.
 
         Args:
-            late: True if its first request goes before those of episodes that have not begun.
+            late: True if its first request goes before the first requests of new episodes.
             beside: another session of the same episode; both then use the same data-parallel rank.
         """
         return Session(late=late, affinity=affinity_beside(beside))
@@ -267,10 +268,10 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Return the current counts; cheap."""
+        """Return the current counts. The call is cheap."""
 
     def is_alive(self) -> bool:
-        """Return whether the engine can answer, as far as is known without a request; a paused or sleeping one can."""
+        """Return True if the engine can answer, as far as known without a request. A paused or sleeping engine can."""
         return self.running
 
     def _require_not_entered(self) -> None:
@@ -290,7 +291,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return the header entry as JSON: kind, model, versions, arguments, source of weight versions."""
+        """Return the header entry as JSON: kind, model, versions, arguments and the source of weight versions."""
 
 
 class Engine(BaseEngine):
@@ -326,8 +327,8 @@ class Engine(BaseEngine):
 
         Without `sampling` and `constraint` these are the model's own log-probabilities at temperature 1, computed in
         one pass. With one of them they are the values that sampling the ids would have reported, with temperature,
-        penalties, `top_p` and the grammar, which takes one engine step per id. An id that cannot be sampled has minus
-        infinity, and under a grammar so has every id after it.
+        penalties, `top_p` and the grammar, which takes one engine step per id. An id that cannot be sampled has the
+        value minus infinity; under a grammar, all later ids have it too.
 
         Requests wait for a place as turns do. Score many sequences at once, in a task group.
 
@@ -369,7 +370,7 @@ class Engine(BaseEngine):
         return deltas.prompt_logprobs
 
     async def _streamed(self, request: GenerationRequest) -> tuple[DeltaStream, list[float]]:
-        """Stream a request to its end and return its log-probabilities; again if the engine cut it for its trainer."""
+        """Stream a request to its end and return its log-probabilities. Repeat it if the trainer's calls cut it."""
         while True:
             cuts, values = self.cuts, list[float]()
             async with self.stream(request) as deltas:
@@ -377,7 +378,7 @@ class Engine(BaseEngine):
                     values += delta.logprobs or ()
             if deltas.finish is None or deltas.finish.reason is not FinishReason.ABORT:
                 return deltas, values
-            if self.cuts == cuts:  # else it could be sent again without end
+            if self.cuts == cuts:  # without a new cut, repeating could go on without end
                 raise EngineError(f"{request.name}: the engine ended the request by itself")
 
     async def _score_as_sampled(
@@ -479,5 +480,5 @@ def width_of(engine: BaseEngine) -> int:
 
 
 def vocabulary_size(engine: Engine) -> int:
-    """Return the number of ids of the engine's model: those of its tokenizer and the padding rows after them."""
+    """Return the number of ids of the engine's model: the ids of its tokenizer, and padding."""
     return max(engine.tokenizer.size, getattr(engine, "vocabulary", 0))

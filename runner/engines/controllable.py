@@ -29,7 +29,7 @@ class Controllable:
     runtime: EngineRuntime[Any] | None = None
     """Runtime of the entered engine; None before it was entered, and for an engine whose weights are external."""
     loop: object = None
-    """Event loop on which the engine was entered, the only one it can be used on; None if any loop works."""
+    """The event loop that entered the engine; only this loop can use it. None if any loop can."""
 
     @property
     def state(self) -> EngineState:
@@ -48,12 +48,12 @@ class Controllable:
 
     @property
     def standstill(self) -> Standstill:
-        """Holds the clocks of tasks that wait for this engine while it is paused."""
+        """Holds the clocks of tasks that wait for this engine while the engine is paused."""
         return self.runtime.standstill if self.runtime is not None else Standstill()
 
     @property
     def progress(self) -> Progress | None:
-        """Clocks of turns that wait for an id; every engine step, for any turn, restarts all of them.
+        """Clocks of turns that wait for an id. Every engine step restarts all of them.
 
         None for an engine whose requests can hang one by one, such as requests over a network.
         """
@@ -66,7 +66,7 @@ class Controllable:
 
     @property
     def is_controlled(self) -> bool:
-        """True if the engine was entered and its weights can be exchanged here."""
+        """True if the engine was entered and this process can exchange its weights."""
         return self.runtime is not None
 
     @property
@@ -75,15 +75,15 @@ class Controllable:
         return self.runtime.proof_figures if self.runtime is not None else None
 
     def lag(self, version: str) -> int:
-        """Return how many updates newer the current weights are; 0 for an unknown version.
+        """Return the number of updates since the weights of this version; 0 for an unknown version.
 
-        For ids that an adapter sampled, its newer versions count too.
+        For ids that an adapter sampled, newer versions of the adapter count too.
         """
         return self.runtime.lag(version) if self.runtime is not None else 0
 
     @contextmanager
     def on_update(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Call `listener` after each weight update and each added adapter, while the block is entered."""
+        """Call `listener` after each weight update and each added adapter, while the block runs."""
         runtime = self.runtime
         if runtime is None:
             yield
@@ -139,12 +139,12 @@ class Controllable:
             version: name of the new weights; counted by default: "1", "2", ...
             mode: handling of turns that are being sampled; with `keep` a turn can have two versions.
             proof: log-probabilities by the trainer's model. The engine scores the same ids before any turn continues.
-                If the scores differ, the engine is ended, so that no id of unknown weights is trained on. While the
-                cache sleeps the proof waits for it: `wake` scores it, before it resumes.
+                If the scores differ, the engine is ended, so that no id of unknown weights is trained on. If the cache
+                is asleep, `wake` scores the proof before the engine resumes.
 
         Raises:
             BadWeights: the weights or the proof do not fit; the message names the tensor. The old weights stay.
-            BadControl: the memory of the weights is asleep, or the engine is quantized and `prove` was not called.
+            BadControl: the weights are asleep, or the engine is quantized and `prove` was not called.
             BadOption: the version was used before.
             EngineDead: the exchange failed midway, or the proof does not hold.
             EngineError: too few engines of a fleet received the weights; the message names the lost ones.
@@ -156,7 +156,7 @@ class Controllable:
     async def check_update(
         self, given: Any, *, version: str | None = None, proof: WeightProof | None = None
     ) -> CheckedUpdate:
-        """First half of `update_weights`, to update several engines together: the engine does not change yet.
+        """First half of `update_weights`, to update several engines together. The engine does not change yet.
 
         Args:
             given: as `update_weights` takes it.
@@ -164,7 +164,7 @@ class Controllable:
             proof: as `update_weights` takes it.
 
         Returns:
-            The argument of `apply_update`, which is called when the weights fit all engines.
+            The argument for `apply_update`. Call that once the weights fit all engines.
 
         Raises:
             BadWeights, BadControl, BadOption: as `update_weights`.
@@ -187,7 +187,7 @@ class Controllable:
             return await self._apply(checked, PauseMode.of(mode))
 
     async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
-        """Compare the engine's current weights with a proof; turns continue during this. A paused engine scores later.
+        """Compare the engine's current weights with a proof. Turns continue; a paused engine scores later.
 
         Call it before the first update, with a proof of the starting weights, to measure the difference by rounding
         alone. Later proofs of the same ids and number types then have three times that difference as their tolerance,
@@ -195,7 +195,7 @@ class Controllable:
 
         Args:
             proof: log-probabilities by a model with the expected weights.
-            adapter: name of the LoRA adapter that the model has; such a proof measures nothing for later ones.
+            adapter: name of the LoRA adapter of the model. Such a proof does not set the tolerance of later ones.
 
         Raises:
             BadWeights: the proof does not fit, or does not hold.
@@ -229,11 +229,12 @@ class Controllable:
 
         Args:
             proof: the proof.
-            measures: True if it measures the difference by rounding, False if it is compared with that.
+            measures: True if the proof measures the difference by rounding, False if it is compared with that
+                difference.
 
         Raises:
             BadWeights: it has ids outside of the vocabulary, or too many ids.
-            BadControl: the engine cannot score, or it is quantized and the difference by that was not measured.
+            BadControl: the engine cannot score, or it is quantized and the difference by quantization was not measured.
         """
         raise BadControl(f"a proof of weights is scored token by token, and {type(self).__name__} takes messages.")
 
@@ -256,7 +257,7 @@ class Controllable:
     async def add_adapter(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
     ) -> str:
-        """Add a LoRA adapter, or a new version of an existing one; one that does not fit changes nothing.
+        """Add a LoRA adapter, or a new version of an existing one. An adapter that does not fit changes nothing.
 
         Turns in flight keep their version; later turns use the new one.
 
@@ -307,7 +308,7 @@ class Controllable:
             raise BadControl("sleep(): the engine is asleep already.")
 
     async def _sleep(self, level: int) -> bool:
-        """Fall asleep. Return False without a change if the engine sleeps already.
+        """Put the engine to sleep. Return False without a change if the engine sleeps already.
 
         The state is checked under the lock: NeMo RL may repeat and overlap its calls.
         """
@@ -324,10 +325,11 @@ class Controllable:
         return True
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again, all of it or the named parts; after the last part the engine resumes.
+        """Allocate memory again, all of it or the named parts. After the last part the engine resumes.
 
-        It stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`. The proof of
-        weights that came during the sleep is scored before it resumes; its figures are in `proof_figures`.
+        It stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`. A proof of
+        weights that were loaded during the sleep is scored before the engine resumes; its figures are in
+        `proof_figures`.
 
         Args:
             tags: "weights", "kv_cache" or both; None for both.
@@ -341,7 +343,7 @@ class Controllable:
             raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")
 
     async def _wake(self, tags: Sequence[str] | None) -> bool:
-        """Wake up. Return False without a change if the engine is awake."""
+        """Wake the engine. Return False without a change if the engine is awake."""
         runtime = self._controlled()
         parts = frozenset(SLEEP_TAGS if tags is None else tags)
         if not parts <= set(SLEEP_TAGS) or isinstance(tags, str):
@@ -353,7 +355,7 @@ class Controllable:
         return True
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-        """Prepare to sample, as NeMo RL's trainers call it before each step: wake a sleeping engine.
+        """Prepare to sample: wake a sleeping engine. NeMo RL's trainers call this before each step.
 
         Args:
             tags: parts to wake, as for `wake`.
@@ -362,7 +364,7 @@ class Controllable:
             await self._wake(tags)
 
     async def finish_generation(self, *, level: int = 1) -> None:
-        """Release memory for training, as NeMo RL's trainers call it after each step: sleep, unless asleep already.
+        """Release memory for training: sleep, unless asleep already. NeMo RL's trainers call this after each step.
 
         Args:
             level: level of `sleep`; 0 only drops the cached prompts, for an engine on its own devices.
@@ -370,7 +372,7 @@ class Controllable:
         await (self._reset_prefix_cache() if level == 0 else self._sleep(level))
 
     async def reset_prefix_cache(self) -> None:
-        """Drop all cached prompts; turns that are being sampled continue, and their prompts are computed again.
+        """Drop all cached prompts. Turns that are being sampled continue, and their prompts are computed again.
 
         Raises:
             BadControl: the engine is asleep.

@@ -23,7 +23,7 @@ __all__ = ["AdmissionGate", "Affinity", "Session", "affinity_beside"]
 
 @dataclass(slots=True, eq=False)
 class Affinity:
-    """Data-parallel rank of an episode's sessions: all use the rank of the first that was admitted."""
+    """Data-parallel rank of an episode's sessions. All use the rank of the first admitted session."""
 
     rank: int | None = None
     """Data-parallel rank; None before the first admission."""
@@ -34,9 +34,9 @@ class Session:
     """State of one conversation in the engine; made by `Engine.session()`."""
 
     late: bool = False
-    """True if its next request goes before first requests. An episode's very first request is not late."""
+    """True if its next request goes before first requests. The very first request of an episode is not late."""
     tokens: int = 0
-    """Reserved ids of the engine's cache: the length and the next `max_tokens`."""
+    """Reserved ids of the engine's cache: the current length and the next `max_tokens`."""
     closed: bool = False
     """True once its room in the cache was freed."""
     affinity: Affinity = field(default_factory=Affinity)
@@ -56,14 +56,14 @@ class _Waiter:
     had_tokens: int
     arrival: int
     admitted: bool = False
-    woken: anyio.Event | None = None  # made only if the request has to wait
+    woken: anyio.Event | None = None  # created only if the request has to wait
 
     def wake(self) -> None:
         if self.woken is not None:
             self.woken.set()
 
 
-# Ordered, since a cancelled waiter in the middle has to be removed in constant time.
+# Ordered, since removing a cancelled waiter from the middle must take constant time.
 _Queue: TypeAlias = OrderedDict[_Waiter, None]
 
 
@@ -85,7 +85,7 @@ _Found: TypeAlias = tuple[_Waiter, _Rank, _Queue]
 class AdmissionGate:
     """Decides which requests enter the engine, and in which order.
 
-    A request of a session that was admitted before is *late*. Late requests go before first ones; each kind keeps the
+    A request is *late* if its session was admitted before. Late requests go before first ones; each kind keeps the
     order of arrival. The KV cache has room for `room` ids. Room that live sessions reserve delays first requests, but
     never late ones; a first request is always admitted when no session is live. An admission costs constant time.
 
@@ -114,46 +114,46 @@ class AdmissionGate:
 
     @property
     def inside(self) -> int:
-        """Requests that entered and did not leave."""
+        """Number of requests that entered and did not leave."""
         return sum(rank.inside for rank in self._ranks)
 
     @property
     def kept(self) -> int:
-        """Ids that live sessions reserve, in whole blocks."""
+        """Number of ids that live sessions reserve, in whole blocks."""
         return sum(rank.kept for rank in self._ranks)
 
     @property
     def live(self) -> int:
-        """Sessions with reserved room."""
+        """Number of sessions with reserved room."""
         return sum(rank.live for rank in self._ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Requests in each data-parallel rank."""
+        """Number of requests in each data-parallel rank."""
         return tuple(rank.inside for rank in self._ranks)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Number of requests that wait for a place."""
         return sum(map(len, self._queues()))
 
     @property
     def first_waiting(self) -> int:
-        """First requests of a session that wait for a place."""
+        """Number of first requests of a session that wait for a place."""
         return len(self._first)
 
     async def enter(self, session: Session, tokens: int) -> None:
         """Wait for a place, and reserve `tokens` ids for the session.
 
         Args:
-            session: becomes late once it was admitted, and stays on that rank.
+            session: becomes late with its first admission, and stays on the rank of that admission.
             tokens: length of the prompt and of the longest possible turn.
 
         Raises:
             RuntimeError: the session was closed.
             Exception: the error of `fail`.
         """
-        await checkpoint_if_cancelled()  # a cancelled task must not take a place, not even for a moment
+        await checkpoint_if_cancelled()  # a cancelled task must not take a place, even briefly
         if self._failure is not None:
             raise self._failure()
         if session.closed:
@@ -218,7 +218,7 @@ class AdmissionGate:
         self._admit()
 
     def fail(self, failure: Callable[[], Exception]) -> None:
-        """Admit no request any more: waiting and later requests raise the error that `failure` makes."""
+        """Stop admitting requests. Waiting and later requests raise the error that `failure` creates."""
         self._failure = failure
         for queue in self._queues():
             for waiter in queue:

@@ -102,7 +102,7 @@ class HttpRuntime(Generic[ServerT]):
         if self._death is None:
             self._death = EngineDead(why)
             self.gate.fail(lambda: self.death_error(""))
-        # A copy for each request: one object that is raised in many tasks would collect all their tracebacks.
+        # A copy for each request: one object raised in many tasks would collect all their tracebacks.
         return EngineDead(*self._death.args)
 
     @abstractmethod
@@ -128,7 +128,7 @@ class HttpRuntime(Generic[ServerT]):
         return True
 
     async def health(self) -> None:
-        """Return when the server answers; a failed connection is retried.
+        """Return when the server answers. A failed connection is retried.
 
         Raises:
             EngineDead: it does not answer.
@@ -150,7 +150,7 @@ class HttpRuntime(Generic[ServerT]):
     def permanent_error(self, name: str, failure: HttpFailure, *, alone: bool) -> EngineError:
         """Return the error for a request that is not sent again.
 
-        A failure that every request would have ends the engine.
+        A failure that affects every request ends the engine.
 
         Args:
             name: name of the request.
@@ -167,7 +167,7 @@ class HttpRuntime(Generic[ServerT]):
 
 
 class RetriedStream(Generic[PieceT, FinishT]):
-    """Pieces of an answer. A failure before the first piece is retried, a later one is not."""
+    """Pieces of an answer. A failure before the first piece is retried; a later failure is not."""
 
     finish: FinishT | None
     """Finish of the answer; None before its end."""
@@ -181,7 +181,7 @@ class RetriedStream(Generic[PieceT, FinishT]):
             try:
                 await self._read()
             except HttpFailure as failure:
-                if self._begun:  # sampled output cannot be sampled a second time
+                if self._begun:  # sampled output cannot be sampled again
                     raise self._failed(failure) from failure
                 await self._again(failure)
                 await self._open()

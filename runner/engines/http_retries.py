@@ -41,7 +41,7 @@ class FailureKind(enum.StrEnum):
 
 _AGAIN = frozenset({FailureKind.CONNECTION, FailureKind.BUSY})
 _BUSY = (429, 503, 529)  # 529 is Anthropic's status when it is overloaded
-_TIMEOUT = (408, 409, 425)  # 409 is a lock time-out, 425 a request that came too early
+_TIMEOUT = (408, 409, 425)  # 409 is a lock time-out, 425 a request that was too early
 _REFUSED = (401, 402, 403, 404)
 
 
@@ -149,7 +149,7 @@ class Retries:
         if asked > policy.longest_retry_after:
             return None
         longest = min(policy.longest_seconds, math.ldexp(policy.first_seconds, attempt - 1))
-        # Not before the server's Retry-After, and spread over time.
+        # Wait at least the server's Retry-After, and spread the retries over time.
         seconds = max(asked, longest / 2) + self._random.uniform(0.0, longest / 2)
         self.left -= 1
         self.counts[failure.kind] += 1
@@ -157,5 +157,5 @@ class Retries:
         return seconds
 
     def succeeded(self) -> None:
-        """Give one retry back to the budget after a success."""
+        """Add one retry to the budget after a success."""
         self.left = min(self.policy.budget, self.left + 1)

@@ -86,8 +86,8 @@ class MessageFinish:
 class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
     """Pieces of one turn; use it as `async with` around `async for`.
 
-    Entering waits for a place and for the begin of the answer. The episode's clocks stop during waits for a place or a
-    retry, but not while the server works. Leaving always ends the request.
+    Entering waits for a place and for the beginning of the answer. The episode's clocks stop during waits for a place
+    or a retry, but not while the server works. Leaving always ends the request.
 
     Raises (entering or iterating):
         PromptTooLong: the server reports that the history does not fit the model's context.
@@ -111,7 +111,10 @@ class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
 
 
 class MessageEngine(BaseEngine):
-    """Engine from messages to a message. The server applies template and tokens, so its turns are not trained on."""
+    """Engine from messages to a message.
+
+    The server applies template and tokenizer, so training cannot use its turns.
+    """
 
     @abstractmethod
     def stream(self, request: MessageRequest) -> MessageStream:

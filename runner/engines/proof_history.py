@@ -1,4 +1,4 @@
-"""Proofs of an engine's weights so far: the difference by rounding, and the last proof that held."""
+"""The history of weight proofs of an engine: the difference by rounding, and the last proof that held."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ProofHistory:
         return self._baselines.get((proof.ids, *number_types(proof)))
 
     def require_tolerance(self, proof: WeightProof) -> None:
-        """Check that the usual difference of the engine from a trainer is known for a proof.
+        """Check that the usual difference between this engine and a trainer is known for a proof.
 
         Raises:
             BadControl: quantization causes a difference that was not measured.
@@ -79,9 +79,10 @@ class ProofHistory:
             proof: the proof.
             scores: the engine's log-probabilities of the same ids, by pass; the first one has all of them.
             version: version of the weights that it scored.
-            baseline: its figures, if it is of the starting weights: they show the difference by rounding alone.
+            baseline: the figures of a proof of the starting weights, which show the difference by rounding alone; else
+                None.
             ran_beside_turns: True if turns ran beside the scores, whose batch changes the rounding.
         """
         self.last = Accepted(proof, next(iter(scores.values())), version, None if ran_beside_turns else scores)
-        if baseline is not None:  # only the first one: an owner may exchange weights without a new version
+        if baseline is not None:  # only the first one, since an owner may exchange weights without a new version
             self._baselines.setdefault((proof.ids, *number_types(proof)), baseline)

@@ -1,7 +1,7 @@
 """Proofs of weights: a trainer's log-probabilities of some ids, compared with an engine's scores.
 
-A comparison of tensors does not prove that an engine computes with them, since engines keep packed, fused and derived
-copies. Equal log-probabilities of the same ids prove it for every layout, at the cost of one forward pass.
+Equal tensors do not prove that an engine computes with them, since engines keep packed, fused and derived copies. Equal
+log-probabilities of the same ids are a proof for every layout, and take one forward pass.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ MIN_SCORES: Final = 8
 BASELINE_FACTOR: Final = 3.0
 """Allowed difference, as a multiple of the difference with the starting weights."""
 WIDE_BASELINE_FACTOR: Final = 1.5
-"""Allowed median difference, as a multiple of the one with the starting weights, where that exceeds the table's: an
-engine that was off from the start must not hide a stale tensor."""
+"""Allowed median difference, as a multiple of the median with the starting weights if that exceeds the table's value.
+It is small, since an engine with a large difference from the start must not hide a stale tensor.
+"""
 SMALL_MEDIAN_NATS: Final = 0.005
-"""Median difference that is small beside that of a stale tensor, so the whole `BASELINE_FACTOR` applies up to it."""
+"""Median difference that is small compared with a stale tensor's. Up to it, the whole `BASELINE_FACTOR` applies."""
 MISSING_STANDARD_ERRORS: Final = 4.0
 """A change counts as missing if its share is this many standard errors below `ProofTolerance.min_arrived`."""
 SHOWN_SHARE: Final = 0.5
-"""A change shows if certainly more than this share of it arrived."""
+"""A change counts as shown if certainly more than this share of it arrived."""
 MAX_ERROR: Final = 0.125
-"""Maximum standard error of a usable share."""
+"""Maximum standard error of a share that is used."""
 MIN_SIGNAL: Final = 4.0
-"""Minimum size of the change, as a multiple of the rounding of a trainer in half precision: rounding in the reference
-makes the share look smaller than it is."""
+"""Minimum size of the change, as a multiple of the rounding in a half-precision trainer. Rounding in the reference
+makes the share look smaller than it is.
+"""
 _PRECISE: Final = frozenset({"float32", "float64"})
 UNMOVED_NATS: Final = 1e-7
 """Scores that differ by less count as equal."""
@@ -43,11 +45,11 @@ NOISE_FACTOR: Final = 2.0
 """Scores count as changed above this multiple of the difference between two passes with the same weights."""
 
 STEP_PLACES: Final = range(2, 18)
-"""Places of the ids that are also scored in steps, as turns sample them: the first ones, whose prompts are short."""
+"""Positions of the ids that are also scored in steps, as turns sample them: the first ones, whose prompts are short."""
 STEP_OUTLIER_SHARE: Final = 0.25
 """Share of these few ids that may exceed the largest difference in half precision."""
 STEP_MEDIAN_FACTOR: Final = 2.0
-"""Allowed median of these few ids in half precision, as a multiple of that of all ids."""
+"""Allowed median of these few ids in half precision, as a multiple of the median of all ids."""
 
 
 def ids_in_steps(ids: Sequence[int]) -> Sequence[int]:
@@ -58,8 +60,8 @@ def ids_in_steps(ids: Sequence[int]) -> Sequence[int]:
 class ScoredPass(NamedTuple):
     """Pass that scores ids, as a prompt or in steps.
 
-    Some engines compute a prompt and a sampled id with different copies of the weights: latent attention (DeepSeek) has
-    a product of two weights for steps alone.
+    Some engines use different copies of the weights for prompts and for sampled ids. For example, latent attention
+    (DeepSeek) has a product of two weights that only steps use.
     """
 
     rank: int = 0
@@ -84,7 +86,7 @@ class ProofTolerance:
     """Share of the ids that may differ by more than `largest`: rounding in half precision routes some ids to other
     experts."""
     min_arrived: float = 0.5
-    """Share of a change that has to arrive. Rounding hides some of it: with experts in bfloat16 up to a quarter."""
+    """Share of a change that has to arrive. Rounding hides some of it: up to a quarter with experts in bfloat16."""
 
     def in_steps(self) -> ProofTolerance:
         """Return the tolerance for the few ids that are scored in steps."""
@@ -102,7 +104,7 @@ _TOLERANCES: Final[Mapping[str, ProofTolerance]] = {
     "bfloat16": ProofTolerance(0.08, 2.0, 0.05, min_arrived=0.7),
 }
 _COARSEST: Final = ProofTolerance(0.15, 4.0, 0.05)
-"""Tolerance of quantized weights, and of number types that are unknown, as a server's, or outside of the table."""
+"""Tolerance of quantized weights, of unknown number types such as a server's, and of types outside of the table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +122,9 @@ class WeightProof:
     dtype: str | None = None
     """Number type of the trainer's computation, by torch's name; None for that of the engine."""
     weights_dtype: str | None = None
-    """Number type of the trainer's weights; None for `dtype`. An engine of a coarser type rounds them and loses small
-    changes; the share that arrived is then not compared."""
+    """Number type of the trainer's weights; None for `dtype`. If the engine's type is coarser, it rounds them and loses
+    small changes. The share that arrived is then not compared.
+    """
 
     def __post_init__(self) -> None:
         try:
@@ -193,11 +196,11 @@ class ProofFigures:
     tolerance: ProofTolerance
     """Allowed differences."""
     arrived: float | None = None
-    """Share of the trainer's change since the last proof of the same ids that the engine's scores show: 1 for all of
-    it, 0 for none. None without such a proof, if noise hides the change, and if the engine rounds the weights of the
-    proof."""
+    """Share of the trainer's change since the last proof of the same ids that the engine's scores show: 1 for all, 0
+    for none. None without such a proof, if noise hides the change, or if the engine rounds the weights of the proof.
+    """
     arrived_error: float | None = None
-    """Standard error of `arrived`; None with it."""
+    """Standard error of `arrived`; None if that is None."""
     outliers: int = 0
     """Number of ids that differ by more than the tolerance's `largest`."""
 
@@ -228,10 +231,10 @@ class Accepted:
     version: str = ""
     """Version of the weights that it scored."""
     by_pass: ScoresByPass | None = None
-    """Scores of every pass; None if turns ran at the same time: another batch size changes the rounding."""
+    """Scores of every pass. None if turns ran at the same time, since another batch size changes the rounding."""
 
     def is_of(self, proof: WeightProof, version: str) -> bool:
-        """Return whether its scores are of the ids of a proof, with the weights of a version."""
+        """Return True if the scores are of the ids of this proof, with the weights of this version."""
         return self.version == version and self.proof.ids == proof.ids
 
 
@@ -256,7 +259,7 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
     median = max(BASELINE_FACTOR * baseline.median, _TOLERANCES["float32"].median / 5)
     if known is not _COARSEST:
         median = min(median, max(known.median, WIDE_BASELINE_FACTOR * baseline.median, SMALL_MEDIAN_NATS))
-    # At least the table's value: with experts, rounding alone can send an id to another expert.
+    # At least the table's value, since with experts, rounding alone can route an id to another expert.
     return replace(known, median=median, largest=max(BASELINE_FACTOR * baseline.largest, known.largest))
 
 
@@ -318,23 +321,23 @@ def shows_arrival(figures: ProofFigures) -> bool:
 
 
 def number_types(proof: WeightProof) -> tuple[str | None, str | None]:
-    """Return the number types of computation and weights; proofs are compared only within the same ones."""
+    """Return the number types of computation and weights. Proofs are compared only if these are equal."""
     return proof.dtype, proof.weights_dtype
 
 
 def _is_comparable(proof: WeightProof, before: WeightProof, engine_dtype: str) -> bool:
-    """Return whether two proofs show a change of weights that an engine uses without rounding them."""
+    """Return True if two proofs show a change of weights that an engine uses without rounding."""
     weights = proof.weights_dtype or proof.dtype or engine_dtype
     unrounded = weights == engine_dtype or engine_dtype in _PRECISE
     return unrounded and before.ids == proof.ids and number_types(before) == number_types(proof)
 
 
 def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tuple[float | None, float | None]:
-    """Return the regression of the engine's change on the trainer's, and its error; None if the error is too large.
+    """Return the slope of the engine's change on the trainer's, and its error; None if the error is too large.
 
     Least squares, not a median of ratios: logits in half precision move in steps, so for a small change most scores do
-    not move and a few move too much, but their mean is right. The error allows a different variance for each id (HC3 of
-    MacKinnon and White 1985), since some ids may be routed to other experts.
+    not move and a few move too much, but their mean is correct. The error allows a different variance for each id (HC3
+    of MacKinnon and White 1985), since some ids may be routed to other experts.
     """
     old = np.asarray(before.proof.logprobs)
     change, seen = wanted - old, scores - np.asarray(before.scores)

@@ -40,10 +40,10 @@ RequestT = TypeVar("RequestT", bound=OpenRequest)
 
 
 class EngineRuntime(ABC, Generic[RequestT]):
-    """State that an engine and its streams share while it runs; each entry of the engine has a new one.
+    """State that an engine and its streams share while the engine runs. Each entry of the engine creates a new one.
 
-    Only this class changes the state; the calls of `Controllable` request the changes. A subclass implements the
-    operations of its kind: pause, update weights, release memory. They run one at a time, under `lock`.
+    Only this class changes the state, on request of `Controllable`. A subclass implements the operations of its kind:
+    pause, update weights, release memory. They run one at a time, under `lock`.
     """
 
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
@@ -56,7 +56,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.versions = [version]
         """All weight versions so far, the newest last."""
         self.requests: dict[RequestT, None] = {}
-        """Requests inside, in order of entry, so that operations on all of them have a fixed order."""
+        """Requests inside, in order of entry, so that operations on all requests have a fixed order."""
         self.sampled = 0
         """Number of sampled ids that left the engine."""
         self.state = EngineState.RUNNING
@@ -64,24 +64,25 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.standstill = Standstill()
         """Holds the clocks of tasks that wait for the engine while it is paused."""
         self.progress: Progress | None = Progress()
-        """Clocks of turns that wait for an id; every engine step, for any turn, restarts all of them. None for an
-        engine whose requests can hang one by one."""
+        """Clocks of turns that wait for an id. Every engine step restarts all of them. None for an engine whose
+        requests can hang one by one.
+        """
         self.asleep: frozenset[str] = frozenset()
-        """Parts of the engine's memory that are released."""
+        """Released parts of the engine's memory."""
         self.weights_discarded = False
-        """True if a sleep discarded the weights and no new ones were loaded since."""
+        """True if a sleep discarded the weights and no new weights were loaded since."""
         self.paused_by_caller = False
-        """True if the trainer paused the engine; then only the trainer resumes it."""
+        """True if the trainer paused the engine. Only the trainer can resume it then."""
         self.cuts = 0
         """Number of times that turns were cut."""
         self.listeners: set[Callable[[], None]] = set()
         """Functions that are called after each weight update and each added adapter."""
         self.lock = anyio.Lock()
-        """Lock for changes of the engine: a second call waits for the first."""
+        """Lock for changes of the engine. A second change waits for the first."""
         self.proof_figures: ProofFigures | None = None
         """Figures of the proof of the current weights; None without a proof."""
         self.moved: bool | None = None
-        """False if the last update changed no score of the engine; None if that was not compared."""
+        """False if the last update changed no score of the engine; None if scores were not compared."""
         self.dtype = "float32"
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
@@ -100,7 +101,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """
 
     def close(self, request: RequestT) -> None:
-        """Remove a request that is not inside any more; idempotent."""
+        """Remove a request that is no longer inside; idempotent."""
         self.requests.pop(request, None)
 
     # --- versions
@@ -138,7 +139,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         return version
 
     def require_unused(self, version: str) -> None:
-        """Check that checked weights were not applied, nor others that were checked with the same version."""
+        """Check that neither these checked weights nor others of the same version were applied."""
         if version in self._ages:
             raise BadControl(
                 f"apply_update(): the engine got weights of the version {version!r} since the check: apply each "
@@ -146,7 +147,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
             )
 
     def _add_version(self, version: str) -> None:
-        """Record a new weight version: ids that are sampled from now on have it."""
+        """Record a new weight version. Ids sampled from now on have it."""
         for request in self.requests:
             request.stamp(version)
         self._ages[version] = len(self.versions)
@@ -154,7 +155,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.weights_discarded = False
 
     def note_version(self, version: str) -> None:
-        """Record the version that ids came with: the owner of the weights may have exchanged them."""
+        """Record the version that arrived with ids, since the owner of the weights may have exchanged them."""
         if version not in self._ages:
             self._add_version(version)
             self.notify_listeners()
@@ -167,8 +168,8 @@ class EngineRuntime(ABC, Generic[RequestT]):
     # --- from state to state
 
     async def hold(self, mode: PauseMode) -> None:
-        """Change from running to paused; undone after a failure or a cancellation."""
-        # The gate first, so that no request enters that would be cut or waited for.
+        """Change from running to paused. A failure or a cancellation undoes the change."""
+        # The gate is closed first, so that no request enters that would be cut or waited for.
         self.gate.hold()
         self.cuts += mode is PauseMode.ABORT
         try:
@@ -176,14 +177,14 @@ class EngineRuntime(ABC, Generic[RequestT]):
                 self.standstill.begin()
             await self.pause(mode)
         except BaseException:
-            self.state = EngineState.PAUSED  # until it resumes: `resume` may be called again if this fails
+            self.state = EngineState.PAUSED  # set until it resumes, since `resume` may be called again after a failure
             await to_its_end(self._undo)
             raise
         self.standstill.begin()
         self.state = EngineState.PAUSED
 
     async def _undo(self) -> None:
-        # Bounded, since an engine that failed to pause may hang here too.
+        # With a time limit, since an engine that failed to pause may hang here too.
         with anyio.move_on_after(UNDO_SECONDS):
             await self.release()
 
@@ -208,18 +209,18 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Change from running or paused to asleep; turns that are being sampled are cut."""
         if self.state is EngineState.RUNNING:
             await self.hold(PauseMode.ABORT)
-        # Shielded: partly released memory could not be allocated again.
+        # Shielded, since partly released memory could not be allocated again.
         await to_its_end(partial(self._fall_asleep, level))
 
     async def _fall_asleep(self, level: int) -> None:
-        self.cuts += 1  # also turns that an earlier pause kept
+        self.cuts += 1  # includes turns that an earlier pause kept
         await self.sleep(level)
         self.asleep = frozenset(SLEEP_TAGS)
         self.weights_discarded = self.weights_discarded or level == 2
         self.state = EngineState.ASLEEP
 
     async def wake_up(self, parts: frozenset[str]) -> None:
-        """Allocate memory again; with the last part return to the state before the sleep."""
+        """Allocate memory again. After the last part, return to the state before the sleep."""
         await to_its_end(partial(self._wake_up, parts))
 
     async def _wake_up(self, parts: frozenset[str]) -> None:
@@ -270,7 +271,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Resume, also after a `pause` that failed or was cancelled midway."""
+        """Resume, even after a `pause` that failed or was cancelled midway."""
 
     @abstractmethod
     async def check_update(self, given: Any, version: str) -> CheckedUpdate:
@@ -282,7 +283,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Exchange the weights for checked ones; a running engine pauses for it.
+        """Replace the weights with checked ones. A running engine pauses for this.
 
         Raises:
             EngineDead: the exchange failed midway, or the proof of the weights does not hold.
@@ -350,16 +351,16 @@ class ModelRuntime(EngineRuntime[RequestT]):
         return WeightUpdate(checked.version, *seconds, figures, self.moved)
 
     async def exchange(self, checked: Any, version: str, proof: WeightProof | None = None) -> ProofFigures | None:
-        """Load new weights and return to the earlier state, or to running after a pause for the weights only.
+        """Load new weights and return to the earlier state. An engine that paused only for this resumes.
 
         Returns:
-            The figures of the proof; None without a proof, and if it waits until the cache is awake.
+            The figures of the proof; None without a proof, or if the proof waits for the cache to wake.
 
         Raises:
             EngineDead: the weights could not be loaded, or their proof does not hold.
         """
         figures: list[ProofFigures] = []
-        # Shielded: partly exchanged weights could neither be used nor restored.
+        # Shielded, since partly exchanged weights can be neither used nor restored.
         await to_its_end(partial(self._exchange, checked, version, proof, figures))
         return figures[0] if figures else None
 
@@ -371,10 +372,10 @@ class ModelRuntime(EngineRuntime[RequestT]):
         if proof is None or last is None or not last.is_of(proof, self.version):
             last = None
         try:
-            # The scores of the last proof show the movement at no cost. Otherwise the engine's own ones cost a pass
-            # over a few ids, and three at the first update.
+            # The scores of the last proof show the movement at no cost. Otherwise the engine scores a few ids in one
+            # pass, or three passes at the first update.
             self.moved = await self.load_and_compare(checked, version, compares=last is None or last.by_pass is None)
-            if proof is not None and self.asleep:  # without a cache nothing can be scored, and nothing is sampled
+            if proof is not None and self.asleep:  # without a cache, scoring and sampling are impossible
                 self._waiting_proof = partial(self._prove, proof, version, last)
             elif proof is not None:
                 figures.append(await self._prove(proof, version, last))
@@ -383,16 +384,16 @@ class ModelRuntime(EngineRuntime[RequestT]):
         finally:
             self.state = before
         await self._release_unless_paused()
-        if self._waiting_proof is None:  # else listeners are notified with its figures
+        if self._waiting_proof is None:  # otherwise listeners are notified with the figures of the proof
             self.notify_listeners()
 
     async def _prove(self, proof: WeightProof, version: str, last: Accepted | None) -> ProofFigures:
-        """Score a proof's ids on every rank while no turn runs; end the engine if its scores differ.
+        """Score a proof's ids on every rank while no turn runs. End the engine if its scores differ from the proof.
 
         Args:
             proof: the proof.
             version: name of the new weights.
-            last: proof of the weights before, if it has the same ids.
+            last: proof of the previous weights, if it has the same ids.
         """
         worst: ProofFigures | None = None
         try:
@@ -425,7 +426,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
     def _compare_with_last(self, proof: WeightProof, version: str, now: ScoresByPass, last: Accepted) -> None:
         """Set `moved` from the scores of two proofs of the same ids.
 
-        Scores that stay end no engine, since the change may be smaller than its rounding.
+        Equal scores do not end the engine, since the change may be smaller than its rounding.
         """
         before = last.by_pass or {ScoredPass(): last.scores}
         if last.by_pass is None:
@@ -438,7 +439,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
             self.warn_unmoved(version)
 
     def warn_unmoved(self, version: str) -> None:
-        """Warn that an update changed no score."""
+        """Log a warning that an update changed no score."""
         ranks = " or of one of its data-parallel ranks" if len(self.gate.ranks) > 1 else ""
         _log.warning(
             "the weights %r change no score of the engine%s: they are the old ones, they differ by less than "
@@ -481,7 +482,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         return None
 
     async def score_while_paused(self, ids: Sequence[int]) -> ScoresByPass:
-        """Return the log-probabilities of ids while no turn runs: of a prompt on every rank first, then of steps.
+        """Return the log-probabilities of ids while no turn runs: first as a prompt on every rank, then in steps.
 
         Raises:
             BadControl: the engine cannot score.
@@ -489,6 +490,6 @@ class ModelRuntime(EngineRuntime[RequestT]):
         raise BadControl("update_weights(proof=): this engine cannot score ids.")
 
     def ended_by(self, why: str) -> EngineError:
-        """End the engine for a reason, and return the error that every request gets."""
-        # Not abstract: an engine that cannot score never gets a proof.
+        """End the engine for this reason, and return the error that every request receives."""
+        # Not abstract, since an engine that cannot score never receives a proof.
         raise NotImplementedError(f"{type(self).__name__} scores ids and has to implement ended_by()")

@@ -32,8 +32,8 @@ class ChatEngine(MessageEngine):
     run(Calculator, ChatEngine("gpt-x")) Run(environment, engine, engines={"judge": ChatEngine("judge-x",
     base_url="http://127.0.0.1:8000/v1")})
 
-    Every turn sends the whole history; the server applies its own template and vocabulary. Entering sends no
-    request. While a run uses it, the list of models is requested every 30 s, to see whether the server is there.
+    Every turn sends the whole history; the server applies its own template and vocabulary. Entering sends no request.
+    While a run uses the engine, it requests the list of models every 30 s to check the server.
 
     Args:
         model: the model's name on the server.
@@ -115,7 +115,7 @@ class ChatEngine(MessageEngine):
             BadOption: openai is not installed, or OpenAI's own server needs a key.
         """
         self._require_not_entered()
-        # In a thread, since the import takes a second, and other episodes may run.
+        # In a thread, since the import takes a second and would block other episodes.
         await anyio.to_thread.run_sync(require_openai, abandon_on_cancel=True)
         self.retries = Retries(self._policy, again=_AGAIN)
         server = ChatServer(
@@ -179,7 +179,7 @@ class ChatEngine(MessageEngine):
         return self.running and self._asked.is_alive()
 
     async def health(self) -> None:
-        """Return when the server answers a request for its list of models; failures are retried.
+        """Return when the server answers a request for its list of models. Failed requests are retried.
 
         Raises:
             EngineDead: it does not answer, or refused earlier requests.

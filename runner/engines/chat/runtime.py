@@ -21,8 +21,8 @@ __all__ = ["ChatRuntime", "RateLimiter"]
 class RateLimiter:
     """Adjusts the places of a gate to the rate that a server accepts, and delays requests until the server wants them.
 
-    The allowed rate of a key is unknown beforehand and changes with other users of the server. So the limit is searched
-    like the congestion window of a connection: additive increase, multiplicative decrease.
+    The allowed rate of a key is unknown, and changes with other users of the server. The limit is adapted like a TCP
+    congestion window: additive increase, multiplicative decrease.
 
     Args:
         gate: where requests wait; its places are the upper limit.
@@ -55,20 +55,20 @@ class RateLimiter:
         return self._halvings
 
     def succeeded(self) -> None:
-        """Record an answer that began; after as many of them as the limit is, the limit grows by one."""
+        """Record an answer that began. After `limit` such answers, the limit grows by one."""
         self._in_a_row = 0
         if self._limit < self._most:
             self._set(min(self._most, self._limit + 1 / self._limit))
 
     def overloaded(self, sent: int, retry_after: float | None) -> None:
-        """Record a rate-limit response: the limit halves, and no request is sent for a while.
+        """Record a rate-limit response. The limit halves, and no request is sent for a while.
 
         Args:
             sent: the result of `until_open` for the request.
             retry_after: seconds of Retry-After; None without it: the pause then doubles until a request succeeds.
         """
         self.throttled += 1
-        # Once for all requests that were sent under the same limit: they do not measure a smaller one.
+        # Halve once for all requests that were sent under the same limit, since they do not measure a smaller one.
         if sent == self._halvings:
             self._halvings += 1
             self._in_a_row += 1
@@ -104,7 +104,7 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         self.limiter = RateLimiter(self.gate, retries.policy)
         self.asking = 0
         self.sampled = 0
-        """Tokens that were read, by the server's count if it reports one."""
+        """Number of tokens that were read, by the server's count if it reports one."""
         self._answered = False
 
     def answered(self) -> None:
@@ -118,7 +118,8 @@ class ChatRuntime(HttpRuntime[ChatServer]):
     def note_load(self, failure: HttpFailure, sent: int) -> None:
         """Lower the rate after a rate-limit response; `sent` is the result of `until_open` for the request.
 
-        A pause longer than the policy allows is shortened for other requests; the request that received it fails.
+        If the server asks for a longer pause than the policy allows, the request fails, and other requests wait for the
+        allowed time.
         """
         if failure.kind is FailureKind.BUSY:
             asked, longest = failure.retry_after, self.retries.policy.longest_retry_after
@@ -127,10 +128,10 @@ class ChatRuntime(HttpRuntime[ChatServer]):
     def failed(self, request: MessageRequest, failure: HttpFailure) -> EngineError:
         """Return the error for a request that is not sent again.
 
-        A failure that every request would have ends the engine.
+        A failure that affects every request ends the engine.
         """
         if failure.kind is FailureKind.TOO_LONG:
             prompt, context = too_long(failure.text)
             return PromptTooLong(f"{request.name}: {self.server.url}: {failure}", prompt=prompt, context=context)
-        # After one answer, a rejected body is specific to its request.
+        # After the server has answered once, a rejected body is a fault of its own request.
         return self.permanent_error(request.name, failure, alone=self._answered)

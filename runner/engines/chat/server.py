@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["ChatAnswer", "ChatServer", "check_url", "require_openai", "too_long"]
 
 _CLOSE_SECONDS: Final = 1.0
-"""Time limit for closing a connection, in seconds; closing is shielded, and a network may not answer."""
+"""Time limit for closing a connection, in seconds. Closing is shielded, and a network may not answer."""
 _PROBE_SECONDS: Final = 30.0
 """Time limit for the answer to a health check, in seconds."""
 _GATEWAY_STATUSES: Final = (502, 503, 504)
-"""Statuses of a gateway whose server does not answer."""
+"""HTTP statuses of a gateway whose server does not answer."""
 _HTTP: Final = ("httpx", "httpx2", "httpcore", "httpcore2")
-"""HTTP libraries of OpenAI's client; not every version wraps their errors."""
+"""HTTP libraries of OpenAI's client. Some versions of the client do not wrap their errors."""
 
-# Of OpenAI, vLLM, SGLang, Anthropic, Gemini, Mistral, and of proxies.
+# Error codes of OpenAI, vLLM, SGLang, Anthropic, Gemini, Mistral, and of proxies.
 _TOO_LONG: Final = re.compile(
     r"context_length_exceeded|maximum context length|prompt is too long|context[ _](?:length|window|size)|"
     r"too many (?:input )?tokens|input is too long|exceeds the maximum number of tokens|"
@@ -176,7 +176,7 @@ class ChatServer:
         """
         import openai
 
-        # As data, not as the client's types, which drop the fields of other servers and cost more per chunk.
+        # Returned as data: the client's types drop the fields of other servers and are slower per chunk.
         with self.failures():
             stream = await self._running.post(
                 "/chat/completions",
@@ -188,7 +188,7 @@ class ChatServer:
         return ChatAnswer(stream, self)
 
     async def probe(self) -> None:
-        """Request the list of models. Any answer shows that the server is there, also that it has no such list.
+        """Request the list of models. Any answer proves that the server runs, even an error that it has no such list.
 
         Raises:
             HttpFailure: no connection, no answer in time, or a gateway that does not reach the server.
@@ -272,7 +272,7 @@ class ChatServer:
     def _kind(self, error: openai.APIError, default: FailureKind) -> FailureKind:
         codes = {error.code, error.type}
         inner = error.body.get("innererror") if isinstance(error.body, Mapping) else None
-        if isinstance(inner, Mapping):  # Azure's
+        if isinstance(inner, Mapping):  # the form of Azure
             codes.add(inner.get("code"))
         if not codes.isdisjoint(_UNPAID):  # a 429 that a retry cannot fix
             return FailureKind.REFUSED
@@ -285,7 +285,7 @@ class ChatServer:
 
 
 def _message(error: openai.APIError) -> str:
-    """Return the message of an error; the whole answer if its form is unknown."""
+    """Return the message of an error. If its form is unknown, return the whole answer."""
     body = error.body
     message = body.get("message") if isinstance(body, Mapping) else body
     if isinstance(message, str) and message.strip():

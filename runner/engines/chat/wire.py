@@ -101,7 +101,7 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
         value = getattr(sampling, name)
         if row.chat is not None and name in _WRITERS:
             body[row.chat] = _WRITERS[name](value)
-        elif row.chat is not None:  # a penalty of 0 is off, and a temperature of 0 is not
+        elif row.chat is not None:  # 0 turns a penalty off, but not a temperature
             body[row.chat] = value if value or row.default else None
     return body
 
@@ -210,7 +210,7 @@ class ChatAnswerReader:
     def _read_call(self, part: Mapping[str, Any]) -> Iterator[MessagePiece]:
         function = part.get("function") or {}
         index = part.get("index")
-        if index is None:  # from servers that send whole calls
+        if index is None:  # sent by servers that send whole calls
             index = len(self._calls)
         elif not isinstance(index, int):
             raise TypeError(f"a call of index {index!r:.40}")
@@ -233,13 +233,13 @@ class ChatAnswerReader:
     def _call(self, said: _PartialCall) -> ToolCall:
         read = external_call(said.name, "".join(said.arguments))
         call_id = said.id if isinstance(said.id, str) and said.id and said.id not in self._ids else ""
-        if not call_id:  # otherwise tool results would be ambiguous
+        if not call_id:  # otherwise results of tools would be ambiguous
             call_id = f"call_{len(self._request.messages)}_{len(self._ids)}"
         self._ids.add(call_id)
         return ToolCall(call_id, read.name, read.arguments, error=read.error)
 
     def rest(self) -> list[ToolCall]:
-        """Return the calls of a turn that was cut, without the incomplete last one."""
+        """Return the calls of a cut turn, without an incomplete last one."""
         return list(self._whole_calls(max(self._calls, default=0)))
 
     def finish(self, context: int) -> MessageFinish:
@@ -271,7 +271,7 @@ class ChatAnswerReader:
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, Sequence):  # content parts, of which only text counts
+    if isinstance(value, Sequence):  # content parts, of which only text is used
         return "".join(_text(part.get("text") or "") for part in value)
     raise TypeError(f"text of type {type(value).__name__}")
 

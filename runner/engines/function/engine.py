@@ -104,7 +104,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
     async def __aenter__(self) -> Self:
         self._require_not_entered()
         if isinstance(self._given, str | os.PathLike):
-            # In a thread, since it takes some tenths of a second, and other episodes may run.
+            # In a thread, since it takes some tenths of a second and would block other episodes.
             await anyio.to_thread.run_sync(self._load_folder, self._given, abandon_on_cancel=True)
         if self._given_stop_ids is not None:
             self.stop_ids = self._given_stop_ids
@@ -162,7 +162,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         tasks, self._tasks = self._tasks, None
         self.running = False
         await self.entered_runtime.stop()
-        # Without the exception: the task group would wrap it in a group.
+        # Raised outside the task group, which would wrap it in a group.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> FunctionStream:

@@ -22,7 +22,7 @@ _ROUNDING_TOLERANCE: Final = 0.01
 
 
 class OutputReader:
-    """Reader of the outputs for one turn.
+    """Reads and checks the outputs for one turn.
 
     Args:
         sampling: the argument of the function.
@@ -146,7 +146,7 @@ class OutputReader:
     def _experts(self, given: Any) -> RoutedExperts | None:
         if given is None:
             return None
-        import numpy as np  # here, since most functions give none
+        import numpy as np  # here, since most functions return none
 
         positions = len(self._sampling.request.prompt) + self.count - 1
         try:

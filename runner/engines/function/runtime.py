@@ -18,7 +18,7 @@ from runner.errors import BadControl, EngineDead
 __all__ = ["FunctionAdapters", "FunctionRuntime"]
 
 _AGAIN_SECONDS = 1.0
-"""Seconds until a call that does not end is cancelled again."""
+"""Seconds after which a call that does not end is cancelled again."""
 
 _OWNER = "the owner of generate()'s engine"
 
@@ -45,7 +45,7 @@ class FunctionAdapters(Adapters):
 
 
 class FunctionRuntime(ModelRuntime[FunctionRequest]):
-    """State of an entered token engine; a request is inside until its stream is left."""
+    """State of an entered token engine. A request is inside the engine until its stream is left."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         self.vocabulary = vocabulary
         self.logprobs = logprobs
         self.calls: dict[FunctionRequest, None] = {}
-        """Running calls; one that ignores its cancellation outlives its request."""
+        """Running calls. A call that ignores its cancellation outlives its request."""
         self._stopped = False
         self._death: EngineDead | None = None
         self._news: anyio.Event | None = None
@@ -92,13 +92,13 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             self._news = None
 
     async def resume(self) -> None:
-        """Only the gate was closed, and it opens by itself."""
+        """Do nothing: only the gate was closed, and it opens by itself."""
 
     async def check_weights(self, given: Any) -> Any:
         _not_ours("update_weights()", "exchanges its weights; TokenOutput(version=) says which sampled what")
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Unreachable, since `check_weights` refuses."""
+        """Never called, since `check_weights` refuses."""
 
     async def reset_prefix_cache(self) -> None:
         _not_ours("reset_prefix_cache()", "has its prefix cache")
@@ -107,10 +107,10 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         _not_ours(f"sleep({level})", "releases its memory; pause() first")
 
     async def sleep(self, level: int) -> None:
-        """Unreachable, since `check_sleep` refuses."""
+        """Never called, since `check_sleep` refuses."""
 
     async def wake(self, tags: Collection[str]) -> None:
-        """Unreachable, since it never sleeps."""
+        """Never called, since the engine never sleeps."""
 
     async def profile(self, *, on: bool) -> None:
         _not_ours("start_profile()" if on else "stop_profile()", "profiles it")
@@ -131,11 +131,11 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             raise self.death_error(self._death)
 
     def death_error(self, error: EngineDead) -> EngineDead:
-        """Mark the engine as dead and return the error for one request; the first cause stays for all of them."""
+        """Mark the engine as dead and return the error for one request. The first cause stays for all requests."""
         if self._death is None:
             self._death = error
             self.gate.fail(lambda: self.death_error(error))
-        # A copy for each request: one object that is raised in many tasks would collect all their tracebacks.
+        # A copy for each request: one object raised in many tasks would collect all their tracebacks.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy

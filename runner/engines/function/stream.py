@@ -26,7 +26,7 @@ from runner.tokens.top_logprobs import TopLogprobs
 __all__ = ["FunctionSession", "FunctionStream"]
 
 _END_SECONDS = 2.0
-"""Seconds that a cancelled call may take to end; the turn then ends without it."""
+"""Seconds that a cancelled call may take to end. After that, the turn ends without it."""
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class FunctionSession(Session):
 class _CancellableCall:
     """Running call of the function, with asyncio's own cancellation.
 
-    On asyncio it is cancelled once, as by `Task.cancel()`. A scope of anyio would cancel every later await as well, and
-    code for asyncio, such as vLLM's own `generate()`, cleans up without a shield.
+    On asyncio the call is cancelled once, as by `Task.cancel()`. A scope of anyio would also cancel every later await.
+    Code for asyncio, such as vLLM's own `generate()`, cleans up without a shield.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _CancellableCall:
         self._task = _asyncio_task()
 
     async def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Run the call; return also if it was cancelled."""
+        """Run the call. Return also after its cancellation."""
         with self._scope:
             try:
                 await call()
@@ -59,7 +59,7 @@ class _CancellableCall:
                 forget_native_cancellation()
 
     def cancel(self) -> None:
-        """Cancel the call; may be repeated if it did not end."""
+        """Cancel the call. Cancelling again is allowed if the call did not end."""
         if self._task is None:
             self._scope.cancel()
         else:
@@ -92,9 +92,9 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._news: anyio.Event | None = None
         self._deltas: deque[Delta] = deque()
         self._last: Delta | None = None
-        """Delta with the finish; held back until the call ends, since further output would be an error."""
+        """Delta with the finish. It is held back until the call ends, since further output would be an error."""
         self._end: Finish | None = None
-        """Finish of the call; copied to `finish` when it was read."""
+        """Finish of the call. It is copied to `finish` once it was read."""
         self._failure: EngineError | None = None
         self._last_version = ""
 
@@ -104,7 +104,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         return self._end is not None
 
     def stamp(self, version: str) -> None:
-        """Record new weights, seen in another request, unless the function reports versions for this one."""
+        """Mark later ids with these weights, unless the function reports versions for this request."""
         if not self._last_version:
             self._stamps.mark(version, self.sent)
 
@@ -175,7 +175,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._tell()
 
     def _settle(self) -> None:
-        """Set the end of the turn if it is not set, after the call ended or its time is over."""
+        """Set the end of the turn unless it is set; the call has ended or its time is over."""
         if self._end is not None:
             return
         if self._last is None:
@@ -188,7 +188,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._deltas.append(self._last)
 
     def cut(self) -> None:
-        """Cut the turn and keep its ids; may be repeated for a call that does not end."""
+        """Cut the turn and keep its ids. Cutting again is allowed if the call did not end."""
         self._cut = True
         if self._call is not None:
             self._call.cancel()

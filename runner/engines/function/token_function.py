@@ -66,7 +66,7 @@ class TokenSampling:
     temperature: float
     """Temperature; 0 is greedy."""
     stop_ids: tuple[int, ...]
-    """Exactly these ids end the turn; the sampled one is the last id of the answer."""
+    """The ids that end the turn, and no others. The sampled one is the last id of the answer."""
     seed: int | None
     """Seed of the turn's random numbers, for a function with reproducible sampling."""
     top_p: float = 1.0
@@ -116,7 +116,7 @@ class TokenSampling:
         return {name: value for name, value in arguments.items() if name not in _OURS}
 
     def finish_of(self, token_ids: Sequence[int]) -> FinishReason:
-        """Return the finish of these ids, for an engine that reports none: stop id, `max_tokens`, or cut."""
+        """Return the finish of these ids, for an engine that does not report one: stop id, `max_tokens`, or cut."""
         if len(token_ids) and token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_tokens else FinishReason.ABORT
@@ -144,7 +144,7 @@ class TokenOutput:
     cached_tokens: int | None = None
     """Number of prompt ids that a prefix cache held; None if unknown."""
     sampling_masks: Sequence[Sequence[int]] | None = None
-    """Ids that could be sampled in the place of each: those that top-k, top-p, min-p and a grammar left."""
+    """Ids that could be sampled at each position: those left by top-k, top-p, min-p and a grammar."""
     routed_experts: Any = None
     """With the finish: experts of all ids of prompt and turn but the last, shape [positions, layers, experts]."""
 
@@ -164,6 +164,6 @@ class TokenFunction(Protocol):
         Args:
             prompt: all ids of the prompt; the function may change the list.
             sampling: the sampling parameters.
-            session: id of the conversation; each of its prompts extends the one before.
+            session: id of the conversation; each of its prompts extends the previous one.
         """
         ...

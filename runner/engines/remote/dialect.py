@@ -65,7 +65,7 @@ class SideRequest:
 
 
 class PieceReader(Protocol):
-    """Reader of the chunks of one answer, in order."""
+    """Reads the chunks of one answer, in order."""
 
     def read(self, chunk: Mapping[str, Any]) -> Piece:
         """Read a chunk.
@@ -101,13 +101,13 @@ class Dialect(ABC):
     health: ClassVar[Call]
     """Request that tests if the server can answer."""
     version: ClassVar[Call]
-    """Request for the version of the server's software."""
+    """Request for the version of the server software."""
     settings: ClassVar[Call]
     """Request for the settings of the server; not all servers answer it."""
     paused: ClassVar[Call | None] = None
-    """Request for the pause state; a server without it cannot be paused. None if the protocol has none."""
+    """Request for the pause state. A server without this path cannot be paused. None if the protocol has none."""
     control: ClassVar[str]
-    """Advice for errors, to start a server that can be paused."""
+    """Advice for errors: how to start a server that can be paused."""
     side: SideRequest = SideRequest()
     """Side data to request. vLLM's servers send theirs without a request."""
 

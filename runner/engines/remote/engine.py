@@ -37,8 +37,9 @@ _DEFAULT_PLACES = 128
 _STREAM_INTERVAL_IDS = 8
 """Default number of ids in a delta, as for vLLM in this process."""
 _CERTAIN = math.log(0.99)
-"""Log-probability above which the probe's id counts as certain. A bias makes it certain in the sampling distribution,
-but not in the model's own (`probe_request`)."""
+"""Log-probability above which the id of the probe counts as certain. A bias makes the id certain in the sampling
+distribution, but not in the model's own (`probe_request`).
+"""
 
 
 class RemoteEngine(ModelEngine[RemoteRuntime]):
@@ -128,7 +129,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         self._require_not_entered()
         if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
             raise BadOption("RemoteEngine works on asyncio alone, and this is trio: run on asyncio.")
-        # In a thread, since it takes some tenths of a second, and other episodes may run.
+        # In a thread, since it takes some tenths of a second and would block other episodes.
         model = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
         self.retries = Retries(self._policy)
         async with AsyncExitStack() as stack:
@@ -198,7 +199,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         return RemoteStream(self.entered_runtime, request, exact=exact)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Check the call of `score`: servers do not score as sampled."""
+        """Check a call of `score`. Servers do not score ids as sampled."""
         if as_sampled:
             raise BadControl("score(): a server scores only at temperature 1; leave sampling and constraint out.")
 

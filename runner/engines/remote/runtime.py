@@ -21,7 +21,7 @@ from runner.errors import BadControl, EngineError, RequestRejected
 
 __all__ = ["RemoteAdapters", "RemoteRuntime"]
 
-_LOOK_SECONDS = 0.2  # until a cut is repeated, for requests that were on their way to the server
+_LOOK_SECONDS = 0.2  # until a cut is repeated, for requests that had not reached the server
 
 
 class RemoteRequest(OpenRequest, Protocol):
@@ -44,7 +44,7 @@ class RemoteAdapters(Adapters):
 
 
 class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
-    """State of an entered remote engine; a request is inside until its stream is left."""
+    """State of an entered remote engine. A request is inside the engine until its stream is left."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
                     return self._scores(answer, request)
                 except HttpFailure as failure:
                     if not await self.wait_to_retry(failure, attempts):
-                        # No turn has the same body, so a rejection does not end the engine.
+                        # Every turn has another body, so a rejection does not end the engine.
                         raise self.permanent_error("score()", failure, alone=True) from failure
         finally:
             self.gate.leave(session, room)
@@ -130,7 +130,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     def failed(self, request: GenerationRequest, failure: HttpFailure) -> EngineError:
         """Return the error for a request that is not sent again.
 
-        A failure that every request would have ends the engine.
+        A failure that affects every request ends the engine.
         """
         # Other requests may have no constraint, so its rejection does not end the engine.
         return self.permanent_error(request.name, failure, alone=request.constraint is not None)
@@ -147,7 +147,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     async def pause(self, mode: PauseMode) -> None:
         self._resumed = anyio.Event()
         if mode is PauseMode.WAIT:
-            # The wait is here: vLLM's own wait keeps queued requests, which would then have two weight versions.
+            # We wait here, since vLLM's own wait keeps queued requests, which would then have two weight versions.
             await self._until_sent()
         # Shielded: a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
@@ -162,10 +162,11 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             with anyio.move_on_after(_LOOK_SECONDS):
                 await self._until_sent()
                 return
-            # Otherwise a request was on its way and arrived after the cut.
+            # Otherwise a request arrived after the cut.
 
     async def resume(self) -> None:
-        # Shielded: otherwise the server could run while its state here is paused, and be updated under its requests.
+        # Shielded: otherwise the server could run while its state here is paused, and an update could change its
+        # weights under its requests.
         with anyio.CancelScope(shield=True):
             await self._call_control(self.dialect.resume())
         self._resumed.set()
@@ -177,7 +178,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         )
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Unreachable, since `check_weights` refuses."""
+        """Never called, since `check_weights` refuses."""
 
     async def reset_prefix_cache(self) -> None:
         said = await self._call_control(self.dialect.reset_prefix_cache())
@@ -198,7 +199,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         call = self.dialect.wake(sorted(tags))
         assert call is not None
         await self._call_control(call)
-        # After the last part of its memory the server resumes by itself; only the trainer may resume it.
+        # After the last part of its memory the server resumes by itself, but only the trainer may resume it.
         await self._pause(PauseMode.ABORT)
 
     async def profile(self, *, on: bool) -> None:

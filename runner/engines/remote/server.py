@@ -166,7 +166,7 @@ class RemoteServer:
         )
 
     async def ask(self, call: Call) -> Any:
-        """Send a request and return the JSON of its answer; None if it is empty.
+        """Send a request and return the JSON of its answer; None if the answer is empty.
 
         Raises:
             HttpFailure: no successful answer came in time, or it is not JSON.
@@ -190,7 +190,7 @@ class RemoteServer:
         """Convert the "error" in the middle of an answer to a failure."""
         said = error if isinstance(error, Mapping) else {"message": error}
         code = said.get("code")
-        # Without a code it is SGLang, which reports a rejected request like this.
+        # Only SGLang reports a rejected request without a code.
         kind = kind_of_status(code) if isinstance(code, int) and code >= 400 else FailureKind.BAD_REQUEST
         return HttpFailure(kind, self.errors.short(str(said.get("message", said))))
 

@@ -31,7 +31,7 @@ _TEXTS: Final = (
     '{"name": "add", "arguments": {"a": 17, "b": -25}} [add(a=1, b=2)] <tool_call> </think> 👩‍👩‍👧 🙂',
 )
 _MANY_TOKENS: Final = 400
-"""Number of control tokens in one text."""
+"""Number of control tokens in one text of `_control_texts`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class SglangGenerate(Dialect):
     health = Call("GET", "/health")
     version = Call("GET", "/server_info")
     settings = Call("GET", "/server_info")
-    paused = Call("GET", "/model_info")  # SGLang has no request for the pause state; with this path it can be paused
+    # SGLang has no request for the pause state; a server with this path can be paused
+    paused = Call("GET", "/model_info")
     control = "update it: from 0.5.8 on SGLang can be paused"
 
     def body(
@@ -151,7 +152,7 @@ class _SglangReader:
             masks = SamplingMasks.of(rows)
         self._known += new
         reason, stop = _ending(said["finish_reason"])
-        spans = said.get("weight_versions")  # of all ids, at the end
+        spans = said.get("weight_versions")  # versions of all ids, at the end
         experts = self._routed(said) if reason is not None else None
         return Piece(
             ids,

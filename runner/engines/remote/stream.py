@@ -27,7 +27,7 @@ __all__ = ["DONE", "EventReader", "RemoteStream"]
 DONE = b"[DONE]"
 """Data of the last event of a stream."""
 
-_MAX_LINE_BYTES = 64 << 20  # without the end of a line
+_MAX_LINE_BYTES = 64 << 20  # maximum length of an unfinished line
 
 
 class EventReader:
@@ -58,7 +58,7 @@ class EventReader:
 
 _MAX_DATA_CHARS = 200  # of unreadable data in an error
 _END_SECONDS = 1.0
-"""Seconds for the rest of an answer after its last event, so that its connection can be reused."""
+"""Seconds to wait for the rest of an answer after its last event, so that its connection can be reused."""
 
 
 class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Session]):
@@ -83,12 +83,12 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         self._reader: PieceReader
         self._pieces: deque[Delta] = deque()
         self._last: Piece | None = None
-        """Piece with the finish reason; held back until the end of the answer, which may have the usage."""
+        """Piece with the finish reason. It is held back until the end of the answer, which may have the usage."""
         self._cached_tokens: int | None = None
 
     @property
     def sent_all(self) -> bool:
-        """True if the server has nothing more to send, read or not."""
+        """True if the server will not send more, even if sent data is unread."""
         if self.finish is not None or self._answer is None:
             return not self._sending
         return self._answer.arrived
@@ -153,7 +153,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
             try:
                 while data := await answer.read():
                     self._take(data)
-            except HttpFailure:  # the turn was complete
+            except HttpFailure:  # the turn was complete before the failure
                 pass
         self._end()
 

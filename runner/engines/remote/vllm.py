@@ -105,7 +105,7 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
     if parameters["logit_bias"]:
         parameters["logit_bias"] = {str(token_id): bias for token_id, bias in parameters["logit_bias"].items()}
     if parameters["logprobs"]:
-        # The sampled id is first and counts as one of them, so the last of the most likely ids would be missing.
+        # vLLM counts the sampled id as one of them, so the last of the most likely ids would be missing.
         parameters["logprobs"] += 1
     if request.constraint is not None:
         parameters["structured_outputs"] = constraint_arguments(request.constraint)
