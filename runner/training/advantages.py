@@ -31,14 +31,14 @@ _ByGroup: TypeAlias = tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.in
 
 
 def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDArray[np.float32]:
-    """Reward less the group's mean, over the group's deviation: GRPO, https://arxiv.org/abs/2402.03300.
+    """Reward minus the group's mean, divided by the group's standard deviation: GRPO, https://arxiv.org/abs/2402.03300.
 
     A group with equal rewards or a single member gets 0.
 
     Args:
         rewards: one for each trajectory, shape [trajectories].
         groups: label of each trajectory's group, of any type, shape [trajectories].
-        epsilon: added to the standard deviation, which is that of a sample (divided by n - 1, as in `torch.std`).
+        epsilon: added to the sample standard deviation (divided by n - 1, as in `torch.std`).
 
     Returns:
         Advantages, shape [trajectories], float32.
@@ -53,7 +53,7 @@ def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDA
 
 
 def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
-    """Reward less the mean of the *others* in the group: RLOO, https://arxiv.org/abs/2402.14740.
+    """Reward minus the mean of the *others* in the group: RLOO, https://arxiv.org/abs/2402.14740.
 
     Arguments, result, errors, and groups that get 0 are those of `grpo`.
     """
@@ -64,7 +64,7 @@ def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
 
 def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
-    """Reward less the group's mean: Dr. GRPO, https://arxiv.org/abs/2503.20783.
+    """Reward minus the group's mean: Dr. GRPO, https://arxiv.org/abs/2503.20783.
 
     Arguments, result, errors, and groups that get 0 are those of `grpo`.
     """
@@ -73,7 +73,7 @@ def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8) -> NDArray[np.float32]:
-    """Reward less the mean of the batch, over the batch's deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """Reward minus the batch's mean, over the batch's deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
 
     Groups are not compared, so a group with equal rewards has advantages too. A batch of equal rewards gets 0.
     Arguments, result and errors are those of `grpo`; one trajectory is enough.
@@ -87,7 +87,7 @@ def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float
 def reinforce_plus_plus_baseline(
     rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8
 ) -> NDArray[np.float32]:
-    """Reward less the group's mean, over the deviation of these in the batch: REINFORCE++ with a group baseline.
+    """Reward minus the group's mean, over the batch's deviation of that: REINFORCE++ with a group baseline.
 
     https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups that get 0 are those of `grpo`.
     """
@@ -115,7 +115,7 @@ def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
 
 
 def _checked(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
-    """Return the rewards, the index of each one's group, and the number of members of each group."""
+    """Return the rewards, the index of each reward's group, and the number of members of each group."""
     values, labels = as_numpy(rewards).astype(np.float64), as_numpy(groups)
     if values.ndim != 1 or values.shape != labels.shape:
         raise BadBatch(

@@ -1,4 +1,4 @@
-"""Numpy arrays and torch tensors alike: values come in as either kind, and results go out as the same."""
+"""Conversion between numpy arrays and torch tensors: results have the same kind as the given values."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class TrainingBatch:
     attention_mask: NDArray[np.bool_]
     """True for ids, False for padding, bool. It does not separate packed rows."""
     position_ids: NDArray[np.int32]
-    """Positions from 0 in each row, and in the padding after the last row of a sequence; int32."""
+    """Positions from 0 in each row. The padding at the end of a sequence also counts from 0; int32."""
     segment_ids: NDArray[np.int32]
     """Index into `rows` + 1, and 0 for padding, int32.
 
@@ -58,7 +58,7 @@ class TrainingBatch:
     It is 0 at untrained positions, and NaN without a value from the engine.
     """
     temperatures: NDArray[np.float32]
-    """Temperature: divide the logits by it to get that log-probability; 1 at untrained positions, float32."""
+    """Divisor of the logits to get that log-probability; 1 at untrained positions, float32."""
     advantages: NDArray[np.float32]
     """Advantage of the id, float32; 0 before advantages are given, and at untrained positions."""
     weight_versions: NDArray[np.int32]
@@ -217,7 +217,7 @@ class TrainingBatch:
         """Return the batch with these advantages at trained positions, and 0 elsewhere.
 
         Args:
-            values: one for each of `trajectories`, for all its segments; or one for each position, shape
+            values: one for each of `trajectories`, which applies to all its segments; or one for each position, shape
                 [sequences, length]; an array or a tensor.
 
         Raises:
@@ -241,7 +241,7 @@ class TrainingBatch:
         return dataclasses.replace(self, advantages=placed)
 
     def with_masks(self, grammar: RecordedMasks) -> Self:
-        """Return the batch with the token masks of its turns: recorded ones, or those of their grammars.
+        """Return the batch with the token masks of its turns: recorded masks, or masks computed from grammars.
 
         Args:
             grammar: `GrammarMasks` for turns that were sampled under a grammar; `RecordedMasks` for turns whose engine
@@ -258,7 +258,7 @@ class TrainingBatch:
     def top_logprobs(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return the `count` most likely ids at each trained position and their log-probabilities, sorted.
 
-        Both are computed at each call, since they are `count` times as large as all other arrays together.
+        They are not cached, since they are `count` times as large as all other arrays together.
 
         Args:
             count: ids per position, at most the n of `Sampling(logprobs=n)` of every trained turn.
@@ -278,9 +278,9 @@ class TrainingBatch:
         return np.stack(ids, axis=-1), np.stack(logprobs, axis=-1)
 
     def routed_experts(self) -> NDArray[np.int16]:
-        """Return the experts that computed each id, for a trainer that routes as the engine did.
+        """Return the experts that computed each id, for a trainer that uses the same routing as the engine.
 
-        Computed at each call, since they are much larger than all other arrays together. The last sampled id of a
+        They are not cached, since they are much larger than all other arrays together. The last sampled id of a
         sequence was not computed by the engine, and has none.
 
         Returns:
@@ -335,7 +335,7 @@ class TrainingTensors:
     logprobs: torch.Tensor
     """Log-probability of the sampling, in nats, float32."""
     temperatures: torch.Tensor
-    """Temperature: divide the logits by it to get that log-probability, float32."""
+    """Divisor of the logits to get that log-probability, float32."""
     advantages: torch.Tensor
     """Advantage of the id, float32."""
     weight_versions: torch.Tensor
@@ -345,7 +345,7 @@ class TrainingTensors:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Arguments of a Transformers model, `model(**tensors.model_inputs)`, with which a row attends only to itself.
+        """Arguments of a Transformers model, `model(**tensors.model_inputs)`. A row attends only to itself with them.
 
         Transformers separates packed rows by `position_ids`, but only without an attention mask and without a cache.
         Padding needs no mask: it is on the right, where no row attends to it. `attn_implementation="flash_attention_2"`
@@ -362,7 +362,7 @@ class TrainingTensors:
         whole(f"sequences={sequences!r}", sequences, least=1)
         for start in range(0, len(self.input_ids), sequences):
             part = slice(start, start + sequences)
-            # The table of masks is shared by all sequences.
+            # All sequences share the table of masks.
             masks = None if self.masks is None else dataclasses.replace(self.masks, index=self.masks.index[part])
             yield TrainingTensors(**{name: getattr(self, name)[part] for name in _TENSORS}, masks=masks)
 

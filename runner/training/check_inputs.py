@@ -1,4 +1,4 @@
-"""Inputs of `check_weights`: transfers and adapters, made from the model in transformers, and its memory."""
+"""Inputs of `check_weights`: transfers and adapters created from the model in transformers, and the check of memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _GB_BYTES: Final = 1e9
 def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     """Check that the main memory suffices for an engine, its update, and the model in transformers. Blocks.
 
-    Transformers has the model in float32, and a copy of its first values. An engine in half precision needs the values
-    rounded for the proof too. On a CPU the engine is in main memory, with a second model while weights are loaded. A
-    state dict is copied once in the engine's dtype.
+    Transformers holds the model in float32, and a copy of its first values. For an engine in half precision, the proof
+    needs another copy with rounded values. On a CPU the engine is in main memory, with a second model while weights are
+    loaded. A state dict is copied once in the engine's dtype.
 
     Args:
         folder: the model's folder; one without safetensors is not checked, since the size of its model is unknown.
@@ -37,7 +37,7 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     Raises:
         BadOption: the memory does not suffice.
     """
-    import psutil  # an engine's extra has it
+    import psutil  # installed with each engine's extra
 
     try:
         forms = read_folder(folder).forms.values()
@@ -59,7 +59,7 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
 
 
 def linear_kinds(model: Any) -> list[str]:
-    """Return the kinds of linear layers without the output layer, which PEFT leaves out too."""
+    """Return the kinds of linear layers without the output layer, which PEFT also leaves out."""
     import torch
 
     head = model.get_output_embeddings()

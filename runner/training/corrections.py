@@ -1,7 +1,7 @@
 """Corrections for ids whose sampling probability differs from the trainer's: ratios, truncation, masks and figures.
 
 Functions take numpy arrays or torch tensors of shape [sequences, length], and return the same kind without a gradient:
-weights are constants of a loss. Any are 0 at untrained positions. The trainer's log-probabilities are those at
+weights are constants of a loss. All values are 0 at untrained positions. The trainer's log-probabilities are those at
 `batch.temperatures`, with `batch.masks` if ids are constrained.
 """
 
@@ -33,7 +33,7 @@ class SequenceMean(enum.StrEnum):
 
 
 def ratios(logprobs: Any, batch: TrainingBatch) -> Any:
-    """The trainer's probability of each trained id over that of its sampling.
+    """The trainer's probability of each trained id, divided by its sampling probability.
 
     Args:
         logprobs: the trainer's log-probabilities in nats.
@@ -59,7 +59,7 @@ def ratios(logprobs: Any, batch: TrainingBatch) -> Any:
 
 
 def tis(ratio: Any, *, most: float = 2.0) -> Any:
-    """Ratios of at most `most`: truncated importance sampling, https://fengyao.notion.site/off-policy-rl."""
+    """Ratios clipped at `most`: truncated importance sampling, https://fengyao.notion.site/off-policy-rl."""
     _check_bounds(0.0, most)
     return like(ratio, np.minimum(_float64(ratio), most))
 
@@ -79,7 +79,7 @@ def sequence_mask(
     most: float = 2.0,
     mean: SequenceMean | Literal["geometric", "product"] = SequenceMean.GEOMETRIC,
 ) -> Any:
-    """1 for trained ids of trajectories whose ratio is within the bounds, and 0 for all others.
+    """1 for trained ids of trajectories whose ratio is within the bounds, and 0 for all other positions.
 
     A trajectory is one sequence, whatever its segments. The geometric mean is that of GSPO,
     https://arxiv.org/abs/2507.18071; masked importance sampling of sequences: https://richardli.xyz/rl-collapse.
@@ -113,7 +113,7 @@ def sequence_mask(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Figures of the difference between the trainer's probabilities of trained ids and those of the sampling."""
+    """Figures of the difference between the trainer's probabilities of trained ids and their sampling probabilities."""
 
     ids: int
     """Number of trained ids."""
@@ -130,11 +130,11 @@ class Mismatch:
     clipped: float
     """Share of ids whose ratio is outside of the bounds."""
     by_version: Mapping[str, Mismatch]
-    """The same for the ids of each weight version; empty in such a part."""
+    """The same figures for the ids of each weight version; empty in these parts."""
 
 
 def mismatch(ratio: Any, batch: TrainingBatch, *, least: float = 0.5, most: float = 2.0) -> Mismatch:
-    """Return figures of the ratios, of all trained ids and of those of each weight version.
+    """Return figures of the ratios, for all trained ids and for the ids of each weight version.
 
     Args:
         ratio: the result of `ratios`.
@@ -157,7 +157,7 @@ def mismatch(ratio: Any, batch: TrainingBatch, *, least: float = 0.5, most: floa
 
 
 def trajectory_index(batch: TrainingBatch) -> NDArray[np.int64]:
-    """The index of each position's trajectory, 0 in padding, shape [sequences, length]."""
+    """The index of each position's trajectory, shape [sequences, length]; 0 in padding."""
     by_segment_id = np.concatenate([np.zeros(1, np.int64), batch.trajectory_of.astype(np.int64)])
     return np.asarray(by_segment_id[batch.segment_ids])
 

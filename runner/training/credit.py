@@ -1,8 +1,8 @@
-"""Credit for turns: returns from each turn on, comparison by turn, GAE over turns, and credit shared by rows.
+"""Credit for turns: returns of turns, comparison by turn, GAE over turns, and credit shared by rows.
 
-Functions return one value for each position, shape [sequences, length], float32, 0 where nothing is trained, as
-`TrainingBatch.with_advantages` takes it. Given values are numpy arrays or torch tensors, on any device and in any
-precision; the result is of the same kind, without a gradient.
+Functions return one value for each position, shape [sequences, length], float32, for `TrainingBatch.with_advantages`; 0
+at untrained positions. Given values are numpy arrays or torch tensors, on any device and in any precision; the result
+is of the same kind, without a gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _TrainedTurn:
 
 
 def turn_returns(batch: TrainingBatch, *, discount: float = 1.0) -> NDArray[np.float32]:
-    """The discounted sum of `turn.reward` from each turn on, and of the trajectory's reward, which the last turn gets.
+    """The discounted sum of rewards from each turn on. The last turn also receives the trajectory's reward.
 
     Args:
         batch: the batch.
@@ -58,7 +58,7 @@ def turn_returns(batch: TrainingBatch, *, discount: float = 1.0) -> NDArray[np.f
 def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule = dr_grpo) -> NDArray[np.float32]:
     """The returns of each turn compared with those of the turns with the same number in its group.
 
-    Turns that no other trajectory of the group has get 0. See "turn-level advantage" in
+    A turn is 0 if no other trajectory of the group has one with its number. See "turn-level advantage" in
     https://arxiv.org/abs/2505.11821.
 
     Args:
@@ -85,12 +85,13 @@ def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule 
 def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: float = 0.95) -> tuple[Any, Any]:
     """Generalized advantage estimation with one step per turn, https://arxiv.org/abs/1506.02438.
 
-    The value of a turn is that at its first trained id: what a critic expects after the prompt. Rewards are those of
-    `turn_returns`. All ids of a turn have its advantage.
+    The value of a turn is the critic's value at its first trained id, which estimates the return after the prompt.
+    Rewards are those of `turn_returns`. All ids of a turn have its advantage.
 
     Args:
         batch: the batch.
-        values: a critic's value for each position, shape [sequences, length]: at p, that before the id at p.
+        values: a critic's value for each position, shape [sequences, length]. The value at p does not depend on the id
+            at p.
         discount: the factor per turn.
         decay: the factor lambda.
 
@@ -123,8 +124,8 @@ def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: floa
 def shared_credit(batch: TrainingBatch, advantages: Any) -> Any:
     """Each advantage divided by the number of rows of its trajectory.
 
-    A trajectory has several rows after its history was rewritten, or where it branches. By default each of them has the
-    whole advantage, so such a trajectory counts more; with this every trajectory counts once.
+    A trajectory has several rows after its history was rewritten, or where it branches. By default each row has the
+    whole advantage, so the trajectory counts several times. With this function every trajectory counts once.
 
     Args:
         batch: the batch.
@@ -153,7 +154,7 @@ def _turns(batch: TrainingBatch) -> Iterator[list[_TrainedTurn]]:
                 f"{name_of(trajectory)} has branches, so its turns have no single order: give one advantage for each "
                 "trajectory, with shared_credit(batch, advantages) if it should count once."
             )
-        # Rows are in the order of segments, and turns may be out of it where a history went back.
+        # Rows are in the order of segments. Turns may be in another order if a history was rewound.
         ordered = sorted(turns, key=lambda each: each[0].number)
         yield [_TrainedTurn(turn, owner, number, places) for number, (turn, places) in enumerate(ordered)]
 

@@ -22,16 +22,16 @@ _MIN_TEMPERATURE = 0.01  # vLLM's minimum for temperatures above 0
 
 
 def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorded: bool = False) -> str:
-    """Return why exp(trainer's log-probability - recorded one) is not the ratio of two policies; "" if it is.
+    """Return why exp(trainer's log-probability - recorded one) is not a ratio of two policies; "" if it is.
 
-    The recorded value is that of the sampling distribution. With top-k, top-p or min-p that is a part of the
-    vocabulary, scaled up to 1: over the whole vocabulary a trainer gets a lower value for the same policy. Penalties,
-    biases and excluded ids change the probabilities of other ids too, which a trainer's logits do not contain.
-    Temperature 0 has no distribution, and several LoRA adapters are several policies. A temperature is not a reason,
-    since a trainer can apply it, and neither is a grammar with available masks.
+    The recorded value is of the sampling distribution. With top-k, top-p or min-p, that distribution covers a part of
+    the vocabulary, scaled to 1. A trainer, which covers the whole vocabulary, computes a lower value for the same
+    policy. Penalties, biases and excluded ids change the probabilities of other ids too, which a trainer's logits do
+    not contain. Temperature 0 has no distribution, and several LoRA adapters are several policies. A temperature is not
+    a reason, since a trainer can apply it, and neither is a grammar with available masks.
 
     Each reason has the number of its turns or ids. `masked`: the masks of the grammars are available. `recorded`: the
-    trainer applies the sampling masks that turns have, so that neither truncation nor grammar of these is a reason.
+    trainer applies the sampling masks of turns, so that truncation and grammars of these turns are not reasons.
     """
     turns, ids = reason_counts(rows, masked=masked, recorded=recorded)
     said = [f"{reason} ({counted(count, 'turn')})" for reason, count in sorted(turns.items())]
@@ -54,7 +54,7 @@ def reason_counts(
             NO_FINITE_LOGPROB: sum(int((~np.isfinite(row.logprobs)).sum()) for row in rows),
         }
     )
-    return turns, +ids  # without those that are 0
+    return turns, +ids  # without counts of 0
 
 
 def temperatures(row: TrainingRow) -> NDArray[np.float32]:
@@ -73,7 +73,7 @@ def temperatures(row: TrainingRow) -> NDArray[np.float32]:
 def constrained_ids(rows: Iterable[TrainingRow], *, recorded: bool = False) -> int:
     """Return the number of trained ids that were sampled under a grammar, whose mask an exact ratio needs.
 
-    `recorded`: without those of turns that have their sampling masks.
+    `recorded`: without the ids of turns that have sampling masks.
     """
     constrained = (turn for row in rows for turn in _trained(row) if turn.constraint is not None)
     return sum(turn.end - turn.start for turn in constrained if not (recorded and turn.sampling_masks is not None))

@@ -35,8 +35,8 @@ _CACHE_BYTES = 512 << 20  # of compiled grammars, as in vLLM
 class GrammarMasks(RecordedMasks):
     """Token masks of constrained turns, computed by the same library and settings as in vLLM.
 
-    A turn that does not fit its grammar, or a constraint that cannot be compiled, raises `BadBatch`. Turns whose engine
-    returned sampling masks have these.
+    A turn that does not fit its grammar, or a constraint that cannot be compiled, raises `BadBatch`. If an engine
+    returned sampling masks, these are used instead.
 
     Args:
         model: the engine's model: a folder, a Hugging Face id or the demo model's name; or an
@@ -98,21 +98,21 @@ class GrammarMasks(RecordedMasks):
         return self._walk(turn, table, name)
 
     def _walk(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32]:
-        """Advance the grammar by the sampled ids, and return the index of the mask before each."""
+        """Advance the grammar by the sampled ids, and return the index of the mask before each id."""
         assert turn.constraint is not None
         matcher = self._matcher(turn, name)
         index = np.full(turn.end - turn.start, UNCONSTRAINED_INDEX, dtype=np.int32)
         mask = np.full((1, table.words), -1, dtype=np.int32)
         for position, token_id in enumerate(turn.token_ids):
-            # As in vLLM: after an end id that is not one of our stop ids, the grammar allows everything.
+            # As in vLLM: after an end id that is not in our stop ids, the grammar allows everything.
             if matcher.is_terminated():
                 break
-            # False: every id is allowed, and the mask was not written.
+            # False means that every id is allowed, and the mask was not written.
             if matcher.fill_next_token_bitmask(mask):
                 index[position] = table.add(mask)
             else:
                 mask.fill(-1)
-            # Check the mask first, since the matcher prints a line about each refused id.
+            # Check the mask first, since the matcher prints a line about each id that it refuses.
             allowed = 0 <= token_id < self.vocabulary and mask[0, token_id // WORD_BITS] >> token_id % WORD_BITS & 1
             if not allowed or not matcher.accept_token(token_id):
                 raise BadBatch(_misfit(turn.constraint, name, position, token_id))
@@ -122,7 +122,7 @@ class GrammarMasks(RecordedMasks):
         assert turn.constraint is not None
         try:
             compiled = self._compiled(turn.constraint)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of the library, and of malformed values
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # from the library, and from malformed values
             raise BadBatch(
                 f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_without_place(error)}); "
                 "was it written by hand, or enforced by another library than xgrammar?"

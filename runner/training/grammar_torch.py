@@ -22,7 +22,7 @@ _Scores = Callable[[Any, Any], Any]  # (positions, ids) to logits; None selects 
 
 
 def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any:
-    """Return the logits of the sampling: minus infinity for ids that are not allowed, divided by the temperature.
+    """Return the logits of the sampling: divided by the temperature, and minus infinity for ids that are not allowed.
 
     Args:
         logits: shape [n, vocabulary], any floating type.
@@ -75,7 +75,7 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
 def head_logprobs(
     hidden: Any, weight: Any, targets: Any, masks: TokenMasks, temperature: Any = 1.0, *, bias: Any = None
 ) -> Any:
-    """Return the same from the head's input, so that only allowed logits are computed.
+    """Return the result of `masked_logprobs` from the input of the model's head, and compute only allowed logits.
 
     For heads that are one matrix, without a later step such as a soft cap on the logits.
 
@@ -104,7 +104,7 @@ def head_logprobs(
 
 
 def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any, *, like: Any) -> Any:
-    """Process positions in groups by the number of allowed ids; each group reads only the ids that it needs."""
+    """Process positions in groups by the number of allowed ids. Each group reads only the ids that it needs."""
     targets = torch.as_tensor(targets, dtype=torch.int64, device=like.device)
     logprobs = _precise(like.new_zeros(len(targets)))
     scale = _column(temperature, logprobs).expand(len(targets), 1)
@@ -128,7 +128,7 @@ def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.i
         if chosen.any():
             yield chosen, None
     if narrow.any():
-        # All of them read the union of their ids, in one gather.
+        # All positions of this group read the union of their ids, in one gather.
         together = np.bitwise_or.reduce(masks.table[np.unique(masks.index[narrow])], axis=0)
         united = TokenMasks(together[None], np.zeros(1, dtype=np.int32), masks.vocabulary)
         yield narrow, united.unpacked()[0].nonzero()[0]
@@ -143,7 +143,7 @@ def _allowed(masks: TokenMasks, device: Any, columns: NDArray[np.int64] | None =
 
 
 def _gathered(logits: Any, targets: Any, columns: Any) -> Any:
-    """Return each row's logit of its id; minus infinity if the id is not in `columns`."""
+    """Return the logit of each row's id; minus infinity if the id is not in `columns`."""
     if columns is None:
         return logits.gather(-1, targets[:, None])[:, 0]
     index = torch.searchsorted(columns, targets).clamp(max=len(columns) - 1)

@@ -26,7 +26,7 @@ class Layout:
     lengths: NDArray[np.int64]
     """Lengths of the rows, in the given order, shape [rows], int64."""
     starts: NDArray[np.int64]
-    """Index of each row's begin in the flattened array, shape [rows], int64."""
+    """Index of the first id of each row in the flattened array, shape [rows], int64."""
 
     @classmethod
     def padded(cls, lengths: Sequence[int], *, length: int | None = None, multiple_of: int = 1) -> Layout:
@@ -49,7 +49,7 @@ class Layout:
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, length: int) -> Layout:
-        """Lay out the longest row first, each into the first sequence with room.
+        """Put each row, longest first, into the first sequence with room.
 
         Rows of equal length keep their order, so the same rows are always packed in the same way.
         """
@@ -91,7 +91,7 @@ class Layout:
         return [flat[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
 
     def segment_ids(self) -> NDArray[np.int32]:
-        """Return the index + 1 of each position's row, and 0 for padding; shape [sequences, length]."""
+        """Return 1 + the index of each position's row, and 0 for padding; shape [sequences, length]."""
         rows = (np.int32(row + 1) for row in range(len(self.lengths)))
         return self.fill((np.full(n, row) for n, row in zip(self.lengths, rows, strict=True)), 0, np.int32)
 

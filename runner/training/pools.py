@@ -40,17 +40,17 @@ class Pools:
 
         run = Run(environment, engine, tasks=Pools(tasks, weights={"new": 1, "middle": 2}), group_size=8)
 
-    Each task is drawn in two steps: a pool by its weight, among pools with tasks, and then a task of the pool. Seed
-    and results determine the draws. A resumed run file restores the pass rates. End the iteration of the run, or
-    use `run.groups(full=n)`.
+    Each task is drawn in two steps: a pool by its weight, among pools with tasks, and then a task of the pool. Seed and
+    results determine the draws. A resumed run file restores the pass rates. End the iteration of the run, or use
+    `run.groups(full=n)`.
 
     Args:
         tasks: the tasks, all kept in memory.
-        weights: the weight of each pool by name; a pool that is left out has weight 0. Where only pools of weight 0
-            have tasks, all tasks are drawn.
+        weights: the weight of each pool by name; a pool that is left out has weight 0. If only pools of weight 0 have
+            tasks, tasks are drawn from all pools.
         seed: seed of the draws.
-        decay: weight of the earlier pass rate when an episode adds its own.
-        passed: the value of a scored trajectory, from 0 to 1; by default its reward, within these bounds.
+        decay: weight of the previous pass rate when an episode is added.
+        passed: the value of a scored trajectory, from 0 to 1; by default its reward, clipped to these bounds.
 
     Raises:
         BadOption: a weight, the decay or the name of a pool is invalid.
@@ -91,7 +91,7 @@ class Pools:
             yield task
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Add a result to the pass rate of its task; a trajectory without a reward changes nothing."""
+        """Update the pass rate of a task by a result. A trajectory without a reward changes nothing."""
         id = trajectory.task.id
         if trajectory.reward is None or not trajectory.outcome.scored or id not in self._tasks:
             return

@@ -51,7 +51,7 @@ class TrainingRow:
 
 
 def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[TrainingRow]:
-    """Return the rows of a trajectory, one for each segment with trained ids; arrays are copied."""
+    """Return the rows of a trajectory, one for each segment with trained ids. Arrays are copied."""
     rows = [_row(trajectory, index, versions) for index in range(len(trajectory.segments))]
     return [row for row in rows if row.loss_mask.any()]
 
@@ -113,11 +113,11 @@ def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:
 def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> TrainingRow:
     log = trajectory.segments[index].log
     mask = np.frombuffer(log.mask(), dtype=np.int8).astype(np.bool_)
-    mask[:1] = False  # no id predicts the first one; in a packed batch the row before it would
+    mask[:1] = False  # no id predicts the first one; in a packed batch, the previous row would
     return TrainingRow(
         trajectory=trajectory,
         segment=index,
-        ids=np.array(log.ids, dtype=np.int32),  # a copy: a view would prevent the log's array from growing
+        ids=np.array(log.ids, dtype=np.int32),  # a copy, since a view would prevent the log's array from growing
         loss_mask=mask,
         logprobs=np.where(mask, np.array(log.logprobs, dtype=np.float32), np.float32(0)),
         versions=_versions(log, mask, versions),
@@ -134,5 +134,5 @@ def _versions(log: TokenLog, mask: NDArray[np.bool_], table: Mapping[str, int]) 
 
 
 def _kept_spans(log: TokenLog) -> Iterator[VersionSpan]:
-    """Return the spans with at least one id that was not taken back."""
+    """Return the spans with at least one id that is still trained."""
     return (span for span in log.versions if Source.SAMPLED in log.sources[span.start : span.end])

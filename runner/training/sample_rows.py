@@ -1,4 +1,4 @@
-"""Sample rows: a trajectory as the prompt, response and mask that trainers of other libraries take."""
+"""Sample rows: a trajectory as prompt, response and mask, in the form that trainers of other libraries take."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["InexactRows", "SampleRow", "SegmentChoice", "sample_rows"]
 log = logger_for("training")
 
 TOO_LONG: Final = "too_long"
-"""Reason for a row that is not trained: it has more ids than the trainer takes."""
+"""Reason for a row that is not trained: it has more ids than the trainer accepts."""
 
 
 class SegmentChoice(enum.StrEnum):
     """The segments of a trajectory that become rows, for trainers that take one row for each sample."""
 
     EACH = "each"
-    """A row for each segment with trained ids: nothing is lost."""
+    """A row for each segment with trained ids. Nothing is lost."""
     LAST = "last"
     """The last segment with trained ids; earlier ones are not trained."""
     LONGEST = "longest"
-    """The segment with the most trained ids, the later one of equals; others are not trained."""
+    """The segment with the most trained ids; of equal ones, the later one. Others are not trained."""
     REFUSE = "refuse"
-    """A trajectory with several is an error."""
+    """A trajectory with several segments is an error."""
 
     @classmethod
     def of(cls, given: SegmentChoice | str) -> SegmentChoice:
@@ -91,12 +91,12 @@ class SampleRow:
     advantages: NDArray[np.float32]
     """Advantage of each id, float32; 0 where `mask` is False, and if none were given."""
     sampling_masks: SamplingMasks | None
-    """Ids that could be sampled in the place of each, without any where `mask` is False or the engine returned none.
+    """Ids that could be sampled at each position. A position is empty if `mask` is False or the engine returned none.
 
     None if the engine returned none for the whole row.
     """
     routed_experts: NDArray[np.int16] | None
-    """Experts that computed each id of prompt and response, shape [prompt + response, layers, experts], -1 without.
+    """Experts that computed each id of prompt and response, shape [prompt + response, layers, experts]; -1 if unknown.
 
     None if the engine returned none.
     """
@@ -113,7 +113,7 @@ class SampleRow:
     def version(self) -> str:
         """The oldest weight version of the row, for trainers that take one number; "" without a trained id.
 
-        Versions follow each other in a segment, so the oldest is that of the first trained id.
+        Versions only increase in a segment, so the first trained id has the oldest one.
         """
         return next((version for version in self.versions if version), "")
 
@@ -185,18 +185,18 @@ def sample_rows(
 ) -> list[SampleRow]:
     """Return a trajectory as rows, at least one.
 
-    A failed episode has its ids, no trained position and reward None. So has one with a trained id whose
-    log-probability is not finite, and a row that is too long, whose ids are cut to the length; these two are counted
-    and logged once. A trajectory without a trained id has one row whose response is one padding id.
+    A failed episode has its ids, no trained position and reward None. The same holds for an episode with a trained id
+    whose log-probability is not finite, and for a row that is too long, which is cut to the length. The latter two are
+    counted and logged once. A trajectory without a trained id has one row whose response is one padding id.
 
     Args:
         trajectory: a trajectory of a trained agent.
         segments: the segments that become rows.
         advantages: one number for the trajectory, or one for each of its turns.
-        length: the most ids of prompt and response together, or a pair: the most of each.
+        length: maximum number of ids of prompt and response together, or a pair of maximum numbers for each.
         pad_id: the id of a response without ids.
         needs_logprobs: False for a trainer that ignores `logprobs`: ids without one are trained, too.
-        counts: where reasons of inexact ratios, and rows that are left out, are counted.
+        counts: counter of reasons for inexact ratios, and of rows that are left out.
 
     Raises:
         BadBatch: there are several rows and `segments` is "refuse", the turns have no ids, or the advantages do not
@@ -225,7 +225,7 @@ def sample_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The most ids of a row."""
+    """Maximum number of ids of a row."""
 
     whole: int | None = None
     prompt: int | None = None
@@ -241,7 +241,7 @@ class _Limit:
         return cls(whole(given, length, least=2, otherwise=", or a pair of the most ids of prompt and of response"))
 
     def kept(self, prompt: int, response: int) -> tuple[int, int]:
-        """The numbers of ids of prompt and response that fit; the prompt keeps its last ones."""
+        """The numbers of ids of prompt and response that fit. The last ids of the prompt are kept."""
         if self.whole is not None:
             response = min(response, max(1, self.whole - prompt))
             return min(prompt, self.whole - response), response
@@ -314,7 +314,7 @@ def _masks(row: TrainingRow, mask: NDArray[np.bool_], first: int, end: int) -> S
 
 
 def _empty(trajectory: Trajectory, failed: str, pad_id: int, limit: _Limit) -> SampleRow:
-    """The row of a trajectory without a trained id: its last segment as the prompt, and one padding id."""
+    """The row of a trajectory without a trained id: the last segment is the prompt, and one padding id the response."""
     ids = list(trajectory.segments[-1].log.ids) if trajectory.segments else []
     ids = ids[len(ids) - limit.kept(len(ids), 1)[0] :]
     return SampleRow(

@@ -40,7 +40,7 @@ NO_TURN: Final = "no_turn"
 """Reason for an absent trajectory: it was scored, but its agent had no turn."""
 
 NO_LOGPROBS: Final = "no_logprobs"
-"""Reason for a refused trajectory: the engine gave no finite log-probability for an id that would be trained."""
+"""Reason for a refused trajectory: an id that would be trained has no finite log-probability."""
 
 NO_REWARD: Final = "no_reward"
 """Reason for an absent trajectory: it was scored, but one of its rewards is missing."""
@@ -76,7 +76,7 @@ class Selection:
     group_of: NDArray[np.int32]
     """Index of each trajectory's group in `groups`, shape [trajectories], int32."""
     groups: tuple[ComparedGroup, ...]
-    """All given groups, also those whose trajectories are all absent or left out."""
+    """All given groups, including groups whose trajectories are all absent or left out."""
     absent: Mapping[str, int]
     """Number of trajectories without a reward, by outcome, or by "no_turn", "no_reward" or "untrained"."""
     rows: tuple[TrainingRow, ...]
@@ -116,7 +116,7 @@ class Selection:
             _refuse_messages(items)
         rewards = _rewards([trajectory for trajectory, _ in scored])
         group_of = np.array([group for _, group in scored], dtype=np.int32)
-        # Before groups are left out, since `groups` contains flat ones too.
+        # Computed before groups are left out, since `groups` contains flat ones too.
         flat = without_spread(rewards, group_of)
         groups = tuple(_compared(item, group_of == index, flat) for index, item in enumerate(items))
         if drop_flat:
@@ -176,7 +176,7 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
 
 
 def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory, int]], Mapping[str, int]]:
-    """Return the trajectories with a reward and their item's index, and the number of others by reason."""
+    """Return the trajectories with a reward, the index of each one's item, and the number of others by reason."""
     scored: list[tuple[Trajectory, int]] = []
     absent: Counter[str] = Counter()
     seen: set[Trajectory] = set()
@@ -205,7 +205,7 @@ def _refuse_messages(items: Sequence[Group | Trajectory]) -> None:
 
 
 def absence(trajectory: Trajectory) -> str:
-    """Return why a trajectory is absent; "" if it is not."""
+    """Return the reason why a trajectory is absent; "" if it is present."""
     if not trajectory.trained:
         return UNTRAINED
     if not trajectory.outcome.scored:
@@ -235,7 +235,7 @@ def lacks_logprobs(trajectory: Trajectory) -> bool:
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
-    # A reward too large for float32 becomes infinite without a warning, and is refused below.
+    # A reward too large for float32 becomes infinite without a warning. It is refused below.
     with np.errstate(over="ignore"):
         rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64).astype(np.float32)
     for index in np.flatnonzero(~np.isfinite(rewards)):

@@ -17,7 +17,7 @@ HIDDEN_SIZE: Final = 256
 HEAD_COUNT: Final = 4
 MAX_CONTEXT: Final = 4096
 LAYER_COUNTS: Final = (2, 3, 4, 6, 8)
-"""Numbers of layers that are tried until every kind of tensor is there: some models begin with several dense layers."""
+"""Numbers of layers to try until every kind of tensor is present. Some models begin with several dense layers."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _SIZES: Final = {
     "intermediate_size": 512,
@@ -42,7 +42,7 @@ def tensor_kind(name: str) -> str:
 
 
 def float_tensors(model: Any) -> dict[str, Any]:
-    """Return a torch model's parameters and persistent buffers of floating-point numbers, by name; tied ones once.
+    """Return the floating-point parameters and persistent buffers of a torch model by name; tied ones once.
 
     Buffers of a checkpoint are weights too, such as the bias by which DeepSeek V3 chooses experts.
     """
@@ -101,7 +101,7 @@ def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
     if getattr(tiny, "quantization_config", None) is not None:
         del tiny.quantization_config  # random weights are not quantized
     text = tiny.get_text_config()
-    heads = getattr(text, "num_attention_heads", HEAD_COUNT)  # a model of recurrent layers alone has none
+    heads = getattr(text, "num_attention_heads", HEAD_COUNT)  # missing in a model that has only recurrent layers
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     grouped = getattr(text, "num_key_value_heads", None) not in (None, heads)
     hidden = HIDDEN_SIZE if getattr(text, "head_dim", None) else HEAD_COUNT * head_size
@@ -122,7 +122,7 @@ def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
         **_SIZES,
         **{name: min(8, getattr(text, name, None) or 8) for name in _EXPERTS},
     }
-    if embedding := getattr(text, "word_embed_proj_dim", None):  # of OPT, often smaller than the hidden size
+    if embedding := getattr(text, "word_embed_proj_dim", None):  # exists in OPT, often smaller than the hidden size
         changes["word_embed_proj_dim"] = hidden * embedding // text.hidden_size
     if isinstance(getattr(text, "mamba_d_head", None), int) and hasattr(text, "mamba_expand"):
         inner = text.mamba_expand * hidden
@@ -131,13 +131,13 @@ def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
         changes |= {"num_heads": text.expand * hidden // head_size}
     for name, value in changes.items():
         if value is not None and getattr(text, name, None) is not None:
-            with suppress(AttributeError):  # computed from others
+            with suppress(AttributeError):  # computed from other settings
                 setattr(text, name, value)
     return tiny
 
 
 def _layers(text: Any, count: int) -> dict[str, Any]:
-    """Return the number of layers and their types, if listed: each of them in turn, at least once."""
+    """Return the number of layers and their types, if listed. Each type occurs at least once."""
     types = getattr(text, "layer_types", None)
     if not types:
         return {"num_hidden_layers": count}
@@ -172,13 +172,13 @@ def save_tiny_model(source: Path, folder: Path, *, tokenizer: Path, vocabulary: 
         source: a folder with a config.json.
         folder: folder to save it in.
         tokenizer: folder of its tokenizer and chat template.
-        vocabulary: number of ids; None keeps that of the configuration.
+        vocabulary: number of ids; None keeps the number in the configuration.
     """
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(source)
-    except Exception as error:  # as above
+    except Exception as error:  # models of transformers may raise anything
         raise BadModel(f"{source} has no configuration that transformers reads: {one_line(error)}") from error
     model = random_model(tiny_config(config, vocabulary=vocabulary))
     model.save_pretrained(folder)

@@ -55,7 +55,7 @@ class TokenMasks:
         counts = np.unpackbits(self.table.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
         return np.append(counts, self.vocabulary).take(
             self.index, mode="wrap"
-        )  # -1, UNCONSTRAINED_INDEX, is the last one
+        )  # -1, UNCONSTRAINED_INDEX, selects the last item
 
     @property
     def forced(self) -> NDArray[np.bool_]:
@@ -63,7 +63,7 @@ class TokenMasks:
         return np.equal(self.allowed, 1)
 
     def unpacked(self) -> NDArray[np.bool_]:
-        """Return one truth value per id, shape [*index.shape, vocabulary]; large, for few positions."""
+        """Return one truth value per id, shape [*index.shape, vocabulary]. The result is large."""
         used, index = np.unique(self.index, return_inverse=True)
         everything = np.full((1, self.table.shape[1]), -1, dtype=np.int32)
         packed = np.concatenate([self.table, everything])[used].astype("<i4", copy=False)
@@ -94,9 +94,9 @@ class MaskTable:
 class RecordedMasks:
     """Token masks of turns whose engine returned the ids that could be sampled, `turn.sampling_masks`.
 
-    They include what a grammar excluded. `GrammarMasks` uses them too, and computes those of other constrained turns.
-    A mask has one bit for each id of the vocabulary, and truncated positions rarely have equal masks: 150,000 ids are
-    19 kB for each position.
+    They also exclude the ids that a grammar excluded. `GrammarMasks` uses them too, and computes the masks of other
+    constrained turns. A mask has one bit for each id of the vocabulary, and truncated positions rarely have equal
+    masks: 150,000 ids are 19 kB for each position.
 
     Args:
         vocabulary: number of logits.
@@ -107,7 +107,7 @@ class RecordedMasks:
         """Number of logits."""
 
     def masks_of(self, turn: Turn) -> TokenMasks | None:
-        """Return the mask of each sampled id of a turn, with the stop id; None for a turn without.
+        """Return the mask of each sampled id of a turn, including the stop id; None for a turn without masks.
 
         Raises:
             BadBatch: an id is not allowed by its mask, or the constraint cannot be compiled; the message names it.
@@ -121,7 +121,10 @@ class RecordedMasks:
         return self.masks_for_rows([row])[0]
 
     def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
-        """Return the masks of several rows with one shared table: pad or pack their `index` as any other array."""
+        """Return the masks of several rows with one shared table.
+
+        Their `index` can be padded or packed like any array.
+        """
         table = MaskTable(self.vocabulary)
         indices = [self._row_index(row, table) for row in rows]
         shared = table.array()

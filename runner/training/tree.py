@@ -1,4 +1,4 @@
-"""Token trees: rows of a group with shared prefixes, so that a prompt of 8 episodes is computed once."""
+"""Token trees: rows of a group are merged at shared prefixes, so that a prompt of 8 episodes is computed once."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class LossTerms:
     position: NDArray[np.int32]
     """Position of the id in its row, shape [terms], int32."""
     target_id: NDArray[np.int32]
-    """Id of the term, shape [terms], int32."""
+    """Target id of the term, shape [terms], int32."""
     parent_node: NDArray[np.int32]
-    """Node whose logits predict it, shape [terms], int32."""
+    """Node whose logits predict the id, shape [terms], int32."""
     logprobs: NDArray[np.float32]
     """Log-probability of its sampling in this row, in nats, shape [terms], float32."""
     temperatures: NDArray[np.float32]
-    """Divisor of its logits.
+    """Divisor of the logits of the term.
 
     The result is the distribution of its sampling in this row; shape [terms], float32.
     """
@@ -58,7 +58,7 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """Rows merged at their common prefixes: one node for each id with the same ids before it. May be a forest.
+    """Rows merged at common prefixes: rows share a node if all ids up to it are equal. May be a forest.
 
     Nodes are in depth-first order, so descendants directly follow their node. A query sees a key, an ancestor or
     itself, if `enter[key] <= enter[query] < leave[key]`.
@@ -97,8 +97,8 @@ class TokenTree:
         """Build trees of at most `nodes` nodes each; a longer row is a tree of its own.
 
         Rows are sorted by their ids, so that rows of a group, and groups with the same system prompt, are neighbours.
-        They are split to compute the fewest ids again, then into the fewest trees. Give room for a prompt and several
-        answers: if only one row fits, nothing is shared.
+        The split minimizes the ids that are computed again, then the number of trees. Let `nodes` cover a prompt and
+        several answers: if only one row fits, nothing is shared.
 
         Args:
             rows: the rows of one group or many.
@@ -195,8 +195,8 @@ def _check_rows(rows: object) -> None:
 
 
 def _in_order(rows: Sequence[TrainingRow]) -> tuple[list[int], list[int]]:
-    """Sort the rows by their ids, and count the first ids that each shares with the one before it."""
-    # Big-endian bytes compare like the ids, in C, and a prefix is first.
+    """Sort the rows by their ids, and count the leading ids that each row shares with the previous one."""
+    # Big-endian bytes sort like the ids, compare in C, and put a prefix first.
     keys = [row.ids.astype(">i4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     shared = [_common(rows[before].ids, rows[after].ids) for before, after in pairwise(order)]
@@ -211,7 +211,7 @@ def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
 
 def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int]:
     """Return the cuts of the sorted rows into trees: fewest ids computed again, then fewest trees."""
-    best = [(0, 0, 0)]  # for the first rows: ids computed again, trees, begin of the last tree
+    best = [(0, 0, 0)]  # for the first `end` rows: ids computed again, number of trees, begin of the last tree
     for end in range(1, len(lengths) + 1):
         choices = [
             (best[start][0] + (shared[start] if start else 0), best[start][1] + 1, start)
@@ -274,8 +274,8 @@ def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
 
 
 def _terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
-    """Return the fields of one row's `LossTerms` in order, without `logit`, which needs the whole tree."""
-    # The first id has no parent, and is never trained.
+    """Return the fields of one row's `LossTerms` in order, without `logit`, which depends on the whole tree."""
+    # The first id has no parent and is never trained.
     at = (np.flatnonzero(row.loss_mask[1:]) + 1).astype(np.int32)
     values = (row.ids[at], path[at - 1], row.logprobs[at], temperatures(row)[at], row.versions[at])
     return np.full_like(at, index), at, *values

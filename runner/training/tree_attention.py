@@ -15,10 +15,11 @@ from runner.errors import BadModel
 __all__ = ["TREE_ATTENTION", "tree_attention"]
 
 TREE_ATTENTION = "token_tree"
-"""Value for `AutoModelForCausalLM.from_pretrained(..., attn_implementation=)`. Work and memory of a tree then grow with
-its nodes times the nodes that each sees, not with the square of its nodes. Other masks are computed as by sdpa."""
+"""Value for `AutoModelForCausalLM.from_pretrained(..., attn_implementation=)`. Work and memory of a tree grow with its
+number of nodes times the nodes that each one sees, not with the square of its nodes. For other masks, sdpa is used.
+"""
 
-_BLOCK_SIZE = 256  # nodes: smaller blocks compute fewer masked scores, larger ones need fewer calls
+_BLOCK_SIZE = 256  # nodes: smaller blocks compute fewer masked scores, but need more calls
 _CHANGES = ("softcap", "s_aux")  # changes of a layer's scores that sdpa ignores
 
 
@@ -32,7 +33,7 @@ def tree_attention(
         query: shape [1, heads, nodes, width].
         key: shape [1, key-value heads, nodes, width].
         value: as `key`.
-        attention_mask: a tree's `leave`, shape [1, 1, 1, nodes], int64; any other is sdpa's.
+        attention_mask: a tree's `leave`, shape [1, 1, 1, nodes], int64. Any other mask is passed to sdpa.
         dropout: dropout of the attention weights.
         options: `scaling`, and options of sdpa.
 

@@ -167,7 +167,7 @@ def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
 def tree_difference(model: Any, tree: TokenTree) -> float:
     """Return the largest difference between the tree's logits and those of each row alone, to test a model.
 
-    Costs one forward pass for each row. Call `model.eval()` first: dropout differs from pass to pass.
+    This takes one forward pass for each row. Call `model.eval()` first: dropout differs from pass to pass.
     """
     with torch.no_grad():
         logits = tree_logits(model, tree)
@@ -207,7 +207,7 @@ def _inputs_for(bare: Any, tree: TokenTree, device: Any) -> dict[str, Any]:
             return _inputs(tree, block_mask(tree, device), device)
         case "token_tree":  # four dimensions, so that transformers does not change it
             return _inputs(tree, _indices(tree.leave, device)[None, None, None], device)
-        case "sdpa":  # a bool mask fits every dtype, under autocast too
+        case "sdpa":  # a bool mask works with every dtype, even under autocast
             return tree_inputs(tree, device=device)
         case _:
             return tree_inputs(tree, bare.dtype, device=device)
@@ -218,7 +218,7 @@ def _indices(array: NDArray[np.int32], device: Any) -> Any:
 
 
 def _bare(model: Any) -> Any:
-    """Return the model inside wrappers, whose signatures accept any argument."""
+    """Return the model inside wrappers. Signatures of wrappers accept any argument."""
     while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
         model = inner
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -19,9 +19,11 @@ __all__ = ["CrossingTurn", "turns_across_update"]
 TURN_COUNT: Final = 4
 PROMPT_SIZE: Final = 16
 MAX_IDS: Final = 4096
-"""Maximum number of ids of a turn; it ends after the update."""
+"""Maximum number of ids of a turn, large enough that it ends after the update."""
 LATE_IDS: Final = 64
-"""Ids of a turn that are read after the update; the first ones may have waited, and are of the old weights."""
+"""Number of ids of a turn that are read after the update. The first of them may have waited, and may be of the old
+weights.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,12 @@ class CrossingTurn:
         return slice(self.versions[-1].start, self.versions[-1].end)
 
     def sampled_of(self, scores: Sequence[float]) -> Sequence[float]:
-        """Return the part for the sampled ids of scores of all ids but the first."""
+        """Return the scores of the sampled ids, from scores of all ids but the first."""
         return scores[len(scores) - len(self.logprobs) :]
 
 
 async def turns_across_update(engine: Engine, update: Callable[[], Awaitable[Any]]) -> list[CrossingTurn]:
-    """Update while turns are sampled one after another, until some have ids of both weights.
+    """Update the weights during sampled turns, until some turns have ids of both weights.
 
     Returns:
         The turns with enough ids of both weights for a comparison, one at least.
@@ -82,7 +84,7 @@ async def _take_turns(
     """Sample turns until the update is done; keep one with enough ids of both weights."""
     prompt = [number + 5] * PROMPT_SIZE
     longest = min(MAX_IDS, engine.context - PROMPT_SIZE)
-    # Of different sizes, so that they do not all end at the same time.
+    # Of different lengths, so that turns do not all end at the same time.
     sampling = replace(Sampling.defaults(), max_tokens=longest - longest * number // (2 * TURN_COUNT), ignore_eos=True)
     request = GenerationRequest(name=f"turn {number}/main/0", prompt=prompt, sampling=sampling)
     while not updated.is_set():

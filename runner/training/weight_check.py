@@ -52,7 +52,9 @@ ID_COUNT: Final = 96
 CHANGE_SIZE: Final = 0.3
 """Change of one kind of tensor, in standard deviations of its values."""
 WHOLE_CHANGE_SIZE: Final = 0.1
-"""Change of all tensors at once: more makes a deep model so sensitive that rounding in bfloat16 looks like a fault."""
+"""Change of all tensors at once. A larger change makes a deep model so sensitive that rounding in bfloat16 looks like a
+fault.
+"""
 EVERYTHING: Final = "all tensors"
 ADAPTER: Final = "checked"
 
@@ -90,11 +92,11 @@ class TensorVerdict(enum.StrEnum):
     """Result of one update."""
 
     RIGHT = "right"
-    """The engine's scores, of a prompt and of ids in steps, equal those of transformers with the new weights."""
+    """The engine's scores, both of a prompt and of ids in steps, equal those of transformers with the new weights."""
     WRONG = "wrong"
     """The scores differ."""
     UNSEEN = "unseen"
-    """The change of the log-probabilities is smaller than the usual difference between both computations."""
+    """The change of the log-probabilities is smaller than the usual difference between the two computations."""
     REFUSED = "refused"
     """The engine refuses such an update, with a reason."""
 
@@ -288,7 +290,7 @@ class _Trial:
 
     @asynccontextmanager
     async def engine_running(self) -> AsyncIterator[None]:
-        """Start the engine for this block; it may be replaced during it."""
+        """Start the engine for this block. It may be replaced during the block."""
         try:
             await self._start()
             yield
@@ -362,7 +364,7 @@ class _Trial:
             row = CheckedTensor(kind, way, TensorVerdict.REFUSED, reason=one_line(error))
         finally:
             self.reference.load_state_dict(self._first)
-        # A refusal may come while it is asleep or has no weights.
+        # The refusal may come while the engine is asleep or has no weights.
         self._is_broken = row.verdict is TensorVerdict.WRONG or self.engine.state is not EngineState.RUNNING
         return row
 
@@ -382,7 +384,7 @@ class _Trial:
         return row
 
     async def _reason_in_turns(self) -> str:
-        """Return the reason why ids of the turns are not of the weights of their version, or ""."""
+        """Return the reason why some ids of the turns do not fit the weights of their version, or ""."""
         parts: dict[str, Callable[[CrossingTurn], slice]] = {"new": lambda turn: turn.new, "old": lambda turn: turn.old}
         for name, part in parts.items():
             if name == "old":
@@ -399,7 +401,7 @@ class _Trial:
         return ""
 
     async def _checked_adapter(self, kind: str) -> CheckedTensor:
-        """Add an adapter on one kind of layer, compare scores under it with PEFT, and remove it."""
+        """Add an adapter to one kind of layer, compare scores under it with PEFT, and remove it."""
         await self._start_with_adapters()
         with adapter_on(self.reference, kind) as (adapted, tensors, config):
             proof = await self._proof(adapted)
@@ -434,7 +436,10 @@ class _Trial:
         return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
 
     def _is_seen(self, figures: ProofFigures, proof: WeightProof) -> bool:
-        """Return whether the change certainly shows or, if its share is unknown, old weights would have failed."""
+        """Return True if the change certainly shows.
+
+        If its share is unknown, return True if old weights would have failed.
+        """
         if figures.arrived is not None:
             return shows_arrival(figures)
         return not self._compared(proof, self._accepted.scores, None).holds
@@ -464,7 +469,7 @@ class _Trial:
             await anyio.to_thread.run_sync(self.reference.save_pretrained, new)
             await engine.update_weights(new)
         elif way is Way.UNDER_TURNS:
-            await engine.update_weights(self._first)  # an earlier way left others
+            await engine.update_weights(self._first)  # an earlier way left other weights
             update = partial(engine.update_weights, self.reference.state_dict(), mode=PauseMode.KEEP)
             try:
                 self._turns = await turns_across_update(engine, update)
@@ -472,7 +477,7 @@ class _Trial:
                 raise unwrapped(error) from None
         elif way is Way.TRANSFER:
             self._transfer = self._transfer or local_transfer(self._arguments, self.reference, self._scratch)
-            await engine.update_weights(self._transfer)  # both ends connect once
+            await engine.update_weights(self._transfer)  # both ends connect only once
         elif way is Way.AFTER_SLEEP:
             await engine.sleep(2)
             await engine.wake(["weights"])

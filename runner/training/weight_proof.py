@@ -43,8 +43,8 @@ def weight_proof(
 ) -> WeightProof:
     """Compute a proof of a torch model's weights, for `update_weights(proof=)`, by one forward pass without gradients.
 
-    Compute it with the weights that are sent: after the optimizer's step and before the next one. The model is in
-    `eval()` during the pass, since dropout would change its output.
+    Compute it with the weights that are sent: between two steps of the optimizer. The model is in `eval()` during the
+    pass, since dropout would change its output.
 
     Args:
         model: takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], directly or as `.logits`.
@@ -113,7 +113,7 @@ def _autocast_types(model: Any, device: str) -> Iterator[set[Any]]:
 
 
 def _rounded(model: Any, dtype: Any) -> dict[str, Any]:
-    """Return the parameters that a narrower number type changes, rounded to it, in their own type."""
+    """Return the parameters that a narrower number type would change, rounded to it, in their own type."""
     return {
         name: parameter.to(dtype).to(parameter.dtype)
         for name, parameter in model.named_parameters()
