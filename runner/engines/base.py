@@ -378,7 +378,7 @@ class Engine(BaseEngine):
                     values += delta.logprobs or ()
             if deltas.finish is None or deltas.finish.reason is not FinishReason.ABORT:
                 return deltas, values
-            if self.cuts == cuts:  # without a new cut, repeating could go on without end
+            if self.cuts == cuts:  # without a new cut, it could be repeated without end
                 raise EngineError(f"{request.name}: the engine ended the request by itself")
 
     async def _score_as_sampled(

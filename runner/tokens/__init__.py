@@ -1,1 +1,1 @@
-"""Token ids: vocabularies, chat templates, and the log of what was sampled."""
+"""Token ids: vocabularies, chat templates, and the log of all ids of a segment."""

@@ -1,4 +1,4 @@
-"""A vocabulary of the 256 bytes and a few control tokens, without a download: for scripted engines and tests."""
+"""A vocabulary of the 256 bytes and a few control tokens, for scripted engines and tests. Needs no download."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ByteTokenizer(Tokenizer):
     Args:
         control_tokens: further control tokens, after ChatML's.
         eos_token: the token that ends a turn.
-        added_tokens: tokens that are single ids as well, but not special, as "<tool_call>" is in some vocabularies.
+        added_tokens: further tokens that are single ids, but not special, as "<tool_call>" is in some vocabularies.
 
     Raises:
         ValueError: `eos_token` is not a control token, or a name is empty or given as both kinds.
@@ -51,7 +51,7 @@ class ByteTokenizer(Tokenizer):
         self.longest_token = max(map(len, self.pieces))
         kinds = (*special, eos_token, *(("", *added_tokens) if added_tokens else ()))
         self.fingerprint = hashlib.sha256("\0".join(kinds).encode()).hexdigest()[:16]
-        # Longest first, so that a token is not cut short by one that is its prefix.
+        # Longest first, so that a shorter token does not match the beginning of a longer one.
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._borders = Borders(names)

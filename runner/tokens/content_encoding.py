@@ -1,12 +1,12 @@
 """Encoding in which content of users and tools never forms a control token.
 
-A tokenizer looks for its added tokens in the raw text, wherever it came from. Here they are looked for with the
-content masked out, by the library itself, so that its rules hold (longest first, white space swallowed, single words,
-normalised forms). Each token found is replaced by a mark that no text contains. The marked text is encoded in one pass
-by a twin tokenizer: the same model, normaliser and pre-tokenizer, with no added tokens but the marks and the words.
+A tokenizer searches the whole text for its added tokens, whatever the source of a part. Here the library itself
+searches the text with masked content, so that its rules apply (longest first, white space swallowed, single words,
+normalised forms). A mark that no text contains replaces each token found. The marked text is encoded in one pass by a
+twin tokenizer: the same model, normaliser and pre-tokenizer, with no added tokens but the marks and the words.
 
 Words: some vocabularies list words that the model learnt among their added tokens, such as runs of spaces, HTML tags,
-and reserved names. Those control nothing and are encoded alike everywhere.
+and reserved names. Such words have no control function, and are encoded in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Content = Sequence[tuple[int, int]]
-"""Sorted, disjoint spans of a text, as indices into it: the text of users and tools."""
+"""Spans of users' and tools' text, sorted and disjoint, as indices into the whole text."""
 
 
 def check_content(text: str, content: Content) -> None:
@@ -61,7 +61,7 @@ def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
 
 
 class Borders:
-    """Test of whether a text could be part of one of some names, together with its neighbours."""
+    """Test if a text, together with its neighbours, could be part of one of some names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         names = [name for name in names if name]
@@ -72,7 +72,7 @@ class Borders:
         self._longest = max(map(len, names), default=1)
 
     def touched_by(self, text: str) -> bool:
-        """True if `text` is inside a name, or shares an end with one; also without its white space."""
+        """True if `text` is inside a name, or shares an end with one; white space at its ends is ignored."""
         bare = text.strip()
         if any(form and form in self._joined for form in (text, bare)):
             return True
@@ -86,12 +86,12 @@ class Borders:
 
 
 class AddedTokens:
-    """The added tokens of one tokenizer. The tokenizer is not changed: its model is shared, and no flag is set.
+    """The added tokens of one tokenizer. The tokenizer does not change; only its model is shared.
 
     Args:
         tokenizer: the library's tokenizer.
-        model: the twin's model, if the tokenizer's own model makes control tokens of plain text.
-        visible: the normaliser's effect on a text, as far as decoding does not undo it.
+        model: the twin's model, if the tokenizer's own model encodes plain text as control tokens.
+        visible: the effect of the normaliser on a text that decoding does not revert.
         words: names of added tokens that are words of the model, white space among them.
     """
 
@@ -105,11 +105,11 @@ class AddedTokens:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
         self._control = [(token_id, token) for token_id, token in added if token.content not in words]
         self.control_ids = frozenset(token_id for token_id, _ in self._control)
-        """The ids of all added tokens except words, which control nothing."""
+        """The ids of all added tokens except words, which have no control function."""
         self._visible = visible
         names = [token.content for _, token in self._control]
         self._normalizer = tokenizer.normalizer
-        # A normalised token is cut out of normalised text, so the twin's text must be normalised before.
+        # Normalised tokens are found in normalised text, so the text for the twin must be normalised first.
         self._normalizes_first = _changes_text(self._normalizer) and any(token.normalized for _, token in self._control)
         matched = [self._normalizer.normalize_str(name) for name in names] if self._normalizes_first else []
         self._borders = Borders({*names, *map(visible, names), *matched})
@@ -117,7 +117,7 @@ class AddedTokens:
         self._indices = {self._finder.token_to_id(name): index for index, name in enumerate(names)}
         self._single_words = any(token.single_word for _, token in added)
         self._word, self._other = _mask_characters("".join((*names, *words, *map(visible, names))))
-        self._stem = f"{self._word}{secrets.token_hex(12)}n"  # no word begins before it and ends in it
+        self._stem = f"{self._word}{secrets.token_hex(12)}n"  # no word may begin before this text and end inside it
         self._tokenizer, self._model = tokenizer, model
         plain = [(token_id, token) for token_id, token in added if token.content in words]
         cut = self._normalizes_first or any(token.single_word for _, token in plain)
@@ -126,7 +126,7 @@ class AddedTokens:
         self._marks = [*self._control, *self._cut]
 
     def near(self, text: str) -> bool:
-        """True if `text` holds an added token, or part of one that its neighbours may complete."""
+        """True if `text` contains an added token, or a part of one that its neighbours may complete."""
         return any(self._found(form) or self._borders.touched_by(form) for form in {text, self._visible(text)})
 
     def encode(self, text: str, content: Content) -> list[int]:
@@ -139,16 +139,16 @@ class AddedTokens:
         return [ids.get(token_id, token_id) for token_id in twin.encode(marked, add_special_tokens=False).ids]
 
     def _found(self, text: str) -> list[tuple[int, int, int]]:
-        """Return the control tokens in `text`: index, start, stop; with the white space that they swallow."""
+        """Return the control tokens in `text` as (index, start, stop), including the white space that they swallow."""
         found = self._finder.encode(text, add_special_tokens=False)
-        # The finder takes the text between two tokens as one word, so a text without tokens is a single id.
+        # The finder treats the text between two tokens as one word, so a text without tokens is a single id.
         if len(found.ids) < 2 and not set(found.ids) & self._indices.keys():
             return []
         indices = self._indices
         return [(indices[i], *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in indices]
 
     def _scaffold(self, text: str, content: Content) -> Iterator[tuple[int, int, int]]:
-        """The control tokens outside `content`. They may swallow white space of it, as they do in any text."""
+        """The control tokens outside `content`. As in any text, they may swallow white space of the content."""
         said = list(self._without_words(text, content)) if self._cut else content
         for index, start, stop in self._found(masked(text, said, self._mask)):
             token = self._control[index][1]
@@ -159,7 +159,7 @@ class AddedTokens:
                 yield index, start, stop
 
     def _without_words(self, text: str, content: Content) -> Iterator[tuple[int, int]]:
-        """The parts of `content` outside words that are cut out: neighbours of such a word depend on it."""
+        """The parts of `content` without the words that are cut out, since neighbours depend on such a word."""
         words = [(start, stop) for _, start, stop in self._between(text, ())]
         for begin, end in content:
             for start, stop in words:
@@ -169,9 +169,9 @@ class AddedTokens:
             yield begin, end
 
     def _between(self, text: str, found: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        """The words between the control tokens `found` that are cut out like them: index, start, stop."""
+        """The words between the control tokens `found` that are also cut out: index, start, stop."""
         taken: list[tuple[int, int]] = []
-        for _, start, stop in found:  # neighbours may have swallowed the same white space
+        for _, start, stop in found:  # two neighbours may have swallowed the same white space
             begin = max(start, taken[-1][1]) if taken else start
             taken.append((begin, max(begin, stop)))
         finder, indices = self._word_finder
@@ -181,7 +181,7 @@ class AddedTokens:
                 yield indices[token_id], start, stop
 
     def _mask(self, said: str) -> str:
-        """Return a mask of the same length without control tokens that keeps what the neighbours can see of `said`."""
+        """Return a mask without control tokens, as long as `said`. It keeps the characters that neighbours react to."""
         words = said.strip(_SPACES)
         if not words:
             return said
@@ -194,7 +194,7 @@ class AddedTokens:
         return before + mask + after
 
     def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:
-        """Return `text` with marks for the tokens found; normalised if the twin does not normalise."""
+        """Return `text` with marks for the tokens found. The text is normalised if the twin does not do that."""
         parts: list[str] = []
         stretch, before, end = "", "", 0
         for index, start, stop in found:
@@ -209,14 +209,14 @@ class AddedTokens:
         return "".join((*parts, self._normalized(stretch + text[end:], before)))
 
     def _normalized(self, stretch: str, before: str) -> str:
-        """Return `stretch` normalised as the twin expects it; `before` is put in front if it begins with a mark."""
+        """Return `stretch` normalised as the twin expects it. `before` is put in front if it begins with a mark."""
         if not self._normalizes_first or not stretch:
             return stretch
         text: str = self._normalizer.normalize_str(stretch)
         return before + text[text.index(self._stem) :] if stretch.startswith(self._stem) else text
 
     def _before_first(self, index: int, found: str) -> str:
-        """The text that normalising puts before a normalised token at the start of a stretch."""
+        """The text that normalising adds before a normalised token at the start of a stretch."""
         token = self._marks[index][1]
         name: str = self._normalizer.normalize_str(token.content)
         before: str = self._normalizer.normalize_str(found).partition(name)[0]
@@ -226,7 +226,7 @@ class AddedTokens:
         return self._normalizes_first and bool(token.normalized)
 
     def _mark(self, index: int) -> str:
-        # It ends in digits, which do not combine with an accent that follows.
+        # The stem ends in digits, which do not combine with a following accent.
         return f"{self._stem}{index:06}"
 
     @functools.cached_property
@@ -236,7 +236,7 @@ class AddedTokens:
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:
             twin.normalizer = self._tokenizer.normalizer
-        # New ids start at the number of learnt tokens, which may be below their largest id if some are left out.
+        # New ids start at the number of learnt tokens, which may be lower than their largest id if there are gaps.
         learnt = twin.get_vocab(with_added_tokens=False)
         gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
         marks = {self._mark(index): token_id for index, (token_id, _) in enumerate(self._marks)}
@@ -281,10 +281,10 @@ _SPACE_WRITTEN = "\u2581"
 
 
 def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
-    """Return a model with the same ids that makes none of `names` out of plain text; None if it never does.
+    """Return a model with the same ids that never encodes plain text as one of `names`; None if the given one does not.
 
-    A model that learnt control tokens as words, as Unigram models do, makes them without added tokens. The `settings`
-    are the model's part of a tokenizer.json.
+    A model that learnt control tokens as words, as Unigram models do, produces them even without added tokens. The
+    `settings` are the model's part of a tokenizer.json.
     """
     vocabulary = settings["vocab"]
     learnt = vocabulary if isinstance(vocabulary, dict) else {name for name, _ in vocabulary}
@@ -311,13 +311,13 @@ def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[st
     return model
 
 
-# White space of the library; Python's own also has U+001C to U+001F.
+# White space as the library defines it; Python's definition also has U+001C to U+001F.
 _SPACES = "".join(map(chr, (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F)))
 _SPACES += "\u205f\u3000"
 
 
 def _finder(tokenizer: tokenizers.Tokenizer, added: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """Return a tokenizer that finds the same added tokens, and takes text between two of them as one word."""
+    """Return a tokenizer that finds the same added tokens, and treats the text between two tokens as one word."""
     word = secrets.token_hex(12)
     finder = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab={word: 0}, unk_token=word))
     finder.normalizer = tokenizer.normalizer
@@ -337,7 +337,7 @@ def _copy(token: tokenizers.AddedToken, **changed: Any) -> tokenizers.AddedToken
 
 
 def _mask_characters(names: str) -> tuple[str, str]:
-    """Return a letter and a sign that are in none of the names and that no normaliser changes."""
+    """Return a letter and a sign that none of the names contain and no normaliser changes."""
     return next(char for char in "жщыэю" if char not in names), next(char for char in "☃☎♞⚓" if char not in names)
 
 

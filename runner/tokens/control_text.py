@@ -31,11 +31,11 @@ def special_tokens(text: str) -> tuple[str, ...]:
 
 
 def tag_tokens(text: str) -> tuple[str, ...]:
-    """Return the tags that some vocabularies have as single ids but not as special ones, such as `<tool_call>`."""
+    """Return the tags that some vocabularies have as single, but not special ids, such as `<tool_call>`."""
     return tuple(dict.fromkeys(_TAG.findall(text)))
 
 
 def lacking(rendered: str, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the control tokens of a render that a vocabulary lacks; a model reads them as letters."""
+    """Return the control tokens of a render that a vocabulary lacks. A model reads them as letters."""
     names = special_tokens(rendered)
     return tuple(name for name in names if tokenizer.control_ids.isdisjoint(tokenizer.encode(name)))

@@ -1,4 +1,4 @@
-"""Incremental text of streamed ids: never half a character, never a second encoding."""
+"""Incremental text of streamed ids. It never splits a character, and never encodes text again."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _UNREADABLE = "\ufffd"
 class IncrementalDecoder:
     """The text of ids as they come. All returned parts, joined, equal `tokenizer.decode` of all the ids.
 
-    A character whose bytes are spread over several ids is returned with the last of them. In a vocabulary that falls
-    back to single bytes, it is returned with the id after its run of bytes. The work for an id does not depend on how
-    many came before.
+    If the bytes of a character are spread over several ids, the last of these ids returns it. In a vocabulary with byte
+    fallback, the id after the run of bytes returns it. The work per id is constant.
     """
 
     __slots__ = ("_steps",)
@@ -43,7 +42,7 @@ class IncrementalDecoder:
 
 
 def text_of_token(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of one id, also if it is the beginning of a text or a part of a character.
+    """Return the text of one id, even if the id is only a part of a character.
 
     Bytes that are not text by themselves are characters U+DC80 to U+DCFF, as in Python's `surrogateescape`.
     """
@@ -58,7 +57,7 @@ def text_of_token(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 class _ByteSteps:
-    """For vocabularies of bytes: decoding joins the bytes of the ids, so one UTF-8 decoder does it."""
+    """For vocabularies of bytes: decoding joins the bytes of the ids, so one UTF-8 decoder is enough."""
 
     __slots__ = ("_pieces", "_utf8")
 
@@ -79,7 +78,7 @@ class _ByteSteps:
 class _WordSteps:
     """For vocabularies of words: decoding joins words and runs of bytes, and drops a space at the very beginning.
 
-    A run that is valid so far is held back until it ends, since one wrong byte changes all of it.
+    A run that is valid so far is held back until it ends, since one wrong byte changes the whole run.
     """
 
     __slots__ = ("_broken", "_open", "_run", "_to_drop", "_utf8", "_words")
@@ -89,7 +88,7 @@ class _WordSteps:
         self._utf8 = _utf8_decoder(errors="strict")
         self._to_drop = words.dropped
         self._open: list[str] = []  # the characters of the run so far
-        self._run = 0  # the number of its bytes
+        self._run = 0  # the number of bytes of the run
         self._broken = False
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -120,7 +119,7 @@ class _WordSteps:
         return ""
 
     def _end_run(self) -> str:
-        """Return the text of the run that ends here, without the part that was returned already."""
+        """Return the text of the run that ends here, without the part that was already returned."""
         is_cut = bool(self._utf8.getstate()[0])
         text = "" if self._broken else _UNREADABLE * self._run if is_cut else "".join(self._open)
         self._utf8.reset()
@@ -138,8 +137,8 @@ class _WordSteps:
 class _WindowSteps:
     """For other vocabularies: ids since the last settled text are decoded again with the new ones.
 
-    Exact if an id changes no text before the last settled id, as in the decoders that remain: WordPiece, Metaspace, and
-    words joined by spaces.
+    This is exact if an id does not change text before the last settled id. The remaining decoders behave so: WordPiece,
+    Metaspace, and words joined by spaces.
     """
 
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")
@@ -169,7 +168,7 @@ class _WindowSteps:
         new = text[self._shown :]
         if not new:
             return ""
-        # The new ids of this call stay as the left neighbours of the next ones.
+        # The new ids stay, as left neighbours of the next ones.
         self._ids = self._ids[self._settled :]
         self._settled = len(self._ids)
         self._shown = len(self._tokenizer.decode(self._ids))

@@ -23,11 +23,11 @@ class Anchor(enum.StrEnum):
     """The place after which the bridge was attached."""
 
     STOP = "stop"
-    """The stop id that was sampled, which is in the template's tail."""
+    """The sampled stop id, which occurs in the template's tail."""
     COMMON_PREFIX = "common_prefix"
-    """The end of what the tail has in common with a tail without new messages."""
+    """The end of the common prefix of the tail and a tail without new messages."""
     NONE = "none"
-    """Nothing to attach it to: a cut turn, or a first prompt."""
+    """No anchor: a cut turn, or a first prompt."""
 
 
 class Close(enum.StrEnum):
@@ -38,7 +38,7 @@ class Close(enum.StrEnum):
     MASKED = "masked"
     """The bridge added them, with loss mask 0."""
     REPLACED = "replaced"
-    """The sampled stop is in the place of the template's close."""
+    """The sampled stop replaces the template's close."""
 
 
 class Seam(enum.StrEnum):
@@ -54,7 +54,7 @@ class Seam(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """One junction, with one field for each question."""
+    """Unknown: the ids on both sides are correct as text, but might have merged."""
 
     result: Result
     """The result for the history."""
@@ -67,6 +67,6 @@ class Junction:
     inserted: int
     """Number of ids inserted, all with loss mask 0."""
     dropped: int = 0
-    """Number of sampled ids that are not in the next prompt; `cause` has the reason."""
+    """Number of sampled ids that the next prompt lacks; `cause` has the reason."""
     cause: str = ""
     """The reason why the new messages were not simply appended, or ""."""

@@ -20,11 +20,11 @@ class Source(enum.IntEnum):
     PROMPT = 0
     """The first render of the segment."""
     BRIDGE = 1
-    """Inserted by the template between two sampled turns, new messages included."""
+    """Inserted by the template between two sampled turns, including new messages."""
     SAMPLED = 2
     """Sampled by the model in this segment."""
     RETRIED = 3
-    """Sampled, then withdrawn: the turn was played again in a later segment, or left out."""
+    """Sampled, then withdrawn: the turn was sampled again in a later segment, or left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TokenLog:
     top_logprobs: MutableMapping[int, TopLogprobs] = field(default_factory=dict)
     """The most likely ids of each turn that requested them, by the index of its first sampled id."""
     side_data: MutableMapping[int, SideData] = field(default_factory=dict)
-    """Sampling masks and routed experts of each turn that has some, by the index of its first sampled id."""
+    """Sampling masks and routed experts of turns that have them, by the index of the turn's first sampled id."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -82,15 +82,15 @@ class TokenLog:
         self.sources.frombytes(_SAMPLED * len(ids))
 
     def append_top(self, start: int, top: TopLogprobs) -> None:
-        """Append the most likely ids of what was just sampled in the turn that begins at `start`."""
+        """Append the most likely ids for newly sampled ids of the turn that begins at `start`."""
         known = self.top_logprobs.get(start)
         if known is None:
-            self.top_logprobs[start] = top.part(0, len(top))  # a copy, which grows
+            self.top_logprobs[start] = top.part(0, len(top))  # a copy, since it grows
         else:
             known.extend(top)
 
     def append_side(self, start: int, side: SideData) -> None:
-        """Append side data of what was just sampled in the turn that begins at `start`.
+        """Append side data for newly sampled ids of the turn that begins at `start`.
 
         Experts are kept for positions that no earlier turn has, since each turn of an engine has those of its prompt.
         """
@@ -103,7 +103,7 @@ class TokenLog:
             known.experts = side.experts.part(max((each.end for each in earlier), default=0), len(self.ids))
 
     def cut(self, end: int) -> None:
-        """Remove the ids from `end` on, which no later prompt and no turn refers to."""
+        """Remove the ids from `end` on. No later prompt or turn may refer to them."""
         del self.ids[end:], self.logprobs[end:], self.sources[end:]
         self.versions = [span for span in self.versions if span.end <= end]
         for by_start in (self.top_logprobs, self.side_data):
@@ -111,12 +111,15 @@ class TokenLog:
                 del by_start[start]
 
     def take_back(self, start: int, end: int | None = None) -> None:
-        """The ids from `start` to `end`, by default the last one, stay and are not trained on."""
+        """Exclude the ids from `start` to `end` from training; they stay in the log.
+
+        By default, `end` is the end of the log.
+        """
         kept = self.sources[start:end].tobytes().translate(_TAKEN_BACK)
         self.sources[start:end] = array("b", kept)
 
     def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
-        """Record weight versions; the spans count from `start`, the first id of the turn, and may go past the last."""
+        """Record weight versions. Spans count from `start`, the first id of the turn, and may exceed the last id."""
         end = len(self.ids)
         self.versions.extend(
             VersionSpan(span.version, start + span.start, min(start + span.end, end))
@@ -129,7 +132,7 @@ class TokenLog:
         return array("b", (self.sources.tobytes().translate(_MASK)))
 
 
-# Tables for `bytes.translate`, which processes a long episode's ids without a loop in Python.
+# Tables for `bytes.translate`, which processes the ids of a long episode without a Python loop.
 _SAMPLED = bytes([Source.SAMPLED])
 _TAKEN_BACK = bytes(Source.RETRIED if value == Source.SAMPLED else value for value in range(256))
 _MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))

@@ -102,7 +102,7 @@ def without_spread(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
 
 
 def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
-    """Return the result of `_checked` with each reward less its group's mean; exactly 0 in a group of equal rewards."""
+    """Return the result of `_checked`, with the group's mean subtracted from each reward."""
     values, index, count = _checked(rewards, groups)
     if len(values) and count.max() < 2:
         raise BadBatch(

@@ -145,7 +145,7 @@ class TrainingBatch:
         drop_flat: bool = False,
         vocabulary: int | None = None,
     ) -> Self:
-        """Create a batch with several rows per sequence: the longest first, each into the first sequence with room.
+        """Create a batch with several rows per sequence: longest first, each row in the first sequence with room.
 
         A row may attend only to itself: use `segment_ids`, or `position_ids`, which restart with every row.
 

@@ -216,7 +216,7 @@ def absence(trajectory: Trajectory) -> str:
 
 
 def refusal(trajectory: Trajectory) -> str:
-    """Return why a trajectory is not passed to trainers of other libraries: `absence` or "no_logprobs"; "" if it is.
+    """Return the reason to withhold a trajectory from other libraries: `absence` or "no_logprobs"; "" for none.
 
     A `TrainingBatch` keeps ids without a log-probability, and names them in its `inexact_reason`. Other libraries
     compute with the value.

@@ -131,7 +131,7 @@ class TokenTree:
         return Saving.of([self])
 
     def mask(self) -> NDArray[np.bool_]:
-        """Return True if the query (row) sees the key (column): ancestors and itself, shape [nodes, nodes], bool."""
+        """Return True if the query (row) sees the key (column): an ancestor or itself. Shape [nodes, nodes], bool."""
         query = self.enter[:, None]
         return (self.enter <= query) & (query < self.leave)
 

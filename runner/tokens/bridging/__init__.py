@@ -1,1 +1,1 @@
-"""The token fix-up: the ids of a next prompt, which begins with exactly the ids that were sampled."""
+"""Bridging: the next prompt begins with exactly the ids that the model saw and sampled."""

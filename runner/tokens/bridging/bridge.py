@@ -1,10 +1,10 @@
-"""The bridge: exactly the ids that a template puts between one sampled turn and the next, sampled ids left alone.
+"""The bridge: the ids that a template puts between one sampled turn and the next. Sampled ids stay unchanged.
 
-For the next prompt, the last assistant message is copied with a sentinel in it and rendered with the new messages
-after it. The text after the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation
-prompt. Nothing before it is compared or encoded, so the template's rendering of the model's words does not matter. If
-the template is proven not to look back, a short stand-in replaces the history (locality.py). The tail is encoded, the
-sampled stop id is looked for in it (tail_ids.py), and the bridge is what follows that id.
+For the next prompt, the last assistant message is copied with a sentinel in it and rendered with the new messages after
+it. The text after the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation prompt. The
+text before the tail is neither compared nor encoded, so the template may render the model's words in any way. If the
+template is proven not to look back, a short stand-in replaces the history (locality.py). The tail is encoded, the
+sampled stop id is searched for in it (tail_ids.py), and the ids after that stop are the bridge.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 PROMPT_CACHE_SIZE = 16
 
 MAX_CACHED_CHARS = 40
-"""Longest text whose control tokens are cached: names, ids and the like, which occur again."""
+"""Longest text whose control tokens are cached. Names, ids and similar short texts occur repeatedly."""
 
 CONTROL_TEXT_CACHE_SIZE = 4096
-"""Entries of that cache."""
+"""Entries of the cache of control tokens in texts."""
 
 PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
 """A render, and the spans of control text in contents that must not become control ids."""
@@ -56,13 +56,13 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True)
 class _BridgeStart:
-    """The place in the tail where the bridge begins, and the reason."""
+    """The place in the tail where the bridge begins, and why."""
 
     ids: list[int]
     anchor: Anchor
     """The place after which the bridge is attached."""
     close: Close
-    """The origin of the turn's closing tokens."""
+    """Source of the turn's closing tokens."""
     cause: str = ""
     """Further remarks for the junction."""
 
@@ -74,7 +74,7 @@ class Bridger:
     """
 
     locality: Locality
-    """Builds tails, and knows which of them depend on nothing before the last turn."""
+    """Creates tails, and proves which of them do not depend on messages before the last turn."""
     closes: TurnClosers
     """The control tokens that end a turn."""
 
@@ -119,10 +119,10 @@ class Bridger:
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
     def tail(self, answered: AnsweredTurn) -> Tail:
-        """Return the text after the words of a turn. It only renders, so it may be called in any thread."""
+        """Return the text after the words of a turn. Only renders, so it may be called in any thread."""
         tail = self.locality.tail(answered)
         if not tail.local:
-            # These render everything once more, and not on the event loop.
+            # These checks render the whole history once more, so they do not run on the event loop.
             self._control_text(tail)
             if tail.shape in self._early:
                 _ = tail.own_text
@@ -133,12 +133,12 @@ class Bridger:
 
         Args:
             tail: the turn's tail.
-            sampled: the turn's ids, its stop included.
-            stop: the id that ended the turn, or None for a turn that was cut.
-            thinking: whether the turn was cut inside its reasoning.
+            sampled: the turn's ids with its stop.
+            stop: the id that ended the turn; None if the turn was cut.
+            thinking: True if the turn was cut inside its reasoning.
 
         Raises:
-            Unbridgeable: there is no exact bridge; names the missing property.
+            Unbridgeable: there is no exact bridge; the error names the missing property.
         """
         if stop is not None and (not sampled or sampled[-1] != stop):
             raise ValueError(f"the turn's last id is not the stop id {stop}")
@@ -165,26 +165,26 @@ class Bridger:
             self._check_real(
                 tail, tail.real, tail.text if thinking else self._with_close(tail, tail_ids.ids, start.ids)
             )
-        # If contents cannot be told from the template's own words, control ids may stand for a user's text.
+        # If contents cannot be distinguished from the template's own words, control ids may replace a user's text.
         seam = Seam.UNVERIFIED if spans is None else self._seam(sampled, start.ids)
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
         return Bridge(start.ids, junction)
 
     def _with_close(self, tail: Tail, ids: Sequence[int], bridge: list[int]) -> str:
-        """The text of a bridge and of the close before it: from the last control token at the end of the turn."""
+        """The text of a bridge and of the turn's close, which begins at the last control token of the turn."""
         begin = len(ids) - len(bridge)
-        if begin < 0 or ids[begin:] != bridge:  # after a close that another stop replaces, the ids may differ
+        if begin < 0 or ids[begin:] != bridge:  # the ids may differ after a close that another stop replaces
             return self.tokenizer.decode(bridge)
         closes = [index for index in range(begin) if ids[index] in self.tokenizer.control_ids]
         first = closes[-1] if closes else begin if tail.after_call else 0
         return self.tokenizer.decode(ids[first:])
 
     def _repeats(self, tail: Tail) -> bool:
-        """True if a stop stands between the first copy of the turn's words and the last one."""
+        """True if a stop occurs between the first copy of the turn's words and the last one."""
         return bool(tail.repeated) and any(self.tokenizer.decode([each]) in tail.repeated for each in self.stop_ids)
 
     def _ends_early(self, tail: Tail) -> bool:
-        """True if the template writes a stop before the last words of the turn, or if that is not known."""
+        """True if the template writes a stop before the last words of the turn, or if this is not known."""
         shape = tail.shape
         if not tail.local or shape not in self._early:
             stops = [self.tokenizer.decode([each]) for each in self.stop_ids]
@@ -193,10 +193,11 @@ class Bridger:
         return self._early[shape]
 
     def _check_real(self, tail: Tail, real: str, text: str) -> None:
-        """Refuse a conversation whose end with its own words differs from the end with the sentinel."""
+        """Refuse a conversation whose end differs when it is rendered with its own words instead of the sentinel."""
         if self.tokenizer.normalize(real).endswith(self.tokenizer.normalize(text)):
             return
-        # For a vocabulary with other white space: all text after the words must be there, letter for letter.
+        # If a vocabulary changes white space, all other text after the words must still be there, character by
+        # character.
         if not tail.after_call and real.endswith(tail.text):
             return
         # SentencePiece writes a space after each control token, so the render is compared in that form.
@@ -211,16 +212,17 @@ class Bridger:
     def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _BridgeStart:
         index = tail_ids.find_in_close({stop})
         if index is not None:
-            # Text between the words and the stop may be the begin of the next message, whose stop it is then.
+            # Text between the words and the stop may begin the next message. Then the stop is that message's.
             if not tail.after_call and self.tokenizer.decode(tail_ids.ids[:index]).strip() and self._ends_early(tail):
                 raise _words_after_end()
             return _BridgeStart(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
-        # Some models write the template's close and then stop with another token: the close is not added again.
+        # Some models write the template's close and then stop with another token. The close is not added again then.
         closed = tail_ids.end_of_sampled_close(sampled[:-1])
         if closed is not None:
             return _BridgeStart(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
         name = self.tokenizer.decode([stop])
-        # GLM's turns end with the token that opens the next message: it fits only before a message of its own role.
+        # GLM's turns end with the token that opens the next message. The token fits only before a message with its own
+        # role.
         if self.closes.opens_a_role(stop):
             raise Unbridgeable(
                 Property.STOP_OPENS_NEXT, f"the turn ended with {name!r}, which opens no {tail.new[0]['role']} message"
@@ -231,7 +233,7 @@ class Bridger:
                 Property.STOP_IN_TAIL,
                 f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
             )
-        # A blank content is found too early, before the template's own close, and an altered one not at all.
+        # A blank content is found too early, before the template's own close; an altered content is not found at all.
         if name in self.tokenizer.decode(ids) and (not tail.border or name in tail.text[: tail.border]):
             raise Unbridgeable(
                 Property.STOP_IN_TAIL,
@@ -239,7 +241,7 @@ class Bridger:
             )
         if self._ends_early(tail):
             raise _words_after_end()
-        # gpt-oss stops with <|return|> where history has <|end|>: the sampled id stays and counts as the close.
+        # gpt-oss stops with <|return|>, but the history has <|end|>. The sampled id stays and counts as the close.
         return _BridgeStart(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
 
     def _after_cut(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int]) -> _BridgeStart:
@@ -270,7 +272,8 @@ class Bridger:
 
     def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
         control = self.tokenizer.control_ids
-        # No text merges with a control token. Between two ordinary ones, encoding the whole shows whether they would.
+        # Text never merges with a control token. Between two ordinary tokens, encoding the whole shows if they would
+        # merge.
         if bridge[0] in control or (sampled and sampled[-1] in control):
             return Seam.SPECIAL
         if not sampled:  # the neighbour is the generation prompt, which is not available here
@@ -282,15 +285,15 @@ class Bridger:
     # --- whole prompts
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
-        """Return the ids of the whole render, shape [prompt], int32. A BOS is the template's own; none is added."""
+        """Return the ids of the whole render, shape [prompt], int32. Only the template can add a BOS."""
         return self.prompt_ids(self.prompt_text(messages, tools))
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:
-        """Return the whole render, for `prompt_ids`. May be called in any thread.
+        """Return the whole render, for `prompt_ids`. Any thread may call this.
 
         Raises:
-            Unbridgeable: the template raises, or does not ask for an answer; or control text of a content cannot be
-                told from the template's own.
+            Unbridgeable: the template raises or has no generation prompt at the end; or control text of a content
+                cannot be distinguished from the template's own.
         """
         text = self._prompts.prompt(messages, tools)
         wanted = self._unsafe(messages)
@@ -308,7 +311,10 @@ class Bridger:
         return text, tuple(spans)
 
     def prompt_ids(self, prompt: PromptText) -> array[int]:
-        """Return the ids of a render, shape [prompt], int32. Recent ones are cached, since siblings begin alike."""
+        """Return the ids of a render, shape [prompt], int32.
+
+        Recent ones are cached, since episodes of a group begin alike.
+        """
         ids = self.known_prompt(prompt)
         if ids is None:
             ids = self._encoded(*prompt)
@@ -318,7 +324,7 @@ class Bridger:
         return ids
 
     def known_prompt(self, prompt: PromptText) -> array[int] | None:
-        """Return the ids of a recently encoded render; None if it must be encoded, which may take long."""
+        """Return the ids of a recently encoded render; None if it must be encoded, which may take a while."""
         ids = self._latest.pop(prompt, None)
         if ids is None:
             return None
@@ -331,7 +337,7 @@ class Bridger:
     # --- control text in what was said
 
     def _control_text(self, tail: Tail) -> Sequence[Span] | None:
-        """The spans of control text of contents in a tail; None if they cannot be told from the template's own text."""
+        """The spans of control text in contents of a tail; None if they look like the template's own text."""
         wanted = self._unsafe(tail.new)
         return tail.locate(wanted, self._control_names) if wanted else ()
 
@@ -359,5 +365,5 @@ def _words_after_end() -> Unbridgeable:
     return Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
 
 
-# An author writes system messages, and a model's own control tokens were sampled as such.
+# Authors write system messages, and a model's own control tokens were sampled as such.
 _TRUSTED = frozenset({"system", "developer", "assistant"})

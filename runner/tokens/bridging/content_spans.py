@@ -25,19 +25,19 @@ Field: TypeAlias = tuple[int, str]
 """A message's index and the name of one of its `FIELDS`."""
 
 FIELDS = ("content", "name", "tool_call_id")
-"""The fields with text of users, tools and models, which is not the template's."""
+"""Fields with text of users, tools and models, not of the template."""
 
 ControlNames: TypeAlias = Callable[[str], Iterable[str]]
 """Returns the names of the control tokens in a text."""
 
 _SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking off")
-"""Words in contents that templates react to; some templates remove them."""
+"""Words in contents that templates react to. Some templates remove them."""
 
 
 def absent(messages: Iterable[Message]) -> str:
-    """Return the first of a series of words, all of one length, that none of `messages` contains.
+    """Return a word of a fixed length that none of `messages` contains.
 
-    The same messages have the same word in every process: some templates count letters.
+    Equal messages get the same word in every process, and the length is fixed since some templates count letters.
     """
     said = "\n".join([message["content"] + "\n" + message.get("reasoning_content", "") for message in messages])
     stems = (f"zq7f3a9c1e5bn{number:06}z" for number in itertools.count())
@@ -45,12 +45,12 @@ def absent(messages: Iterable[Message]) -> str:
 
 
 def words(count: int) -> list[str]:
-    """Return words that no template contains. None is part of another or begins like one of `absent`."""
+    """Return words that no template contains. None is part of another one or begins like a result of `absent`."""
     return [f"zqword{number:03}z" for number in range(count)]
 
 
 def find(text: str, content: str, start: int = 0) -> Span | None:
-    """Return the position of a content in `text` from `start` on, in the first of its forms that occurs."""
+    """Return the position of a content in `text` from `start` on, by the first of its forms that occurs."""
     for form in _forms(content):
         begin = text.find(form, start)
         if begin >= 0:
@@ -60,17 +60,17 @@ def find(text: str, content: str, start: int = 0) -> Span | None:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A render, and a way to make similar ones, so that its contents can be told from the template's text."""
+    """A render, and a function for similar renders, to distinguish contents from the template's text."""
 
     text: str
     """The render, or the part of it that is searched."""
     messages: Sequence[Message]
-    """The messages that it was made of, as far as they are searched for."""
+    """The messages in the render that are searched for."""
     render: Callable[[Sequence[Message]], str]
     """Renders the same part for other messages."""
 
     def check_shown(self, index: int) -> Span:
-        """Return the approximate place of a message that held only a switch, which the template has removed.
+        """Return the approximate position of a message whose only content, a switch, was removed by the template.
 
         Raises:
             Unbridgeable: the message is hidden.
@@ -84,13 +84,12 @@ class Rendering:
         return found
 
     def check_visible(self, index: int, source: str) -> None:
-        """Check that a message is shown whose content may be found in any text: white space, roles, words of `source`.
+        """Check that a message is shown if its content occurs in any text: white space, roles, words of `source`.
 
-        An empty message may be left out for being empty, if the template will not show it later: then a bridge would
-        lack it.
+        A template may leave out an empty message now and show it later; a bridge would then lack it.
 
         Raises:
-            Unbridgeable: the message is hidden, whatever it contains, or until there are more messages.
+            Unbridgeable: the message is hidden always, or until more messages follow.
         """
         message = self.messages[index]
         said = message["content"].strip()
@@ -111,11 +110,11 @@ class Rendering:
             )
 
     def _left_out(self, messages: Sequence[Message], index: int, text: str) -> bool:
-        """True if `text`, the render of `messages`, is the same without one of them."""
+        """True if `text`, the render of `messages`, does not change without one of them."""
         return self.render([*messages[:index], *messages[index + 1 :]]) == text
 
     def _shown(self, index: int) -> Span | None:
-        """The approximate place of a content that is not shown verbatim; None if the message is hidden."""
+        """The approximate position of a content that is not shown verbatim; None if the message is hidden."""
         other = self.render(_with(self.messages, {(index, "content"): _SHOWN}))
         before, found, after = other.partition(_SHOWN)
         if not found:
@@ -125,7 +124,7 @@ class Rendering:
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
-        """The end of the last content, by the last position of one of its forms."""
+        """The end of the last content, by the last occurrence of one of its forms."""
         ends = (self.text.rfind(form) + len(form) for form in _forms(self.messages[-1]["content"]) if form in self.text)
         end = next(ends, None)
         return self.check_shown(len(self.messages) - 1)[1] if end is None else end
@@ -133,12 +132,11 @@ class Rendering:
     def locate(self, wanted: Sequence[Field], stem: str, names: ControlNames) -> list[Span] | None:
         """Return the positions of fields with control text, or None if they cannot be found.
 
-        A render with markers in place of the fields shows the text around them. Templates that look into contents,
-        compare them or remove words from them then write something else. For those, only the control text of a content
-        is replaced.
+        First, markers replace the fields, so that the render shows the text around them. This changes the text of
+        templates that inspect, compare or edit contents. For them, only the control text of a content is replaced.
 
         Args:
-            wanted: fields that are not empty; those that the template does not print have no span.
+            wanted: non-empty fields; a field that the template does not print has no span.
             stem: beginning of markers, which none of the messages contains.
             names: returns the control tokens in a text.
         """
@@ -153,7 +151,7 @@ class Rendering:
     def _located_by_markers(self, wanted: Sequence[Field], stem: str) -> list[Span] | None:
         """The positions of the fields if the real contents fit between the texts around markers.
 
-        If markers change those texts too, one field after the other is inserted and found by what is unchanged on both
+        If markers change those texts too, fields are inserted one by one, and found by the unchanged text on both
         sides.
         """
         markers = {field: f"{stem}content{number}z" for number, field in enumerate(wanted)}
@@ -195,14 +193,14 @@ class Rendering:
         )
         for name, disguise in disguises.items():
             other = other.replace(disguise, name)
-        # Only if nothing but the control text differs, each span is a piece of it.
+        # Each span is a piece of the control text only if nothing else differs.
         return spans if other == self.text else None
 
 
 _SHOWN = "zqshownz"
 
 _ROLES = "system user assistant tool developer"
-"""Words that templates write without containing them."""
+"""Words that templates write although their source does not contain them."""
 
 
 def _without_switches(content: str) -> str | None:
@@ -231,8 +229,8 @@ def _written(content: str) -> Iterator[str]:
 
 
 def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
-    """The spans of the contents if `text` is exactly the pieces with some form of each content between them."""
-    # A position that did not fit is not tried again: repeated forms of contents would be tried endlessly.
+    """The spans of the contents if `text` consists of exactly the pieces, with a form of each content between them."""
+    # A position that did not fit is not tried again. Otherwise repeated contents could be tried without end.
     dead: set[tuple[int, int]] = set()
 
     def ends(number: int, begin: int) -> Iterator[int]:
@@ -240,7 +238,7 @@ def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> li
         forms = (piece,) if number % 2 == 0 else dict.fromkeys(_forms(contents[piece]))
         return (begin + len(form) for form in forms if text.startswith(form, begin))
 
-    # No recursion per piece: a long history has more pieces than the stack has frames.
+    # Not recursive, since a long history has more pieces than the stack has frames.
     begins, ways = [0], [ends(0, 0)]
     while ways:
         end = next(ways[-1], None)
@@ -256,7 +254,7 @@ def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> li
 
 
 def _disguise(length: int, text: str) -> str:
-    """A word of that length which is not in the text."""
+    """A word of that length that is not in the text."""
     guesses = ("".join(secrets.choice("qzxjvkw") for _ in range(length)) for _ in range(1000))
     return next(word for word in guesses if word not in text)
 

@@ -1,8 +1,8 @@
 """Comparison of a whole history from an author with the stored one, and the result for the conversation.
 
-`Conversation.replace` takes a conversation that may have been saved, edited or written again by another library. The
-comparison tolerates changes without meaning: white space at the ends, missing reasoning, call ids. Then the stored
-messages and their ids stay.
+`Conversation.replace` receives a conversation that another library may have saved, edited or rewritten. The comparison
+tolerates changes without meaning: white space at the ends, missing reasoning, call ids. After such changes, the stored
+messages and their ids are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runner.messages import AnsweredCalls, CallIndex, Message
 __all__ = ["Alignment", "AlignmentKind", "canonical", "compare", "normalize", "same_tools"]
 
 _Answered: TypeAlias = tuple[CallIndex, str]
-"""A call that is answered, and the name of its tool."""
+"""A call that a result answers, and the name of its tool."""
 
 
 class AlignmentKind(enum.StrEnum):
@@ -26,27 +26,27 @@ class AlignmentKind(enum.StrEnum):
 
     SAME = "same"
     APPEND = "append"
-    """New messages follow all stored ones, and none of them is the assistant's."""
+    """New messages follow all stored ones, and no assistant message is among them."""
     RETRY = "retry"
-    """One step back: exactly the stored messages before the last assistant turn."""
+    """The history is one step back: the stored messages before the last assistant turn."""
     INSERTED = "inserted"
-    """New messages follow all stored ones, with an assistant turn among them that was not sampled."""
+    """New messages follow all stored ones. Among them is an assistant turn that was not sampled."""
     EDITED = "edited"
     """A stored message differs."""
     SHRUNK = "shrunk"
-    """The last stored messages are missing, more or fewer of them than a retry leaves out."""
+    """The last stored messages are missing, but not exactly those of a retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """An incoming history compared with the stored one: it is stored[:index] and `appended`."""
+    """A new history compared with the stored one. It equals stored[:index] + `appended`."""
 
     kind: AlignmentKind
-    """The relation of the two."""
+    """The relation between the two histories."""
     index: int
-    """The first message where the two differ, counted from 0; the shorter one's length if none does."""
+    """Index of the first message that differs; if none does, the length of the shorter history."""
     appended: tuple[Message, ...]
-    """The incoming messages from `index` on, normalised; their tool results answer the stored calls by their ids."""
+    """The new messages from `index` on, normalised. Their tool results answer the stored calls by id."""
 
 
 def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment:
@@ -58,7 +58,7 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
         before[index], answered_before[index], after[index], answered_after[index]
     ):
         index += 1
-    # Up to here both have the same calls, so the position of a call identifies the stored one.
+    # Up to here both histories have the same calls, so the position of a call identifies the stored one.
     appended: list[Message] = [
         message
         if answered is None or answered[0].message >= index
@@ -69,7 +69,7 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
 
 
 def normalize(message: Message) -> Message:
-    """Return a message in the form for a model; the argument is not changed.
+    """Return a message in the form for a model. The argument does not change.
 
     No calls, an empty name and empty reasoning are left out. `reasoning` is another word for `reasoning_content`, as in
     vLLM. Keys that are not in `Message`, or not of this role, are dropped.
@@ -98,7 +98,7 @@ def normalize(message: Message) -> Message:
 
 
 def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Mapping[str, Any]] | None) -> bool:
-    """True if the same tools are offered, in any order: the same names, descriptions and parameters.
+    """True if two lists offer the same tools, in any order: equal names, descriptions and parameters.
 
     None and [] both mean no tools, an empty description or empty parameters equal missing ones, and the order of keys
     does not matter. Other keys (`strict`, ...) are not shown to the model.
@@ -120,7 +120,7 @@ def _kind(stored: Sequence[Message], incoming: Sequence[Message], index: int) ->
 
 
 def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
-    """For each message the call that it answers, or None if it answers no known call."""
+    """For each message, the call that it answers; None if it answers no known call."""
     calls = AnsweredCalls()
     answered = [calls.by(index, message) for index, message in enumerate(messages)]
     return [
@@ -132,7 +132,7 @@ def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
 def _tolerated(
     stored: Message, stored_answers: _Answered | None, incoming: Message, incoming_answers: _Answered | None
 ) -> bool:
-    """True if the incoming message equals the stored one; it may lack the reasoning, since clients leave that out."""
+    """True if the new message equals the stored one. Its reasoning may be missing, since clients leave it out."""
     reasoning = incoming.get("reasoning_content", "").strip()
     if reasoning and reasoning != stored.get("reasoning_content", "").strip():
         return False
@@ -140,7 +140,7 @@ def _tolerated(
 
 
 def _counting(message: Message, answers: _Answered | None) -> list[Any]:
-    """The parts of a message that are compared, except the reasoning. A result has the name of its call."""
+    """The compared parts of a message, without the reasoning. A result has the name of its call."""
     name = message.get("name")
     if answers and name is None:
         name = answers[1]
@@ -152,11 +152,11 @@ def _counting(message: Message, answers: _Answered | None) -> list[Any]:
 
 
 def canonical(value: Any) -> str:
-    """JSON with its keys in order, and whole numbers as integers: 1.0 is 1 once a browser has seen it."""
+    """JSON with sorted keys, and whole numbers as integers, since browsers turn 1.0 into 1."""
     try:
         plain = json.loads(json.dumps(value, default=str), parse_float=_number)
         return json.dumps(plain, sort_keys=True)
-    except (RecursionError, ValueError):  # too deep, or it contains itself
+    except (RecursionError, ValueError):  # the value is too deep, or contains itself
         return repr(value)
 
 

@@ -1,9 +1,9 @@
-"""Locality: for a template that is proven not to look back, the tail is rendered without the earlier history.
+"""Locality: if a template is proven not to look back, the tail is rendered without the earlier history.
 
-The stand-in for a history is its beginning (a system message and the first question) and the turn itself. Whether its
-tail equals that of the whole history is proven from the template's source (`runner.tokens.lookback`), for all histories
-at once. Without a proof, the whole history is rendered at every turn. The decisions depend only on the conversation
-itself: never on other conversations, nor on their order.
+The stand-in for a history is its beginning (a system message and the first question) and the turn itself. A proof from
+the template's source (`runner.tokens.lookback`) shows that its tail equals the tail of the whole history, for all
+histories at once. Without a proof, the whole history is rendered at every turn. Decisions depend only on the
+conversation itself, not on other conversations or their order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Locality"]
 
-# Environments may offer other tools in every episode, which is another shape each time. The oldest shapes are dropped,
-# and learnt again if needed.
+# Environments may offer other tools in every episode, and each set of tools is another shape. The oldest shapes are
+# dropped, and learnt again if needed.
 SHAPE_CACHE_SIZE = 1000
 PROOF_CACHE_SIZE = 4096
 
@@ -37,19 +37,19 @@ class _ShapeToProve:
     """The known properties of turns of one shape."""
 
     past: Lookback
-    """True if the messages before can change the tail."""
+    """True if earlier messages can change the tail."""
     words_matter: bool
     """True if the turn's words may change the text after it."""
     refusal: Unbridgeable | None = None
     """The reason why no turn of this shape can be bridged, or None."""
     asked: set[Further] = field(default_factory=set)
-    """The further renders that tails of this shape have needed."""
+    """The further renders that tails of this shape have needed so far."""
     proven: dict[Further, bool] = field(default_factory=dict)
-    """For each further render, whether it is proven that earlier messages cannot change it."""
+    """For each further render, True if earlier messages are proven not to change it."""
 
 
 class Locality:
-    """Builds tails, from a stand-in for the history if that is proven to be equal. May be called in any thread."""
+    """Creates tails, from a stand-in for the history if that is proven to be equal. Any thread may call it."""
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
@@ -60,7 +60,7 @@ class Locality:
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
         """Return `tail` if it takes no longer than the new messages; None if a worker thread should compute it."""
         kind = self._kinds.get(answered.shape)
-        # A further render without a proof is made of the whole history.
+        # A further render without a proof is computed from the whole history.
         if kind is None or not all(kind.proven.values()):
             return None
         return self._short(kind, answered, answered.stand_in())
@@ -78,13 +78,13 @@ class Locality:
             short.complete()
             return short
         tail = self.whole_tail(answered, kind.asked)
-        # A proof about words holds for messages with only the usual fields, as a stand-in has them.
+        # A proof about words applies to messages with only the usual fields, as a stand-in has them.
         if kind.words_matter or stand_in is None:
             tail.real = self._real(answered.history, answered)
         return tail
 
     def whole_tail(self, answered: AnsweredTurn, asked: set[Further] | None = None, *, real: bool = False) -> Tail:
-        """Return the tail of the whole history, without using proofs; with the `real` render if requested."""
+        """Return the tail of the whole history, without proofs; with the `real` render if requested."""
         tail = Tail(self._renderer, answered, asked=asked)
         tail.complete()
         if real:
@@ -92,17 +92,17 @@ class Locality:
         return tail
 
     def is_local(self, answered: AnsweredTurn) -> bool:
-        """True if the work for tails of this shape does not grow with the history."""
+        """True if the work for tails of this shape does not depend on the length of the history."""
         return self._bridgeable_kind(answered).past is not Lookback.POSSIBLE
 
     # --- tails
 
     def _short(self, kind: _ShapeToProve, answered: AnsweredTurn, stand_in: Sequence[Message] | None) -> Tail | None:
-        """The stand-in's tail; None if there is no stand-in, or its end needs the whole history."""
+        """The tail of the stand-in; None if there is no stand-in, or its end needs the whole history."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
-        # If some pasts may make a template raise, the whole is rendered at turns 1, 2, 4, 8 and so on: refusals are
-        # found without growing work.
+        # If some pasts may make a template raise, the whole history is rendered at turns 1, 2, 4, 8 and so on. This
+        # finds refusals with little work.
         if kind.past is Lookback.REFUSES and (answered.number + 1) & answered.number == 0:
             return None
         if stand_in is None:
@@ -127,10 +127,10 @@ class Locality:
         return proves
 
     def _real(self, rendered: Sequence[Message], answered: AnsweredTurn) -> str | None:
-        """The render of a conversation as it is, without a sentinel; None if the template raises on its words."""
+        """The render of a conversation without a sentinel; None if the template raises on its words."""
         try:
             return self._renderer.render([*rendered, *answered.new], answered.tools)
-        except Unbridgeable:  # on the words themselves; the sentinel is used instead
+        except Unbridgeable:  # raised for the words themselves; the sentinel is used instead
             return None
 
     def _question(self, answered: AnsweredTurn) -> _Question:
@@ -145,7 +145,8 @@ class Locality:
             with self._learning:
                 kind = self._kinds.get(shape) or self._learn(answered)
         if kind.refusal is not None:
-            # One refusal serves many turns, and an exception collects the frames of every raise.
+            # Return a new error, since one refusal serves many turns and an exception collects the frames of every
+            # raise.
             raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
         return kind
 
@@ -159,7 +160,10 @@ class Locality:
         return kind
 
     def _hidden_message(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """Find a new message that the template does not show, by markers: "u" or "0" would be found anywhere."""
+        """Find a new message that the template does not show.
+
+        Markers replace contents, since "u" or "0" occurs anywhere.
+        """
         markers = words(len(shape.new))
         tail = self._example(shape, tools, markers)
         for each, word in zip(shape.new, markers, strict=True):
@@ -169,7 +173,7 @@ class Locality:
         return None
 
     def _moved(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """Find a template that prints tools or a system message after the turn, while the prompt has them before it.
+        """Detect a template that prints tools or a system message again after the turn.
 
         Mistral-Nemo prints the tools before the last user message, so that they move with each new user message.
         """
@@ -211,7 +215,7 @@ class Locality:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """The input of a proof; two are equal if template and shape are."""
+    """The input of a proof. Two are equal if template and shape are equal."""
 
     template: tuple[object, ...]
     """Identity of the template, its options and its clock."""
@@ -223,16 +227,16 @@ class _Question:
 
 def _key_of(renderer: Renderer) -> tuple[object, ...]:
     template = renderer.template
-    now = renderer.now if "strftime_now" in template.text else None  # else each run would prove all shapes again
+    now = renderer.now if "strftime_now" in template.text else None  # otherwise each run would prove all shapes again
     return template.text, canonical_json([template.variables, renderer.options, renderer.fits_tools]), now
 
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _proven(asked: _Question) -> tuple[Lookback, bool]:
-    """True if the past can change tails of a shape, and whether the turn's words can."""
+    """Two results: if the past can change tails of a shape, and if the turn's words can."""
     proofs = Proofs(asked.renderer)
     past, words_matter = proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
-    # Then the words themselves are checked in the stand-in, which must behave as the whole for them.
+    # The words themselves are then checked in the stand-in, which must treat them as the whole history does.
     if words_matter and past is not Lookback.POSSIBLE and proofs.past_matters_to_words(asked.shape, asked.tools):
         past = Lookback.POSSIBLE
     return past, words_matter
@@ -240,7 +244,7 @@ def _proven(asked: _Question) -> tuple[Lookback, bool]:
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _further_proven(further: Further, asked: _Question) -> bool:
-    """True if it is proven that earlier messages cannot change a further render."""
+    """True if earlier messages are proven not to change a further render."""
     shape = further.shape(asked.shape)
     return Proofs(asked.renderer).past(shape, asked.tools, asking=further.asking) is not Lookback.POSSIBLE
 

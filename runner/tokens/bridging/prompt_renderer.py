@@ -1,4 +1,4 @@
-"""Renders prompts, and checks that each asks the model to speak exactly once and shows all messages."""
+"""Renders prompts, and checks that each has one generation prompt at its end and shows all messages."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from runner.tokens.token_diff import first_mismatch
 __all__ = ["PromptRenderer"]
 
 _DOUBLED_OPENER_CHARS = 200
-"""Number of characters at the end of a prompt in which a doubled opener is looked for."""
+"""Number of characters at the end of a prompt that are searched for a doubled opener."""
 
 _MIN_OPENER_CHARS = 8
-"""An opener is longer than this: shorter texts occur twice by chance."""
+"""Minimum length of an opener, since shorter texts occur twice by chance."""
 
 RenderAsking: TypeAlias = Callable[[Sequence[Message], bool], str]
 """Renders messages, with or without the generation prompt."""
 
 
 class PromptRenderer:
-    """Renders conversations of one template and checks that each prompt asks for an answer. Usable in any thread."""
+    """Renders conversations of one template and checks that each prompt ends with its generation prompt.
+
+    Any thread may use it.
+    """
 
     renderer: Renderer
     """The template with fixed options and clock."""
     generation_prompt: str
-    """The text that asks the model to speak, found with a plain question; "" if there is none."""
+    """The generation prompt, found with a plain question; "" if there is none."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -51,10 +54,11 @@ class PromptRenderer:
             raise Unbridgeable(Property.TEMPLATE_RENDERS, str(error)) from error
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-        """Return the whole render, which asks the model to speak.
+        """Return the whole render, which ends with the generation prompt.
 
         Raises:
-            Unbridgeable: the template raises, does not ask, or hides a message of a user, a tool or the system.
+            Unbridgeable: the template raises, has no generation prompt there, or hides a message of a user, a tool or
+                the system.
         """
         text = self.render(messages, tools)
         whole = Rendering(text, messages, lambda new: self.render(new, tools))
@@ -72,9 +76,9 @@ class PromptRenderer:
     def check_asks(self, text: str, messages: Sequence[Message], render: RenderAsking) -> None:
         """Check that a render ends where the model's words begin.
 
-        Most templates end as they do after a plain question. Otherwise either the generation prompt follows the last
-        content; or the template needs none, or writes another one in history: then the render continues like one with
-        an answer, for longer than one with a question.
+        Most templates end as after a plain question. Otherwise, the generation prompt may follow the last content. Or
+        the template has none, or another one in the history: then the render has a longer common prefix with a render
+        that has an answer than with one that has a question.
 
         Args:
             text: the render, or the part of it that contains `messages`.
@@ -88,7 +92,7 @@ class PromptRenderer:
         self._check_doubled(behind)
         if end <= first_mismatch(text, render(messages, False)) < len(text):
             return
-        # It does not: the text there may still be the beginning of an answer in history.
+        # The generation prompt does not follow. The text there may still be the beginning of an answer in the history.
         answer = _behind(messages, ANSWER, render)
         if behind.startswith(answer.rstrip()):
             return
@@ -102,7 +106,7 @@ class PromptRenderer:
         )
 
     def asks_as_usual(self, text: str, last: Message) -> bool:
-        """True if the generation prompt of a plain question is at the end, once, after the `last` message.
+        """True if the generation prompt of a plain question is at the end, exactly once, after the `last` message.
 
         Raises:
             Unbridgeable: it is there twice.
@@ -110,7 +114,7 @@ class PromptRenderer:
         asked = self.generation_prompt
         if not asked or not text.endswith(asked):
             return False
-        said = last["content"].rstrip().endswith(asked.strip())  # a message ends with the same text
+        said = last["content"].rstrip().endswith(asked.strip())  # a message may end with the same text
         if asked.strip() and text.removesuffix(asked).endswith(asked) and not said:
             self._refuse_doubled(asked)
         return True
@@ -127,7 +131,7 @@ class PromptRenderer:
 
 
 def _behind(messages: Sequence[Message], last: Message, render: RenderAsking) -> str:
-    """The text between the last content of `messages` and that of a message after them."""
+    """The text between the last content of `messages` and the content of a further message."""
     text = render([*messages, last], False)
     before = text[: max(0, text.rfind(last["content"]))]
     rendering = Rendering(before, messages, lambda new: render([*new, last], False).rpartition(last["content"])[0])

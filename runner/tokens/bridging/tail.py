@@ -1,4 +1,4 @@
-"""The tail: the text of a render after the words of the last assistant turn. Safe in any thread.
+"""The tail: the text of a render after the words of the last assistant turn. Any thread may use it.
 
 A copy of the turn is rendered with a sentinel at the end of its words. The text before the sentinel is never used.
 """
@@ -24,7 +24,7 @@ __all__ = ["Further", "Tail"]
 
 
 class Further(enum.StrEnum):
-    """Further renders that a tail may need; each is the name of an attribute of `Tail`."""
+    """Further renders that a tail may need. Each is the name of an attribute of `Tail`."""
 
     BORDER = "border"
     ALONE = "alone"
@@ -33,11 +33,11 @@ class Further(enum.StrEnum):
 
     @property
     def asking(self) -> bool:
-        """True if it ends with the generation prompt."""
+        """True if this render ends with the generation prompt."""
         return self is not Further.ALONE
 
     def shape(self, shape: TurnShape) -> TurnShape:
-        """The shape of this further render, if the tail's own render has the given one."""
+        """The shape of this further render, given the shape of the tail's own render."""
         if self is Further.WITHOUT_CALLS:
             return shape._replace(calls=0, reasoning=False, text=True)
         if self is Further.BORDER:
@@ -48,7 +48,7 @@ class Further(enum.StrEnum):
 class Tail:
     """The text of one render after its last sentinel.
 
-    A `stand_in` is rendered in place of the history. Further renders that `proves` does not cover are made of the whole
+    A `stand_in` is rendered in place of the history. Further renders that `proves` does not cover use the whole
     history.
     """
 
@@ -57,13 +57,13 @@ class Tail:
     new: Sequence[Message]
     """The messages after the turn."""
     after_call: bool
-    """True if the sentinel stood in a tool call, so that the tail begins inside it."""
+    """True if the sentinel was in a tool call, so that the tail begins inside the call."""
     local: bool
     """True if a stand-in was rendered for the history."""
     asked: set[Further]
-    """The further renders that were needed; the tails of one shape share the set."""
+    """The further renders that were needed. The tails of one shape share the set."""
     real: str | None
-    """A render with the words themselves, if those may change the text after them; otherwise None."""
+    """A render with the words themselves, if they may change the text after them; otherwise None."""
     repeated: str
     """The text between the first sentinel and the last one, if the template writes the words more than once."""
 
@@ -86,14 +86,15 @@ class Tail:
         self._renderer = renderer
         self._answered = answered
         self._proves = proves
-        # Only in rendered messages: a word that is absent from the stand-in is found without reading the whole history.
+        # Search only in the rendered messages: a word that is absent from the stand-in is found without the whole
+        # history.
         self._stem = absent([*rendered, *answered.new])
         self._located: tuple[Sequence[Field], list[Span] | None] | None = None
         self._history: Sequence[Message] = ()
         self.text = self._first_text(rendered)
 
     def _first_text(self, history: Sequence[Message]) -> str:
-        """Return the tail, without the words of the model if the template raises on them.
+        """Return the tail. If the template raises on the model's words, render it without them.
 
         A model may sample words that a parser should have removed, and some templates raise on those.
         """
@@ -121,7 +122,7 @@ class Tail:
     # --- what can be wrong with it
 
     def check(self) -> None:
-        """Check that the new messages are in the tail and that it ends by asking the model to speak."""
+        """Check that the tail contains the new messages and ends with the generation prompt."""
         if self._fault is not None:
             raise self._fault
 
@@ -143,7 +144,7 @@ class Tail:
         return self._stem in text
 
     def stands_before(self, word: str) -> bool:
-        """True if a word occurs before the sentinel in a render of its own."""
+        """True if a word occurs before the sentinel in a separate render."""
         text = self._renderer.render([*self._history, *self.new], self._answered.tools)
         return word in text.rpartition(_sentinel(self._stem))[0]
 
@@ -159,7 +160,7 @@ class Tail:
 
     @cached_property
     def own_text(self) -> str | None:
-        """The text of the turn before the sentinel, with the model's words; None if its begin is not known."""
+        """The text of the turn before the sentinel, with the model's words; None if its beginning is unknown."""
         renderer, tools = self._renderer, self._answered.tools
         text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
         for asking in (True, False):
@@ -167,7 +168,7 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        # The template changes the past for the new messages. Then the turn begins with the last generation prompt.
+        # The template changes the past for the new messages, so the turn begins at the last generation prompt.
         turns = sum(message["role"] == "assistant" for message in self._history)
         with suppress(Unbridgeable):
             begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))
@@ -181,7 +182,7 @@ class Tail:
     def seen(self) -> Span:
         """The begin of the first new content and the end of the last one.
 
-        The begin may be too early: a content "m" is found in the template's own words.
+        The beginning may be too early, since a content "m" also occurs in the template's own words.
 
         Raises:
             Unbridgeable: a content is not found, in the order of the messages.
@@ -205,9 +206,9 @@ class Tail:
     # --- further renders
 
     def complete(self) -> None:
-        """Make the renders that a check needs, and those that tails of this shape needed before.
+        """Render what a check needs, and what tails of this shape needed before.
 
-        Renders that are made off the event loop need not be made on it.
+        Renders from a worker thread need not be repeated on the event loop.
         """
         _ = self._fault
         for further in tuple(self.asked):
@@ -216,7 +217,7 @@ class Tail:
 
     @cached_property
     def border(self) -> int:
-        """The begin of the first new content, found by rendering a marker in its place.
+        """The beginning of the first new content, found by a render with a marker in its place.
 
         If the content changes the template's text before it, only the common beginning of both renders counts.
         """
@@ -224,7 +225,7 @@ class Tail:
 
     @property
     def border_is_exact(self) -> bool:
-        """True if the first new content is at the border: it changes nothing of the template's text before it."""
+        """True if the first new content is exactly at the border, and does not change the template's text before it."""
         return self._before_marker is not None and self.text.startswith(self._before_marker)
 
     @cached_property
@@ -236,21 +237,21 @@ class Tail:
 
     @cached_property
     def alone(self) -> str | None:
-        """The tail without the new messages: the turn's close at the end; None if that raises."""
+        """The tail without the new messages, with the turn's close at the end; None if the template raises."""
         with suppress(Unbridgeable):
             return self._further(Further.ALONE, ())
         return None
 
     @cached_property
     def alone_asking(self) -> str | None:
-        """The tail without the new messages, with the generation prompt; None if that raises."""
+        """The tail without the new messages, with the generation prompt; None if the template raises."""
         with suppress(Unbridgeable):
             return self._further(Further.ALONE_ASKING, ())
         return None
 
     @cached_property
     def without_calls(self) -> str | None:
-        """The tail that the turn would have without calls; None if that raises."""
+        """The tail of the same turn without calls; None if the template raises."""
         said: Message = {"role": "assistant", "content": "x"}
         history = [*self._history_for(Further.WITHOUT_CALLS)[:-1], said]
         with suppress(Unbridgeable):
@@ -259,10 +260,10 @@ class Tail:
 
     @cached_property
     def end_of_reasoning(self) -> str | None:
-        """The template's text between the turn's reasoning and its text; None if it shows no reasoning."""
+        """The template's text between the turn's reasoning and its text; None if it does not show reasoning."""
         end, said = self._stem + "thought", self._stem + "words"
         turn: Message = {"role": "assistant", "content": said, "reasoning_content": end}
-        # The proofs know only one mark, so this one is always rendered with the whole history.
+        # The proofs support only one mark, so this render always uses the whole history.
         before = self._answered.history[:-1] if self.local else self._history[:-1]
         text = self._renderer.render([*before, turn], self._answered.tools, generation_prompt=False)
         _, found, rest = text.rpartition(end)
@@ -273,7 +274,7 @@ class Tail:
         return self._behind(self._history_for(further), new, generation_prompt=further.asking)
 
     def _history_for(self, further: Further) -> Sequence[Message]:
-        """The messages before the new ones: the stand-in only if it is known to have the same result."""
+        """The messages before the new ones. The stand-in is used only if it is proven to give the same result."""
         self.asked.add(further)
         if not self.local or self._proves is None or self._proves(further):
             return self._history
@@ -284,7 +285,7 @@ class Tail:
 
     def _behind(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
         text = self._renderer.render([*history, *new], self._answered.tools, generation_prompt=generation_prompt)
-        # After the last one, since a template may write the words more than once.
+        # Text after the last sentinel, since a template may write the words more than once.
         before, found, tail = text.rpartition(_sentinel(self._stem))
         self.repeated = self.repeated or before.partition(_sentinel(self._stem))[2]
         if not found:
@@ -306,7 +307,7 @@ def _sentinel(stem: str) -> str:
 def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_words: bool = True) -> Message:
     """Return a copy of an assistant message with the sentinel after its words, and markers after its other parts.
 
-    With `with_words` the words themselves stay, since templates look into them.
+    With `with_words` the words themselves stay, since some templates inspect them.
     """
     copy: dict[str, Any] = dict(message)
     if message.get("reasoning_content"):
@@ -316,17 +317,18 @@ def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_wo
         copy["content"] = message["content"] * with_words + _sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        # Gemma 4 prints the text beside a call after the tool's result: a bridge with the marker in it is refused.
+        # Gemma 4 prints the text of a call's message after the tool's result. A bridge with the marker in it is
+        # refused.
         copy["content"] = message["content"] * with_words + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): _sentinel(stem)}
-    # Name and id stay, since templates write them after the call too.
+    # Name and id stay, since templates also write them after the call.
     copy["tool_calls"] = [*calls[:-1], {**calls[-1], "function": {**function, "arguments": arguments}}]
     return cast("Message", copy)
 
 
 def _without_words(message: Message, stem: str) -> Message:
-    """Return a copy of an assistant message with a marker for each text; other messages unchanged."""
+    """Return a copy of an assistant message with a marker for each text. Return other messages unchanged."""
     if message["role"] != "assistant":
         return message
     copy: dict[str, Any] = {**message, "content": stem + "text" if message["content"] else ""}

@@ -16,14 +16,14 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["TailIds"]
 
 _MIN_END_CHARS = 2
-"""Number of characters that identify the end of a call, if both the model's text and the template's end have them."""
+"""Number of characters that identify the end of a call, if the model's text and the template's end both have them."""
 
 _MARK_BORDER = re.compile(r"""[\s"'}\])>]|(?=[<\[])""")
-"""A place that is not inside a mark of a call's end."""
+"""A position that is not inside a mark of a call's end."""
 
 
 class TailIds:
-    """A tail as ids, and the positions in it where a bridge may begin; control text within `spans` is ordinary text."""
+    """A tail as ids, and the positions in it where a bridge may begin. Control text within `spans` is ordinary text."""
 
     ids: list[int]
 
@@ -43,8 +43,8 @@ class TailIds:
     def _check_stretches(self) -> None:
         """Check that the text between any two control tokens is kept.
 
-        Some vocabularies write a space before each range, which decoding removes, and some control tokens swallow the
-        white space beside them.
+        Some vocabularies write a space before each range, which decoding removes. Some control tokens swallow adjacent
+        white space.
         """
         tokenizer, at = self._tokenizer, 0
         text = tokenizer.normalize(self._text)
@@ -57,8 +57,7 @@ class TailIds:
         bare = at + len(text[at:]) - len(text[at:].lstrip())
         swallowed = f"x{text[at:bare]}x"
         starts = [(piece, at), (" " + piece, at)]
-        # Text that the vocabulary can write was swallowed by a neighbouring control token; text that it cannot write is
-        # lost.
+        # Text that the vocabulary can write was swallowed by an adjacent control token. Other text is lost.
         if bare > at and self._tokenizer.decode(self._tokenizer.encode(swallowed)) == swallowed:
             starts.append((piece, bare))
         for form, begin in starts:
@@ -71,18 +70,18 @@ class TailIds:
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
         """Return the first position of a wanted id in the template's text before any new content."""
-        # The first one, since contents and the next turn may have the same ids, and it must come before all of them.
+        # The first position, since contents and the next turn, which follow, may have the same ids.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
         if index is None or not self._before_content(index + 1):
             return None
-        # After an opener of a message it would be that message's close, if a turn's words come after its own.
+        # After the opener of a message, the id would be that message's close.
         before = self._tokenizer.control_ids.intersection(self.ids[:index])
         return None if any(map(self._closes.opens_a_role, before)) else index
 
     def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
         """Return where the tail continues after a close that the model sampled at the end of `sampled`, or None.
 
-        The close is looked for from the tail's first control token on: the rest of a call comes before it.
+        The search begins at the tail's first control token, since the rest of a call may come before it.
 
         Raises:
             Unbridgeable: the first new content changes the template's text before it, which may be that close.
@@ -110,20 +109,22 @@ class TailIds:
     def behind_close(self) -> list[int] | None:
         """Return the ids after the template's own close, if the sampled stop is not part of it; otherwise None.
 
-        The close is the end of the same render without new messages, and a control token that every turn has once
-        something follows. White space after such a token separates the turns, also after another token.
+        The close is the end of the same render without new messages, or a control token that ends every turn once a
+        message follows. White space after the close separates the turns, even after another token.
 
-        None too if the first new content changes the template's text before it: then the close may be any part of it.
+        Also None if the first new content changes the template's text before it, since the close may then be any part
+        of that text.
         """
         alone = self._tail.alone
         if alone is None or not self._tail.border_is_exact:
             return None
-        # The close ends before the words of a content, which may equal what the tail without it continues with.
+        # The close ends before the words of a content, which may equal the text that follows it in the tail without
+        # content.
         cut = min(first_mismatch(self._text, alone), self._tail.border)
         cut = self._token_border(cut)
         if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
             return None
-        # The template's own close is skipped: the sampled stop takes its place.
+        # Skip the template's own close, since the sampled stop replaces it.
         rest = self._encode_from(cut)
         if rest and self._is_close(rest[0], cut):
             return rest[1:]
@@ -133,7 +134,7 @@ class TailIds:
         return rest if separated is None else self.ids[separated:]
 
     def _behind_last_control(self, cut: int) -> int | None:
-        """The index after the last control token before `cut`, if only white space follows it there."""
+        """The index after the last control token before `cut`, if only white space follows the token up to there."""
         behind, end = None, 0
         for index, token_id in enumerate(self.ids):
             until = len(self._tokenizer.decode(self.ids[: index + 1]))
@@ -144,10 +145,10 @@ class TailIds:
         return behind if not self._text[end:cut].strip() else None
 
     def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
-        """Return the ids after the sampled part of the last call, in whose middle the tail begins, or None.
+        """Return the ids after the sampled part of the last call, or None. The tail begins inside that call.
 
-        The turn's close is at a stop id, or at the begin of the tail that the turn would have without calls. The part
-        of the text before it that the model has not sampled is in the bridge.
+        The turn's close is at a stop id, or at the beginning of the tail of the same turn without calls. The bridge
+        contains the unsampled part of the text before the close.
         """
         index, plain = self.find_in_close(stop_ids), None
         if index is not None:
@@ -188,7 +189,7 @@ class TailIds:
         return cut
 
     def _is_close(self, token_id: int, at: int) -> bool:
-        """True if a control token occurs there whatever follows, and does not open the next turn."""
+        """True if the control token at this position is there whatever follows, and does not open the next turn."""
         if token_id not in self._tokenizer.control_ids or token_id in self._closes.generation_prompt:
             return False
         if token_id == self._closes.of_user:
@@ -205,15 +206,15 @@ class TailIds:
     def _before_content(self, end: int) -> bool:
         """True if the first `end` ids of the tail are the template's own, without new content."""
         length = len(self._tokenizer.decode(self.ids[:end]))
-        # `seen` may be too early: a content "m" is found inside <|im_end|>. Then the position is searched for.
+        # `seen` may be too early, since a content "m" also occurs inside <|im_end|>. The position is then searched for.
         return length <= self._tail.seen[0] or length <= self._tail.border
 
 
 def _end_of_call(ending: str, said: str) -> int | None:
-    """Return the length of the part of a call's `ending` that is in `said`; None if that cannot be found."""
-    # A part that begins within a mark would be found in the mark that opens a call.
+    """Return the length of the part of a call's `ending` that `said` has; None if that is unknown."""
+    # A part that begins inside a mark could also occur in the mark that opens a call.
     borders = [0, *(match.end() for match in _MARK_BORDER.finditer(ending))]
-    # The end decides: an earlier call may be closed.
+    # Compare the end of `said`, since an earlier call may be closed.
     for last in (said[-len(ending) :], said.rstrip()[-len(ending) :]):
         partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], last, borders), end))
         if _seen_ending(ending[:partly], last, borders):
@@ -228,7 +229,7 @@ def _end_of_call(ending: str, said: str) -> int | None:
 
 
 def _seen_ending(one: str, other: str, borders: Sequence[int]) -> int:
-    """The number of common characters from a border on; 0 if they are too few to identify anything."""
+    """The number of common characters from a border on; 0 if they are too few to identify the border."""
     alike = len(one) - first_mismatch(one[::-1], other[::-1])
     begin = next((border for border in borders if border >= alike), len(one))
     return len(one) - begin if len(one[begin:].strip()) >= _MIN_END_CHARS else 0

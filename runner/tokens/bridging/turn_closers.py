@@ -29,12 +29,12 @@ class TurnClosers:
 
     @cached_property
     def generation_prompt(self) -> frozenset[int]:
-        """Ids of the text that asks the model to speak."""
+        """Ids of the generation prompt."""
         return frozenset(self._tokenizer.encode(self._renderer.generation_prompt))
 
     @cached_property
     def of_turn(self) -> list[int]:
-        """The ids after a final answer, from its first control token on; [] if there are none."""
+        """Ids after a final answer, from the first control token on; [] if there are none."""
         with suppress(Unbridgeable):
             ids = self._tokenizer.encode(self._tail(ANSWER).alone or "")
             special = self._tokenizer.special_ids
@@ -60,7 +60,7 @@ class TurnClosers:
         return frozenset()
 
     def opens_a_role(self, token_id: int) -> bool:
-        """True if the token opens messages of some role, as those of GLM do: only one of that role may follow it."""
+        """True if the token opens messages of a role, as in GLM. Only a message of that role may follow it."""
         if token_id not in self._opening:
             following: Sequence[Message] = (AGAIN_ASKED, result(), SYSTEM)
             pasts: Sequence[Sequence[Message]] = ((QUESTION,), _LONG_PAST)
@@ -88,7 +88,7 @@ class TurnClosers:
         return False
 
     def _before_question(self, turn: Message, past: Sequence[Message]) -> str:
-        """The text between a turn and a question: it contains what ends the turn, and may open the question."""
+        """The text between a turn and a question. It contains the turn's end, and may contain the question's opener."""
         with suppress(Unbridgeable):
             return self._tail(turn, AGAIN_ASKED, past=past).text.partition(AGAIN_ASKED["content"])[0]
         return ""
@@ -101,4 +101,4 @@ class TurnClosers:
 
 
 _LONG_PAST: Final[Sequence[Message]] = (QUESTION, *(ANSWER, AGAIN_ASKED) * 3)
-"""A template may write nothing, or something else, until there are some messages."""
+"""Many messages, since a template may change its text until there are some."""

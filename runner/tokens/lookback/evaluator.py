@@ -1,4 +1,7 @@
-"""Evaluation of a template's expressions over abstract values; both branches are taken if a condition is unknown."""
+"""Evaluation of a template's expressions over abstract values.
+
+If a condition is unknown, both branches are evaluated.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from runner.tokens.template import environment
 __all__ = ["FUNCTIONS", "Evaluator"]
 
 MAX_STEPS = 40_000
-"""Most nodes that are visited; a large template with a few tools needs some thousands."""
+"""Maximum number of visited nodes. A large template with a few tools needs some thousands."""
 
 
 class Evaluator(NodeVisitor, ABC):
@@ -43,7 +46,7 @@ class Evaluator(NodeVisitor, ABC):
         jinja: the environment of the template.
         names: the template's variables.
         symbols: numbers for symbols.
-        words: the last turn's words, if those may be any; None for the sentinel.
+        words: abstract words of the last turn; None for the sentinel.
         null_content: whether messages with calls may have no content.
     """
 
@@ -57,7 +60,7 @@ class Evaluator(NodeVisitor, ABC):
         null_content: bool = False,
     ) -> None:
         self.refuses = False
-        """True if the past decides that the template raises."""
+        """True if the past can make the template raise."""
         self._symbols = symbols
         self._transfer = TransferFunctions(jinja, symbols, words)
         self._state = State([{**FUNCTIONS, **names}, {}])
@@ -73,7 +76,7 @@ class Evaluator(NodeVisitor, ABC):
         return super().visit(node, *args, **kwargs)
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        # `And` and `Or` are binary in jinja's tree too, and have methods of their own.
+        # `And` and `Or` are binary in jinja's tree too, and have their own methods.
         if isinstance(node, nodes.BinExpr):
             return self._transfer.binary(node.operator, self.visit(node.left), self.visit(node.right))
         raise NotFollowed(f"{type(node).__name__} is not followed")
@@ -87,7 +90,7 @@ class Evaluator(NodeVisitor, ABC):
 
     def _both(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
         """Join two branches of an unknown condition; raises `RenderStopped` if neither continues."""
-        # Both start from the same state. If a branch raises, the condition shows what decided that.
+        # Both branches start from the same state. If a branch raises, the condition decided that.
         before, ends = self._state, []
         self._conditions.append(condition)
         try:
@@ -171,7 +174,7 @@ class Evaluator(NodeVisitor, ABC):
         return self._compared(self.visit(node.expr), node.ops)
 
     def _compared(self, one: Value, operands: Sequence[nodes.Operand]) -> Value:
-        """Evaluate a chain of comparisons, which ends at the first that does not hold."""
+        """Evaluate a chain of comparisons, which ends at the first false one."""
         operand, *rest = operands
         other = self.visit(operand.expr)
         found = self._transfer.compared(operand.op, one, other)
@@ -204,7 +207,7 @@ class Evaluator(NodeVisitor, ABC):
 
     def visit_Filter(self, node: nodes.Filter) -> Value:
         if node.name in _LAZY:
-            # The abstract value is a list, and a generator differs from a list unless it is read at once.
+            # The abstract value is a list, which differs from a generator unless that is read at once.
             raise NotFollowed("a generator that is kept, which is true and can be read once")
         return self._filtered(node)
 
@@ -214,7 +217,7 @@ class Evaluator(NodeVisitor, ABC):
         return self._filter(node, self._read(node.node) if node.name in _READERS else self.visit(node.node))
 
     def _read(self, node: nodes.Node) -> Value:
-        """Return the value of an expression whose elements are read at once, so that it may be a generator."""
+        """Return the value of an expression whose elements are read at once. It may be a generator."""
         return self._filtered(node) if isinstance(node, nodes.Filter) else self.visit(node)
 
     def _filter(self, node: nodes.Filter, value: Value) -> Value:
@@ -222,7 +225,7 @@ class Evaluator(NodeVisitor, ABC):
         return self._transfer.filtered(node.name, value, arguments, keywords)
 
     def _filter_block(self, node: nodes.Filter | None, value: Value) -> Value:
-        """Apply the filters of a block to its output; the first of them has no operand."""
+        """Apply the filters of a block to its output. The first filter has no operand."""
         if node is None:
             return value
         return self._filter(node, self._filter_block(node.node, value))  # type: ignore[arg-type]  # filters only

@@ -99,7 +99,7 @@ class TransferFunctions(Operators):
         if isinstance(value, jinja2.Undefined):
             return otherwise
         if not isinstance(falsy, bool) or (isinstance(value, Unknown | Symbol) and not value.text):
-            return self.of("default", value, otherwise, falsy)  # it may be undefined
+            return self.of("default", value, otherwise, falsy)  # the value may be undefined
         truth = self.truth(value) if falsy else True
         if isinstance(truth, bool):
             return value if truth else otherwise
@@ -111,20 +111,20 @@ class TransferFunctions(Operators):
         if isinstance(value, list | tuple | dict):
             return len(value)
         if is_text(value) and self.truth(value) is True and not is_independent(value):
-            return Position(UnknownCount(1))  # of the text's length, too, only the minimum is known
+            return Position(UnknownCount(1))  # only the minimum of the text's length is known too
         return self.of("length", value)
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:
-        """Return the value as JSON: the text after the end of the turn's words is known if all later parts are."""
+        """Return the value as JSON. The text after the end of the turn's words is known if all later parts are."""
         leaves = list(_leaves(value))
         ends = [index for index, leaf in enumerate(leaves) if may_hold_end(leaf)]
-        if len(ends) != 1 or "sort_keys" in keywords:  # sorted keys change the order of what follows
+        if len(ends) != 1 or "sort_keys" in keywords:  # sorting the keys changes the order of later parts
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         leaf, *later = leaves[ends[0] :]
         if isinstance(leaf, LastArguments) and self._untyped(leaf.value):
             leaf = leaf.value
         if not later and self._untyped(leaf) and isinstance(value, Text | LastArguments):
-            return leaf  # however JSON writes it, it ends there
+            return leaf  # whatever JSON writes for it, it ends there
         if not all(map(is_independent, [*later, *keywords.values()])):
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         independent = is_independent(value)
@@ -225,7 +225,7 @@ class TransferFunctions(Operators):
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
 
     def _may_lose_begin(self, rest: Value, name: str, arguments: Sequence[Value]) -> bool:
-        """True if `strip` may remove all words and then also the begin of the text after them."""
+        """True if `strip` may remove all words and then the beginning of the text after them."""
         if not all(map(is_concrete, arguments)):
             return True
         if isinstance(rest, str):
@@ -265,6 +265,6 @@ _TEXT_METHODS = frozenset({"strip", "lstrip", "rstrip", "replace", "upper", "low
 
 
 def _read_now(value: Any) -> Any:
-    """Turn a lazy result into a list: a generator is empty the second time."""
+    """Convert a lazy result to a list, since a generator is empty the second time."""
     view = isinstance(value, type({}.items()) | type({}.keys()) | type({}.values()))
     return list(value) if view or hasattr(value, "__next__") else value

@@ -39,10 +39,10 @@ from runner.tokens.lookback.values import (
 __all__ = ["Interpreter"]
 
 MAX_PASSES = 12
-"""Passes of a loop over earlier messages within which a fixpoint must be reached; nearly all take two or three."""
+"""Maximum number of passes of a loop over earlier messages to reach a fixpoint. Nearly all loops need two or three."""
 
 MAX_RECURSION = 30
-"""Maximum recursion depth of a macro whose arguments are known."""
+"""Maximum recursion depth of a macro with known arguments."""
 
 
 class Interpreter(Evaluator):
@@ -115,7 +115,7 @@ class Interpreter(Evaluator):
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        """A new scope for the names of the block."""
+        """Return a new scope for the names of the block."""
         self._state.scopes.append({})
         try:
             yield
@@ -144,7 +144,7 @@ class Interpreter(Evaluator):
             return self._written_by_recursion(node, arguments)
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         defaults = dict(zip(reversed(names), reversed(node.defaults), strict=False))
-        # A macro sees the scopes of its definition, and none of its caller's. It does not see the loop around its call.
+        # A macro sees the scopes of its definition, but neither its caller's nor the loop around the call.
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], [{}]
         exits, self._exits = self._exits, []
         self._macros.append(node)
@@ -164,7 +164,7 @@ class Interpreter(Evaluator):
             self._state.scopes[macro.depth :] = hidden
 
     def _written_by_recursion(self, node: nodes.Macro, arguments: Sequence[Value]) -> Value:
-        """Return the output of a macro that calls itself with unknown arguments: any text, if it only writes."""
+        """Return the output of a macro that calls itself with unknown arguments: any text, if the macro only writes."""
         if not _only_writes(node):
             raise NotFollowed("a macro that calls itself and more")
         self.refuses = self.refuses or not all(map(is_independent, arguments))
@@ -205,7 +205,7 @@ class Interpreter(Evaluator):
         except RenderStopped as stopped:
             if not left:
                 raise
-            # Other branches have left before this end: their conditions decided which one it is.
+            # Other branches left before this end; their conditions decide which end is real.
             for condition in exits.conditions or [Unknown()]:
                 self._note_refusal(stopped, condition)
         ends += left
@@ -280,7 +280,7 @@ class Interpreter(Evaluator):
             ahead, behind = behind[::-1], ahead[::-1]
         for number, value in enumerate(ahead):
             self._pass(node, value, loop_before_gap(values, ahead, number))
-        # Any message may come at any pass, so each role is tried.
+        # Any message may occur in any pass, so each role is tried.
         between: list[Value] = [Unknown(may_end=True)]
         if values.messages:
             between = [PastMessage(role, self._null_content) for role in ("system", "user", "assistant", "tool")]
@@ -290,7 +290,7 @@ class Interpreter(Evaluator):
             self._pass(node, value, loop_after_gap(values, behind, number))
 
     def _run_to_fixpoint(self, node: nodes.For, values: Sequence[Value], loop: Loop) -> None:
-        """Run any number of passes, also none, each over any of `values`, until another one changes nothing."""
+        """Run any number of passes, including none, each over any of `values`, until a pass changes nothing."""
         unknown = Unknown()
         for _ in range(MAX_PASSES):
             before = self._state.copy()
@@ -323,7 +323,7 @@ class Interpreter(Evaluator):
         self._forget_namespaces(namespaces)
 
     def _forget_namespaces(self, number: int) -> None:
-        """Remove the namespaces made after the first `number`, so that the next pass makes the same ones.
+        """Remove the namespaces after the first `number`, so that the next pass creates the same ones.
 
         Otherwise the state would grow with every pass, and no fixpoint would be reached.
         """
@@ -342,7 +342,7 @@ def _names_in(node: nodes.Node) -> set[str]:
 
 @lru_cache(maxsize=256)
 def _only_writes(macro: nodes.Macro) -> bool:
-    """True if a macro calls only itself and jinja's functions, and changes only namespaces of its own."""
+    """True if a macro calls only itself and jinja's functions, and changes only its own namespaces."""
     assigned: dict[str, list[nodes.Node]] = {}
     for each in macro.find_all(nodes.Assign):
         for name in _names_in(each.target):

@@ -30,11 +30,12 @@ __all__ = ["LoopExits", "State", "Symbols", "join"]
 
 
 class Symbols:
-    """Numbers for symbols: an operation on the same operands has the same number."""
+    """Numbers for symbols. The same operation on the same operands has the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        self._kept: list[Any] = []  # objects known by their id must stay alive, or another object could get the same id
+        # keep objects alive that are known by id, since another object could get the same id
+        self._kept: list[Any] = []
 
     def of(self, operation: str, *operands: Value, text: bool = False, base: UnknownCount | None = None) -> Symbol:
         """Return the symbol of an operation on operands that do not depend on the past."""
@@ -63,7 +64,7 @@ def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Va
     if same(one, other):
         return one
     both = (one, other)
-    if any(map(has_effects, both)):  # the effects of calling either of two macros would have to be followed
+    if any(map(has_effects, both)):  # the effects of calling either macro would have to be followed
         return AMBIGUOUS
     if isinstance(one, GappedList) and isinstance(other, GappedList):
         alike = (one.messages, one.backwards) == (other.messages, other.backwards)
@@ -72,7 +73,7 @@ def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Va
             return GappedList(one.last_items, start, messages=one.messages, backwards=one.backwards)
     may_end, text = any(map(may_hold_end, both)), is_text(one) and is_text(other)
     if isinstance(condition, Symbol):
-        # Two texts with the end of the words are not joined into a symbol: the text after the end must stay known.
+        # Texts with the end of the words are not joined into a symbol, since the text after that end must stay known.
         if all(map(is_independent, both)) and not all(isinstance(each, Text) and each.has_end for each in both):
             return symbols.of("if", condition, *both, text=text)
         base = base_of(one)
@@ -93,12 +94,12 @@ def _joined_text(condition: Condition, one: Value, other: Value, symbols: Symbol
         return Text((marks[0], *_parts(rest)), ("if", condition, one.before, other.before) if known else None)
     if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.may_end for each in both):
         return Unknown(may_end=True, text=True)
-    # Only one of them is marked, or both differently, so the words may end anywhere before the rest.
+    # One text is marked, or both in different ways, so the words may end anywhere before the rest.
     return Text((MAYBE_END, *_parts(join(condition, _behind_mark(one), _behind_mark(other), symbols))))
 
 
 def _behind_mark(text: Value) -> Value:
-    """The text after the mark; empty if it is unknown and no words end in it."""
+    """The text after the mark; empty if the text is unknown and no words end in it."""
     if isinstance(text, Text) and text.is_marked:
         return text.rest
     return "" if isinstance(text, Unknown) else text
@@ -120,7 +121,7 @@ class State:
     namespaces: dict[int, dict[str, Value]] = field(default_factory=dict)
     """The content of each jinja namespace, by its number."""
     output: Value = ""
-    """The output so far of the macro or block that is being rendered."""
+    """Current output of the macro or block that is being rendered."""
 
     def copy(self) -> Self:
         namespaces = {number: dict(names) for number, names in self.namespaces.items()}
@@ -134,15 +135,15 @@ class State:
         return jinja2.Undefined(name=name)
 
     def knows_as_much_as(self, before: Self) -> bool:
-        """True if a pass that led here from `before` has lost no information: the fixpoint is reached."""
+        """True if a pass from `before` to this state lost no information: the fixpoint is reached."""
         one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
         return same(one, other, unknowns_alike=True)
 
     def join(self, condition: Condition, other: Self, symbols: Symbols) -> Self:
-        """Return the state that is this one if the condition holds, else `other`."""
+        """Return the state that is this one if the condition is true, else `other`."""
         scopes = []
         for depth, (mine, theirs) in enumerate(zip(self.scopes, other.scopes, strict=True), start=1):
-            # A name that only one of them has set has in the other the value of an outer scope.
+            # If only one state has set a name, the other has the value of an outer scope.
             differ = [name for name in {**mine, **theirs} if name not in mine or mine[name] is not theirs.get(name)]
             found = {
                 name: join(condition, self.lookup(name, depth), other.lookup(name, depth), symbols) for name in differ
@@ -161,7 +162,7 @@ class State:
 
 @dataclass(slots=True)
 class LoopExits:
-    """The states in which a loop, or a pass of it, was left early; they are joined at its end."""
+    """The states in which a loop, or a pass of it, ended early. They are joined at its end."""
 
     depth: int
     """Number of conditions around the loop."""

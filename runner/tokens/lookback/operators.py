@@ -58,11 +58,11 @@ class LastTurnText:
     """The last turn's words, if they are not the sentinel."""
 
     text: Text
-    """The value in the template."""
+    """The value of the words in the template."""
     nonempty: bool | None
-    """True if it has characters, white space included; None if it may be empty or not."""
+    """True if the words have characters, including white space; None if they may be empty."""
     typed: bool = True
-    """True if it is certainly text; the argument of a call may be a number, an object, ..."""
+    """True if the words are certainly text. The argument of a call may also be a number, an object, ..."""
 
 
 class Operators:
@@ -84,7 +84,7 @@ class Operators:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
-        """Return the result of an operation without a finer model: it depends on the past if an operand does.
+        """Return the result of an operation without its own model. It depends on the past if an operand does.
 
         Raises:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.
@@ -103,7 +103,7 @@ class Operators:
             raise RenderRaised(str(error)) from error
 
     def truth(self, value: Value) -> bool | Symbol | Unknown:
-        """Return the truth of a value."""
+        """Return True or False if known, else the condition."""
         match value:
             case Text():
                 return self._truth_of_text(value)
@@ -118,7 +118,7 @@ class Operators:
         return bool(value)
 
     def _truth_of_text(self, value: Text) -> bool | Symbol | Unknown:
-        # The sentinel ends the words, so a text that they end in is not empty.
+        # The sentinel ends the words, so a text with their end is not empty.
         if value.has_end and self._words is None:
             return True
         if self._words is not None and value is self._words.text and self._words.nonempty is not None:
@@ -128,7 +128,7 @@ class Operators:
         return self.of("truth", value)
 
     def _untyped(self, value: Value) -> bool:
-        """True if it is an argument of a call, whose type is not known either."""
+        """True if the value is an argument of a call, whose type is unknown too."""
         return self._words is not None and not self._words.typed and value is self._words.text
 
     def negated(self, value: Value) -> Value:
@@ -176,7 +176,7 @@ class Operators:
         return self._compared_positions(sign, one, other) if positions else self.of(sign, one, other)
 
     def _equal(self, one: Value, other: Value) -> bool | None:
-        """True if two values are equal; None if not known."""
+        """True if two values are equal; None if unknown."""
         if isinstance(one, Symbol) and one == other:
             return True
         for value, against in ((one, other), (other, one)):
@@ -265,7 +265,7 @@ class Operators:
         return self.of("slice", value, start, stop, step, text=is_text(value))
 
     def _shortened(self, value: Text, stop: int) -> Value:
-        """Return a text in which the turn's words end, without its last characters."""
+        """Return a text with the end of the turn's words, without its last characters."""
         rest, before = value.rest, None if value.before is None else (stop, value.before)
         if isinstance(rest, str) and len(rest) >= -stop:
             return behind_end(rest[:stop], before)
@@ -289,20 +289,20 @@ class Operators:
                 return name == "defined"
             kind = _python_type(value)
             if kind is not None and name in _TESTS_OF_TYPES:
-                # Jinja's result for an empty value of a type holds for all its values.
+                # The result of jinja for an empty value of a type applies to all its values.
                 return self._environment.call_test(name, kind())
         return self.of("is " + name, value, *arguments)
 
 
 def _as_text(value: Value) -> Value:
-    """A value that is added to a text is text: anything else raises."""
+    """A value that is added to a text must be text, since other values raise."""
     if is_text(value) or (isinstance(value, Symbol) and value.base is None):
         return value
     return Unknown(may_end=may_hold_end(value), text=True)
 
 
 def _python_type(value: Value) -> type | None:
-    """The type of a value in a render; None if not known."""
+    """The type of a value in a render; None if unknown."""
     return str if is_text(value) else _PYTHON_TYPES.get(type(value))
 
 
@@ -336,4 +336,4 @@ _COMPARED_BY = {
     "gt": "gt",
     "lt": "lt",
 }
-"""Tests that are comparisons under another name."""
+"""Tests that are comparisons with another name."""

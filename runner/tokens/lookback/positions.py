@@ -1,6 +1,6 @@
 """Positions in lists with a gap, the items there, and the values of `loop` there.
 
-Two positions can be compared or subtracted only if both count from the same unknown number of messages.
+Positions can be compared or subtracted only if they count from the same unknown number of messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def base_of(value: Value) -> UnknownCount | None:
-    """The count that a position among messages starts from; None if the value is not a position."""
+    """The base that a position among messages counts from; None if the value is not a position."""
     return value.base if isinstance(value, Position | Symbol) else None
 
 
@@ -55,7 +55,7 @@ def moved(sign: str, one: Value, other: Value) -> Position | int | None:
 
 
 def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
-    """Compare a number of which only the minimum `least` is known with `number`."""
+    """Compare `number` with a number of which only the minimum `least` is known."""
     if least > number:
         return sign in ("gt", "gteq", "ne")
     if least == number and sign in ("gteq", "lt"):
@@ -64,7 +64,7 @@ def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
 
 
 def range_of(bounds: Sequence[Value]) -> Value:
-    """Return `range` over positions; None if not known."""
+    """Return `range` over positions; None if unknown."""
     first, last = (0, *bounds) if len(bounds) == 1 else bounds[:2]
     if len(bounds) > 2 or not isinstance(last, Position):
         return None
@@ -117,7 +117,7 @@ def slice_of_gapped(values: GappedList, start: Value, stop: Value, step: Value) 
 
 
 def _bound(values: GappedList, bound: Value, default: int) -> int | None:
-    """A slice's bound counted from the last items, -1 for all items before them; None if not known."""
+    """A slice's bound relative to the last items, -1 for all items before them; None if unknown."""
     if bound is None:
         return default
     if isinstance(bound, Position) and bound.base is values.start.base:

@@ -1,4 +1,4 @@
-"""The proof that a template does not look back: its output after the last turn, for any past."""
+"""The proof that a template does not look back: its output after the last turn is the same for any past."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Proofs:
 
     def words_matter(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
         """True if the words of the turn may change the text after them, or after the first answer to its calls."""
-        # A call without arguments has no place for a mark, so nothing is proven about it.
+        # A call without arguments has no position for a mark, so nothing can be proven about it.
         return shape.bare or not self._same_behind_words(shape, tools, given=False)
 
     def past_matters_to_words(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
-        """True if earlier messages may change the text after some words of the turn, not only after the sentinel.
+        """True if earlier messages may change the text after some words of the turn, even if not after the sentinel.
 
         `past` covers the render with the sentinel, in which no turn is empty or blank.
         """
@@ -78,9 +78,9 @@ class Proofs:
         )
 
     def _same_behind(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
-        """The same for the text after one place: the turn's content, its last argument, or the first result.
+        """The same for the text after one position: the turn's content, its last argument, or the first result.
 
-        The text of a call comes before the answer, so it is followed as well.
+        The text of a call precedes the result, so it is checked too.
         """
         symbols, as_text = Symbols(), self.renderer.text_arguments
         new = _new_messages(shape.new, symbols)
@@ -95,7 +95,7 @@ class Proofs:
             _call(
                 said("id", number),
                 said("name", number, nonempty=False),
-                # For a call without arguments an object is empty; as text it is "{}".
+                # For a call without arguments, an object is empty, and a text is "{}".
                 said("arguments", number, text=as_text, nonempty=as_text or not shape.bare),
             )
             for number in range(shape.calls)
@@ -103,7 +103,7 @@ class Proofs:
         content = said("text")
         match place:
             case "content":
-                # The sentinel is one of all words, and never empty.
+                # The sentinel is one possible text, and never empty.
                 words = LastTurnText(end, shape.text if given or shape.text else None)
                 content = words.text
             case "argument":
@@ -114,7 +114,7 @@ class Proofs:
                 new[0] = {**new[0], "content": end}
         turn = _turn(self.renderer, shape, content, said("reasoning"), calls)
         output, _ = self._output(shape, [turn, *new], tools, symbols, words=words)
-        # With given words, the text after them is also compared with the render of the words themselves.
+        # If the words are given, the text after them is also compared with the render of these words.
         if output is None or not (output.is_marked if given else output.has_end):
             return False
         return all(map(is_independent, output.parts[1:]))
@@ -129,7 +129,7 @@ class Proofs:
         asking: bool = True,
         words: LastTurnText | None = None,
     ) -> tuple[Text | None, bool]:
-        """The output, as far as the turn's words end in it, and whether the past may make the template raise."""
+        """The output from the end of the turn's words on, and True if the past may make the template raise."""
         roles = ["system", "user"] if shape.system else ["user"]
         first_items = tuple({"role": role, "content": _filled(symbols, role)} for role in roles)
         start = Position(UnknownCount(0), len(first_items))
@@ -143,7 +143,7 @@ class Proofs:
         interpreter = Interpreter(environment(), names, symbols, null_content=null_content, words=words)
         try:
             output = interpreter.output(_parsed(self.renderer.template.text))
-        except Exception:  # any unknown operation or error of a template: then nothing is proven
+        except Exception:  # any unknown operation or error of a template means that nothing is proven
             return None, False
         return (output if isinstance(output, Text) else None), interpreter.refuses
 
@@ -161,7 +161,7 @@ def _last_turn(renderer: Renderer, shape: TurnShape, symbols: Symbols) -> dict[s
     as_text = renderer.text_arguments
     calls = []
     for number in range(shape.calls):
-        # A call may have no arguments at all, and then an object is empty; as text it is "{}".
+        # If a call has no arguments, an object is empty, and a text is "{}".
         arguments: Value = replace(_filled(symbols, "arguments", number), text=as_text, nonempty=as_text)
         if number == shape.calls - 1:
             arguments = Text((END, '"}'), ("arguments",)) if as_text else LastArguments(_filled(symbols, "argument"))
@@ -201,5 +201,5 @@ def _new_messages(new: Sequence[Arrival], symbols: Symbols) -> list[dict[str, Va
 
 
 def _filled(symbols: Symbols, *what: Any) -> Symbol:
-    """Return a symbol for a text that is not empty."""
+    """Return a symbol for a non-empty text."""
     return replace(symbols.of("given", *what), text=True, nonempty=True)

@@ -1,4 +1,4 @@
-"""Abstract values: the known facts about a value if the past is unknown, and how texts are composed of them."""
+"""Abstract values: the known facts about a value with an unknown past, and texts composed of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 Value: TypeAlias = Any
-"""A value of jinja's, if all of it is known, or one of the classes below; lists and dicts may contain either."""
+"""A value of jinja, if it is fully known, or one of the classes below. Lists and dicts may contain both."""
 
 
 class NotFollowed(Exception):
@@ -51,14 +51,14 @@ class NotFollowed(Exception):
 
 
 class Abstract:
-    """A value that is not fully known, or that belongs to the interpreter; jinja could not compute with it."""
+    """A value that is not fully known, or that belongs to the interpreter. Jinja cannot compute with it."""
 
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # two of them may stand for two values, so each equals only itself
+@dataclass(frozen=True, slots=True, eq=False)  # two of them may be two values, so each equals only itself
 class Unknown(Abstract):
-    """Any value: the past or the last turn's words may decide it. The top of the lattice."""
+    """Any value: the past or the last turn's words may decide it. It is the top of the lattice."""
 
     may_end: bool = False
     """True if the end of the turn's words may be in it."""
@@ -73,19 +73,19 @@ class Symbol(Abstract):
     """An unknown value that is the same after every past: new messages, tools and options decide it."""
 
     number: int
-    """Two symbols of one number are one value."""
+    """Two symbols with the same number are the same value."""
     text: bool = False
     """True if it is a string."""
     nonempty: bool = False
     """True if it is known not to be empty."""
     base: UnknownCount | None = None
-    """The count that a position among messages starts from; then the number depends on the past."""
+    """The base that a position among messages counts from; the number then depends on the past."""
     may_end: bool = False
     """True if the end of the turn's words may be in it."""
 
 
 Condition: TypeAlias = Symbol | Unknown
-"""The condition of two branches, if it is not known."""
+"""The unknown condition of two branches."""
 
 
 class _Mark(Abstract):
@@ -97,10 +97,10 @@ class _Mark(Abstract):
 
 
 END: Final = _Mark("END")
-"""The end of the last turn's words. A bridge needs the text after it, so the text before it is not kept."""
+"""The end of the last turn's words. A bridge needs only the text after it, so the text before is dropped."""
 
 MAYBE_END: Final = _Mark("MAYBE_END")
-"""The first part of a text of unknown beginning, in which the end of the turn's words may be, or not."""
+"""The first part of a text with an unknown beginning, which may contain the end of the turn's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ class Text(Abstract):
     """Text that is not fully known."""
 
     parts: tuple[Any, ...]
-    """Strings and symbols; after a mark, which is always the first part, also unknown texts."""
+    """Strings and symbols. After a mark, which is always the first part, there may be unknown texts."""
     before: Any = None
-    """Identity of the text before END if that does not depend on the past; otherwise None."""
+    """Identity of the text before END if it does not depend on the past; otherwise None."""
 
     @property
     def has_end(self) -> bool:
@@ -128,7 +128,7 @@ class Text(Abstract):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnknownCount:
-    """A number of items of which only the minimum is known. Two of them are never known to be equal."""
+    """A number of items of which only the minimum is known. Two such numbers are never known to be equal."""
 
     least: int
 
@@ -153,16 +153,16 @@ class Position(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class GappedList(Abstract):
-    """A list with known items at its end, perhaps at its beginning, and a gap of unknown items between."""
+    """A list with known items at its end, perhaps at its beginning too, and a gap of unknown items."""
 
     last_items: tuple[Any, ...]
     """The known items at the end, in their order in the list."""
     start: Position
-    """The position of the first of them, which is the number of items before them."""
+    """The position of the first of `last_items`, which is the number of items before them."""
     first_items: tuple[Any, ...] = ()
-    """The known items at the beginning; `start` counts them."""
+    """The known items at the beginning; included in `start`."""
     messages: bool = True
-    """True if the items in the gap are messages; otherwise they are anything."""
+    """True if the items in the gap are messages; False if they may be anything."""
     backwards: bool = False
     """True if the list is read from its end."""
 
@@ -180,19 +180,19 @@ class GappedList(Abstract):
         return self.least_before + len(self.last_items)
 
     def selected(self, items: Iterable[Value]) -> GappedList:
-        """Return this list after a condition: `items` of the last ones, and any number of those before."""
+        """Return this list after a condition: `items` of the last ones, and any number of the earlier ones."""
         return GappedList(tuple(items), Position(UnknownCount(0)), messages=self.messages, backwards=self.backwards)
 
 
 @dataclass(frozen=True, slots=True)
 class PastMessage(Abstract):
-    """An earlier message, of which at most the role is known."""
+    """An earlier message; at most its role is known."""
 
     role: Role | None = None
     null_content: bool = False
 
     def get(self, key: str) -> Value:
-        """Return the value under `key`; an undefined one if no message of the role has it."""
+        """Return the value of `key`; undefined if no message of the role has the key."""
         if key == "role":
             return self.role or Unknown(text=True, nonempty=True)
         if key == "content":
@@ -219,7 +219,7 @@ _OWNERS: Mapping[str, frozenset[Role]] = {
 
 @dataclass(frozen=True, slots=True)
 class LastArguments(Abstract):
-    """The arguments of the last turn's last call: an object with one argument, whose text ends the turn's words."""
+    """The arguments of the last turn's last call: an object with one argument. Its text ends the turn's words."""
 
     name: Symbol | Unknown
     value: Text = Text((END,), ("argument",))
@@ -231,7 +231,7 @@ class LastArguments(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class NamespaceOf(Abstract):
-    """A jinja namespace; its content belongs to the state of the render."""
+    """A jinja namespace. The state of the render has its content."""
 
     number: int
 
@@ -245,11 +245,11 @@ class Macro(Abstract):
 
 
 class Function(Abstract):
-    """A function of jinja that the evaluator follows when it is called."""
+    """A function of jinja. The evaluator follows calls of it."""
 
 
 AMBIGUOUS: Final = Function()
-"""A value that may be either of two macros or namespaces, or none: a template that uses it is not followed."""
+"""One of two macros or namespaces, or neither. A template that uses this value is not followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class Method(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class SplitText(Abstract):
-    """The pieces of a text in which the turn's words end, of which only the last is known."""
+    """The pieces of a text with the end of the turn's words. Only the last piece is known."""
 
     last: Value
     independent: bool
@@ -283,14 +283,14 @@ def is_text(value: Value) -> bool:
 
 
 def is_concrete(value: Value) -> bool:
-    """True if it is fully known, so that jinja itself can compute with it."""
+    """True if the value is fully known, so that jinja can compute with it."""
     if isinstance(value, list | tuple | dict):
         return all(map(is_concrete, _contents(value)))
     return not isinstance(value, Abstract)
 
 
 def has_effects(value: Value) -> bool:
-    """True if it is or contains a macro, a namespace or a function, whose effects must be followed."""
+    """True if the value is or contains a macro, a namespace or a function, whose effects must be followed."""
     return isinstance(value, Macro | NamespaceOf | Function | Loop) or any(map(has_effects, _contents(value)))
 
 
@@ -323,7 +323,7 @@ def may_hold_end(value: Value) -> bool:
 
 def reaches_namespace(value: Value, above: int) -> bool:
     """True if a namespace with a number above `above` is reachable from a value."""
-    # Called after every pass of a loop, and the schemas of many tools may be reachable: without recursion.
+    # Not recursive, since it runs after every pass of a loop, and the schemas of many tools may be reachable.
     reached = [value]
     while reached:
         each = reached.pop()
@@ -355,9 +355,9 @@ def _contents(value: Value) -> Iterable[Value]:
 
 
 def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:  # noqa: C901  # one case for each type
-    """True if both are one value in every render.
+    """True if both are the same value in every render.
 
-    With `unknowns_alike`, two unknown values count as one if the same facts are known of both: this finds a fixpoint.
+    With `unknowns_alike`, two unknown values are the same if the same facts are known of both. This finds a fixpoint.
     """
 
     def alike(one: Value, other: Value) -> bool:
@@ -402,7 +402,7 @@ def concatenated(*texts: Value) -> Value:
         elif text.has_end:
             earlier, parts = parts, list(text.parts)
             known = text.before is not None and all(map(is_independent, earlier))
-            # Words that end twice, as in a text that is written twice, end for the last time here.
+            # If words end twice, as in a text that is written twice, the last end counts.
             before = (before, *earlier, text.before) if known and (before is not None or END not in earlier) else None
         elif not text.is_marked:
             parts += text.parts
@@ -414,12 +414,12 @@ def concatenated(*texts: Value) -> Value:
 
 
 def behind_end(rest: Value, before: Any) -> Value:
-    """Return a text in which the turn's words end right before `rest`."""
+    """Return a text in which `rest` directly follows the turn's words."""
     return concatenated(Text((END,), before), rest)
 
 
 def _normal(parts: list[Value], before: Any) -> Value:
-    """Return the simplest value that is equal to the parts."""
+    """Return the simplest value that equals the parts."""
     if any(isinstance(part, Unknown) for part in parts) and parts[0] not in (END, MAYBE_END):
         # Only text after the end of the words matters, so an unknown beginning becomes a mark.
         position = next((position for position, part in enumerate(parts) if may_hold_end(part)), None)
