@@ -1,1 +1,1 @@
-"""Parsing of turns: reasoning, content and calls, in a format learnt from renders of the chat template."""
+"""Parsing of turns: reasoning, content and calls, in a format learnt from the chat template."""

@@ -1,4 +1,4 @@
-"""Reads the arguments of one call: an object, or tagged keys and values; the tool's schema decides the types."""
+"""Reads the arguments of one call: an object, or tagged keys and values. The tool's schema decides the types."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["WORD", "TaggedArgumentReader", "Undecided", "as_object", "as_typed",
 
 AS_TEXT: Final = (Raw, Html, Cdata)
 MAX_UNDECIDED: Final = 6
-"""Most arguments of which every combination of types is tried."""
+"""Maximum number of arguments for which every combination of types is tried."""
 _END: Final = r"\s*\Z"
 WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
 """A character of the name of a tool or of an argument."""
 MAX_NAMED: Final = 256
-"""Sets of unusual argument names whose patterns are cached."""
+"""Number of sets of unusual argument names whose patterns are cached."""
 _USUAL: Final = re.compile(f"{WORD}+")
 
 
 class Undecided(Exception):
-    """Later text may change what was read; only raised for an incomplete text."""
+    """Later text may change the result. Raised only for an incomplete text."""
 
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
@@ -41,10 +41,10 @@ class TaggedArgumentReader:
     ends: Sequence[str]
     """Patterns of the text after the last value: the close of the calls, or the next call."""
     names: tuple[str, ...] = ()
-    """Names of arguments with characters that end a name elsewhere, such as `page[size]`."""
+    """Names of arguments with characters that usually end a name, such as `page[size]`."""
 
     def for_schema(self, schema: Mapping[str, Any]) -> TaggedArgumentReader:
-        """Return the reader that also knows the unusual names of a tool's arguments; cached."""
+        """Return the reader that also accepts the unusual names of a tool's arguments; cached."""
         found = {name for shape in shapes_for(schema).arguments() for name in shape.named if _is_unusual(name)}
         if not found:
             return self
@@ -122,7 +122,7 @@ class TaggedArgumentReader:
 
     @cached_property
     def _typed(self) -> bool:
-        """All values are literals, so that they can be read without names."""
+        """Return True if all values are literals, so that they can be read without names."""
         return not any(isinstance(style.notation, AS_TEXT) for style in self.format.styles.values())
 
     def _value(self, text: str, at: int, name: str, schema: Mapping[str, Any], whole: bool) -> tuple[Any, int]:
@@ -143,7 +143,7 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """Read an unquoted value, which ends where the text after a value matches."""
+        """Read an unquoted value. It ends where the text that follows a value matches."""
         style = styles[0]
         followed, alone = self._after[style.close]
         found = followed.search(text, start)
@@ -156,7 +156,7 @@ class TaggedArgumentReader:
         closed = compiled(lenient(style.close)).match(text, end)
         written = _decoded(style.notation, text[start:end])
         value: Any = written
-        # If types have the same opening text, only the schema distinguishes strings.
+        # If types have the same opening text, only the schema distinguishes strings from them.
         if len(styles) > 1:
             types = shapes_for(schema).types_of_argument(name)
             value = as_typed(written, types)
@@ -188,7 +188,10 @@ class TaggedArgumentReader:
 
     @cached_property
     def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle], Nested | None]]:
-        """The value styles, grouped by opening text, longest first; in each group, text notations come first."""
+        """The value styles, grouped by opening text, longest first.
+
+        In each group, notations of plain text come first.
+        """
         grouped: dict[str, list[ValueStyle]] = {}
         for style in self.format.styles.values():
             grouped.setdefault(style.open, []).append(style)
@@ -202,7 +205,7 @@ class TaggedArgumentReader:
 
     @cached_property
     def _after(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """By close of a style, patterns of the text after an unquoted value: complete, and only its own end."""
+        """By close of a style, patterns of the text after an unquoted value: the complete one and its own end."""
         form = self.format
         patterns: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {}
         for close in {style.close for style in form.styles.values() if isinstance(style.notation, AS_TEXT)}:
@@ -225,7 +228,10 @@ class _Typed(NamedTuple):
 
 
 def _settled(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with a decision for values that may be strings too: strings, if only they fit the schema.
+    """Decide for values that may also be strings: they are strings only if nothing else fits the schema.
+
+    The types of one argument can depend on another one, as in `oneOf`. A list or an object is never read as a string,
+    so that the model receives the error in it.
 
     The types of one argument can depend on another one, as in `oneOf`. A list or an object is never read as a string:
     the model reads what is wrong with it.
@@ -300,13 +306,13 @@ def _decoded(notation: Notation, text: str) -> str:
 
 
 def as_typed(text: str, types: Set[str]) -> Any:
-    """Return the value of an unquoted text. If strings and other types fit, a text that is a literal is not a string.
+    """Return the value of an unquoted text. If strings and other types fit, a literal is not read as a string.
 
     Args:
         text: the text.
         types: JSON schema types that fit; empty for any.
     """
-    # A plus is accepted only before what must be a number: it may begin a telephone number.
+    # A plus is accepted only before a value that must be a number, since it may begin a telephone number.
     if types == {"string"} or (text.startswith("+") and (not types or "string" in types)):
         return text
     try:

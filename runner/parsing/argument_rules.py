@@ -30,7 +30,7 @@ __all__ = ["ArgumentRules", "GrammarRequirement", "NoGrammar", "ends_of_strings"
 
 
 class GrammarRequirement(enum.StrEnum):
-    """A condition on format and tool without which no grammar exists."""
+    """A condition on format and tool that a grammar requires."""
 
     STRINGS_END = "strings_end"  # the format has text after an unquoted string
     TYPES_WRITTEN = "types_written"  # the format can write every type that a required argument allows
@@ -119,7 +119,7 @@ class _TaggedRules:
         if not members.holds_bounds:
             self.left_out.add("", ("minProperties", "maxProperties"))
         if rest is not None and self.shape.least - sum(required for _, required in fields) > 1:
-            self.left_out.add("", ("minProperties",))  # no grammar can forbid a key that occurs twice
+            self.left_out.add("", ("minProperties",))  # no grammar can forbid that a key occurs twice
         around = (self.rules.written(self.arguments.head), self.rules.written(self.arguments.tail))
         if self.arguments.none is not None:
             return members.within(*around, self.rules.written(self.arguments.none))
@@ -189,9 +189,9 @@ class _TaggedRules:
         return text_but(["", *self.shape.named], self.rules, literal, lambda each: [character_class(each)], every)
 
     def _values(self, shapes: Sequence[ValueShape], path: str) -> list[str]:
-        """Return an expression for each form in which a value may be written after its key; empty if missing."""
+        """Return an expression for each form of a value after its key; empty if there is none."""
         found: dict[tuple[str, str], list[str]] = {}
-        # An unquoted string that ends at a tag may contain any text, so it covers every other type.
+        # An unquoted string that ends at a tag may contain any text, so it includes all other types.
         ordered = sorted(shapes, key=lambda shape: shape.kind != "string" or shape.values is not None)
         anything: set[tuple[str, str]] = set()
         for kind, shape in (pair for each in ordered for pair in _by_style(each)):
@@ -229,10 +229,10 @@ class _TaggedRules:
 
 
 def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
-    """Return the texts that an unquoted string must not contain, since each would end it.
+    """Return the texts that end an unquoted string, so that the string must not contain them.
 
-    If a tag follows every value, the tag alone. Otherwise the separator between values and the text after the last
-    value.
+    If a tag follows every value, this is only the tag. Otherwise these are the separator between values and the text
+    after the last value.
 
     Raises:
         NoGrammar: no text follows such strings.
@@ -268,7 +268,7 @@ def _dialect(notation: Any) -> NotationDialect:
 
 
 def _by_style(shape: ValueShape) -> Iterator[tuple[ValueType, ValueShape]]:
-    """Yield the types that a template distinguishes, each with its values; a number without a point is an integer."""
+    """Yield the types that a template distinguishes, each with its values. A number without a point is an integer."""
     if shape.kind != "number":
         yield shape.kind, shape
     elif shape.values is not None:

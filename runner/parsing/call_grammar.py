@@ -37,13 +37,14 @@ def constraint(
     control_tokens: Mapping[str, int] = NO_TOKENS,
     stops: Collection[str] = (),
 ) -> Constraint | None:
-    """Return the constraint for `tool_choice` in a turn of this format, or None if nothing is or can be enforced.
+    """Return the constraint for `tool_choice` in a turn of this format; None if there is nothing to enforce.
 
     "required" and a tool's name allow only calls. "auto" allows any text, and constrains each call to a tool and its
-    schema, for strict arguments. A format without a trigger cannot have "auto", since the begin of a call is unknown.
+    schema, for strict arguments. A format without a trigger does not support "auto", since the beginning of a call is
+    unknown.
 
-    A turn may have several calls only if `parallel` is true and every allowed tool is parallel. Tools without any
-    call in this format are left out while another one remains. If none remains, "auto" is not constrained.
+    A turn may have several calls only if `parallel` is true and every allowed tool is parallel. Tools without any call
+    in this format are left out while another one remains. If none remains, "auto" is not constrained.
 
     Args:
         form: format of the calls.
@@ -75,7 +76,7 @@ def constraint(
         return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought))
     except NoGrammar as error:
         if tool_choice == "auto" and error.requirement is not GrammarRequirement.STRINGS_END:
-            return None  # each call is answered with what is wrong with it
+            return None  # the model receives the error of each call
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
 
 
@@ -114,7 +115,7 @@ def harmony_constraint(
 
 
 def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
-    """Return what a tool's schema requires and no grammar of this format enforces: each keyword and its argument.
+    """Return the requirements of a tool's schema that no grammar of this format enforces: keyword and argument.
 
     Validation of the arguments checks these. Keywords that are not validated either are in
     `modern(tool.parameters).notes`.
@@ -123,12 +124,15 @@ def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
     try:
         arguments.of(tool.name, tool.parameters_text)
     except NoGrammar:
-        return []  # `schema_faults` and `losses` say that it cannot be called
+        return []  # `schema_faults` and `losses` report that it cannot be called
     return arguments.left_out.sentences()
 
 
 def enforceable(form: CallFormat) -> str | None:
-    """Return why no grammar exists for this format, or None if one does; a tool's arguments may still have none."""
+    """Return the reason why no grammar exists for this format; None if one exists.
+
+    Arguments of a tool may still lack one.
+    """
     try:
         _grammar(_Format.of(form, NO_TOKENS), _STRINGS, True, None)
     except NoGrammar as error:
@@ -153,7 +157,7 @@ class _Format:
 
 
 def _of_callable(make: Callable[[Signatures], str], form: CallFormat, signatures: Signatures) -> str:
-    """Return what is made for these tools, or for those that can be called, since the others must not block them.
+    """Return the result for these tools. If there is none, try only the tools that can be called.
 
     Raises:
         NoGrammar: no tool can be called, or the format has no end of strings.
@@ -205,10 +209,10 @@ def _tag_of(keyed: _Format, many: bool, thought: ReasoningFormat | None, signatu
         begun = {"type": "sequence", "elements": [begun, _anything_but(form.trigger, tokens)]}
     turn = _dispatch({form.trigger: begun}, tokens, again=again)
     if thought is not None and thought.opened_by_prompt:
-        # A trigger inside reasoning does not begin a call, and a turn may consist of reasoning alone.
+        # A trigger inside reasoning does not begin a call, and a turn may consist only of reasoning.
         turn = _dispatch({thought.close.strip(): turn}, tokens, again=False)
     elif thought is not None and (opened := _mark_of(rules, thought.open)) and _alike(opened, form.trigger, tokens):
-        # The same for reasoning that the model opens; after it, the turn continues as if it had none.
+        # The same applies to reasoning that the model opens. After it, the turn continues as if without reasoning.
         close = _mark_of(rules, thought.close)
         thinking = _dispatch({close: {"type": "const_string", "value": ""} if again else turn}, tokens, again=False)
         turn = _dispatch({form.trigger: begun, opened: thinking}, tokens, again=again)
@@ -220,7 +224,7 @@ Format: TypeAlias = dict[str, Any]
 
 
 def _mark_of(rules: Rules, mark: str) -> str:
-    """Return the mark to search for: the control token at the start of `mark`, or else the complete text."""
+    """Return the mark to search for: the control token at the start of `mark`, or all of its text."""
     return rules.control_token_of(mark.strip()) or mark.strip()
 
 
@@ -245,11 +249,13 @@ def _anything_but(mark: str, tokens: Mapping[str, int]) -> Format:
 
 
 MAX_SPACE: Final = 4
-"""Spaces and line breaks between reasoning and calls; without a limit, a model could spend a turn on them."""
+"""Maximum number of spaces and line breaks between reasoning and calls. Without a limit, a model could fill a turn with
+them.
+"""
 
 
 def _thinking(rules: Rules, thought: ReasoningFormat) -> str:
-    """Return a rule for reasoning before the calls; optional if the model opens it itself."""
+    """Return a rule for reasoning before the calls. It is optional if the model opens it itself."""
     closed = _thought(rules, thought.close)
     if thought.opened_by_prompt:
         return closed
@@ -278,7 +284,7 @@ def _call(rules: Rules, form: CallFormat, arguments: ArgumentRules, name: str, p
 
 
 MAX_ID_LENGTH: Final = 32
-"""Characters of a generated id in an enforced call; each one takes 10 ms to compile."""
+"""Maximum length of a generated id in an enforced call; each character takes 10 ms to compile."""
 
 
 def _piece(rules: Rules, form: CallFormat, piece: Piece, name: str) -> str:
@@ -288,7 +294,7 @@ def _piece(rules: Rules, form: CallFormat, piece: Piece, name: str) -> str:
         case Slot.NAME:
             return literal(name)
         case Slot.INDEX:
-            # Where templates number the calls of the whole conversation, models count on.
+            # Where templates number the calls of the whole conversation, models continue the count.
             return "[0-9]{1,4}"
         case _:
             pieces = form.id_pieces or ()

@@ -14,7 +14,7 @@ from runner.parsing.turn_format import IdStyle, LiteralText, Slot, TurnFormat
 __all__ = ["with_fitting_ids"]
 
 _FIRST_FOREIGN_INDEX: Final = 10_000
-"""Number of the first foreign call; ids that a model generates later start lower, so they cannot clash."""
+"""Number of the first foreign call. Ids that a model generates later have lower numbers, so they cannot clash."""
 
 _MADE: Final = re.compile(r"call_\d+")
 
@@ -24,7 +24,7 @@ def with_fitting_ids(
 ) -> list[Message]:
     """Return the messages with call ids that fit the template, both on calls and on their results.
 
-    A client may send ids of other models. A template may refuse them, or show them in place of the tool's name.
+    A client may send ids from other models. A template may refuse such ids, or show them in place of the tool's name.
 
     Args:
         form: turn format of the template.
@@ -61,7 +61,7 @@ def _fitting(form: TurnFormat, call: ToolCallMessage, own: Collection[str], take
     named = form.calls is not None and form.calls.id_pieces is not None
     for number in itertools.count(0 if named else _FIRST_FOREIGN_INDEX):
         numbered = _numbered(form, call, number)
-        # A model that puts the tool's name in an id counts all calls together, whatever their names.
+        # A model that puts the tool's name in an id counts all calls together, whatever their tools.
         if numbered["id"] not in taken and not (named and any(each.endswith(f":{number}") for each in taken)):
             taken.add(numbered["id"])
             return numbered

@@ -132,7 +132,7 @@ class CallPatterns:
         return tuple(dict.fromkeys(mark for mark in last if cut.is_tag(mark)))
 
     def ends_arguments(self, text: str) -> bool:
-        """Return whether the end mark at the end of `text` follows a complete argument and so ends a call."""
+        """Return True if the end mark at the end of `text` follows a complete argument and so ends a call."""
         form = self.format.arguments
         if not isinstance(form, TaggedArguments):
             return True
@@ -146,7 +146,7 @@ class CallPatterns:
 
     @cached_property
     def own_mark(self) -> str | None:
-        """First part of the close that ends a single call; "" for an object's closing bracket, None without one."""
+        """First part of the close that ends a single call: "" for an object's closing bracket; None without one."""
         if not isinstance(self.format.arguments, TaggedArguments):
             return ""
         cut = CutPoints()
@@ -155,7 +155,7 @@ class CallPatterns:
 
     @cached_property
     def quoted(self) -> bool:
-        """Strings in arguments are quoted, and quotes inside them are escaped."""
+        """True if strings in arguments are quoted, and quotes inside them are escaped."""
         form = self.format.arguments
         return not isinstance(form, TaggedArguments) or not any(
             isinstance(style.notation, AS_TEXT) for style in form.styles.values()
@@ -190,7 +190,7 @@ class CallPatterns:
         return self._by_names[names]
 
     def may_begin(self, text: str, names: tuple[str, ...], *, line_begun: bool) -> int:
-        """Return the first position at which `line_start` or `named` may match after more text; else the length."""
+        """Return the first position where `line_start` or `named` may match once more text arrives; else the length."""
         line = text.rfind("\n") + 1
         blank = (line > 0 or line_begun) and not text[line:].strip(" \t")
         end = line if blank else len(text)
@@ -204,7 +204,7 @@ class CallPatterns:
         return end
 
     def _may_name(self, begun: str, names: tuple[str, ...]) -> bool:
-        """Return whether a text without white space may still become the begin of calls and one of these names."""
+        """Return True if a text without white space may still become the beginning of calls and one of these names."""
         before = self._before_name
         if len(begun) <= len(before):
             return before.startswith(begun)
@@ -230,23 +230,25 @@ class CallPatterns:
 
     @cached_property
     def close_is_longer(self) -> bool:
-        """The close of the calls begins with the separator between two calls."""
+        """True if the close of the calls begins with the separator between two calls."""
         close, between = without_space(self.format.close), without_space(self.format.between or "")
         return close != between and close.startswith(between)
 
     @cached_property
     def close_may_go_on(self) -> bool:
-        """The separator between two calls begins with their close, so only the text after it distinguishes them."""
+        """True if the separator between two calls begins with their close; the text after it then decides."""
         return self.between is not None and without_space(self.format.between or "").startswith(
             without_space(self.format.close)
         )
 
 
 MAX_BEGIN_LENGTH: Final = 400
-"""Characters that are examined to see whether a call begins; a longer text, due to white space, is taken for one."""
+"""Number of characters that are examined for the beginning of a call. A longer text, due to white space, counts as a
+call.
+"""
 
 MAX_TOOL_SETS: Final = 256
-"""Sets of tool names whose patterns are cached; a run has a few."""
+"""Number of sets of tool names whose patterns are cached; a run has few of them."""
 
 _NOTHING: Final = re.compile("")
 _CLOSING: Final = frozenset(")]}")

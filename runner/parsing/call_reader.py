@@ -1,4 +1,4 @@
-"""Reads the calls of a turn in the format of its template, and common deviations of models."""
+"""Reads the calls of a turn in its template's format, and common deviations of models from it."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class CallsReading:
 
 @dataclass(frozen=True, slots=True)
 class DecidedCalls:
-    """The calls at the start of an incomplete text that no later text can change."""
+    """Calls at the start of an incomplete text that later text cannot change."""
 
     calls: list[ReadCall]
     end: int
-    """Position after these calls and the separator that follows them; 0 if missing."""
+    """Position after these calls and the separator that follows them; 0 without calls."""
     closed: bool
     """True if another call needs its own trigger."""
 
 
 class _Malformed(Exception):
-    """A call that was begun cannot be read."""
+    """A call began but cannot be read."""
 
     def __init__(self, why: str, at: int, name: str = "") -> None:
         super().__init__(why)
@@ -86,22 +86,22 @@ class CallReader:
         return CallsReading("\n".join(filter(None, content)), calls)
 
     def parts(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Iterable[str | ReadCall]:
-        """Return the same in the order of the text: each call, and the text before, between and after calls.
+        """Return calls and content in the order of the text: each call, and the text before, between and after calls.
 
         Args:
             text: output of the model, without its reasoning.
             schemas: tools that may be called; None if they are unknown.
-            begun: whether the text begins after a call and its separator.
+            begun: True if the text begins after a call and its separator.
         """
         return self._triggered(text, schemas, begun) if self.format.trigger else self._bare(text, schemas)
 
     def decided(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> DecidedCalls:
-        """Return the calls at the start of an incomplete text that no later text can change.
+        """Return the calls at the start of an incomplete text that later text cannot change.
 
         Args:
             text: output of the model so far, from the trigger.
             schemas: tools that may be called; None if they are unknown.
-            begun: whether the text begins after a call and its separator.
+            begun: True if the text begins after a call and its separator.
         """
         calls: list[ReadCall] = []
         end = 0
@@ -126,7 +126,7 @@ class CallReader:
         yield text[at:]
 
     def _last_of_several(self, text: str, start: int) -> int:
-        """Return the position of the last of consecutive triggers: models may repeat one."""
+        """Return the position of the last of consecutive triggers, since models may repeat one."""
         again = start
         while text.startswith(self.format.trigger, again):
             start, again = again, after_space(text, again + len(self.format.trigger))
@@ -152,9 +152,10 @@ class CallReader:
         return at
 
     def _after_fault(self, text: str, at: int) -> int:
-        """Return the position after the close of an unreadable call, of the next trigger, or the end."""
+        """Return the position after an unreadable call: after its close, at the next trigger, or at the end."""
         trigger = text.find(self.format.trigger, at)
-        # Search only up to the next trigger: searching all of the text after each of many triggers would be quadratic.
+        # Search only up to the next trigger. Searching all of the text after each of many triggers would take quadratic
+        # time.
         limit = trigger if trigger >= 0 else len(text)
         post = self.patterns.post.search(text, at, limit) if self.format.post.strip() else None
         if post is not None:
@@ -163,7 +164,7 @@ class CallReader:
         return limit
 
     def _bare(self, text: str, schemas: Schemas | None) -> list[str | ReadCall]:
-        """Return the parts of a text whose calls have no trigger: calls fill the turn from some position to its end."""
+        """Return the parts of a text whose calls have no trigger: from some position on, calls fill the turn."""
         unreadable: list[str | ReadCall] = []
         for start in self._candidates(text, tuple(schemas or ())):
             calls = self._bare_calls(text, start, schemas)
@@ -174,7 +175,7 @@ class CallReader:
         return unreadable or [text]
 
     def _bare_calls(self, text: str, start: int, schemas: Schemas | None) -> list[ReadCall]:
-        """Return the calls that fill the text from `start` to its end; empty if it contains anything else."""
+        """Return the calls that fill the text from `start` to its end; empty if there is any other text."""
         calls: list[ReadCall] = []
         end = start
         try:
@@ -200,17 +201,17 @@ class CallReader:
 
     @property
     def _by_name(self) -> bool:
-        """Only a tool's name distinguishes a call from other text, since an object may be an answer."""
+        """Only the name of a tool distinguishes a call from other text, since an object may be an answer."""
         return not isinstance(self.format.arguments, TaggedArguments)
 
     def may_begin(self, text: str, before: str, schemas: Schemas | None, *, whole: bool) -> tuple[int, bool]:
-        """Return the first possible begin of calls without a trigger, and whether calls can be read there already.
+        """Return the first possible beginning of calls without a trigger, and True if calls can already be read there.
 
         Args:
             text: new text; calls do not begin before it.
             before: character before it; "" at the start of the content.
             schemas: tools that may be called.
-            whole: whether the text is complete.
+            whole: True if the text is complete.
         """
         patterns, names = self.patterns, tuple(schemas or ())
         line = patterns.line_start.search(before + text, len(before))
@@ -272,8 +273,8 @@ class CallReader:
         return end
 
     def _unclosed(self, text: str, at: int) -> int | None:
-        """Return the end of a last call without a complete close: at the end of the text, or before a new section."""
-        # Without a trigger before it, a truncated text may be the begin of something else.
+        """Return the end of a last call without a complete close: the end of the text, or the next section."""
+        # Without a trigger before it, a truncated text may be the beginning of something else.
         if not self.format.trigger:
             return None
         patterns, start = self.patterns, after_space(text, at)
@@ -341,10 +342,10 @@ class CallReader:
 
 
 MAX_CANDIDATES: Final = 50
-"""Candidates of each kind for the begin of a call without a trigger; turns have it near their start."""
+"""Number of candidates of each kind for the start of a call without a trigger. Calls are near the start of turns."""
 
 MAX_NAME_DISTANCE: Final = 400
-"""Characters after the begin of an unreadable call in which its name is searched."""
+"""Maximum distance of the name from the beginning of an unreadable call, in characters."""
 
 _NAME_MEMBER: Final = re.compile(r"""["']name["']\s*:\s*["']([^"'\s]+)["']""")
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters")

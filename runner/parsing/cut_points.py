@@ -26,7 +26,7 @@ class CutPoints:
         return self._pattern.findall(text)
 
     def is_tag(self, mark: str) -> bool:
-        """Return whether a unit is a control token or looks like a tag, so that prose does not contain it by chance."""
+        """Return True if a unit is a control token or looks like a tag, so that prose does not contain it by chance."""
         return mark in self.tokens or _TAG_ONLY.fullmatch(mark) is not None
 
     def common_prefix(self, texts: Iterable[str]) -> str:

@@ -18,7 +18,9 @@ NOT_IN_KEYS: Final = " \t\n\r<>{}()[]\"'`,=|"
 """Characters that argument names must not contain, so that the end of a name is unambiguous."""
 
 Strings = Callable[[Rules, str], str]
-"""Add the rules of a string and return its expression; the second argument has the characters that may follow it."""
+"""Function that adds the rules of a string and returns its expression; it receives the characters that may follow the
+string.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class NotationDialect:
 
 
 _SPACE_RULE: Final = r'"" | " " | "\n" [ \t]{0,40}'
-"""White space around punctuation: enough for compact and indented JSON. Without a limit, a model could spend a turn on
+"""White space around punctuation: enough for compact and indented JSON. Without a limit, a model could fill a turn with
 it.
 """
 
@@ -115,7 +117,7 @@ def plain_text(notation: Raw | Html | Cdata, rules: Rules, ends: tuple[str, ...]
         case Html():
             return rules.recursive(notation, "text", lambda name: _escaped_for_html(notation, name))
         case Cdata(signs):
-            # A model may write text without CDATA if no character requires it: it is read the same.
+            # A model may write text without CDATA if no character requires CDATA. The reader accepts both.
             marked = rules.add("marked", text_without(["]]>"]))
             unmarked = f"{none_of(signs)}*" if all(end[0] in signs for end in ends) else text_without(ends)
             bare = rules.add("bare", unmarked)
@@ -161,8 +163,8 @@ def _json(notation: Json, written: Callable[[str], str]) -> NotationDialect:
 def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, after: str) -> str:
     """Return the rule body after the opening quote of a string.
 
-    Right recursion over a character class, as in xgrammar's own JSON grammar: its token masks are computed when the
-    grammar is compiled. For a star over a rule, xgrammar matches the whole vocabulary at every token.
+    The rule uses right recursion over a character class, as xgrammar's own JSON grammar does, so that token masks are
+    computed when the grammar is compiled. For a star over a rule, xgrammar matches the whole vocabulary at every token.
     """
     plain = r"[ !#-\[\]-~]" if ascii_only else none_of('"\\', controls=False)
     backslash = literal(written("\\"))
@@ -185,7 +187,10 @@ _PYTHON_ESCAPE: Final = (
 
 
 def _python(rules: Rules, after: str) -> str:
-    """Return a string in either kind of quote: `repr` chooses by the whole string, so a model may use both."""
+    """Return an expression for a string in either kind of quote.
+
+    `repr` chooses by the whole string, but a model may use both.
+    """
 
     def rest(quote: str) -> str:
         def body(name: str) -> str:
@@ -209,7 +214,7 @@ def _nested(notation: Nested) -> NotationDialect:
         body = text_but(["", *names], rules, literal, lambda each: [character_class(each)], characters_but(signs))
         return f"{rules.written(notation.open_key)} {body} {rules.written(notation.close_key)}"
 
-    # Characters that would end a key, or be confused with the text around it.
+    # Characters that would end a key, or could be confused with the text around it.
     signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation))) + _SPACE
 
     return NotationDialect(

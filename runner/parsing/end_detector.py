@@ -16,21 +16,21 @@ _IN_QUOTES: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 class EndDetector:
     """Searches for the marks that end calls or, without marks, for the bracket that closes the first call.
 
-    A found end is only a position at which reading is worthwhile: the reader decides.
+    A found end is only a position at which the reader should try to read a call.
     """
 
     def __init__(self, marks: Sequence[str], *, quoted: bool) -> None:
-        """Search for any of `marks`; with `quoted` not inside of strings."""
+        """Search for any of `marks`; if `quoted`, only outside of strings."""
         self._marks = tuple(marks)
         self._quoted = quoted
         self._pattern = _pattern(self._marks, quoted)
         self._quote = ""
         self._escaped = False
         self._depth = 0
-        self._kept = ""  # possible begin of a mark
+        self._kept = ""  # possible beginning of a mark
 
     def feed(self, text: str) -> int | None:
-        """Return the position after an end in `text`, at which the next piece has to begin; None if missing."""
+        """Return the position after an end in `text`, where the next piece has to begin; None if there is no end."""
         text, before = self._kept + text, len(self._kept)
         begun = partial_mark_length(text, self._marks)
         end = len(text) - begun
@@ -85,12 +85,12 @@ class RereadBudget:
     """Limits how often a growing text is read again, so that the total time stays linear."""
 
     FREE_LENGTH: Final = 4096
-    """Characters that may be read without success beyond the limit."""
+    """Number of characters that may be read without success in addition to the limit."""
     SHORT_LENGTH: Final = 512
-    """Texts up to this number of characters are read at every possible end."""
+    """Texts with up to this number of characters are read at every possible end."""
 
     def __init__(self) -> None:
-        """Start with nothing read."""
+        """Start a budget with nothing read."""
         self._read = 0
 
     def allows(self, length: int, *, likely: bool = True) -> bool:

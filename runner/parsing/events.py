@@ -29,7 +29,7 @@ class ContentPiece:
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call that was read completely, or could not be read; its error has the reason."""
+    """A call that was read completely, or could not be read. In the second case, its error has the reason."""
 
     call: ReadCall
 
@@ -50,8 +50,8 @@ class EventCollector:
     """Collects events from a reader, and holds back white space until more text follows it.
 
     The joined reasoning pieces equal the reasoning. The joined content pieces equal the content: with calls, its parts
-    are stripped and joined by line breaks. White space at the start of a turn may already be emitted when a later call
-    shows that it does not count.
+    are stripped and joined by line breaks. White space at the start of a turn may be emitted before a later call shows
+    that it does not count.
     """
 
     def __init__(self, *, stripped: bool = False, calls: bool = True) -> None:
@@ -63,11 +63,11 @@ class EventCollector:
         self._content: list[str] = []
         self._calls: list[ReadCall] = []
         self._blank = ""  # white space that may end the current part
-        self._inside = False  # a part of the content has begun
+        self._inside = False  # True if a part of the content has begun
 
     @property
     def reading(self) -> TurnReading:
-        """The parts of the text so far, equal to those of reading it at once."""
+        """The parts of the text so far, equal to the result of reading the text at once."""
         content = "".join(self._content)
         return TurnReading("".join(self._thought), content.strip() if self._calls else content, list(self._calls))
 

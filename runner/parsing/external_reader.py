@@ -13,13 +13,13 @@ __all__ = ["ExternalReader", "external_call"]
 
 
 class ExternalReader(Protocol):
-    """Reads calls in a format that the user named, independent of the chat template. It has no state."""
+    """Reads calls in a format that the user named, independent of the chat template. It is stateless."""
 
     name: str
     """Format as the user named it, such as "vllm:hermes"."""
 
     def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:
-        """Return the content and the calls of a turn. Never raises: an unreadable call has an error.
+        """Return the content and the calls of a turn. An unreadable call has an error; nothing is raised.
 
         Args:
             text: output of the model.

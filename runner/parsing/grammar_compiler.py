@@ -13,11 +13,11 @@ from typing import Any, Final
 __all__ = ["TokenGrammarCompiler", "holds_token_ids"]
 
 CACHE_ENTRIES: Final = 64
-"""Cached grammars with token ids; a run has few of them, each of at most some megabytes."""
+"""Number of cached grammars with token ids. A run has few of them, each of at most a few megabytes."""
 
 
 class TokenGrammarCompiler:
-    """An xgrammar compiler that handles token ids correctly; everything else is delegated to the wrapped compiler."""
+    """Compiler that handles token ids correctly. All other grammars are passed to the wrapped xgrammar compiler."""
 
     def __init__(self, compiler: Any) -> None:
         """Wrap xgrammar's own `compiler`, which still compiles all grammars without token ids."""

@@ -1,7 +1,7 @@
 """Harmony, the format of gpt-oss: a turn of messages, each with a channel; a call has a recipient.
 
-The format is written by hand instead of learnt: templates do not show the content that models write beside a call,
-nor the variants of message headers. Source: OpenAI's "harmony response format".
+The format is not learnt, since templates show neither the content that models write beside a call nor the variants of
+message headers. Source: OpenAI's "harmony response format".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CALLS: Final = CallFormat(
     ids=IdStyle.ANY,
     stop=CALL,
 )
-"""Call format of gpt-oss's own template: one call per turn, without content beside it."""
+"""Call format of gpt-oss's own template: one call per turn, without content in the same turn."""
 
 
 THOUGHT: Final = ReasoningFormat(f"<|channel|>analysis{MESSAGE}", "<|end|>", opened_by_prompt=False)
@@ -109,7 +109,7 @@ class HarmonyStream(StateReader):
     def __init__(self, *, calls: bool = True) -> None:
         """Begin a turn; `calls` False ignores calls."""
         super().__init__(EventCollector(stripped=True, calls=calls), self._before)
-        self._role = False  # the next header begins with a role; the first role is in the prompt
+        self._role = False  # True if the next header begins with a role; the first role is in the prompt
         self._header = _MessageHeader(_MessageKind.CONTENT, "")
         self._arguments: list[str] = []
         self._watch = EndDetector(ENDS, quoted=True)
@@ -126,7 +126,7 @@ class HarmonyStream(StateReader):
     # --- states: each consumes text and returns the rest for the next state
 
     def _before(self, text: str) -> str:
-        """Before a message; some messages have no header."""
+        """Handle text before a message. Some messages have no header."""
         text = self._with_held(text)
         start = text.lstrip()
         if not self._role and not _HEADER.match(start):
@@ -180,7 +180,7 @@ class HarmonyStream(StateReader):
         return self._after(text, mark)
 
     def _called(self, text: str) -> str:
-        """Inside the arguments of a call; an end token counts only outside of strings."""
+        """Handle text inside the arguments of a call. An end token counts only outside of strings."""
         end = None if self._ended else self._watch.feed(text)
         self._arguments.append(text[:end])
         if end is None and not self._ended:
@@ -222,7 +222,7 @@ def _read_call(name: str, text: str) -> tuple[ReadCall, int]:
     """Return the call whose arguments begin `text`, and the position after them."""
     start = after_space(text, 0)
     try:
-        # A turn that was truncated here may have no arguments yet.
+        # A turn that was truncated here may not have arguments yet.
         arguments, at = ({}, start) if _END.match(text, start) else read_object(text, start)
     except Unreadable as error:
         return ReadCall(name, error=str(error)), _next_end(text, start)
@@ -240,7 +240,7 @@ def _next_end(text: str, at: int) -> int:
 
 
 MAX_HEADER_LENGTH: Final = 1000
-"""Characters of a header; longer text is content."""
+"""Maximum number of characters of a header. Longer text is content."""
 MAX_MARK_LENGTH: Final = max(map(len, (MESSAGE, *ENDS)))
 
 _END: Final = re.compile("|".join(map(re.escape, ENDS)))
@@ -249,7 +249,7 @@ _MARK: Final = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS))))
 _HEADER: Final = re.compile(r"<\||to\s*=")
 _HEADER_BEGUN: Final = re.compile(r"<?|to?|to\s+")
 _ROLE: Final = re.compile(r"\s*[^\s<]*")
-# The name ends at a control token; the text after it may be the type of the arguments.
+# The name ends at a control token. The text after that may be the type of the arguments.
 _RECIPIENT: Final = re.compile(r"(?<!\w)to\s*=\s*(?:functions\.)?(?P<name>[^\s<]*)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(?P<name>\w+)")
 _WRITTEN: Final = re.compile(

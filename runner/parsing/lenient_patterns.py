@@ -34,9 +34,9 @@ def lenient(literal: str) -> str:
 
 
 def search_pattern(literal: str) -> str:
-    """Return a pattern for searching `literal`: the same without white space before it.
+    """Return the lenient pattern for a search for `literal`, without white space before it.
 
-    A search that begins with optional white space takes quadratic time in the longest run of it.
+    A search for a pattern that begins with optional white space takes quadratic time in a run of white space.
     """
     return _body(literal.lstrip())
 
@@ -48,13 +48,13 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def merge_optional_space(pattern: str) -> str:
-    """Merge repeated optional white space, which the regular expression engine would try in every split."""
+    """Merge repeated optional white space. The regular expression engine would try every way to divide it."""
     return _FREE_TWICE.sub(lambda _: FREE, pattern)
 
 
 @functools.cache
 def without_space(literal: str) -> str:
-    """Return the literal without white space: if two literals differ in this form, no text matches both."""
+    """Return the literal without white space. If two literals differ in this form, no text matches both."""
     return "".join(literal.split())
 
 
@@ -77,14 +77,14 @@ def _is_word(sign: str) -> bool:
 
 @functools.cache
 def after_key(literal: str) -> str:
-    """Return a pattern for the opening text of an unquoted value that takes none of the value's own white space."""
+    """Return a pattern for the text before an unquoted value. White space of the value itself does not match."""
     space = literal[len(literal.rstrip()) :]
     return lenient(literal.rstrip()) + _optional(space)
 
 
 @functools.cache
 def after_raw(literal: str) -> str:
-    """Return a pattern for the text after an unquoted value that takes none of the value's own white space."""
+    """Return a pattern for the text after an unquoted value. White space of the value itself does not match."""
     space = literal[: len(literal) - len(literal.lstrip())]
     return _optional(space) + _body(literal.lstrip())
 

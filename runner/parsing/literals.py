@@ -11,7 +11,7 @@ from typing import Any, Final
 __all__ = ["Unreadable", "after_space", "read_literal"]
 
 MAX_DEPTH: Final = 200
-"""Levels of nested lists and objects; Python's own readers fail at another depth, with another error."""
+"""Maximum depth of nested lists and objects. Python's own readers fail at other depths, with another error."""
 
 
 class Unreadable(ValueError):
@@ -54,7 +54,7 @@ def _finite(text: str) -> float:
 def _integer(text: str) -> int:
     try:
         return int(text)
-    except ValueError:  # past the number of digits that Python converts
+    except ValueError:  # the number has more digits than Python converts
         raise ValueError(f"the number {text[:20]}... has too many digits") from None
 
 
@@ -62,7 +62,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 
 
-# The standard library's decoder, since orjson turns integers past 64 bits into floats.
+# The standard library's decoder, since orjson turns integers of more than 64 bits into floats.
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
 _SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # it is there, and unknown to its type stubs
 _SPACE: Final = re.compile(r"\s*")
@@ -186,7 +186,7 @@ class _LiteralReader:
         return items, at + 1
 
     def _comma(self, close: str, at: int) -> int:
-        """Return the position after a comma, or of the close."""
+        """Return the position after a comma, or the position of the close."""
         at = after_space(self.text, at)
         if self.text.startswith(close, at):
             return at

@@ -86,7 +86,7 @@ class Python:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A string without quotes or escapes; the text after it ends it."""
+    """A string without quotes or escapes. The text after the string ends it."""
 
     kind: Literal["raw"] = "raw"
 
@@ -180,7 +180,7 @@ SPACINGS: Final = (
 
 
 def object_notations(before: str) -> list[Notation]:
-    """Return the possible notations of an object, the most common first; `before` is the text before the object."""
+    """Return the possible notations of an object, the most common first. `before` is the text before the object."""
     line = before.rpartition("\n")[2]
     margin = len(line) - len(line.lstrip(" "))
     indented = [Json(item=",", indent=indent, margin=each) for indent in (2, 4, 1) for each in {margin, 0}]

@@ -30,7 +30,7 @@ from runner.tools.tool import Tool
 __all__ = ["CallNumbers", "ParsedText", "TurnParser"]
 
 MAX_CONSTRAINTS = 256
-"""Most constraints that a parser keeps."""
+"""Maximum number of constraints that a parser caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TurnParser:
     control_tokens: Mapping[str, int] = field(default_factory=dict)
     """Control tokens that occur in the format, with their ids."""
     named: ExternalReader | None = None
-    """Reader of calls in the format that the user named; None for the learnt format. Not used for required calls."""
+    """Reader of calls in the format that the user named; None for the learnt format. Required calls do not use it."""
     stops: tuple[str, ...] = ()
     """Control tokens that end a turn."""
 
@@ -63,7 +63,7 @@ class TurnParser:
 
     @property
     def writes_as_read(self) -> bool:
-        """Calls are read in the format in which they can be written and enforced."""
+        """True if calls are read in the format in which they can be written and enforced."""
         return self.named is None and self.format.calls is not None
 
     @property
@@ -102,7 +102,7 @@ class TurnParser:
         return not called or not (self._by_name(called, tool_choice) or self.format.response is not None)
 
     def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
-        """Return a reader for a turn that is being sampled; it ends with the result of `parse`, without call ids.
+        """Return a reader for a turn that is being sampled. Its final result is that of `parse`, without call ids.
 
         Raises:
             BadOption: calls can only be read in complete turns.
@@ -119,7 +119,7 @@ class TurnParser:
         return TurnStream(reader, _schemas(called))
 
     def _by_name(self, called: Sequence[Tool], tool_choice: ToolChoice) -> bool:
-        """Return whether the named format reads the calls; required calls are read in the learnt format."""
+        """Return True if the named format reads the calls. Required calls are read in the learnt format."""
         return self.named is not None and bool(called) and (tool_choice == "auto" or self.format.calls is None)
 
     def _read(self, text: str, tools: Sequence[Tool]) -> TurnReading:
@@ -140,7 +140,7 @@ class TurnParser:
 
     def ends_in_thought(self, text: str) -> bool:
         """Return whether a turn's text ends inside its reasoning."""
-        # In a turn with channels, any message may be reasoning, not only the first.
+        # In a turn with channels, any message may be reasoning, not only the first one.
         said = text.rpartition(self.reasoning.close)[2] if self.format.harmony else text
         return ends_in_thought(said.removeprefix("<|start|>assistant") if self.format.harmony else said, self.reasoning)
 
@@ -214,7 +214,7 @@ class TurnParser:
     def marker_tokens(self) -> Mapping[str, int]:
         """Control tokens that mark the begin of reasoning and calls. Inside a call, its text decides.
 
-        Empty if the user named a format, whose reader sees the ids itself.
+        Empty if the user named a format, since its reader receives the ids.
         """
         if self.named is not None:
             return {}
@@ -235,7 +235,7 @@ class TurnParser:
 
 
 class CallNumbers:
-    """Assigns ids to the calls of one turn, in order; an id of the model is kept, since results refer to it."""
+    """Assigns ids to the calls of one turn, in order. An id from the model is kept, since results refer to it."""
 
     def __init__(self, form: TurnFormat, before: int) -> None:
         """Begin a turn after `before` calls of its conversation."""
@@ -247,7 +247,7 @@ class CallNumbers:
     def __call__(self, call: ReadCall) -> ToolCall:
         """Return the next call of the turn with its id."""
         call = _named(_writable(call))
-        # Later prompts contain the id like text of the template, so control text in it would become control ids.
+        # Later prompts contain the id as template text, so control text in the id would become control ids.
         plain = call.id is not None and re.fullmatch(self._ids.pattern(), call.id)
         own = call.id if plain and call.id not in self._taken else None
         call_id = own or self._made(call.name)
@@ -269,7 +269,7 @@ def _schemas(tools: Sequence[Tool]) -> Schemas:
 
 
 def _writable(call: ReadCall) -> ReadCall:
-    """Return the call, or an error if a string in it has half a surrogate pair, which no file can store."""
+    """Return the call, with an error if a string in it has an unpaired surrogate, which no file can store."""
     if call.error is None and not _is_text([call.name, call.arguments, call.id]):
         name = call.name if _is_text(call.name) else ""
         return ReadCall(name, error="a string in it contains half of a surrogate pair")
@@ -285,7 +285,7 @@ def _named(call: ReadCall) -> ReadCall:
 def _is_text(value: Any) -> bool:
     try:
         orjson.dumps(value)
-    except TypeError:  # orjson also refuses integers above 64 bits
+    except TypeError:  # orjson also rejects integers of more than 64 bits
         return _is_text_however_large(value)
     return True
 

@@ -41,9 +41,9 @@ class ResponseTemplateReader:
     def read(self, text: str, schemas: Schemas | None = None) -> TurnReading:
         """Return the parts of a turn's text.
 
-        The parser stops at the first call that it cannot read. Such a turn has the calls before it, and one call with
-        the error; the text after it is not read. The parser reads a truncated call as if it were complete; that call
-        gets an error too.
+        The parser stops at the first call that it cannot read. Such a turn has the calls up to there, and one call with
+        the error; later text is not read. The parser reads a truncated call as if it were complete; that call gets an
+        error too.
         """
         tools = [
             {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -71,7 +71,7 @@ class ResponseTemplateReader:
         return tuple(text for each in given for text in (each if isinstance(each, list) else [each]))
 
     def ends_closed(self, text: str) -> bool:
-        """Return whether the turn ends with the close of a call, or calls have no close."""
+        """Return True if the turn ends with the close of a call, or if calls have no close."""
         field = self._loaded[1].fields.get(CALLS)
         if field is None or field.close_re is None:
             return True
@@ -93,7 +93,7 @@ class ResponseTemplateReader:
                 for event in parser.feed(letter):
                     if event["type"] == "region_close":
                         message.setdefault(event["field"], []).append(event["value"])
-        except Exception as raised:  # the same error, or one of the shorter text
+        except Exception as raised:  # the same error, or an error about the shorter text
             error = raised
         cause = error.__cause__ or error
         calls = [each for value in message.get(CALLS, []) for each in _calls(value)]

@@ -39,7 +39,8 @@ class Loss(NamedTuple):
 def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
     """Yield the parts of the tools' calls that do not survive a round trip through the format.
 
-    For each tool it tries every argument alone with every type that the schema allows, then all arguments, then none.
+    For each tool, it tries every argument alone with every type that the schema allows, then all arguments, then no
+    arguments.
     """
     trial = _RoundtripTrial(form, tools)
     for tool in tools:
@@ -55,12 +56,12 @@ def supports_name(form: TurnFormat | None, tool: Tool) -> bool:
         return False
     if form is None or form.calls is None:
         return True
-    # With an argument, since some formats cannot write a call without one.
+    # The probe has an argument, since some formats cannot write a call without one.
     return _RoundtripTrial(form, [tool]).fault(tool.name, {"argument": "text"}) is None
 
 
 MAX_NAME_LENGTH: Final = 256
-"""Most characters in the name of a tool."""
+"""Maximum number of characters in the name of a tool."""
 
 
 class _RoundtripTrial:
@@ -73,7 +74,7 @@ class _RoundtripTrial:
         self._schemas = {tool.name: tool.parameters for tool in tools}
 
     def fault(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Return why a call is not read as it was written, as a clause; None if it is."""
+        """Return a clause with the reason why a call is not read as it was written; None if it is."""
         call = WrittenCall(name, arguments, id_for(self._form, name, 0))
         try:
             text = write_calls(self._form, [call])
@@ -102,7 +103,7 @@ def _lost_arguments(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
             yield Loss(tool.name, name, what, name in required)
             continue
         if name not in required:
-            lost.pop("null", None)  # the call may omit it instead
+            lost.pop("null", None)  # the call may omit the argument instead
         if lost:
             types, why = " or ".join(lost), next(iter(lost.values()))
             what = f"its argument {name!r} cannot be of type {types} ({why}). {_fix(name)}"
@@ -153,9 +154,9 @@ class Ambiguity(NamedTuple):
 
     tool: str
     argument: str
-    """Name of the argument; "..." stands for all that the schema does not name."""
+    """Name of the argument; "..." for all arguments that the schema does not name."""
     types: tuple[ValueType, ...]
-    """Types as which such a text is read although it may be a string; all types if the schema names none."""
+    """Types as which a string may be misread; all types if the schema does not name any."""
 
     def __str__(self) -> str:
         listed = "any" if set(_TYPES_OF_LITERALS) <= set(self.types) else " | ".join(("string", *self.types))

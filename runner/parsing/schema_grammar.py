@@ -30,10 +30,10 @@ def answer_constraint(schema: Any) -> Constraint:
 
 
 def not_enforced(schema: Any, *, arguments: bool = False) -> list[str]:
-    """Return what a schema requires and its grammar does not enforce: each keyword and its path.
+    """Return the requirements of a schema that its grammar does not enforce: each keyword and its path.
 
-    With `arguments` the schema is that of a tool's arguments as JSON; otherwise of an answer, and unknown keywords are
-    included.
+    With `arguments`, the schema describes a tool's arguments as JSON. Otherwise it describes an answer, and unknown
+    keywords are included.
     """
     try:
         written = _written(json.dumps(schema), arguments=arguments)

@@ -1,4 +1,4 @@
-"""Grammar rules for the values that a JSON schema allows, in a dialect: one for each of their shapes.
+"""Grammar rules for the values that a JSON schema allows, in a dialect: one rule for each shape of a value.
 
 Keywords that no rule can express, or only a very large one, are recorded. Validation of the arguments checks them and
 reports errors to the model.
@@ -22,19 +22,19 @@ from runner.tools.value_shapes import KINDS, Conjunction, NumberRange, ValueShap
 __all__ = ["SchemaRules", "UnenforcedKeywords", "UnsatisfiableSchema", "members_of"]
 
 MAX_REPEAT: Final = 4096
-"""Length bounds above this are left to validation, since repetitions enlarge the compiled grammar."""
+"""Larger length bounds are left to validation, since repetitions enlarge the compiled grammar."""
 
 MAX_EXCLUDED: Final = 2000
-"""Characters of excluded key names; each one is a rule."""
+"""Maximum number of characters of excluded key names; each character is a rule."""
 
 MAX_COUNTED: Final = 64
-"""Longest string whose characters are counted; each character makes rules that take 10 to 20 ms to compile."""
+"""Maximum length of a string whose characters are counted. The rules of each character take 10 to 20 ms to compile."""
 
 MAX_UNBOUNDED_PREFIX: Final = 16
-"""Most characters that are required of a string without a maximum length."""
+"""Maximum number of required characters of a string without a maximum length."""
 
 MAX_INDENT_DEPTH: Final = 8
-"""Depth below which indented objects and lists are empty, since every depth needs its own rules."""
+"""Depth below which indented objects and lists must be empty, since every depth needs its own rules."""
 
 
 class UnsatisfiableSchema(ValueError):
@@ -69,7 +69,10 @@ class SchemaRules:
         after: str,
         left_out: UnenforcedKeywords,
     ) -> None:
-        """Create rules for the tool `whose`; `after` has the characters that may follow a value outside of others."""
+        """Create rules for the tool `whose`.
+
+        `after` has the characters that may follow a value that is not inside another one.
+        """
         self._rules = rules
         self._dialect = dialect
         self._shapes = shapes
@@ -146,7 +149,10 @@ class SchemaRules:
         return f"{self._signs(opened)} {f' {self._signs(between)} '.join(inside)} {self._signs(closed)}"
 
     def _written(self, text: str) -> str:
-        """Return an expression for text that the user named: its control text is plain, the dialect's may be tokens."""
+        """Return an expression for text that the user named.
+
+        Its control text is plain text; that of the dialect may be tokens.
+        """
         return self._rules.written(text) if self._dialect.signs_are_tokens else literal(text)
 
     def _signs(self, text: str) -> str:
@@ -155,7 +161,7 @@ class SchemaRules:
     def _after_value(self, depth: int) -> str:
         if depth == 0:
             return self._after
-        # One rule for every string: all characters that may follow any of them.
+        # One rule for all strings, with all characters that may follow any of them.
         return self._dialect.after_strings
 
     def _string(self, shape: ValueShape, depth: int, path: str) -> str:
@@ -175,7 +181,7 @@ class SchemaRules:
                 body = self._rules.add("pattern", pattern_rule(pattern, characters, self._rules))
             except UnsupportedPattern:
                 continue
-            # A rule holds one format; of several, the others are left to the report.
+            # A rule enforces one format. If there are several, the others are reported.
             said = () if keyword == "format" and len(shape.formats) > 1 else (keyword,)
             return said, f"{quote} {body} {quote}"
         if shape.most is not None and shape.most <= MAX_COUNTED:
@@ -196,7 +202,7 @@ class SchemaRules:
         inner = f"{path}[]"
         items: list[str] = []
         most = shape.most
-        # With positional items no others are allowed, unless the schema says so.
+        # With positional items, no further items are allowed unless the schema allows them.
         open_ended = not shape.listed or any(part.has_rest for part in shape.arrays) or shape.least > shape.listed
         for index in range(shape.listed):
             item = shape.item(index)
@@ -223,7 +229,7 @@ class SchemaRules:
             return self._rules.written(dialect.open_object + dialect.close_object)
 
         def member(name: str, conjunction: Conjunction) -> str:
-            # A key was named by the user: control text in it is plain text.
+            # The user named the key, so control text in it is plain text.
             key = self._written(self._key(name, depth))
             return f"{key} {self._signs(dialect.colon)} {self.value(conjunction, depth + 1, _below(path, name))}"
 
@@ -242,7 +248,7 @@ class SchemaRules:
         if not members.holds_bounds:
             self._left_out.add(path, ("minProperties", "maxProperties"))
         if rest is not None and shape.least - sum(required for _, required in fields) > 1:
-            self._left_out.add(path, ("minProperties",))  # no grammar can forbid a key that occurs twice
+            self._left_out.add(path, ("minProperties",))  # no grammar can forbid that a key occurs twice
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
@@ -262,7 +268,7 @@ class SchemaRules:
         if open_ended:
             written = self.value(shape.others, depth + 1, inner)
             if values:
-                # Validation checks which of them applies to a name.
+                # Validation checks which of them apply to a name.
                 self._left_out.add(path, ("patternProperties",))
                 written = either([written, *(rule for _, rule in values)])
             pairs.append(f"{self._other_key(shape, path)} {self._signs(self._dialect.colon)} {written}")
@@ -316,7 +322,7 @@ class SchemaRules:
                 choices += [self._written(self._key(name, 0)) for name in each.values if name not in shape.named]
                 continue
             if meets_named:
-                # Otherwise a named member could be written once more, or although other keywords forbid it.
+                # Otherwise a named member could be written twice, or against other keywords.
                 self._left_out.add(path, ("propertyNames",))
                 choices.append(self._unnamed_key(shape, path))
                 continue
@@ -335,7 +341,7 @@ class SchemaRules:
         return rule or self._dialect.key(self._rules, self._dialect.after_strings)
 
     def _is_written_twice(self, name: str, shape: ValueShape) -> bool:
-        """Return whether a pattern lets a named member be written once more, with values that the name forbids."""
+        """Return True if a pattern allows a named member to be written again, with values that its name forbids."""
         own = self._shapes.key(shape.member(name))
         return any(re.search(pattern, name) and self._shapes.key(each) != own for pattern, each in shape.of_patterns)
 

@@ -11,10 +11,10 @@ from runner.parsing.ebnf import NOTHING, Rules, either
 __all__ = ["Field", "Rest", "Sequenced", "ordered_fields"]
 
 MAX_REPEAT: Final = 4096
-"""Length bounds above this are left to validation, since repetitions enlarge the compiled grammar."""
+"""Larger length bounds are left to validation, since repetitions enlarge the compiled grammar."""
 
 MAX_COUNTED_RULES: Final = 1200
-"""Rules for counting the fields of a sequence; above this, the fields are not counted."""
+"""Maximum number of rules for counting the fields of a sequence. Above it, fields are not counted."""
 
 Field: TypeAlias = tuple[str, bool]
 """An expression, and whether it is required."""
@@ -34,7 +34,7 @@ class Sequenced:
     """Expressions for ordered fields with separators."""
 
     some: str | None
-    """Expression for one or more fields; None if there can be none."""
+    """Expression for one or more fields; None if there can be no fields."""
     may_be_empty: bool
     holds_bounds: bool = True
     """True if the number of fields is enforced."""
@@ -94,7 +94,7 @@ def _uncounted(
 
 
 def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, str]:
-    """Return expressions for the rest: alone with at least one item, and after other fields."""
+    """Return two expressions for the rest: alone with at least one item, and after other fields."""
     if rest is None or rest.high == 0:
         return None, NOTHING
     following = f"({separator} {rest.item})"

@@ -1,4 +1,4 @@
-"""Distinguishes control tokens from their names: a name that a model spelled with letters is plain text."""
+"""Distinguishes control tokens from their names. A name that a model spelled with letters is plain text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["SpelledTokenStream", "SpelledTokens"]
 
 _NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters, which text does not contain; if one occurs anyway, it is doubled while names are broken up."""
+"""Unicode noncharacters, which normal text does not contain. If one occurs, it is doubled while names are broken up."""
 
 
 class SpelledTokens:
-    """Text of a turn in which spelled names of control tokens are broken up, so that readers do not see them."""
+    """Text of a turn in which spelled names of control tokens are broken up, so that readers do not match them."""
 
     def __init__(self, text: str, ids: Sequence[int], tokens: Mapping[str, int], tokenizer: Tokenizer) -> None:
         """Break up spelled names.
@@ -45,10 +45,10 @@ class SpelledTokens:
 
 
 class SpelledTokenStream:
-    """The same for text that arrives in pieces, one per id."""
+    """`SpelledTokens` for text that arrives in pieces, one per id."""
 
     def __init__(self, tokens: Mapping[str, int], sign: str = _NONCHARACTERS[0]) -> None:
-        """Begin a text; `sign` breaks up the spelled names of these control tokens."""
+        """Begin a text. `sign` breaks up the spelled names of these control tokens."""
         self._names = {token_id: name for name, token_id in tokens.items()}
         self._longest = max(map(len, tokens), default=0)
         self._sign = sign
@@ -76,7 +76,7 @@ class SpelledTokenStream:
         return ToolCall(call.id, self.restored(call.name), self.restored(call.arguments), error=error)
 
     def _break_names(self, piece: str) -> str:
-        """Return the piece, with the last character of each name that it completes set apart."""
+        """Return the piece. If it completes a name, the sign separates the last character of the name."""
         window = self._tail + piece
         self._tail = window[1 - self._longest :] if self._longest > 1 else ""
         ends = {
@@ -105,7 +105,7 @@ def _broken(spelling: SpelledTokenStream, text: str, ids: Sequence[int], tokeniz
 
 
 def _free_sign(text: str) -> str:
-    """Return a sign that the text does not contain, raw or escaped."""
+    """Return a sign that the text contains neither raw nor escaped."""
     low = text.lower()
     return next(
         (sign for sign in _NONCHARACTERS if sign not in text and f"{ord(sign):x}" not in low), _NONCHARACTERS[0]
@@ -113,7 +113,7 @@ def _free_sign(text: str) -> str:
 
 
 def _once(text: str, sign: str) -> str:
-    """Return the text with doubled signs as one, and without single ones."""
+    """Return the text without single signs, and with each doubled sign as one."""
     return re.sub(f"{sign}({sign})?", lambda match: match[1] or "", text)
 
 

@@ -18,11 +18,11 @@ class TurnStream(StateReader):
     """Reads one turn while it is sampled.
 
     A call is emitted once, as soon as no later text can change it. An unreadable call is emitted at the end of the
-    turn, with the text after it, since later text may repair it. Of reasoning and content, only a possible begin of a
-    mark and white space before further text are held back. So the joined content pieces equal the content of `reading`,
-    except for white space at the start of a turn with calls. If calls have no trigger, the text from the first possible
-    begin of a call is emitted at the end. If reasoning has no opening mark, all text before its close is emitted at the
-    end.
+    turn, with the text after it, since later text may repair it. Reasoning and content are emitted at once, except for
+    a possible beginning of a mark and for white space before further text. So the joined content pieces equal the
+    content of `reading`, except for white space at the start of a turn with calls. If calls have no trigger, the text
+    from the first possible begin of a call is emitted at the end. If reasoning has no opening mark, all text before its
+    close is emitted at the end.
     """
 
     def __init__(self, reader: TurnReader, schemas: Schemas | None = None) -> None:
@@ -54,7 +54,7 @@ class TurnStream(StateReader):
     # --- states: each consumes text and returns the rest for the next state
 
     def _start(self, text: str) -> str:
-        """Before the reasoning, if there is any."""
+        """Handle text before the reasoning, if there is any."""
         text = self._with_held(text)
         start = text.lstrip()
         opening, closing = self._thought_open, self._thought_close
@@ -74,7 +74,7 @@ class TurnStream(StateReader):
         return text
 
     def _unopened(self, text: str) -> str:
-        """In text that is reasoning only if a close follows."""
+        """Handle text that is reasoning only if a close follows."""
         end = None if self._ended else self._watch.feed(text)
         self._pending.append(text[:end])
         if end is None and not self._ended:
@@ -105,7 +105,7 @@ class TurnStream(StateReader):
         return text
 
     def _before_content(self, text: str) -> str:
-        """Before the content's own mark, if it has one."""
+        """Handle text before the content's own mark, if it has one."""
         opening = self._reader.content_open
         if opening:
             text = self._with_held(text).lstrip()
@@ -128,7 +128,7 @@ class TurnStream(StateReader):
         return text[at:]
 
     def _lines(self, text: str) -> str:
-        """In content whose calls have no trigger."""
+        """Handle content whose calls have no trigger."""
         assert self._reader.calls is not None
         text = self._with_held(text)
         at, begun = self._reader.calls.may_begin(text, self._last, self._schemas, whole=self._ended)
@@ -160,20 +160,20 @@ class TurnStream(StateReader):
         return rest
 
     def _hold(self, text: str, mark: str, tell: Callable[[str], None]) -> None:
-        """Emit `text` except for an end that may begin the mark."""
+        """Emit `text`, except for an end that may begin the mark."""
         begun = 0 if self._ended or not mark else partial_mark_length(text, (mark,))
         self._held = text[len(text) - begun :]
         tell(text[: len(text) - begun])
 
 
 END_LENGTH: Final = 300
-"""Characters that suffice for the end of a call, with white space in it."""
+"""Number of characters that suffice for the end of a call, with white space in it."""
 IN_LINE: Final = "."
 """Stand-in for the text before a call that does not begin its line."""
 
 
 class _Section:
-    """The calls after one trigger, kept until they can be read."""
+    """The calls after one trigger. Their text is kept until they can be read."""
 
     def __init__(self, reader: CallReader, schemas: Schemas | None, *, in_line: bool) -> None:
         self._reader = reader

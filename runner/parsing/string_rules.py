@@ -30,7 +30,7 @@ _SURROGATES: Final = (0xD800, 0xDFFF)
 EVERY: Final[Characters] = ((0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _MAX_CODE_POINT))
 
 MAX_REPEATED: Final = 128
-"""Repetitions above this are left to validation, since each one enlarges the compiled grammar."""
+"""Larger numbers of repetitions are left to validation, since each repetition enlarges the compiled grammar."""
 
 _YEAR: Final = "[0-9]{4}"
 _DATE: Final = (
@@ -47,7 +47,7 @@ FORMATS: Final = {
     "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
     "email": rf"^[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@{_LABEL}(\.{_LABEL})+$",
 }
-"""Enforced formats, each with a pattern of certainly valid values."""
+"""Enforced formats, each with a pattern that matches only valid values."""
 
 
 class UnsupportedPattern(Exception):
@@ -70,7 +70,7 @@ class JsonCharacters:
         return either(self.choices(ranges))
 
     def choices(self, ranges: Characters) -> list[str]:
-        """Return the forms of one of these characters, each an expression without alternatives.
+        """Return the forms of one of these characters, as expressions without alternatives.
 
         Raises:
             UnsupportedPattern: too many characters would have to be escaped.
@@ -100,7 +100,7 @@ class JsonCharacters:
         return choices
 
     def _escapes(self, *, wide: bool) -> list[str]:
-        """Return the escapes of quotes and control characters, and with `wide` of everything outside ASCII."""
+        """Return the escapes of quotes and control characters; with `wide`, also of all characters outside ASCII."""
         backslash = literal(self._written("\\"))
         short = [literal(self._written("\\" + sign)) for sign in ('"', "\\")]
         found = [*short, f"{backslash} [bfnrt]"]
@@ -122,7 +122,8 @@ class JsonCharacters:
 def repeated(rules: Rules, choices: Sequence[str], least: int, most: int | None) -> str:
     """Return an expression for one of `choices`, repeated.
 
-    Right recursion over each choice: for a star over a rule, xgrammar matches the whole vocabulary at every token.
+    The expression uses right recursion over each choice, since for a star over a rule xgrammar matches the whole
+    vocabulary at every token.
     """
     if most is None:
         key = ("repeated", *choices)
@@ -138,7 +139,7 @@ def _or_nothing(choices: Sequence[str], more: str) -> str:
     return " | ".join([NOTHING, *(f"{each} {more}" for each in choices)])
 
 
-# Half a surrogate pair is not a character: the string could not be encoded.
+# An unpaired surrogate is not a character: the string could not be encoded.
 ASCII_UNITS: Final = (
     '"u" [0-9a-ce-f] [0-9a-f] [0-9a-f] [0-9a-f]',
     '"ud" [0-7] [0-9a-f] [0-9a-f]',
@@ -242,7 +243,7 @@ class _PatternWriter:
         return " ".join(self.one(each) for each in parsed) or NOTHING
 
     def _choices(self, parsed: Sequence[Any]) -> list[str]:
-        """Return the repeated part; as alternatives if it is a single character class."""
+        """Return the repeated part, as alternatives if it is a single character class."""
         if len(parsed) == 1 and _is(parsed[0], "IN"):
             return self._characters.choices(_class(parsed[0][1]))
         if len(parsed) == 1 and _is(parsed[0], "ANY"):
@@ -316,7 +317,7 @@ def _complement(ranges: Characters) -> Characters:
 
 
 def _without(every: Characters, ranges: Characters) -> Characters:
-    """Return the characters of the first that are not in the second."""
+    """Return the characters of the first set that are not in the second."""
     found: list[tuple[int, int]] = []
     for low, high in every:
         at = low

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Slot(enum.StrEnum):
-    """Parts that differ between calls."""
+    """Part of a call that differs between calls."""
 
     NAME = "name"
     ARGUMENTS = "arguments"
@@ -79,9 +79,9 @@ class TaggedArguments:
     tail: str
     """Text after the last value."""
     none: str | None
-    """Text in place of arguments for a call without any; None if it cannot be written."""
+    """Text that replaces the arguments of a call without any; None if such a call cannot be written."""
     styles: Mapping[ValueType, ValueStyle]
-    """Form of the values of each type; missing types cannot be written."""
+    """Form of the values of each type. Missing types cannot be written."""
     sorted_keys: bool = False
     """True if arguments are sorted by name."""
     kind: Literal["tagged"] = "tagged"
@@ -92,7 +92,7 @@ ArgumentsFormat: TypeAlias = WholeArguments | TaggedArguments
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """JSON object around name and arguments of one call, whose members may be read in any order."""
+    """JSON object around name and arguments of one call. Its members may be read in any order."""
 
     name: tuple[str, ...]
     """Keys that lead to the name; () if the name is the key of the arguments."""
@@ -123,18 +123,18 @@ class CallFormat:
     between: str | None
     """Text between two calls; None if a turn can have only one."""
     close: str
-    """Sampled text after the last call, without the end of every turn."""
+    """Sampled text after the last call, without the end that all turns have."""
     arguments: ArgumentsFormat
     container: Container | None
-    """JSON object that is the call; None if the call has other parts."""
+    """JSON object that is the call; None if the call has another form."""
     trigger: str
     """Text that begins calls; "" if missing."""
     after_content: str | None
     """Text between content and the calls after it; None if content cannot precede calls."""
     before_content: str | None
-    """Text between calls and the content after them; None if content precedes them, or is dropped."""
+    """Text between calls and content that follows them; None if content precedes calls or is dropped."""
     id_pieces: tuple[Piece, ...] | None
-    """Form of an id for templates that show the name only in the id; None if any id is accepted."""
+    """Form of an id for templates that show the tool's name only in the id; None if any id is accepted."""
     ids: IdStyle
     """Form of generated ids."""
     stop: str
@@ -142,7 +142,7 @@ class CallFormat:
 
     @property
     def post(self) -> str:
-        """Text that certainly ends one call, whether or not another one follows."""
+        """Text that certainly ends one call, even if another call follows."""
         if self.between is None:
             return self.close
         length = next(
@@ -174,14 +174,14 @@ class ContentFormat:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """Response parsing of a checkpoint, which says how answers are read, not how they are written."""
+    """Response parsing of a checkpoint. It defines how answers are read, not how they are written."""
 
     template: Mapping[str, Any]
     """The checkpoint's `response_template` for transformers."""
     prompt: str
-    """End of the prompt after the user's text; the answer may begin in it."""
+    """End of the prompt after the user's text. The answer may begin in it."""
     closed: bool = True
-    """True if a complete call needs its close; in some templates the end of the turn is the close."""
+    """True if a complete call needs its close. In some templates the end of the turn is the close."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from runner.parsing.turn_format import ReasoningFormat, TurnFormat
 __all__ = ["USUAL", "TurnReader", "ends_in_thought", "split_thought"]
 
 USUAL: Final = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
-"""Marks of most reasoning models, for templates that do not show reasoning; no answer begins with them."""
+"""Marks of most reasoning models, for templates that do not show reasoning. No answer begins with them."""
 
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
@@ -58,17 +58,17 @@ class TurnReader:
 
     @property
     def bare(self) -> bool:
-        """Calls have no trigger."""
+        """True if calls have no trigger."""
         return self.format.calls is not None and not self.format.calls.trigger
 
 
 def split_thought(text: str, form: ReasoningFormat) -> tuple[str, str]:
-    """Return (reasoning, rest) of a turn's text; without its close, reasoning takes all of the text."""
+    """Return (reasoning, rest) of a turn's text. If the close is missing, all text is reasoning."""
     start = text.lstrip()
     if form.open and start.startswith(form.open):
         start = start[len(form.open) :]
     elif not form.opened_by_prompt:
-        if start.startswith(form.close):  # some models mark an empty thought this way
+        if start.startswith(form.close):  # some models mark empty reasoning this way
             return "", start[len(form.close) :].lstrip()
         # Without an opening mark, only the close identifies reasoning.
         if form.open or form.close not in text:
@@ -78,6 +78,6 @@ def split_thought(text: str, form: ReasoningFormat) -> tuple[str, str]:
 
 
 def ends_in_thought(text: str, form: ReasoningFormat) -> bool:
-    """Return whether a turn's text ends inside its reasoning."""
+    """Return True if a turn's text ends inside its reasoning."""
     begun = form.opened_by_prompt or (bool(form.open) and text.lstrip().startswith(form.open))
     return begun and form.close not in text

@@ -42,7 +42,7 @@ FindCall = Callable[[str, ProbeCall, str, int], CallSpan | None]
 
 @dataclass(frozen=True, slots=True)
 class _CallShape:
-    """A way to find one call in a render, and the form of its arguments."""
+    """A way to find a call in a render, and the form of the call's arguments."""
 
     find: FindCall
     probes: tuple[ProbeCall, ProbeCall, ProbeCall]
@@ -78,7 +78,7 @@ def learn_calls(prober: FormatProber) -> CallFormat:
         why = f"the prompt ends with {trigger!r} already, so calls could not be distinguished from an answer"
         raise UnlearnableFormat(FormatRequirement.SEPARABLE, why)
     if not trigger and "\n" not in (after_content or ""):
-        # Such content could not be distinguished from the calls.
+        # Such content cannot be distinguished from the calls.
         after_content = before_content = None
     return CallFormat(
         begin=begin,
@@ -181,7 +181,7 @@ def _several(prober: FormatProber, shape: _CallShape, one: CallSpan) -> tuple[tu
             return one.pieces, None
         spans.append(span)
     between = {text[a.end : b.start] for a, b in itertools.pairwise(spans)}
-    # Some templates omit the separator between later calls; one call per turn is still correct.
+    # Some templates omit the separator between later calls. One call per turn is still correct.
     return (_counted(spans), between.pop()) if len(between) == 1 else (one.pieces, None)
 
 
@@ -216,7 +216,7 @@ def end_of_turn(prober: FormatProber) -> str:
 
 
 def _ends_of_turn(prober: FormatProber) -> str:
-    """Return the common text after an answer that is the last message and one that is not."""
+    """Return the text that an answer at the end and an answer before another message have in common."""
     after = [
         text.partition(ANSWERED)[2]
         for text in (prober.turn(content=ANSWERED), prober.turn(content=ANSWERED, followed=True))
@@ -228,7 +228,7 @@ def _ends_of_turn(prober: FormatProber) -> str:
 def _after_call(shape: _CallShape, text: str | None, one: CallSpan, prober: FormatProber) -> str | None:
     """Return the text after the call of `one` when results follow it."""
     said = shape.probes[0]
-    # If the call has no id, an id after it belongs to the result.
+    # If calls have no id, an id after a call belongs to the result.
     call_id = prober.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
     span = None if text is None else shape.find(text, said, call_id, 0)
     return None if span is None or text is None else text[span.end :]
@@ -238,13 +238,13 @@ NO_ID: Final = "zqnoidz"
 
 
 def _close(prober: FormatProber, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
-    """Return the close of the calls, and the token that only ends turns with calls."""
+    """Return the close of the calls, and the token that ends only turns with calls."""
     marks = prober.cut_points
     shared = marks.common_prefix([last, followed]) if followed is not None else last
-    # Some templates write more of a call, such as its id, before a result: then nothing is shared.
+    # Some templates write more of a call, such as its id, before a result. The common text is then empty.
     close = shared or last
     end = end_of_turn(prober)
-    # Results may follow calls after the same end of turn; the first end belongs to the turn.
+    # Results may follow calls after the same end of turn. The first end belongs to the turn.
     if end and end in close:
         return close[: close.index(end)].rstrip(), ""
     # Answers may have a close before the end of the turn, as in Command R7B.

@@ -74,7 +74,7 @@ def check_calls(prober: FormatProber, form: CallFormat, read: ReadText | None = 
 
 
 def differences(prober: FormatProber, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
-    """Return the cases in which the written text is not in the render, or is misread."""
+    """Return the cases whose written text is not in the render, or is misread."""
     read = read or CallReader(form).read
     found: list[CaseDifference] = []
     for case in check_cases(form):
@@ -141,7 +141,7 @@ def equal_with_types(one: Any, other: Any) -> bool:
 
 
 def schemas_of(calls: Sequence[ProbeCall], *, typed: bool = False) -> dict[str, Any]:
-    """Return schemas that the calls satisfy; `typed` declares the type of every value, otherwise only strings."""
+    """Return schemas that the calls satisfy. `typed` declares the type of every value; otherwise all are strings."""
     schemas: dict[str, Any] = {}
     for said in calls:
         properties = schemas.setdefault(said.name, {"type": "object", "properties": {}})["properties"]
@@ -259,7 +259,7 @@ def _tag_limitations(
 
 
 def _has_one_end(form: CallFormat) -> bool:
-    """Return whether a grammar ends strings at one mark, while a reader also looks at the text after it."""
+    """Return True if a grammar ends strings at one mark, while a reader also checks the text after it."""
     try:
         return len(ends_of_strings(form)) == 1
     except NoGrammar:

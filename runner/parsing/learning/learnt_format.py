@@ -26,7 +26,7 @@ __all__ = ["FormatSource", "FormatVerdict", "LearntFormat", "learn_format", "pro
 
 
 class FormatSource(enum.StrEnum):
-    """Source of a format, in the order in which they are tried."""
+    """Source of a format, in the order of trial."""
 
     HARMONY = "harmony"  # known, with its own reader
     LEARNT = "learnt"
@@ -48,9 +48,9 @@ class LearntFormat:
     format: TurnFormat
     limitations: tuple[CallLimitation, ...]
     missing: FormatRequirement | None
-    """The unmet condition if calls cannot be read; None if they can."""
+    """The unmet condition if calls cannot be read; otherwise None."""
     why: str
-    """Description of the unmet condition; "" if missing."""
+    """Description of the unmet condition; "" if there is none."""
     renders: int
     """Number of renders for learning and checking."""
 
@@ -63,7 +63,7 @@ class LearntFormat:
 
     @property
     def reads_calls(self) -> bool:
-        """Calls can be read."""
+        """True if calls can be read."""
         return self.format.calls is not None or self.format.response is not None
 
     @property
@@ -76,7 +76,8 @@ class LearntFormat:
     def as_json(self) -> dict[str, Any]:
         """Return plain values, with verdict and source. The response template is included only if there is one."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
-        if self.format.response is None:  # run files from before response templates can still be resumed
+        # omitted if None, so that run files from before response templates can be resumed
+        if self.format.response is None:
             del values["format"]["response"]
         return {"source": self.source.value, "verdict": self.verdict.value, **values}
 
@@ -101,7 +102,7 @@ def prober_of(renderer: Renderer) -> FormatProber:
 
 
 def learn_format(renderer: Renderer) -> LearntFormat:
-    """Learn the turn format of a template, from some thirty renders, and check it with sixty.
+    """Learn the turn format of a template from about thirty renders, and check it with about sixty.
 
     Calls that cannot be learnt are read by the checkpoint's own response template if it passes the check.
     """

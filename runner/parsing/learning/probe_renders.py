@@ -16,7 +16,7 @@ from runner.tokens.template import Renderer, TemplateRaised
 __all__ = ["FormatProber", "FormatRequirement", "ProbeCall", "UnlearnableFormat"]
 
 MAX_RENDERS: Final = 400
-"""Renders per template; learning takes some 40, checking twice as many."""
+"""Maximum number of renders per template. Learning takes about 40, checking about 80."""
 
 
 class FormatRequirement(enum.StrEnum):
@@ -56,9 +56,9 @@ class FormatProber:
     special: frozenset[str] = frozenset()
     """Special tokens of the vocabulary, which may end a turn."""
     answered: bool = False
-    """Put a result after every call, for a template that raises on unanswered calls or drops them."""
+    """True to put a result after every call, for templates that raise on unanswered calls or drop them."""
     named_ids: bool = False
-    """Put the name of a call in its id, for a template that writes the name nowhere else, such as Kimi's."""
+    """True to put the name of a call in its id, for templates such as Kimi's that show the name only there."""
     renders: int = 0
     _known: dict[str, str | None] = field(default_factory=dict)
 
@@ -118,7 +118,7 @@ class FormatProber:
         return self._known[key]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ProbeCall], asking: bool) -> str | None:
-        # Some templates raise on types that they cannot describe, but write them correctly in a call.
+        # Some templates raise on types that they cannot describe, although they write them correctly in a call.
         for typed in (True, False):
             self.renders += 1
             if self.renders > MAX_RENDERS:

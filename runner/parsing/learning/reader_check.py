@@ -65,7 +65,7 @@ def learn_response(
 def check_reader(prober: FormatProber, read: ReadText, reasoning: ReasoningFormat | None) -> ReaderCheck:
     """Check that a reader reads the calls that the template writes.
 
-    The check of a learnt format reads text that is composed from its literals; this one reads complete renders, cut
+    The check of a learnt format reads text that is composed from its literals; this check reads complete renders, cut
     into turns. Tools declare all parameter types, since such readers rely on them.
     """
     return _ReaderChecker(prober, read, RenderedTurns(prober, reasoning)).checked()
@@ -80,7 +80,7 @@ class RenderedTurns:
     """Reasoning format of the template."""
 
     def said(self, *calls: ProbeCall, content: str = "", thought: dict[str, str] | None = None) -> str | None:
-        """Return the text of the model; None if the template raises."""
+        """Return the text that the model would have sampled; None if the template raises."""
         text = self.prober.turn(*calls, content=content, thought=thought)
         return None if text is None else self._cut(self._after_prompt(text))
 
@@ -91,7 +91,7 @@ class RenderedTurns:
         rest = text[end:]
         if not only_asked or self.reasoning is None or not self.reasoning.opened_by_prompt:
             return rest
-        # The history omits an empty thought, but the model has to close it if the prompt opens it.
+        # The history omits an empty thought, but if the prompt opens one, the model has to close it.
         return f"{self.reasoning.close}\n\n{rest.lstrip()}"
 
     def _shared(self, text: str) -> tuple[int, bool]:
@@ -149,7 +149,7 @@ class _ReaderChecker:
         yield THINKING
 
     def _tried(self, case: FormatCase) -> tuple[CaseDifference | None, CallLimitation | None]:
-        """Return the difference, unless a limitation explains it, and that limitation."""
+        """Return the difference if no limitation explains it, and the limitation if one does."""
         said = self._thinking() if case is THINKING else self.turns.said(*case.calls, content=case.content)
         if said is None:
             return None, None if case is THINKING else CallLimitation.SOME_VALUES_REFUSED

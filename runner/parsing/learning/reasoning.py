@@ -17,7 +17,7 @@ OTHER_ANSWER: Final = "It is 42."
 CALL: Final = ProbeCall("zqfirstz", {"zqkeyaz": "zqvaluez"})
 FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 TAGS: Final = ("<think>", "[THINK]", "<thinking>")
-"""Marks that are tried around reasoning in the content, if the template has no field for it and opens none."""
+"""Tags that are tried around reasoning in the content, if the template has no field for it and does not open it."""
 
 
 def learn_reasoning(prober: FormatProber) -> ReasoningFormat | None:
@@ -35,7 +35,7 @@ def learn_content(prober: FormatProber, reasoning: ReasoningFormat | None) -> Co
 
     Args:
         prober: prober of the template.
-        reasoning: its reasoning format: a prompt may open reasoning that an answer in the history lacks.
+        reasoning: its reasoning format. A prompt may open reasoning that an answer in the history lacks.
     """
     prompt, answer = prober.prompt(), prober.turn(content=ANSWERED)
     if prompt is not None and reasoning is not None and reasoning.opened_by_prompt:
@@ -84,7 +84,7 @@ def _by_field(prober: FormatProber) -> Iterator[_Thought]:
 def _by_part(prober: FormatProber) -> Iterator[_Thought]:
     thought = _Thought(None)
     text = thought.render(prober, THOUGHT, ANSWERED)
-    # The literal text of the list itself is not reasoning.
+    # Literal text of the list itself is not reasoning.
     if text is not None and "type" not in text:
         yield thought
 
@@ -101,11 +101,11 @@ def _inline(prober: FormatProber) -> Iterator[_Thought]:
 
 
 def _is_thought(prober: FormatProber, opened: str, prompt: str) -> bool:
-    """Return whether a mark at the end of a prompt opens reasoning, or closed an empty one, and is not a role's."""
+    """Return True if a mark at the end of a prompt opens reasoning or closes it, and is not a role's mark."""
     header = (prober.turn(content=ANSWERED, followed=True) or "").partition(ANSWERED)[0]
     closing = _closing(opened)
     begun = opened in prompt and not prompt.rpartition(opened)[2].replace(closing, "").strip()
-    # A role's mark has no close, or one in front of every answer.
+    # The mark of a role has no close, or has one before every answer.
     known = opened in TAGS or closing in prober.renderer.template.text
     return begun and known and (opened not in header or closing in header)
 
@@ -140,14 +140,14 @@ def _inline_format(prober: FormatProber, thought: _Thought) -> ReasoningFormat:
 
 
 def _close(prober: FormatProber, between: str) -> str:
-    """Return the first tag after the reasoning, with the text of its line before it; else the first line."""
+    """Return the first tag after the reasoning, with the text before it on its line; without a tag, the first line."""
     line = between.strip().partition("\n")[0]
     tag = next((mark for mark in prober.cut_points.split(line) if prober.cut_points.is_tag(mark)), "")
     return line[: line.find(tag) + len(tag)] if tag else line.strip()
 
 
 def _opening(prober: FormatProber, front: str, close: str) -> str:
-    """Return the opening mark of reasoning: text that an answer without reasoning lacks, else the last tag."""
+    """Return the opening mark of reasoning: the text that an answer without reasoning lacks, or else the last tag."""
     marks = prober.cut_points
     plain = prober.turn(content=ANSWERED, followed=True) or ""
     header = plain.partition(ANSWERED)[0]
@@ -156,7 +156,7 @@ def _opening(prober: FormatProber, front: str, close: str) -> str:
         opening = front.strip()
         tags = [mark for mark in marks.split(opening) if marks.is_tag(mark)]
         opening = opening[opening.rindex(tags[-1]) :] if tags else ""
-    # Lines before it are the header of its own turn, or empty reasoning.
+    # Earlier lines are the header of the turn, or empty reasoning.
     return opening.rpartition("\n")[2]
 
 
@@ -166,7 +166,7 @@ def _opened(prober: FormatProber, opening: str) -> bool:
 
 
 def _holds(prober: FormatProber, thought: _Thought, learnt: ReasoningFormat) -> bool:
-    """Return whether other reasoning is written between the same marks."""
+    """Return True if other reasoning is written between the same marks."""
     text = thought.render(prober, OTHER_THOUGHT, OTHER_ANSWER)
     if text is None:
         return False

@@ -25,7 +25,7 @@ from runner.parsing.turn_format import Slot, TaggedArguments, ValueStyle
 __all__ = ["TaggedLearner"]
 
 NAME: Final = "zqfirstz"
-# Integers are unquoted in every notation.
+# Integers have no quotes in any notation.
 INTEGERS: Final = ProbeCall(NAME, {"zqkeyaz": 70707, "zqkeybz": 80808})
 PROBES: Final = (
     ProbeCall(NAME, {"zqkeyaz": 70707}),
@@ -51,7 +51,7 @@ class TaggedLearner:
     """Finds a call with integer arguments in a render, after their form was learnt."""
 
     arguments: TaggedArguments
-    """Form of the arguments; text that the end of the last value shares with the close belongs to the close."""
+    """Form of the arguments. Text shared by the end of the last value and the close belongs to the close."""
     probes: tuple[ProbeCall, ProbeCall, ProbeCall] = PROBES
 
     @classmethod
@@ -123,7 +123,7 @@ _SAID: Final[Mapping[ValueType, str]] = {
 
 
 def _ends(prober: FormatProber, behind: str) -> tuple[str, str | None]:
-    """Return the text after the last value, and the text in place of arguments for a call without any."""
+    """Return the text after the last value, and the text that replaces the arguments of a call without any."""
     text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
@@ -150,7 +150,7 @@ def _styles(prober: FormatProber, head: str, separator: str, open_integer: str) 
 
 
 def _body(prober: FormatProber, value: Any, separator: str) -> str | None:
-    """Return the text between a value's key and the separator, or None if the template does not write the value."""
+    """Return the text between a key and the separator for a value; None if the template does not write the value."""
     text = prober.turn(ProbeCall(NAME, {"zqkeyaz": value, "zqkeybz": 80808}))
     parts = [] if text is None else list(_between(text, [NAME, "zqkeyaz", "zqkeybz"]))
     if len(parts) < 3 or not parts[1].endswith(separator):

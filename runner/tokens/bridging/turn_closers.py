@@ -70,7 +70,7 @@ class TurnClosers:
         return self._opening[token_id]
 
     def _opens(self, token_id: int, message: Message, past: Sequence[Message] = (QUESTION,)) -> bool:
-        """True if the token opens this message: it precedes it and ends no turn, or is between two of them."""
+        """True if the token opens this message: it precedes the message and is not a close."""
         turn = CALL if message["role"] == "tool" else ANSWER
         with suppress(Unbridgeable):
             tail = self._tail(turn, message, past=past)
