@@ -1,1 +1,1 @@
-"""Serves an episode to agent programs over HTTP: three wire forms of requests, one way to answer them."""
+"""Serves an episode to agent programs over HTTP: three wire forms of requests, and one request handler."""

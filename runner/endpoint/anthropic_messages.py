@@ -75,7 +75,7 @@ _ERROR_TYPES: Final = {
 def _error(refused: Refused) -> dict[str, Any]:
     """Return the body of a refusal, as Anthropic's clients read it."""
     message = refused.message
-    if refused.context:  # from these words clients detect that they must compact
+    if refused.context:  # clients detect by these words that they must compact
         message = f"prompt is too long: {refused.prompt} tokens > {refused.context} maximum"
     elif refused.reason is Reason.OVER:  # the form has no field for a code
         message = f"{refused.reason}: {message}"
@@ -100,7 +100,7 @@ _EMPTY: Final = {
 
 
 class _MessageWriter(AnswerWriter):
-    """Writes the events of blocks, one block after the other."""
+    """Writes the events of blocks, one block after another."""
 
     keep_alive: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -108,7 +108,8 @@ class _MessageWriter(AnswerWriter):
         super().__init__(request, model, text_of)
         self._index = 0
         self._open: _BlockKind | None = None
-        # Ids since the last event with ids: clients skip events that do not belong to a block.
+        # Ids since the last event with ids. They are held back, since clients skip events that do not belong to a
+        # block.
         self._ids: list[int] = []
         self._logprobs: list[float | None] = []
 
@@ -174,7 +175,7 @@ class _MessageWriter(AnswerWriter):
     # --- blocks
 
     def _within(self, kind: _BlockKind) -> bytes:
-        """Return the events that open a block of this kind, if none is open."""
+        """Return the events that open a block of this kind, if it is not open."""
         if self._open is kind:
             return b""
         closed, self._open = self._closed(), kind
@@ -219,7 +220,7 @@ _STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 def _head(handle: str, model: str) -> dict[str, Any]:
-    # Clients take answers with the same id for one answer.
+    # Clients treat answers with the same id as one answer.
     return {"id": f"msg_{handle.removeprefix('call_')}", "type": "message", "role": "assistant", "model": model}
 
 
@@ -256,12 +257,12 @@ def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
 
 
 def _finite(logprobs: Sequence[float]) -> list[float | None]:
-    """Return log-probabilities as JSON can hold them."""
+    """Return log-probabilities in a form that JSON supports."""
     return [each if math.isfinite(each) else None for each in logprobs]
 
 
 def _json(value: Any) -> bytes:
-    """Encode a value as JSON. Half of a surrogate pair is replaced, and integers may have any size."""
+    """Encode a value as JSON. Unpaired surrogates are replaced, and integers may have any size."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
     except TypeError:

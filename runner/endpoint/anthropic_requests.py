@@ -49,7 +49,7 @@ _KNOWN: Final = frozenset(
         "thread",
         *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
         *("output_config", "output_format", "return_token_ids", "logprobs"),
-        # Fields without an effect here.
+        # Fields that are accepted without an effect.
         *("metadata", "diagnostics", "cache_control", "betas", "anthropic_beta", "user_profile_id", "workspace_id"),
     )
 )
@@ -61,7 +61,7 @@ _TAKEN: Final = {
     "system": "text",
     "tool": "text",
 }
-"""The types of blocks that each kind of message may have."""
+"""Types of blocks that each kind of message may have."""
 
 _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 
@@ -74,7 +74,7 @@ def chat_call_of(
     Args:
         body: the request's body.
         headers: its headers.
-        seen: caches what was read from histories.
+        seen: cache of read histories.
         form: name of the wire form.
         counting: True if only the prompt is counted, so that `max_tokens` is not required.
 
@@ -85,7 +85,7 @@ def chat_call_of(
         if body.get(name) not in (None, [], {}):
             bad(f"{name}: {why}")
     if body.get("thread") not in (None, {}):
-        # From this code clients know that they may continue without a thread.
+        # Clients detect by this code that they may continue without a thread.
         raise Refused(Reason.INVALID, f"thread: {_NO_THREAD}", code="thread_unsupported_request")
     not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) not in (None, [], {}, "auto")}
     note_unread(body, _KNOWN, not_granted)
@@ -149,7 +149,7 @@ def _read_message(index: int, message: Mapping[str, Any], *, strict: bool = Fals
 class _Block:
     """A block of a content."""
 
-    # A thousand of these may be made for the first request of a history: the constructor does little.
+    # A first request may have a thousand of these, so the constructor does little.
     __slots__ = ("_index", "_path", "given", "kind")
 
     def __init__(self, given: Mapping[str, Any], path: str, index: int | None = None) -> None:
@@ -192,16 +192,16 @@ def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
 def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": content, **more}
     for block in blocks:
-        if block.given.get("cache_control"):  # so that it is recorded
+        if block.given.get("cache_control"):  # recorded as not granted
             message["cache_control"] = block.given["cache_control"]
             break
     return message
 
 
 def _lines(blocks: Sequence[_Block], role: str, *, strict: bool = True) -> str:
-    """Join texts, each on its own lines, since a line may be removed later.
+    """Join texts, each on its own lines, so that a line can be removed later.
 
-    A note replaces content that is not text, unless that is refused.
+    A note replaces content that is not text, unless such content is refused.
     """
     return "\n".join([_text(block, role, strict=strict) for block in blocks])
 
@@ -225,7 +225,7 @@ def _add_system(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
 
 
 def _add_user(history: _ReadHistory, blocks: Sequence[_Block], *, strict: bool) -> None:
-    """Add the results, which answer the message before, and then the user's text.
+    """Add the results, which answer the previous message, and then the user's text.
 
     The user's new message must be text; in the past, and in results, a note replaces other content.
     """
@@ -241,13 +241,13 @@ def _result(block: _Block) -> dict[str, Any]:
     inner = _blocks(block.given, "content", f"{block.where}.content") if block.given.get("content") else []
     text = _lines(inner, "tool", strict=False)
     message = _message("tool", text, [block, *inner], tool_call_id=answered, **_has_notes(inner))
-    if failed:  # no template reads it, which is recorded
+    if failed:  # no template reads it, so it is recorded as not granted
         message["is_error"] = failed
     return message
 
 
 def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
-    """Add a turn. Its pieces are joined without separators, as they were sampled."""
+    """Add a turn. Its pieces are joined without separators, in the form in which they were sampled."""
     content, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     handle, notes = "", list[_Block]()
     for block in blocks:
@@ -260,14 +260,14 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
                     handle = block.text("signature")
                     history.handles.append(handle)
             case "redacted_thinking":
-                pass  # only its author can read it
+                pass  # only the provider can read it
             case "tool_use":
                 calls.append(_call(block))
             case _:
                 content.append(_text(block, "assistant", strict=False))
                 notes.append(block)
     message = _message("assistant", "".join(content), blocks, **_has_notes(notes))
-    if handle and not calls:  # the ids of calls name the turn as well
+    if handle and not calls:  # if there are calls, their ids name the turn
         message["handle"] = handle
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
@@ -277,7 +277,7 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
 
 
 def _call(block: _Block) -> dict[str, Any]:
-    # Those of a past call may be anything, such as a text that was cut; the reader of the message handles that.
+    # Arguments of a past call may be anything, such as a truncated text. The message reader handles them.
     function = {"name": block.text("name"), "arguments": block.given.get("input") or {}}
     return {"id": block.text("id"), "type": "function", "function": function}
 

@@ -12,9 +12,9 @@ _TYPE: Final = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 
 
 def known_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the function for a tool that is given by its type alone; None for an unknown type.
+    """Return the function for a tool that is given only by its type; None for an unknown type.
 
-    Anthropic does not publish the descriptions that its models receive: these are ours.
+    The descriptions are ours, since Anthropic does not publish those that its models receive.
     """
     kind = tool.get("type")
     found = _TYPE.fullmatch(kind) if isinstance(kind, str) else None
@@ -52,7 +52,7 @@ def _commands(*names: str) -> dict[str, Any]:
 
 
 def _bash(_: int) -> tuple[str, str, dict[str, Any]]:
-    # No field is required: a restart has no command.
+    # No field is required, since a restart has no command.
     parameters = _object(
         [],
         command=_string("The command to run; needed unless the shell is restarted."),

@@ -1,8 +1,8 @@
 """The ASGI application of a run's endpoints: keys, addresses and limits of requests.
 
-An episode is a path, `/e/KEY/v1/...`, and the same key is its API key, so that clients with either setting work.
-Another key of the episode ends it with a reward, and does nothing else: programs do not receive that one. Bodies and
-keys are never logged, and nothing that a request names is ever fetched.
+An episode has the path `/e/KEY/v1/...`, and the same key is its API key, so that clients with either setting work. A
+second key ends the episode with a reward, and allows nothing else. Programs do not receive it. Bodies and keys are
+never logged, and URLs in requests are never fetched.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 """Receives a message of ASGI."""
 
 MAX_BODY_BYTES: Final = 32 * 2**20
-"""Largest body."""
+"""Maximum size of a body."""
 
 MAX_DRAINED_BYTES: Final = 4 * MAX_BODY_BYTES
-"""A body up to this size that is too large is read to its end and discarded, so that the client reads the refusal."""
+"""A body that is too large is read up to this size and discarded, so that the client can read the refusal."""
 
 MAX_BYTES_READ_ON_LOOP: Final = 128 * 1024
 """A larger body is parsed in a thread, so that other requests are answered during that time."""
@@ -64,7 +64,7 @@ KEY_KNOWN_EXTENSION: Final = "deltarunner.key_known"
 """The ASGI extension by which the server learns that a request has the key of an episode."""
 
 MAX_FINISHED_KEYS: Final = 10_000
-"""Most finished episodes whose keys are remembered, two each."""
+"""Maximum number of finished episodes whose two keys are remembered."""
 
 _CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
 _FORMS: Final[Mapping[str, WireForm]] = {
@@ -91,13 +91,13 @@ class Application:
         self._routes: dict[bytes, tuple[str, EpisodeRoute]] = {}
         self._ends: dict[bytes, tuple[str, EpisodeRoute]] = {}
         self._over: OrderedDict[bytes, str] = OrderedDict()
-        # One at a time: they compute, and share the interpreter with the loop.
+        # Bodies are parsed one at a time, since parsing computes and shares the interpreter with the event loop.
         self._threads = anyio.CapacityLimiter(1)
 
     # --- keys
 
     def open(self, route: EpisodeRoute) -> tuple[str, str]:
-        """Add a route with a new key. Return the key, and the one that ends the episode."""
+        """Add a route with a new key. Return the key, and the second key that ends the episode."""
         key, end_key = secrets.token_hex(16), secrets.token_hex(16)
         self._routes[_digest(key)] = key, route
         self._ends[_digest(end_key)] = end_key, route
@@ -108,7 +108,7 @@ class Application:
         _, route = self._routes.pop(_digest(key))
         self._ends.pop(_digest(end_key))
         route.shut()
-        for each in (key, end_key):  # the keys alone: a route holds its whole episode
+        for each in (key, end_key):  # only the keys, since a route holds its whole episode
             self._over[_digest(each)] = each
         while len(self._over) > 2 * MAX_FINISHED_KEYS:
             self._over.popitem(last=False)
@@ -122,7 +122,7 @@ class Application:
         return route
 
     def _known_route(self, keys: Sequence[str]) -> EpisodeRoute:
-        """Return the route of the first known key; a client may send other keys besides."""
+        """Return the route of the first known key. A client may also send other keys."""
         refused = Refused(
             Reason.UNAUTHORIZED, "the request has no API key: send the api_key of the episode's endpoint."
         )
@@ -130,7 +130,7 @@ class Application:
             try:
                 return self._find_route(key)
             except Refused as error:
-                # The refusal of a finished episode says more than that of an unknown key.
+                # The refusal of a finished episode has more information than that of an unknown key.
                 refused = error if refused.reason is Reason.UNAUTHORIZED else refused
         raise refused
 
@@ -165,7 +165,7 @@ class Application:
             raise Refused(Reason.FORBIDDEN, "this host is not the endpoint's own: use its base_url.")
         keys, path = _keys_and_path(scope["path"], headers)
         method = scope["method"]
-        if path in ("", "/") and method in ("GET", "HEAD"):  # some clients test with this whether a server is there
+        if path in ("", "/") and method in ("GET", "HEAD"):  # some clients test this way if a server is running
             await send_json(send, b"" if method == "HEAD" else b"{}")
             return
         path = path.rstrip("/").removeprefix("/v1")
@@ -188,7 +188,7 @@ class Application:
         if route.is_full:
             await _read(receive, headers, route, keep=False)
             raise route.busy()
-        # Counted from here on, since a body takes memory long before it is complete.
+        # Counted from here on, since a body takes memory before it is complete.
         with route.inside():
             raw = await _read(receive, headers, route) or b"{}"
             if path == _END:
@@ -211,11 +211,12 @@ class Application:
 async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep: bool = True) -> bytes:
     """Return the body of a request.
 
-    Unless `keep`, it is read and discarded: a client that is cut off does not read why.
+    Without `keep`, the body is read and discarded, since a client whose connection closes early does not read the
+    reason.
 
     Raises:
         ClientGone: the client disconnected before its request was complete.
-        Refused: it is too large, or did not arrive in time, or the episode ended in between.
+        Refused: the body is too large or did not arrive in time, or the episode ended before that.
     """
     _check_headers(headers)
     parts, size = [], 0
@@ -273,7 +274,7 @@ async def _count(route: EpisodeRoute, chat_call: ChatCall, receive: Receive, sen
             group.start_soon(until_gone, receive, connection, group.cancel_scope)
             try:
                 tokens = await route.handler.count(chat_call)
-            except Exception as raised:  # a task group would wrap it
+            except Exception as raised:  # a task group would wrap the error
                 error = raised
             group.cancel_scope.cancel()
     if connection.gone:
@@ -300,7 +301,7 @@ async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, rewa
 
 async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
     async def begin(headers: Sequence[tuple[bytes, bytes]], status: int) -> None:
-        # The rest of the body is not read.
+        # The rest of the body is ignored.
         closing = [*headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": closing})
 
@@ -337,7 +338,7 @@ def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
     if path.startswith("/e/"):
         key, _, rest = path.removeprefix("/e/").partition("/")
         path = f"/{rest}"
-        # With the program's address, the key that ends its episode may be in a header.
+        # With the program's address in the path, a header may have the key that ends its episode.
         return [unquote(key), *(keys if path.rstrip("/").endswith(_END) else ())], path
     return keys, path
 
@@ -358,7 +359,7 @@ def _is_address(host: str) -> bool:
 
 
 def _digest(key: str) -> bytes:
-    # The duration of a look-up reveals some of the digest, and nothing of the key.
+    # The duration of a look-up reveals a part of the digest, but not of the key.
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 

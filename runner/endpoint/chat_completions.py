@@ -64,7 +64,7 @@ _KNOWN: Final = frozenset(
         *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "bad_words", "ignore_eos", "logit_bias"),
         *("stream", "stream_options", "return_token_ids", "logprobs", "top_logprobs", "parallel_tool_calls"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        # Fields without an effect here.
+        # Fields that are accepted without an effect.
         *("user", "metadata", "store", "safety_identifier", "modalities", "request_id", "session_id"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt", "priority"),
         *("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt", "continue_final_message"),
@@ -133,7 +133,7 @@ class ChatCompletions(WireForm):
 
 
 def _refuse_unknown_answers(body: Mapping[str, Any]) -> None:
-    """Refuse requests for kinds of answers that are not supported."""
+    """Refuse requests for unsupported kinds of answers."""
     for name in ("n", "best_of"):
         if field_of(body, name, int, 1) != 1:
             bad(f"{name}: one answer is sampled for a request; ask again for another one.")
@@ -162,7 +162,7 @@ def _logit_bias(body: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> tuple[list[dict[str, Any]], frozenset[str]]:
-    """Return the tools of a request, all as functions, and the names of those that are custom tools.
+    """Return the tools of a request, all as functions, and the names of the custom tools among them.
 
     Tools that a provider would run are left out, and recorded as not granted.
 
@@ -193,7 +193,7 @@ def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> tuple[list[d
 
 
 def _grammar(given: Mapping[str, Any], where: str) -> str:
-    """Return the part of a custom tool's description with the grammar of its text."""
+    """Return the addition to a custom tool's description that has the grammar of its text."""
     form = inner_field(given, where, "format", dict, {})
     grammar = inner_field(form, f"{where}.format", "grammar", dict, {})
     definition = grammar.get("definition")
@@ -272,7 +272,7 @@ def _assistant(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(parts: Any) -> str | None:
-    """Return the text of reasoning that came in parts; None without any, so that the turn is recognized without it."""
+    """Return the text of reasoning that arrived in parts. None without any, as in a turn without reasoning."""
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str)) or None
 
@@ -288,7 +288,7 @@ def _call(call: Any) -> Any:
 def openai_error(refused: Refused) -> dict[str, Any]:
     """Return the body of a refusal, as OpenAI's clients read it."""
     message = refused.message
-    if refused.context:  # from these words clients detect that they must compact
+    if refused.context:  # clients detect by these words that they must compact
         message = (
             f"This model's maximum context length is {refused.context} tokens. However, your messages resulted in "
             f"{refused.prompt} tokens. Please reduce the length of the messages."
@@ -318,7 +318,7 @@ class _CompletionWriter(AnswerWriter):
         return begin.removesuffix(b"]}\n\n") + b'],"prompt_token_ids":%b}\n\n' % prompt
 
     def write_reasoning(self, text: str) -> bytes:
-        # The names of DeepSeek and of vLLM, since each has clients that read no other.
+        # The names that DeepSeek and vLLM use, since some clients read only one of them.
         encoded = encode(text)
         return self._chunk(b'{"reasoning_content":%b,"reasoning":%b}' % (encoded, encoded))
 

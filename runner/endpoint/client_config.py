@@ -1,4 +1,4 @@
-"""Settings with which agent programs use an endpoint: variables and files, as data, with the tested versions."""
+"""Settings with which agent programs use an endpoint: variables and files, with the tested versions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Address:
     base_url: str
     """The URL that ends with /v1, for OpenAI's clients."""
     root_url: str
-    """The same without /v1, for Anthropic's clients."""
+    """`base_url` without /v1, for Anthropic's clients."""
     api_key: str
     """The API key."""
     model: str
     """Name of the model."""
     context: int
-    """Most ids of the model, prompt and answer together."""
+    """Maximum number of ids of prompt and answer together."""
 
     def fill(self, text: str) -> str:
         """Replace `{base_url}` and the other names of an address in a text."""
@@ -34,7 +34,7 @@ class Address:
         return text
 
     def _values(self) -> dict[str, object]:
-        """The names; shares of the context are those that clients reserve in a large one."""
+        """The names of an address with their values. Shares of the context are what clients reserve in a large one."""
         return {
             "base_url": self.base_url,
             "root_url": self.root_url,
@@ -143,7 +143,7 @@ _CODEX_FLAGS = (
 
 
 def _json(value: object) -> str:
-    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # numbers, not strings
+    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # written as numbers, not strings
 
 
 CLIENTS: Final = (

@@ -36,15 +36,15 @@ from runner.trajectory import Turn
 __all__ = ["ChatThread", "Endpoint", "serving"]
 
 END_GRACE_SECONDS: Final = 10.0
-"""Time for a program to end by itself after the refusal that the episode is over."""
+"""Time for a program to end by itself after it was refused because the episode is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatThread:
-    """One of the conversations that clients began: a main agent, a sub-agent, a request for a title."""
+    """A conversation that a client began: a main agent, a sub-agent, or a request for a title."""
 
     name: str
-    """Name of its agent. The final names, `main` and numbers, are set when the `rollout` is over."""
+    """Name of its agent. The final names, `main` and numbers, are set after the `rollout`."""
     label: str
     """The client's own name for it, or ""."""
     tools: Sequence[str]
@@ -63,19 +63,19 @@ class Endpoint:
     base_url: str
     """The URL for OpenAI's clients; it ends with /v1, and contains the key."""
     root_url: str
-    """The same without /v1, for Anthropic's clients."""
+    """`base_url` without /v1, for Anthropic's clients."""
     api_key: str
-    """The API key, for clients that need one. It belongs to this episode, and becomes invalid with its end."""
+    """The API key, for clients that need one. It belongs to this episode, and becomes invalid when the episode ends."""
     end_url: str
     """The URL that ends the episode with a reward, by `POST` with `{"reward": number}`.
 
-    It contains another key, which allows nothing else. Keep it from the programs that are rewarded: neither `environ`
-    nor the settings of programs contain it.
+    It contains a second key, which allows nothing else. Do not show it to the programs that are rewarded. Neither
+    `environ` nor the settings of programs contain it.
     """
     model: str
     """Name of the model."""
     context: int
-    """Most ids of the model, prompt and answer together, for clients that limit their histories."""
+    """Maximum number of ids of prompt and answer together, for clients that limit their histories."""
     environ: Mapping[str, str]
     """Variables by which known clients find the endpoint."""
 
@@ -111,15 +111,15 @@ class Endpoint:
 
     @property
     def over(self) -> bool:
-        """True once a client ended the episode, or received the refusal that it is over, since it reached a limit."""
+        """True once a client ended the episode, or was refused because the episode reached a limit."""
         return self._over.is_set()
 
     async def wait(self) -> Mapping[str, Any]:
         """Wait until a client ends the episode with a `POST` request, or the run ends.
 
         A program posts to `base_url` and `/end`, without a reward; a client that may set a reward posts to `end_url`.
-        After that, further requests are refused, and a program of `run` has ten seconds to end by itself, also without
-        this call. The episode ends when its `rollout` does.
+        After that, further requests are refused, and a program of `run` has ten seconds to end by itself. This holds
+        without a call of `wait`, too. The episode ends when its `rollout` does.
 
         Returns:
             The body: {"reward": number} if `end_url` received one, else {}.
@@ -142,12 +142,12 @@ class Endpoint:
     ) -> FinishedProgram:
         """Run an agent program until it and all processes that it started have ended.
 
-        In a sandbox it reaches this endpoint at the same URL, and nothing else if the sandbox has no network. Processes
-        that it leaves in the background of a sandbox continue, because later checks may need them.
+        In a sandbox the program reaches this endpoint at the same URL. It reaches nothing else if the sandbox has no
+        network. Processes that it leaves in the background of a sandbox continue, because later checks may need them.
 
-        It has a clean environment: PATH, the language, `environ`, `env`, and its own HOME with settings for known
-        clients and a folder for temporary files. It is not sandboxed: it has the rights of this process, unless `wrap`
-        limits them. Once the episode is over, it has ten seconds to end by itself.
+        The program has a clean environment: PATH, the language, `environ`, `env`, and its own HOME with settings for
+        known clients and a folder for temporary files. Without a sandbox, it has the rights of this process unless
+        `wrap` limits them. Once the episode is over, it has ten seconds to end by itself.
 
         Args:
             argv: the program and its arguments.
@@ -159,7 +159,8 @@ class Endpoint:
             user: its user in the sandbox.
 
         Raises:
-            ProgramFailed: it did, although the episode was not over and its last turn was not cut.
+            ProgramFailed: the program ended with another code, although the episode was not over and its last turn was
+                not cut.
             BadOption: the program or the folder does not exist, or the system cannot start it.
             SandboxFailed: the sandbox is gone, or cannot reach the endpoint.
         """
@@ -219,7 +220,7 @@ class Endpoint:
         return finished
 
     def _cut_short(self) -> bool:
-        """Return True if the last turn was cut for its length, at which some programs give up."""
+        """Return True if the last turn was cut for its length. Some programs give up then."""
         turns = [thread.turns[-1] for thread in self.threads if thread.trained and thread.turns]
         return any(turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT) for turn in turns)
 
@@ -229,9 +230,9 @@ class Endpoint:
         scope.cancel()
 
     async def home(self) -> Path:
-        """The HOME of programs, with settings for known clients; it is removed after the block."""
+        """The HOME of programs, with settings for known clients. It is removed after the block."""
         if self._home is None:
-            # An error in removing a program's files must not fail the episode.
+            # An error while a program's files are removed must not fail the episode.
             make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)
             folder = await anyio.to_thread.run_sync(make)
             self._stack.push_async_callback(_removed, folder)
@@ -267,8 +268,8 @@ async def serving(
         handler: the episode.
         threads: returns its threads.
         model: name of the model.
-        context: most ids of the model.
-        max_requests: most requests in flight.
+        context: maximum context of the model, in ids.
+        max_requests: maximum number of requests in flight.
     """
     route = EpisodeRoute(handler, model=model, context=context, max_requests=max_requests)
     async with AsyncExitStack() as stack:

@@ -52,20 +52,20 @@ class EpisodeRoute:
         self.model = model
         """Name of the model."""
         self.context = context
-        """Most ids of the model, prompt and answer together."""
+        """Maximum number of ids of prompt and answer together."""
         self.max_requests = max_requests
-        """Most requests in flight."""
+        """Maximum number of requests in flight."""
         self.seen = defaultdict[str, HistoryCache[Any]](HistoryCache)
-        """Caches of what was read from histories, by the name of their wire form."""
+        """Caches of read histories, by the name of their wire form."""
         self.in_flight = 0
         """Number of requests in flight."""
         self._scopes: set[anyio.CancelScope] = set()
         self.on_over: Callable[[], None] = _nothing
-        """Called whenever a client receives the refusal that the episode is over."""
+        """Called whenever a client is refused because the episode is over."""
         self.ended = anyio.Event()
         """Set once a client ended the episode."""
         self.end_body: Mapping[str, Any] = {}
-        """The body of the request that ended it."""
+        """The body of the request that ended the episode."""
         self.is_shut = False
         """True if every request is refused."""
 
@@ -86,7 +86,7 @@ class EpisodeRoute:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Count a request as in flight inside of the block.
+        """Count a request as in flight while the block runs.
 
         Raises:
             Refused: the route is shut, a client ended the episode, or too many requests are in flight.
@@ -103,7 +103,7 @@ class EpisodeRoute:
 
     @contextmanager
     def cutting(self, scope: anyio.CancelScope) -> Iterator[None]:
-        """Return a block that shutting the route cuts, by cancelling its scope."""
+        """Return a block whose scope is cancelled when the route is shut."""
         self._scopes.add(scope)
         try:
             yield
@@ -111,7 +111,7 @@ class EpisodeRoute:
             self._scopes.remove(scope)
 
     def end(self, body: Mapping[str, Any]) -> None:
-        """End the episode for clients: requests in flight are answered, further ones are refused."""
+        """End the episode for clients. Requests in flight are answered, and further ones are refused."""
         self.end_body = body
         self.ended.set()
         self.on_over()

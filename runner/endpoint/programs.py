@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 PROGRAM_ID_VARIABLE: Final = "DELTARUNNER_PROGRAM"
-"""Variable that identifies the processes of a program, also those that left its group."""
+"""Variable that identifies the processes of a program, even those that left its process group."""
 
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""Bytes of each output that are kept, from its end."""
+"""Number of bytes of each output that are kept, from its end."""
 
 TERMINATE_GRACE_SECONDS: Final = 2.0
 """Time between SIGTERM and SIGKILL for a program."""
@@ -50,7 +50,7 @@ TEMPORARY_FOLDER: Final = "tmp"
 """The folder of temporary files in a program's home."""
 
 _TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP")
-"""Variables for the folder of temporary files; programs differ in which they read first."""
+"""Variables for the folder of temporary files. Programs differ in which one they read first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class FinishedProgram:
 
 
 def write_files(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write a program's files into its home, by their path there, and make a folder for temporary files."""
+    """Write a program's files into its home, by their paths there, and create a folder for temporary files."""
     _temporary(home).mkdir()
     for path, text in files.items():
         file = home / path
@@ -90,7 +90,7 @@ def write_files(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> 
 def program_environ(home: Path, further: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Return the whole environment of a program: some of our variables, its home, and further variables.
 
-    Temporary files are in its home, and removed with it, unless a further variable sets another folder.
+    Temporary files are in the home and are removed with it, unless a further variable sets another folder.
     """
     own = {name: os.environ[name] for name in _KEPT if name in os.environ}
     home_variables = program_variables(str(home))
@@ -119,19 +119,19 @@ class RunningProgram:
         self._stdout, self._stderr = _OutputTail(), _OutputTail()
 
     async def wait(self) -> FinishedProgram:
-        """Wait until it has ended, then end the processes that it left."""
+        """Wait until the program has ended, then end the processes that it left."""
         async with anyio.create_task_group() as readers:
             for stream, tail in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
                 assert stream is not None
                 readers.start_soon(tail.read, stream)
             await child_ended(self._process.pid)
-            # Processes that it started may keep its outputs open for ever.
+            # Processes that it started may keep its outputs open without end.
             readers.cancel_scope.deadline = anyio.current_time() + OUTPUT_DRAIN_SECONDS
             await self._end_rest()
         return FinishedProgram(self._argv, self._process.returncode, self._stdout.text(), self._stderr.text())
 
     async def end(self) -> None:
-        """End it and all processes that it started: SIGTERM first, then SIGKILL."""
+        """End the program and all processes that it started: SIGTERM first, then SIGKILL."""
         if self._process.returncode is None:
             if _signal_group(self._process.pid, signal.SIGTERM):
                 with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
@@ -144,11 +144,11 @@ class RunningProgram:
     async def _end_rest(self) -> None:
         _signal_group(self._process.pid, signal.SIGKILL)
         with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
-            # Repeat until none is left: a process that was not seen yet may have started another one.
+            # Repeat until no process is left, since an undetected process may have started another one.
             while await anyio.to_thread.run_sync(_kill_marked, self._mark):
                 pass
         await child_ended(self._process.pid)
-        # The last step: from here on its process id, and so that of its group, may belong to another process.
+        # This is the last step: from here on, another process may have its process id, and so its group.
         self._process.wait()
 
 
@@ -159,7 +159,7 @@ async def run_program(
     """Run a program while the block runs.
 
     Args:
-        argv: the command; a relative path is looked up in `cwd`, then in our own folder.
+        argv: the command; a relative path is searched in `cwd`, then in our own folder.
         cwd: its working folder.
         env: its whole environment.
 
@@ -180,7 +180,8 @@ async def run_program(
     mark = secrets.token_hex(16)
     try:
         process = _started([found, *given[1:]], cwd, {**env, PROGRAM_ID_VARIABLE: mark})
-    # An argument of 128 KiB or with a zero byte, a variable that is not text, a script without an interpreter.
+    # Causes: an argument of 128 KiB or with a zero byte, a variable that is not text, or a script without an
+    # interpreter.
     except (OSError, TypeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None
@@ -195,7 +196,7 @@ async def run_program(
 def _started(
     argv: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # Not by the event loop, which reaps a child as soon as it ends, and so frees its process id.
+    # Not by the event loop, which reaps a child as soon as it ends and so frees its process id.
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -209,7 +210,7 @@ def _started(
 
 
 def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
-    """Return the program on PATH, or by a path from its working folder, or from ours."""
+    """Return the program found on PATH, or by a path relative to its working folder or to ours."""
     paths = [program]
     if os.path.dirname(program) and not os.path.isabs(program):
         paths = [os.path.abspath(os.path.join(folder, program)) for folder in (cwd or "", "")]
@@ -248,10 +249,10 @@ def _signal_group(pid: int, number: int) -> bool:
 
 
 def _kill_marked(mark: str) -> bool:
-    """End the processes with a mark in their environment, on systems that show it. Return True if one existed."""
+    """End the processes that have a mark in their environment, if the system shows it. Return True if one existed."""
     wanted, found = f"{PROGRAM_ID_VARIABLE}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
-        # It may have ended, or belong to another user.
+        # It may have ended, or may belong to another user.
         with contextlib.suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found = True

@@ -1,4 +1,7 @@
-"""Refusals of requests: a reason with its status and code, and a message. Each wire form has its own body for them."""
+"""Refusals of requests: a reason with its status and code, and a message.
+
+Each wire form has its own body for refusals.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ class Reason(enum.StrEnum):
     INVALID = "invalid_request"
     """A field cannot be used; do not retry."""
     OVERFLOW = "context_length_exceeded"
-    """The history does not fit the model's context; a shorter one may."""
+    """The history does not fit the model's context, but a shorter one may."""
     OVER = "episode_over"
     """The episode has ended or reached a limit; do not retry."""
     UNAUTHORIZED = "invalid_api_key"
     """The key belongs to no episode."""
     NO_REWARD = "reward_not_allowed"
-    """A reward came with the key of the program that is rewarded."""
+    """A reward arrived with the key of the program that is rewarded."""
     FORBIDDEN = "forbidden_host"
     """The Host header has another name."""
     NOT_FOUND = "not_found"
@@ -45,12 +48,12 @@ class Reason(enum.StrEnum):
 
     @property
     def status(self) -> HTTPStatus:
-        """HTTP status of the answer. It is never 409, which every client retries."""
+        """HTTP status of the answer. It is never 409, which all clients retry."""
         return _STATUS.get(self, HTTPStatus.BAD_REQUEST)
 
     @property
     def retry(self) -> bool:
-        """True if a retry of the same request may help."""
+        """True if the same request may succeed later."""
         return self in (Reason.BUSY, Reason.FAILED, Reason.SLOW)
 
 
@@ -69,13 +72,13 @@ _STATUS = {
 
 
 class Refused(Exception):
-    """Raised for a request without an answer.
+    """A request without an answer.
 
     Args:
         reason: the reason.
-        message: the thing and the fix, in a sentence.
-        prompt: number of prompt ids that do not fit, for that reason.
-        context: most ids of the model, for that reason.
+        message: a sentence with the thing and the fix.
+        prompt: number of ids of a prompt that does not fit, for `OVERFLOW`.
+        context: maximum context of the model, in ids, for `OVERFLOW`.
         code: the code for Anthropic's clients.
     """
 
@@ -94,7 +97,7 @@ def ended() -> Refused:
 
 
 def refusal_of(error: Exception) -> Refused:
-    """Return the refusal for an error: the text of our own errors, and nothing of internal ones."""
+    """Return the refusal for an error: with the text of our own errors, but without details of internal ones."""
     match error:
         case Refused():
             return error

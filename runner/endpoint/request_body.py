@@ -1,4 +1,4 @@
-"""Reads fields of requests that several wire forms share: of the body, refused by name if wrong, and of headers."""
+"""Reads fields that several wire forms share, from bodies and headers. A wrong field is refused by its name."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_MESSAGES: Final = 10_000
-"""Most messages, or items, of a history."""
+"""Maximum number of messages, or items, of a history."""
 
 MAX_CALLS: Final = 10_000
-"""Most tool calls of a history."""
+"""Maximum number of tool calls of a history."""
 
 MAX_TOOLS: Final = 2_000
-"""Most tools of a request."""
+"""Maximum number of tools of a request."""
 
 MAX_TOOL_BYTES: Final = 512 * 1024
-"""Largest tool as JSON."""
+"""Maximum size of a tool as JSON."""
 
 MAX_VALUES: Final = 500_000
-"""Most JSON values of a body. A million of them take a second to parse, and nothing else runs during that time."""
+"""Maximum number of JSON values of a body. Parsing a million of them takes a second, in which nothing else runs."""
 
 _CALLS_OF: Final = operator.methodcaller("get", "tool_calls")
 
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
 _OF_SAMPLING: Final = re.compile(r"\ASampling\((\w+)=(.*?)\): ", re.DOTALL)
-"""Beginning of an error that names a field of `Sampling`; clients know only the field."""
+"""Beginning of an error about a field of `Sampling`. Clients know only the field, not the class."""
 
 SAMPLING_NUMBERS: Final = tuple(
     name for name, row in SAMPLING_FIELDS.items() if row.number and name not in ("max_tokens", "logprobs")
@@ -104,12 +104,12 @@ _ESCAPE: Final = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[
 
 
 def _without_half(found: re.Match[bytes]) -> bytes:
-    """Return an escape; U+FFFD for half of a surrogate pair, which JavaScript writes where it cut a text in two."""
+    """Return an escape; U+FFFD for an unpaired surrogate, which JavaScript writes where it cut a text in two."""
     return found[0] if found["half"] is None else b"\\ufffd"
 
 
 def _may_hold_more(raw: bytes) -> bool:
-    """Return True if a body may have too many values. Separators inside of texts count too."""
+    """Return True if a body may have too many values. Separators inside texts count too."""
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_VALUES
 
 
@@ -117,14 +117,14 @@ def _values_in(raw: bytes) -> int:
     """Return the number of values in a body; a lower bound if it is not JSON."""
     bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
-    if strings > 2 * MAX_VALUES:  # keys included
+    if strings > 2 * MAX_VALUES:  # keys count too
         return strings // 2
     outside = b"".join(bare.split(b'"')[::2])
     return outside.count(b",") + outside.count(b"{") + outside.count(b"[")
 
 
 def check_size(chat_call: ChatCall) -> None:
-    """Refuse a request whose prompt would take long to make.
+    """Refuse a request whose prompt would take a long time to create.
 
     Raises:
         Refused: it has too many tools or calls, or a tool is too large; the message has the limit.
@@ -144,7 +144,7 @@ def check_size(chat_call: ChatCall) -> None:
 
 
 def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
-    """Return a field of a type. Null is the same as a missing field, and 1.0 a whole number."""
+    """Return a field of a type. Null equals a missing field, and 1.0 is a whole number."""
     value = body.get(name)
     if value is None:
         return default
@@ -164,7 +164,7 @@ def inner_field(holder: Mapping[str, Any], where: str, name: str, kind: type[T],
 
 
 def _whole(value: Any) -> Any:
-    """Return a number without a fraction as an integer: some languages write 1 as 1.0."""
+    """Return a number without a fraction as an integer, since some languages write 1 as 1.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -195,7 +195,7 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the smallest of the fields that limit the answer's ids; null and -1 leave it to the run."""
+    """Return the smallest of the fields that limit the number of sampled ids; null and -1 set no limit."""
     given = list[int]()
     for name in names:
         value = field_of(body, name, int, -1)
@@ -225,12 +225,12 @@ def sampling_of(body: Mapping[str, Any], names: Iterable[str], **further: Any) -
 
 
 def _top_k(value: float) -> float:
-    """Return the number of most likely ids to keep; vLLM's clients write -1 for all."""
+    """Return the number of most likely ids to keep. Clients of vLLM write -1 for all."""
     return 0 if value == -1 else _whole(value)
 
 
 def _top_p(value: float) -> float:
-    """Return the probability mass to keep; OpenAI accepts 0, which keeps only the most likely id."""
+    """Return the probability mass to keep. OpenAI accepts 0, which keeps only the most likely id."""
     return value or _MIN_TOP_P
 
 
@@ -246,13 +246,13 @@ _CONSTRAINTS: Final = {
     "regex": "regex",
     "choice": "choice",
 }
-"""vLLM's fields that constrain an answer, by their names in `Sampling`."""
+"""Fields of vLLM that constrain an answer, by their names in `Sampling`."""
 
 _NO_CONSTRAINTS: Final = ("grammar", "structural_tag", "guided_grammar")
 
 
 def constraint_of(body: Mapping[str, Any], schema: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the constraint on an answer, by its name in `Sampling`: a schema that was read, or vLLM's fields.
+    """Return the constraint on an answer, by its name in `Sampling`, from a given schema or from vLLM's fields.
 
     Raises:
         Refused: a field requests a constraint that cannot be enforced here.
@@ -289,11 +289,11 @@ def _constraint(kind: str, value: Any, where: str) -> Any:
 
 
 MAX_UNREAD_FIELDS: Final = 20
-"""Most unread fields of a body that are recorded."""
+"""Maximum number of unread fields of a body that are recorded."""
 
 
 def note_unread(body: Mapping[str, Any], known: Collection[str], not_granted: dict[str, Any]) -> None:
-    """Record the fields of a body that are not read, as not granted."""
+    """Record the unread fields of a body as not granted."""
     unread = (
         (name, value)
         for name, value in body.items()
@@ -305,7 +305,7 @@ def note_unread(body: Mapping[str, Any], known: Collection[str], not_granted: di
 
 
 def _shortly(value: Any) -> Any:
-    """Return a value for a record: long or nested ones are replaced by their type."""
+    """Return a value for a record. Long and nested values are replaced by their types."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
     if len(inner) > 8 or not all(isinstance(each, bool | int | float | None) or _is_short(each) for each in inner):
         return f"({_KINDS.get(type(value), 'a value')})"
@@ -338,7 +338,7 @@ def with_constraint(
 ) -> dict[str, Any]:
     """Return the constraint on an answer, if it can be enforced.
 
-    It cannot for a turn that may call tools; this is recorded as not granted.
+    A turn that may call tools cannot be constrained; this is recorded as not granted.
     """
     if constraint and tools and tool_choice != "none":
         not_granted["response_format"] = "a turn that may call tools is not held to a schema"
@@ -354,7 +354,7 @@ _LABELS: Final = (
     "x-claude-code-session-id",
     "session-id",
 )
-"""The narrowest first: a sub-agent has the session of its parent agent."""
+"""The narrowest label is first, since a sub-agent has the session of its parent agent."""
 
 _MAX_LABEL_CHARACTERS: Final = 200
 
@@ -371,7 +371,7 @@ def purpose_of(headers: Headers) -> str:
 
 
 def _codex_field(headers: Headers, name: str) -> str:
-    """Return a field of Codex's header with JSON; "" if the header is missing or not JSON."""
+    """Return a field of Codex's JSON header; "" if the header is missing or not JSON."""
     try:
         fields: Any = orjson.loads(headers.get("x-codex-turn-metadata", "null"))
     except orjson.JSONDecodeError:

@@ -1,8 +1,8 @@
 """Writes an answer in the form of OpenAI's Responses: items one after another, each opened with its first piece.
 
-Text of a turn after a call is in another message; the joined contents of its messages are its content. Requested extras
-are additional fields of events: `prompt_token_ids` in the first one, `token_ids` in the next one that is sent. Log-
-probabilities of ids are with their text, those of the last ids in the last event.
+Text after a call is a separate message; the joined messages of a turn are its content. Requested extras are additional
+fields of events: `prompt_token_ids` in the first event, `token_ids` in the next event that is sent. Log-probabilities
+are sent with the text of their ids; those of the last ids are in the last event.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FAILURES: Final = {
     Reason.SLOW: "server_error",
 }
 _IN_VAIN: Final = "invalid_prompt"
-"""The code that clients do not retry: they retry any other one once."""
+"""The code of errors that clients do not retry. They retry any other error once."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class ResponseWriter(AnswerWriter):
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
-        self._answers = False  # it has a message or a call
+        self._answers = False  # True if the answer has a message or a call
         self._ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
 
@@ -160,7 +160,7 @@ class ResponseWriter(AnswerWriter):
         begin = b""
         if self._open is None or self._open.kind != kind:
             begin = self._close() + self._begin_part(kind)
-        assert self._open is not None  # it was begun
+        assert self._open is not None  # it was opened above
         self._open.text.append(text)
         return begin + self._delta(self._open, text) if text else begin
 
@@ -264,7 +264,7 @@ _CUT: Final = {
     FinishReason.CONTEXT: "max_output_tokens",
     FinishReason.CONTENT_FILTER: "content_filter",
 }
-"""Reason of an incomplete answer, by the end of its turn."""
+"""Reason of an incomplete answer, by the finish of its turn."""
 
 
 def _usage(turn: Turn) -> dict[str, Any]:

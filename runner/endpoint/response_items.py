@@ -1,7 +1,8 @@
 """Reads the items of OpenAI's Responses as messages. Several items of one turn become one message.
 
-Items name their turn by their ids, which are its handle after `rs_`, `msg_`, `fc_` or `ctc_`, by the ids of calls, and
-by the encrypted content of reasoning, which contains nothing else. A reference has the id alone.
+An item names its turn in one of three ways: by its id, which is the turn's handle after `rs_`, `msg_`, `fc_` or `ctc_`;
+by the id of a call; or by the encrypted content of reasoning, which contains only the handle. A reference has only the
+id.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _ROLES: Final = {"user": "user", "system": "system", "developer": "system"}
 
 
 def item_id(prefix: str, handle: str, number: int = 0) -> str:
-    """Return the id of an item, which names its turn; a number follows for further items of the kind."""
+    """Return the id of an item, which names its turn. Further items of the same kind have a number at the end."""
     name = f"{prefix}_{handle.removeprefix('call_')}"
     return f"{name}_{number}" if number else name
 
@@ -59,9 +60,9 @@ def flat_name(name: str, namespace: str) -> str:
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}" if namespace else name
 
 
-# A custom tool takes a text; a model calls it as a function whose only argument is that text. If the model wrote other
-# arguments, the text is their JSON, and the id of the call marks that. Every client sends the id back; without the
-# mark, they would come back as a text that the model did not write.
+# The argument of a custom tool is a text, so a model calls it as a function with one text argument. If the model wrote
+# other arguments, the text is their JSON, and a mark in the id of the call records that. Clients send the id back.
+# Without the mark, the arguments would come back as a text that the model did not write.
 
 CUSTOM_PARAMETERS: Final[Mapping[str, Any]] = {
     "type": "object",
@@ -82,14 +83,14 @@ def custom_call(call_id: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def custom_arguments(call_id: str, text: str) -> str:
-    """Return the arguments of such a call, as JSON."""
+    """Return the arguments of a custom tool's call, as JSON."""
     if minted(call_id) != call_id and is_json_object(text):
         return text
     return arguments_text({"input": text})
 
 
 def minted(call_id: str) -> str:
-    """Return the id of a call without that mark."""
+    """Return the id of a call without the mark of other arguments."""
     own = call_id.removesuffix(_OTHER)
     return own if _NAMED.fullmatch(own) else call_id
 
@@ -129,26 +130,26 @@ class _TurnItems:
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The calls, in OpenAI's chat form."""
     refers: str = ""
-    """Id of an item that was only referred to; the whole turn is meant."""
+    """Id of an item that was only referred to; it refers to the whole turn."""
     not_text: bool = False
     """True if a note replaces content that is not text."""
 
     def takes(self, handle: str, kind: _ItemKind) -> bool:
         """Return True if a further item belongs to the same turn.
 
-        Turns that are split wrongly are joined by the history tree.
+        The history tree joins turns that are split wrongly.
         """
         if handle or self.handle:
             return handle == self.handle
         return kind > self.last or kind == self.last != _ItemKind.MESSAGE
 
     def as_message(self) -> dict[str, Any] | None:
-        """Return the message; None for reasoning in encrypted form only."""
+        """Return the message; None for reasoning with only encrypted content."""
         reasoning = "".join(self.reasoning)
         if not (self.texts or self.calls or reasoning or self.refers):
             return None
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
-        if self.handle and not self.calls:  # the ids of calls name the turn as well
+        if self.handle and not self.calls:  # if there are calls, their ids name the turn
             message["handle"] = self.handle
         if self.refers:
             message["refers"] = self.refers
@@ -166,10 +167,10 @@ def read_items(items: Sequence[Mapping[str, Any]], seen: HistoryCache[ReadItems]
 
     Args:
         items: the items.
-        seen: caches what was read from histories.
+        seen: cache of read histories.
 
     Raises:
-        Refused: an item cannot be put before a model; the message has its index.
+        Refused: an item cannot be used in a prompt; the message has its index.
     """
     reader, last = _ItemReader(), len(items) - 1
     read = seen.read_on(items[:-1], reader.read, attrgetter("is_complete"))
@@ -225,7 +226,7 @@ class _ItemReader:
                 bad(f"{where}: an item of the type {kind!r:.60} cannot be put before a model: leave it out.")
 
     def _reference(self, given: str) -> None:
-        """Read an item that has an id alone: the episode finds its turn."""
+        """Read an item that has only an id. The episode finds its turn."""
         if _handle_of({"id": given}) == "":
             raise refusal_of(UnknownReference(given, is_item=True))
         prefix = given.partition("_")[0]
@@ -247,7 +248,7 @@ class _ItemReader:
 
     def _message(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
         role = item.get("role")
-        # A bad item is refused in the new part; in the past, a note replaces it.
+        # In the new part, a bad item is refused. In the past, a note replaces it.
         strict = is_last and role != "assistant"
         content, has_notes = _text_of(item.get("content"), f"{where}.content", strict=strict)
         if role == "assistant":
@@ -269,7 +270,7 @@ class _ItemReader:
         turn_items.calls.append({"id": call_id, "type": "function", "function": function})
 
     def _of_turn(self, item: Mapping[str, Any], kind: _ItemKind) -> _TurnItems:
-        """Return the collected items of the turn that this item belongs to."""
+        """Return the collected items of this item's turn."""
         handle = _handle_of(item)
         if handle:
             self._read.handles.append(handle)
@@ -311,7 +312,7 @@ def _arguments(item: Mapping[str, Any], where: str) -> str:
 
 
 def _text_of(content: Any, where: str, *, strict: bool = False) -> tuple[str, bool]:
-    """Return the text of a content, and True if a note replaces a part of it; a missing content is an empty text."""
+    """Return the text of a content, and True if a note replaces a part of it. A missing content is an empty text."""
     if content is None or isinstance(content, str):
         return content or "", False
     if not isinstance(content, list):

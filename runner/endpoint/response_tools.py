@@ -1,4 +1,4 @@
-"""Reads the tools of OpenAI's Responses: functions, custom tools, and namespaces of both; others are dropped."""
+"""Reads the tools of OpenAI's Responses: functions, custom tools, and namespaces of both. Other tools are dropped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class OfferedTool:
     """A tool as the client knows it."""
 
     name: str
-    """Its name, inside of its namespace."""
+    """Name of the tool, without its namespace."""
     namespace: str = ""
     """Its namespace, or ""."""
     custom: bool = False
-    """True if it takes a text in place of arguments."""
+    """True if it takes a text instead of arguments."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ def _name(tool: Mapping[str, Any], where: str) -> str:
 
 
 def _grammar(tool: Mapping[str, Any], where: str) -> str:
-    """Return the part of a custom tool's description with the grammar of its text."""
+    """Return the addition to a custom tool's description that has the grammar of its text."""
     form = inner_field(tool, where, "format", dict, {})
     definition = form.get("definition")
     if form.get("type") != "grammar" or not isinstance(definition, str):

@@ -51,7 +51,7 @@ _KNOWN: Final = frozenset(
         *("model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "stop", "include"),
         *("stream", "return_token_ids", "top_logprobs", "parallel_tool_calls", "truncation", "reasoning", "store"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        # Fields without an effect here.
+        # Fields that are accepted without an effect.
         *("user", "metadata", "safety_identifier", "stream_options", "background_options", "client_metadata"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt", "priority", "request_id"),
     )

@@ -28,20 +28,20 @@ Listen = tuple[str, int]
 """Host and port; port 0 takes any free one."""
 
 MAX_CONNECTIONS: Final = 2_000
-"""Most connections at a time; half of the limit of open files, if that is less.
+"""Maximum number of connections; half of the limit of open files, if that is lower.
 
-For a further connection, the oldest one is closed that has sent no key of an episode yet, else the one that has been
-idle longest. If all are in use, the further one is closed.
+A further connection replaces the oldest one without a valid key, or else the one that has been idle longest. If all
+connections are in use, the further one is closed.
 """
 
 HEADER_SECONDS: Final = 20.0
-"""Longest time for the head of a request to arrive, and for that of a connection's first request to begin."""
+"""Longest time for the head of a request to arrive, and for the first request of a connection to begin."""
 
 HEADER_BYTES: Final = 64 * 1024
-"""Largest head of a request."""
+"""Maximum size of the head of a request."""
 
 STOP_SECONDS: Final = 3.0
-"""Longest time for the server to stop; the remaining connections are then abandoned."""
+"""Longest time for the server to stop. The remaining connections are then abandoned."""
 
 IDLE_SECONDS: Final = 75
 """Time after which an idle connection is closed."""
@@ -104,7 +104,7 @@ class EndpointServer:
 
     @contextlib.contextmanager
     def serving(self, route: EpisodeRoute) -> Iterator[tuple[str, str]]:
-        """Serve a route inside of the block. Yield its key, and the key that ends the episode."""
+        """Serve a route while the block runs. Yield its key, and the second key that ends the episode."""
         application = self._application or self._start()
         keys = application.open(route)
         try:
@@ -161,7 +161,7 @@ class EndpointServer:
             bound.close()
             raise
         self._application = application
-        # In a separate context: it outlives the episode that first needed it, whose clocks must not apply to it.
+        # In a separate context, since the server outlives the first episode, whose clocks must not apply to it.
         Context().run(self._group.start_soon, self._serve, bound)
         return application
 
@@ -184,21 +184,21 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
     except ImportError:
         raise BadOption("an endpoint needs uvicorn and httptools: pip install 'deltarunner[serve]'.") from None
 
-    # A quarter may be accepted at once before the first of them is looked at, a quarter is the run's own.
+    # A quarter may be accepted at once before any of them is handled, and a quarter is for the run itself.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for no limit
     connections = min(MAX_CONNECTIONS, files // 2)
-    # Connections that may be closed for others, the oldest first: those without a key, and idle ones.
+    # Connections that may be closed for others: those without a key, and idle ones; the oldest first.
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
     class Protocol(HttpToolsProtocol):
-        """A connection that is closed if there are too many, or if the head of a request does not arrive in time."""
+        """A connection that is closed if there are too many, or if the head of a request is too late."""
 
         _unread = 0
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
             super().connection_made(transport)
-            # An event loop does this by itself only if it knows the socket's protocol; else a request whose body
-            # follows its head waits for 40 ms.
+            # An event loop does this only if it knows the socket's protocol. Otherwise, a request whose body is sent
+            # separately waits for 40 ms.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._late: TimerHandle | None = None
             self._in_head = False
@@ -213,7 +213,7 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            # The parser reports a URL or a header once it is complete, so the bytes of an incomplete one are counted
+            # The parser reports a URL or a header only when it is complete, so the bytes of incomplete ones are counted
             # here.
             self._unread = self._unread + len(data) if self._in_head else 0
             self._within(self._unread)
@@ -288,7 +288,7 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
             with anyio.move_on_after(ANSWER_DRAIN_SECONDS):
                 while state.tasks:
                     await asyncio.wait(list(state.tasks))
-            # Clients know by now that their episodes are over, except for those that do not read.
+            # Clients have been notified by now that their episodes are over, except for those that do not read.
             for connection in list(state.connections):
                 if isinstance(connection, Protocol) and connection.is_answering:
                     connection.transport.abort()
@@ -296,7 +296,7 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
             if state.tasks:
                 await asyncio.wait(list(state.tasks))
 
-    # Its warnings, such as of a request that is not HTTP, would be printed into the run's display.
+    # The server's warnings, such as about a request that is not HTTP, would be printed into the run's display.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return Server(
         uvicorn.Config(

@@ -46,7 +46,7 @@ class ClientConnection:
         self.begun = False
         """True if the head of the answer was sent."""
         self.over = False
-        """True if its last part was sent."""
+        """True if the last part of the answer was sent."""
         self.written = 0.0
         """Time of the last write, by the monotonic clock; 0 before the first."""
 
@@ -57,27 +57,26 @@ class ClientConnection:
             await self._sent({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        """Send a part of the answer; with `more=False` the last one.
+        """Send a part of the answer, the last one with `more=False`.
 
         Raises:
             ClientGone: the client has disconnected.
         """
         await self._sent({"type": "http.response.body", "body": body, "more_body": more})
         self.written, self.over = time.monotonic(), not more
-        if self.gone:  # a server drops data for a client that has disconnected, without an error
+        if self.gone:  # a server silently drops data for a client that has disconnected
             raise ClientGone
 
     @contextmanager
     def left_if_unread(self, scope: anyio.CancelScope) -> Iterator[None]:
-        """Return a block that is cancelled once the client does not read what was written."""
+        """Return a block that is cancelled if the client does not read the written data."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
             if self._sending is not None and time.monotonic() - self._sending >= CLIENT_READ_SECONDS:
                 self.gone = True
                 scope.cancel()
-            # A timer that fires now and then, not a task or a timer for each write: these would cost more than the
-            # writes.
+            # A timer that fires from time to time. A task or a timer for each write would take longer than the write.
             self._looking = loop.call_later(CLIENT_READ_SECONDS / 4, look)
 
         look()
@@ -93,7 +92,7 @@ class ClientConnection:
 
 
 WRITE_INTERVAL_SECONDS: Final = 0.02
-"""Interval between writes of a stream; the first and the last one are immediate."""
+"""Interval between writes of a stream. The first and the last write are immediate."""
 
 FIRST_BYTE_SECONDS: Final = 2.0
 """Time after which a waiting client receives the head of its answer. Until then an error has its own status."""
@@ -112,12 +111,12 @@ async def answer(
 ) -> None:
     """Answer a request, or send a refusal. A client that disconnects cuts the turn.
 
-    If a stream cannot be continued, the server closes the connection, and the client retries.
+    If a stream cannot continue, the server closes the connection, and the client retries.
     """
     connection = ClientConnection(send)
     writer = form.writer(request, route.model, route.handler.text_of)
     answered = _streamed if request.stream else _whole
-    error: Exception | None = ended()  # if it is cut, and the client is still there
+    error: Exception | None = ended()  # the error if the answer is cut while the client is still connected
     async with anyio.create_task_group() as group:
         scope = group.cancel_scope
         with route.cutting(scope), connection.left_if_unread(scope):
@@ -125,7 +124,7 @@ async def answer(
             try:
                 await answered(connection, writer, request, route)
                 error = None
-            except Exception as raised:  # a task group would wrap it
+            except Exception as raised:  # a task group would wrap the error
                 error = raised
                 scope.cancel()
     if connection.gone:
@@ -137,10 +136,10 @@ async def answer(
 async def until_gone(
     receive: Callable[[], Awaitable[Any]], connection: ClientConnection, scope: anyio.CancelScope
 ) -> None:
-    """Wait until the client disconnects, and cancel the scope of an answer that is not over then."""
+    """Wait until the client disconnects, and cancel the scope of an unfinished answer."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    # A server sends this event also after the answer, so that the task needs no cancellation, which costs more.
+    # A server sends this event after the answer too, so the task needs no cancellation, which is more expensive.
     if not connection.over:
         connection.gone = True
         scope.cancel()
@@ -177,7 +176,7 @@ async def _streamed(
 class _Events:
     """Sends the events of a turn in few writes, and comments during silence.
 
-    Events that arrive with the end of the turn are written together with it.
+    Events that arrive at the end of the turn are written together with the end.
     """
 
     def __init__(self, connection: ClientConnection, writer: AnswerWriter) -> None:
@@ -205,7 +204,7 @@ class _Events:
                 self._news.set()
 
     def close(self) -> None:
-        """End the queue: no more events follow."""
+        """Close the queue: no further events follow."""
         self._closed = True
         self._news.set()
 
@@ -230,12 +229,12 @@ class _Events:
                     timer.cancel()
 
     def taken(self) -> bytes:
-        """Return the events that are not written yet; may be empty."""
+        """Return the events that are not written yet; possibly none."""
         came, self._came = self._came, []
         return self._writer.write(came) if came else b""
 
     def _look(self) -> None:
-        """Check from time to time for a long silence, which costs less than a timer for each write."""
+        """Check for a long silence at intervals, which is cheaper than a timer for each write."""
         patience = KEEP_ALIVE_SECONDS if self._connection.begun else FIRST_BYTE_SECONDS
         silent = time.monotonic() - max(self._began, self._connection.written)
         if silent >= patience:
@@ -267,7 +266,7 @@ async def _refuse(
 async def send_refusal(
     begin: Callable[..., Awaitable[None]], write: Callable[..., Awaitable[None]], form: WireForm, refused: Refused
 ) -> None:
-    """Send a refusal. The log has its reason alone, since the message may quote the body."""
+    """Send a refusal. Only its reason is logged, since the message may quote the body."""
     level = logging.WARNING if refused.reason is Reason.FAILED else logging.INFO
     log.log(level, "a request was refused with %d: %s", refused.reason.status, refused.reason)
     body = orjson.dumps(form.refusal(refused))

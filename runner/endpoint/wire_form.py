@@ -40,7 +40,7 @@ Headers = Mapping[str, str]
 
 
 class TokenText(Protocol):
-    """Returns the text of ids; a byte that is not text by itself is the character of `surrogateescape`."""
+    """Return the text of ids. A byte that is not valid text alone is a character of `surrogateescape`."""
 
     def __call__(self, ids: Sequence[int], /) -> str: ...
 
@@ -88,17 +88,17 @@ class Answered:
 
 
 class Restarted(Exception):
-    """Raised if the engine discarded a turn after a part of it was sent: the client must retry."""
+    """Raised if the engine discarded a turn of which a part was sent. The client must retry."""
 
 
 class AnswerWriter(ABC):
-    """Writes one answer, in one piece or event by event. The end of a stream has all that was not sent before.
+    """Writes one answer, in one piece or event by event. The end of a stream has all data that was not sent before.
 
     A subclass writes each part. Its methods return bytes as they are sent, which may be empty.
     """
 
     keep_alive: ClassVar[bytes] = b": waiting\n\n"
-    """Sent during silence."""
+    """Sent while there are no events."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         """Write an answer to a request.
@@ -129,10 +129,10 @@ class AnswerWriter(ABC):
         return self.request.ids or self.request.logprobs
 
     def write(self, progress: Iterable[TurnProgress]) -> bytes:
-        """Write progress of the turn, in few events.
+        """Write the progress of the turn, in few events.
 
         Raises:
-            Restarted: the turn is sampled again, and a part of it was sent.
+            Restarted: the turn is sampled again although a part of it was sent.
         """
         return b"".join(self._write_one(each) for each in _merged(progress))
 
@@ -166,7 +166,7 @@ class AnswerWriter(ABC):
                 return self.write_text(text)
             case ToolCalled(call):
                 number, self._called = self._called, self._called + 1
-                # A call that cannot be parsed is left out: a client could not answer it.
+                # A call that cannot be parsed is left out, since a client could not answer it.
                 if call.error is not None:
                     return b""
                 index, self._calls = self._calls, self._calls + 1
@@ -203,7 +203,7 @@ class AnswerWriter(ABC):
         """Return a tool call, the `index`-th one of the answer."""
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
-        """Return further sampled ids, for a client that requested them; their text may come before or after."""
+        """Return further sampled ids, if the client requested them. Their text may be sent before or after them."""
         return b""
 
     @abstractmethod
@@ -232,7 +232,7 @@ class WireForm(ABC):
         Args:
             body: its body.
             headers: its headers.
-            seen: cache of the histories of this form in the requests to an episode; None for a request alone.
+            seen: cache of the histories of this form in the requests to an episode; None for a single request.
 
         Raises:
             Refused: a field cannot be used; the message has its name and the fix.
@@ -244,17 +244,17 @@ class WireForm(ABC):
 
     @abstractmethod
     def refusal(self, refused: Refused) -> Mapping[str, Any]:
-        """Return the body of a refusal, in the words that clients of this form look for."""
+        """Return the body of a refusal, with the words that clients of this form search for."""
 
 
 def cached_of(turn: Turn) -> int:
-    """Return how many tokens of a turn's prompt were cached; 0 if the engine does not report it."""
+    """Return the number of cached tokens of a turn's prompt; 0 if the engine does not report it."""
     cached = turn.cached_tokens if turn.usage is None else turn.usage.cached_tokens
     return cached or 0
 
 
 def _merged(progress: Iterable[TurnProgress]) -> Iterable[TurnProgress]:
-    """Merge neighbouring pieces of text."""
+    """Merge adjacent pieces of text."""
     last: TurnProgress | None = None
     for each in progress:
         if isinstance(each, ContentPiece) and isinstance(last, ContentPiece):
@@ -270,7 +270,7 @@ def _merged(progress: Iterable[TurnProgress]) -> Iterable[TurnProgress]:
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value as JSON. Halves of surrogate pairs, which are not text, become question marks."""
+    """Encode a value as JSON. Unpaired surrogates, which are not text, become question marks."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -282,7 +282,7 @@ def arguments_text(arguments: Mapping[str, Any]) -> str:
     text = canonical_json(arguments)
     try:
         text.encode()
-    except UnicodeEncodeError:  # a model may write half of a surrogate pair, which must come back unchanged
+    except UnicodeEncodeError:  # a model may write an unpaired surrogate, which must come back unchanged
         return json.dumps(arguments, separators=(",", ":"), default=str)
     return text
 
@@ -315,7 +315,7 @@ def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
     logprob = logprob if math.isfinite(logprob) else _MIN_LOGPROB
     try:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-    except UnicodeEncodeError:  # a part of a character
+    except UnicodeEncodeError:  # the id is a part of a character
         raw = text.encode("utf-8", "surrogateescape")
     # As OpenAI writes it: the joined bytes of several tokens are the text.
     token = "".join(f"\\x{ord(each) - 0xDC00:02x}" if each >= "\udc80" and each <= "\udcff" else each for each in text)

@@ -252,7 +252,7 @@ class SchemaRules:
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
-        """Return a rule for unnamed members, if the schema describes them, names none, or needs more than it names."""
+        """Return a rule for unnamed members if the schema describes them, names none, or requires further ones."""
         inner = _below(path, "*")
         if not self._shapes.allows_unnamed(shape):
             return None
