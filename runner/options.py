@@ -51,7 +51,7 @@ VLLM_FORMAT: Final = "vllm:"
 
 
 def check_tool_format(given: Any) -> None:
-    """Refuse a value that is not a tool format. Only vLLM knows its parsers, so their names are not checked."""
+    """Refuse a value that is not a tool format. Names of parsers are not checked, since only vLLM has the list."""
     if given is None or (isinstance(given, str) and given.startswith(VLLM_FORMAT) and given != VLLM_FORMAT):
         return
     raise BadOption(

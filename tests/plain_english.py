@@ -3,8 +3,9 @@
 A part is a package or a module of `runner/`, another folder, or a file at the top of the repository. Each has a
 budget of faults, which may only fall: the check also fails where a part has fewer faults than its budget.
 
-- A docstring does not begin with a subordinate clause (What, Whether, Whoever, Those, ...).
+- A docstring, and a paragraph of a page, does not begin with a subordinate clause (What, Whether, Whoever, Those, ...).
 - Docstrings, comments, strings and pages avoid the words in `AVOIDED`.
+- Docstrings and comments of `runner/` do not personify code by the words in `PERSONIFIED`.
 - A numeric constant of a module or a class ends in a unit or in its role.
 - A class name occurs once in `runner/`, with and without an underscore.
 - The name of a test has at most `MAX_TEST_NAME_CHARS` characters after `test_`.
@@ -20,7 +21,7 @@ import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -55,6 +56,9 @@ AVOIDED: Final = {
 }
 """Pattern of a word that slows readers, and what to write instead."""
 
+PERSONIFIED: Final = {r"\b(says?|knows?)\b(?!:)": "contains, reports, has, is known"}
+"""Pattern of a word that personifies code; checked in docstrings and comments of `runner/` only."""
+
 MAX_TEST_NAME_CHARS: Final = 60
 
 UNCLEAR_IN_NAMES: Final = re.compile(
@@ -74,9 +78,14 @@ MAX_PLACES: Final = 20
 
 ANY_AVOIDED: Final = re.compile("|".join(AVOIDED), re.IGNORECASE)
 
+ANY_PERSONIFIED: Final = re.compile("|".join(PERSONIFIED), re.IGNORECASE)
+
+CODE_SPAN: Final = re.compile(r"`[^`]*`")
 PLACEHOLDER: Final = re.compile(r"\{[^{}]*\}")
 """A placeholder of `str.format`, whose name is not prose."""
 
+HEADLESS_PARAGRAPH: Final = re.compile(r"(What|Whatever|Whether|Whose|Which|Those|That)\b(?!.*\?)")
+"""Beginning of a paragraph without a subject: "When" and "How" may begin a sentence or a heading there."""
 HEADLESS: Final = re.compile(r"(What|Whatever|Whether|Whoever|Who|Whose|Which|Those|That|How|Where|When|Why|Because)\b")
 UNITS: Final = re.compile(
     r"(_(SECONDS|MS|NS|US|BYTES|KIB|MIB|GIB|SIZE|IDS|TOKENS|CHARS|CHARACTERS|LINES|ROWS|COUNT|DEPTH|LENGTH|WIDTH|HEIGHT"
@@ -111,8 +120,23 @@ def faults_of(path: Path) -> Iterator[Fault]:
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         yield from faults_of_module(source, path.relative_to(ROOT).as_posix())
-    else:
-        yield from avoided_words(enumerate(source.splitlines(), 1), path.relative_to(ROOT).as_posix())
+        return
+    name = path.relative_to(ROOT).as_posix()
+    yield from avoided_words(enumerate(source.splitlines(), 1), name)
+    if path.suffix == ".md":
+        for number, line in paragraphs(source):
+            if HEADLESS_PARAGRAPH.match(line):
+                yield Fault(0, f"{name}:{number}", line[:100])
+
+
+def paragraphs(page: str) -> Iterator[tuple[int, str]]:
+    """First lines of the paragraphs of a page, outside of code, with their numbers."""
+    is_code, before = False, ""
+    for number, line in enumerate(page.splitlines(), 1):
+        is_code ^= line.lstrip().startswith("```")
+        if line and not is_code and not before.strip():
+            yield number, line
+        before = line
 
 
 def faults_of_module(source: str, name: str) -> Iterator[Fault]:
@@ -129,17 +153,34 @@ def faults_of_module(source: str, name: str) -> Iterator[Fault]:
                 if not UNITS.search(constant):
                     yield Fault(2, f"{name}:{line}", constant)
     yield from avoided_words(strings(tree), name)
-    yield from avoided_words(comments(source), name)
+    yield from avoided_words(comments(source, ANY_AVOIDED), name)
+    if name.startswith("runner/"):
+        yield from avoided_words(docstrings(tree), name, PERSONIFIED, ANY_PERSONIFIED)
+        yield from avoided_words(comments(source, ANY_PERSONIFIED), name, PERSONIFIED, ANY_PERSONIFIED)
 
 
-def avoided_words(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Fault]:
-    """Find the avoided words in lines of text."""
+def avoided_words(
+    lines: Iterator[tuple[int, str]],
+    name: str,
+    words: Mapping[str, str] = AVOIDED,
+    any_word: re.Pattern[str] = ANY_AVOIDED,
+) -> Iterator[Fault]:
+    """Find the avoided words in lines of text; `any_word` matches all of `words`."""
     for number, text in lines:
         plain = PLACEHOLDER.sub("", text)
-        if ANY_AVOIDED.search(plain):  # one search, since few lines have any
-            for pattern, better in AVOIDED.items():
+        if any_word.search(plain):  # one search, since few lines have any
+            for pattern, better in words.items():
                 for found in re.finditer(pattern, plain, re.IGNORECASE):
                     yield Fault(1, f"{name}:{number}", f"{found[0]!r} ({better}): {text.strip()[:100]}")
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines of the strings that are statements, without the code in backticks."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                for offset, line in enumerate(text.splitlines()):
+                    yield node.lineno + offset, CODE_SPAN.sub("", line)
 
 
 def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -160,9 +201,9 @@ def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno + offset, line
 
 
-def comments(source: str) -> Iterator[tuple[int, str]]:
-    """Comments with their lines; none is looked for in a module without an avoided word after a #."""
-    if any(ANY_AVOIDED.search(line) for line in source.splitlines() if "#" in line):
+def comments(source: str, any_word: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    """Comments with their lines; a module without such a word after a # is skipped."""
+    if any(any_word.search(line) for line in source.splitlines() if "#" in line):
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string

@@ -87,6 +87,37 @@ def test_avoided_word_of_a_page_is_found(folder: Path) -> None:
     assert [(fault.rule, fault.where) for fault in plain_english.faults_of(page)] == [(1, "page.md:3")]
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("# A page\n\nWhat samples.\n", [(0, "page.md:3")]),
+        ("Runs end.\n\nWhether they do.\n", [(0, "page.md:3")]),
+        ("# A page\n\nRuns end\nWhat samples.\n", []),
+        ("# A page\n\nWhat samples?\n", []),
+        ("```\nx\n\nWhat samples.\n```\n", []),
+    ],
+)
+def test_paragraph_without_a_subject_is_found(text: str, found: list[tuple[int, str]], folder: Path) -> None:
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    assert [(fault.rule, fault.where) for fault in plain_english.faults_of(page)] == found
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "found"),
+    [
+        ("runner", '"""The engine knows it."""', [1]),
+        ("runner", "# The header says so.", [1]),
+        ("runner", 'x = "the engine says"', []),
+        ("runner", '"""Calls `says` again."""', []),
+        ("tests", "# The header says so.", []),
+    ],
+)
+def test_personified_code_is_found_in_the_package(place: str, text: str, found: list[int], folder: Path) -> None:
+    (folder / place).mkdir()
+    assert [rule for rule, _ in faults(text, folder / place)] == found
+
+
 def test_classes_that_differ_only_in_an_underscore_are_found(folder: Path) -> None:
     (folder / "public.py").write_text("class Run: ...\nclass Driver: ...\n", encoding="utf-8")
     (folder / "private.py").write_text(

@@ -375,7 +375,7 @@ class Driver:
         return Counter(idle_reason(slot, self._handles.get(slot)) for slot in self.fleet.slots)
 
     async def known(self) -> EngineKnown:
-        """Return the properties of the engine, as a worker knows them."""
+        """Return the properties of the engine, from a worker."""
         known: EngineKnown = await self.ask_one("engine_known")
         return known
 

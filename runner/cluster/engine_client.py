@@ -33,7 +33,7 @@ DRAIN_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class HostedSession(Session):
-    """A conversation, by the number that the host knows it by."""
+    """A conversation, by its number on the host."""
 
     number: int = 0
     beside: int | None = None

@@ -1,4 +1,4 @@
-"""`FleetEngine`: engines on many machines as one engine that plays whole episodes. It does not know Ray."""
+"""`FleetEngine`: engines on many machines as one engine that plays whole episodes. It is independent of Ray."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") ->
     minutes, or a stopped process, finds the answers when it continues.
 
     Raises:
-        WorkerLost: it did not answer within `limit` seconds; the message says so, and when that was.
+        WorkerLost: it did not answer within `limit` seconds; the message contains `when`.
     """
     for _ in range(math.ceil(limit / SILENCE_STEP_SECONDS)):
         with anyio.move_on_after(SILENCE_STEP_SECONDS):

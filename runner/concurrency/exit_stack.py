@@ -50,7 +50,7 @@ class ThreadedExitStack(AsyncExitStack):
 
     def push(self, exit: T) -> T:
         if self._on_the_loop():
-            super().push(exit)  # type: ignore[type-var]  # it says itself what is wrong
+            super().push(exit)  # type: ignore[type-var]  # it raises a clear error itself
             return exit
         single = ExitStack()
         single.push(exit)  # type: ignore[type-var]  # likewise

@@ -148,7 +148,7 @@ def describe_error(error: BaseException) -> str:
     """
     error = unwrapped(error)
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-        error = error.__cause__  # Python raises none of these out of a coroutine, and only says that there was one
+        error = error.__cause__  # a coroutine cannot raise it, so Python wraps it in a RuntimeError
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error

@@ -62,7 +62,7 @@ _CALLS_OF: Final = operator.methodcaller("get", "tool_calls")
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
 _OF_SAMPLING: Final = re.compile(r"\ASampling\((\w+)=(.*?)\): ", re.DOTALL)
-"""Beginning of an error about a field of `Sampling`. Clients know only the field, not the class."""
+"""Beginning of an error about a field of `Sampling`. Only the field is useful to clients."""
 
 SAMPLING_NUMBERS: Final = tuple(
     name for name, row in SAMPLING_FIELDS.items() if row.number and name not in ("max_tokens", "logprobs")

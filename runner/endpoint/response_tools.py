@@ -15,7 +15,7 @@ __all__ = ["OfferedTool", "OfferedTools", "read_tool_choice", "read_tools"]
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool as the client knows it."""
+    """A tool as the client named it."""
 
     name: str
     """Name of the tool, without its namespace."""

@@ -197,7 +197,7 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
             super().connection_made(transport)
-            # An event loop does this only if it knows the socket's protocol. Otherwise, a request whose body is sent
+            # An event loop does this only if the socket names its protocol. Otherwise, a request whose body is sent
             # separately waits for 40 ms.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._late: TimerHandle | None = None

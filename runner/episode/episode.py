@@ -139,7 +139,7 @@ class Episode:
             file: other bytes, or the path of a file.
 
         Raises:
-            BadOption: there is not exactly one content, it is not what its argument says, or it is too large: 8 MiB
+            BadOption: there is not exactly one content, it does not fit its argument, or it is too large: 8 MiB
                 each, 32 MiB and 1,000 in an episode.
         """
         made = make_attachment(name, len(self.turns), text=text, json=json, image=image, file=file)

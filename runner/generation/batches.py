@@ -172,7 +172,7 @@ class Generation:
 
         Args:
             batch: right-padded prompts, see `GenerationDatumSpec`.
-            greedy: the most likely id each time, whatever the configuration says.
+            greedy: the most likely id each time, whatever the configuration is.
             seed: makes this batch's samples reproducible, whatever was generated before. Otherwise they follow from the
                 configuration's seed and the number of batches so far; without that one, the engine chooses.
 

@@ -315,7 +315,7 @@ def _parts(file: Any, columns: list[str], group: int, start: int) -> Iterator[tu
 
 
 def _bytes_of(group: Any, columns: list[str]) -> int:
-    """The decoded size of the columns of a row group, as the file says."""
+    """The decoded size of the columns of a row group, from the file's metadata."""
     chunks = [group.column(number) for number in range(group.num_columns)]
     return sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in columns)
 

@@ -70,7 +70,7 @@ class TextScorer(Protocol):
         """Refuse a reference answer that no reply could equal.
 
         Raises:
-            ValueError: the message says what is missing.
+            ValueError: the message names what is missing.
         """
 
     async def score(self, text: str, task: Task) -> Score:

@@ -134,7 +134,8 @@ class Sandbox(Protocol):
     async def restart(self) -> None:
         """End all processes in the sandbox. Its files stay, except those on `tmpfs`.
 
-        If what was done inside prevents a start, each later command returns an `Executed` with code 126 that says so.
+        If changes inside the sandbox prevent a start, each later command returns an `Executed` with code 126 and
+        the reason.
 
         Raises:
             SandboxGone: the sandbox does not exist any more.
@@ -148,7 +149,8 @@ class Sandbox(Protocol):
         stay, unless one of the image has the same name. Libraries, packages of languages, and folders at or below the
         working folder are not changed: a user that may not write them cannot forge a check with these.
 
-        If what was done inside prevents it, each later command returns an `Executed` with code 126 that says so.
+        If changes inside the sandbox prevent this, each later command returns an `Executed` with code 126 and
+        the reason.
 
         Raises:
             SandboxGone: the sandbox does not exist any more.

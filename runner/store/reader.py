@@ -289,8 +289,8 @@ class RunFile:
     def frame(self, kind: FrameKind | str = FrameKind.EPISODES) -> pa.Table:
         """The trained trajectories as an Arrow table, in memory; `.to_pandas()` and `polars.from_arrow()` take it.
 
-        A file without any, as of an evaluation of agent programs, has the untrained ones instead; the column `trained`
-        of the episodes says which they are.
+        If no trajectory is trained, as in an evaluation of agent programs, the table has the untrained ones. The column
+        `trained` of the episodes marks which kind they are.
 
         Args:
             kind: "episodes", "turns" or "tokens": the rows of the table.

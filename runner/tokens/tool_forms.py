@@ -1,6 +1,6 @@
 """The form of a tool's arguments for a template: the author's schema, or one that the template can show.
 
-Some templates write types out themselves and skip what they do not know: a reference, a union with null, a `const`.
+Some templates write types out themselves and skip what they do not support: a reference, a union with null, a `const`.
 For those, and only for those, references are put in place and unions are flattened, as far as needed. Calls are read,
 checked and enforced by the author's schema in any case.
 """
@@ -98,7 +98,7 @@ def listed(parameters: Schema) -> Schema:
 
     Generators of schemas put arguments elsewhere too: after a `$ref`, in members of `allOf`, `anyOf` and `oneOf`, in
     `then`, `else` and `dependentSchemas`, or only as names in `required`. Templates list `properties` alone. The result
-    is only for showing: it does not say which arguments exclude one another.
+    is only for showing: it does not show which arguments exclude one another.
     """
     found = _Listing(parameters)
     found.add(parameters, always=True)
@@ -180,7 +180,7 @@ def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str,
 
 
 def is_simple(schema: Any) -> bool:
-    """True if a schema is of one of the few kinds that every template knows, so that no check is needed."""
+    """True if a schema is of one of the few kinds that every template supports, so that no check is needed."""
     return isinstance(schema, Mapping) and schema.get("type") in _SCALARS and _is_plain(schema)
 
 

@@ -118,5 +118,5 @@ def _beginning(history: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_json(tools: Sequence[ToolSchema]) -> bytes:
-    # Schemas are the author's own: they may have numbers for keys, and defaults that JSON does not know.
+    # Schemas are the author's own: they may have numbers for keys, and defaults that JSON cannot hold.
     return orjson.dumps(tools, option=orjson.OPT_NON_STR_KEYS, default=str)

@@ -270,7 +270,7 @@ class _TraceCheck:
     def _check_seam(self, number: int, call: TracedCall, before: TracedCall) -> None:
         seam = call.prompt_ids[len(before.ids) :]
         messages = self._messages(call) if seam else None
-        if messages is None:  # nothing was inserted, or the trace does not say what
+        if messages is None:  # nothing was inserted, or the trace does not record it
             return
         last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         history, new = messages[: last + 1], messages[last + 1 :]

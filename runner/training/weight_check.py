@@ -72,7 +72,7 @@ class Way(enum.StrEnum):
     """A state dict while turns are sampled, which then continue with the new weights: the ids of each weight version
     are compared with those weights."""
     AFTER_SLEEP = "after-sleep"
-    """A state dict after `sleep(2)`. On a CPU vLLM only pauses, which the row's reason says."""
+    """A state dict after `sleep(2)`. On a CPU vLLM only pauses, which is in the row's reason."""
     TRANSFER = "transfer"
     """A `LocalTransfer`, twice with different changes: through a file, or through the backend of
     `weight_transfer_config`."""

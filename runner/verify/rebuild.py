@@ -465,5 +465,5 @@ def _source_name(sources: array[int], at: int) -> str:
 
 def _parts(view: ParsedTurn) -> dict[str, str]:
     """The parts of a view as text, by their names for people."""
-    calls = [replace(call, failed=False) for call in view.tool_calls]  # no id says how a call's tool ended
+    calls = [replace(call, failed=False) for call in view.tool_calls]  # ids do not contain the result of a tool
     return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(calls)}

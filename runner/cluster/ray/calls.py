@@ -147,7 +147,7 @@ class RayWorker:
                 self._fetch_answers()
 
     def _fetch_reason(self) -> None:
-        """Ask Ray again why the actor is unavailable: of a dead process it says so too, until it has the cause."""
+        """Ask Ray again for the reason. Ray reports a dead process as unavailable until it has the cause."""
         if self._is_disconnected():
             return
         try:
@@ -316,7 +316,7 @@ class Failed:
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """A caller as the actor knows it."""
+    """A caller of the actor."""
 
     answers: list[Answer] = field(default_factory=list)
     """Results since its last request for them."""

@@ -429,7 +429,7 @@ def _meet(one: str, other: str) -> bool:
 
 def _places(address: str) -> set[tuple[str, str]]:
     host, _, port = address.rpartition(":")
-    # Ray knows the number by which other machines reach this one.
+    # Ray has the address by which other machines reach this one.
     host = ray_module().util.get_node_ip_address() if _is_loopback(address) else host.strip("[]")
     try:
         return {(str(found[-1][0]), port) for found in socket.getaddrinfo(host, None)}

@@ -235,7 +235,7 @@ class RayLauncher:
         return RayWorker(actor, tick=self.worker_kind.tick, connected=self._is_connected)
 
     def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
-        """Start a process with an engine for all clients that know its name."""
+        """Start a process with an engine for all clients that have its name."""
         actor = self._actor(HostActor, name=name).remote(self._packed(engine), self._surroundings())
         return RayWorker(actor, tick=HostActor.tick, connected=self._is_connected)
 

@@ -190,7 +190,7 @@ class ExternalRuntime(VllmRuntime):
 
     def __init__(self, process: VllmProcess, llm: Any, weights: VllmWeights, *, version: str, **named: Any) -> None:
         super().__init__(process, llm, weights, version=version, **named)
-        if not self.stamps_itself:  # only the owner knows the version
+        if not self.stamps_itself:  # only the owner has the version
             self.versions, self._ages = [""], {"": 0}
         self.adapters = ExternalAdapters(llm, process.model, self.answered)
         process.stats = ExternalStats(self._streams())

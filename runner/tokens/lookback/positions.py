@@ -134,7 +134,7 @@ def mapped(values: GappedList | list[Value], change: Callable[[Value], Value]) -
     return list(map(change, values))
 
 
-# --- what `loop` says
+# --- the values of `loop`
 
 
 def loop_of_list(values: Sequence[Value], number: int) -> Loop:
