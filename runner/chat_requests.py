@@ -18,7 +18,7 @@ class UnknownReference(BadMessage):
 
     Args:
         given: the id.
-        is_item: whether it is the id of an item; otherwise of an earlier response.
+        is_item: True if it is the id of an item; False for that of an earlier response.
     """
 
     def __init__(self, given: str, *, is_item: bool) -> None:
@@ -32,7 +32,7 @@ class Verdict(enum.StrEnum):
     """Relation of a request's history to the turns of the episode."""
 
     APPEND = "append"
-    """New messages follow a turn that had no successor in its thread: its segment continues.
+    """New messages follow a turn without a successor in its thread, so its segment continues.
 
     Messages of a client with another label begin their own thread, from the ids up to that turn.
     """

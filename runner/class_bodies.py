@@ -13,7 +13,7 @@ _MARKS: Final = ("__deltarunner_scorer__", "__deltarunner_tool__")
 """The attributes that the decorators set on a method."""
 
 _MAX_FRAMES: Final = 5
-"""Most frames between a decorator and the body of the class."""
+"""Maximum number of frames between a decorator and the body of the class."""
 
 
 def refuse_duplicate(method: Any, decorator: str) -> None:

@@ -192,7 +192,7 @@ class PromptTooLong(RequestRejected):
         self.prompt = prompt
         """Tokens of the prompt if the server reports them; else 0."""
         self.context = context
-        """Most tokens of prompt and turn together if the server reports it; else 0."""
+        """Maximum number of tokens of prompt and turn together if the server reports it; else 0."""
 
 
 class EngineStalled(EngineError):
@@ -262,7 +262,7 @@ class ContextFull(EpisodeOver):
         self.prompt = prompt
         """Minimum number of ids of the prompt."""
         self.context = context
-        """Most ids of prompt and turn together."""
+        """Maximum number of ids of prompt and turn together."""
 
 
 class ToolError(DeltarunnerError):

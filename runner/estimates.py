@@ -22,7 +22,8 @@ MIN_SOLVED_REWARD: Final = 1.0
 """Lowest reward of a solved episode."""
 
 MAX_OPEN_TASKS: Final = 65_536
-"""Tasks whose next values are added to their earlier ones; later values of older tasks count as new tasks."""
+"""Number of tasks whose later values are added to their earlier ones. Later values of older tasks count as new tasks.
+"""
 
 
 class Mean:
@@ -44,7 +45,7 @@ class Mean:
         """The number of their tasks."""
         self._open: OrderedDict[str, tuple[int, int | Fraction]] = OrderedDict()
         self._total: int | Fraction = 0
-        # Sums over the tasks of S * S, n * S and n * n, from which the standard error follows.
+        # Sums over the tasks of S * S, n * S and n * n. The standard error follows from them.
         self._squares: int | Fraction = 0
         self._products: int | Fraction = 0
         self._numbers = 0
@@ -72,7 +73,7 @@ class Mean:
             self._open.popitem(last=False)
 
     def close(self, task: str) -> None:
-        """Forget a task that gets no more values; its values stay in the statistics."""
+        """Close a task that gets no more values. Its values stay in the statistics."""
         self._open.pop(task, None)
 
     @property
@@ -154,7 +155,7 @@ def student_t_p_value(t: float, degrees: float) -> float:
     return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
 
 
-@lru_cache(maxsize=1024)  # comparisons ask for a few numbers of tasks again and again
+@lru_cache(maxsize=1024)  # comparisons request a few numbers of tasks again and again
 def student_t_quantile(confidence: float, degrees: float) -> float:
     """The t below which the absolute value of a t statistic is with this probability, such as 1.96 for 0.95."""
     low, high = 0.0, 1.0

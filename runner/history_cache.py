@@ -1,4 +1,4 @@
-"""Caches what was read from the items of recent histories, since clients send a history again and again."""
+"""Caches what was read from recent histories, since clients send a history again and again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["MAX_RECENT_HISTORIES", "HistoryCache"]
 T = TypeVar("T")
 
 MAX_RECENT_HISTORIES: Final = 8
-"""Most histories of an episode that are cached after reading and matching: one for each active client."""
+"""Maximum number of histories of an episode that are cached after reading and matching: one for each active client."""
 
 
 class HistoryCache(Generic[T]):
-    """Reads histories. If one is similar to a recent one, only the items that differ are read.
+    """Reads histories. If a recent history is similar, only the items that differ are read.
 
-    The others are compared by loops in C. Several threads may use the cache.
+    Equal items are compared by loops in C. Several threads may use the cache.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class HistoryCache(Generic[T]):
     def read_on(
         self, items: Sequence[Any], read_item: Callable[[int, Any], T], is_complete: Callable[[T], bool]
     ) -> list[T]:
-        """Read a history in which the result for an item may depend on those before it.
+        """Read a history in which the result for an item may depend on earlier items.
 
-        All items are read from the first one that differs on, and those before it back to the last complete result,
-        after which results do not depend on what is before it.
+        Reading begins after the last complete result before the first item that differs. Results after a complete one
+        do not depend on items before it.
         """
         before = self._similar_to(items)
         same = min(len(before.items), len(items))
@@ -101,7 +101,8 @@ class _CachedHistory(Generic[T]):
     def is_similar(self, items: Sequence[Any]) -> bool:
         """Return True if a history is probably this one, extended, cut, or with marks on other items.
 
-        Two neighbouring items near the end decide: a single one, such as "Continue.", may be equal in any history.
+        Two neighbouring items near the end are compared, since a single one, such as "Continue.", may be equal in any
+        history.
         """
         end = min(len(self.items), len(items))
         ends = (end, end - 1, end - 2)

@@ -28,7 +28,7 @@ def logger_for(package: str) -> logging.Logger:
 
 
 def _escape_surrogates(record: logging.LogRecord) -> bool:
-    """Escape halves of surrogate pairs, which tasks and models may hold and most handlers cannot write."""
+    """Escape unpaired surrogates, which tasks and models may contain and most handlers cannot write."""
     text = record.getMessage()
     if not text.isascii():
         record.msg, record.args = text.encode("utf-8", "backslashreplace").decode(), ()

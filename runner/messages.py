@@ -122,7 +122,7 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message], first: int
     """
     ahead = (each for part in reversed(before) for each in reversed(part) if each["role"] == "assistant")
     latest: Message | None = None  # the previous assistant message
-    known = set[str]()  # the ids of the calls that were looked at
+    known = set[str]()  # the ids of all calls so far
     for index, message in enumerate(new, first):
         if message["role"] == "assistant":
             latest = message
@@ -135,7 +135,7 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message], first: int
         answered = message.get("tool_call_id")
         while answered is not None and answered not in known and (earlier := next(ahead, None)) is not None:
             known.update(_call_ids(earlier))
-        # Without an id it answers the previous assistant message.
+        # Without an id, the message answers the previous assistant message.
         if not (latest.get("tool_calls") if answered is None else answered in known):
             raise BadMessage(
                 f"message {index} (tool) answers no call: no assistant message ahead of it has a tool call of the id "
@@ -201,14 +201,14 @@ class AnsweredCalls:
         return at
 
     def _next_of(self, call_id: str | None) -> int | None:
-        """Return the number of the next unanswered call with this id; an id of None matches any call."""
+        """Return the number of the next unanswered call with this id. The id None matches any call."""
         if call_id is None:
             return next(iter(self._unanswered), None)
         return next(reversed(self._numbers.get(call_id, ())), None)
 
 
 def note_of(part: Mapping[str, Any]) -> str:
-    """Return the text in place of a content part that is not text, such as an image or a web search.
+    """Return the text that replaces a content part that is not text, such as an image or a web search.
 
     It contains the type and short fields; data, signatures and encrypted content are omitted.
     """
@@ -228,10 +228,10 @@ def note_of(part: Mapping[str, Any]) -> str:
 
 
 MAX_NOTE_LENGTH = 2_000
-"""Most characters of fields in a note."""
+"""Maximum number of characters of fields in a note."""
 
 MAX_NOTE_STRING = 500
-"""Most characters of a string in a note; longer strings are usually data."""
+"""Maximum number of characters of a string in a note; longer strings are usually data."""
 
 MAX_NOTE_DEPTH = 6
 """Nesting depth of the fields in a note."""
@@ -240,12 +240,12 @@ _DATA = frozenset({"data", "encrypted_content", "encrypted_index", "signature", 
 
 
 def _shortened(value: Any, depth: int) -> Any:
-    """Return a JSON value without data and empty values; None if nothing is left."""
+    """Return a JSON value without data and empty values; None if nothing remains."""
     if isinstance(value, str):
         return value if len(value) <= MAX_NOTE_STRING and not value.startswith("data:") else None
     if isinstance(value, Mapping):
         inner = {} if depth == 0 else {k: _shortened(v, depth - 1) for k, v in value.items() if k not in _DATA}
-        # Sorted, since a client may send a part again with its keys in another order.
+        # Sorted, since a client may send the same part with its keys in another order.
         ordered = sorted(inner.items(), key=lambda field: str(field[0]))
         return {name: each for name, each in ordered if each not in (None, "", [], {})}
     if isinstance(value, list | tuple):
@@ -257,14 +257,14 @@ def canonical_json(value: Any) -> str:
     """Return `value` as JSON in its own key order, with non-ASCII characters: for models and for hashes."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str).decode()
-    except orjson.JSONEncodeError:  # models write integers above 64 bits, which orjson refuses
+    except orjson.JSONEncodeError:  # models write integers of more than 64 bits, which orjson rejects
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 def is_json_object(text: str) -> bool:
     """Return True if a text is a JSON object."""
     try:
-        return isinstance(json.loads(text), dict)  # orjson refuses half of a surrogate pair
+        return isinstance(json.loads(text), dict)  # orjson rejects unpaired surrogates
     except (ValueError, RecursionError):
         return False
 

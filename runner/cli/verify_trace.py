@@ -31,9 +31,9 @@ from runner.transcript import printable
 __all__ = ["ScoreOptions", "verify_trace_command"]
 
 MAX_SHOWN: int = 20
-"""The most findings that are printed; all are counted, and --json has all."""
+"""Maximum number of findings that are printed; all are counted, and --json has all."""
 MAX_SHOWN_IDS: Final = 5
-"""The most ids that are printed for one call with other log-probabilities."""
+"""Maximum number of ids that are printed for one call with other log-probabilities."""
 LOG: Final = Path("runs/verify-trace.log")
 
 

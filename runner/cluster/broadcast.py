@@ -1,4 +1,4 @@
-"""Calls to several workers at the same time; a worker whose answer differs from the others is dismissed."""
+"""Calls to several workers at the same time. A worker whose answer differs from the others is dismissed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def gather_answers(
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
     """Call a method on several workers at the same time, and return the answers of those that are still alive.
 
-    A worker that raises where another one does not is dismissed, since their states differ now. A worker that hangs
-    where another one has answered is dismissed too.
+    If one worker raises and another does not, the first is dismissed, since their states differ now. A worker that
+    hangs after another one has answered is dismissed too.
 
     Args:
         handles: the workers.
@@ -140,7 +140,7 @@ def _dismiss(call: str, errors: Mapping[WorkerHandle, Exception]) -> None:
 
 
 GRACE_SECONDS: Final = 30.0
-"""Most seconds of a step once a worker was lost in a transfer: the others may wait for ever."""
+"""Maximum number of seconds of a step once a worker was lost in a transfer: the others may wait for ever."""
 
 
 class TransferGroup:
@@ -190,8 +190,8 @@ class TransferGroup:
     ) -> dict[WorkerHandle, Any]:
         """Call a method on all workers that are left, and return the answers of those that are left then.
 
-        A worker that refuses where others do not is lost, since it differs from them. If another worker was lost, they
-        refuse because of that, and stay.
+        If a worker refuses and others do not, it is lost, since it differs from them. Workers that refuse because
+        another one was lost stay.
 
         Args:
             call: the name of the method.

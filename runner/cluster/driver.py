@@ -32,7 +32,7 @@ HEARTBEAT_SECONDS: Final = 1.0
 """Seconds between two heartbeats of a worker."""
 
 CALM_HEARTBEAT_SECONDS: Final = 5.0
-"""The same for a fleet of more than `MANY_WORKERS_COUNT` workers."""
+"""Seconds between two heartbeats of a worker in a fleet of more than `MANY_WORKERS_COUNT` workers."""
 
 MANY_WORKERS_COUNT: Final = 200
 
@@ -78,7 +78,7 @@ class Driver:
         """The first worker's description of itself, which the others must match."""
         self.lost_count = 0
         self.sampled_by_the_gone = 0
-        """Ids that workers sampled which have ended since."""
+        """Number of ids that ended workers sampled."""
         self.events: deque[str] = deque(maxlen=MAX_EVENTS)
         """The latest events of the fleet, for people."""
         self.stall_seconds = stall_seconds
@@ -208,7 +208,7 @@ class Driver:
             log.info("%s starts; %d were lost in its slot before it", handle.name, len(handle.slot.deaths))
             steps.start_soon(until_lost, self._watch_start)
             await self._meet(handle)
-            # Read its heartbeats from here on: calls to all workers include it.
+            # Read heartbeats from here on, since calls to all workers include this worker.
             steps.start_soon(until_lost, self._read_heartbeats)
             await self._admit(handle)
 
@@ -280,7 +280,7 @@ class Driver:
         caught = FleetSnapshot()
         for rounds in itertools.count():
             # Without the lock, since loading an engine takes long: many workers start at once, and updates do not wait.
-            # A worker that is overtaken again and again catches up under the lock in the end.
+            # A worker that is repeatedly overtaken catches up under the lock in the end.
             if rounds < MAX_UNLOCKED_ROUNDS and not caught.has_weights_of(self.snapshot):
                 caught = await self._catch_up(handle, self.snapshot)
             if await self._admitted(handle, opened, caught, waits=rounds < MAX_UNLOCKED_ROUNDS):

@@ -1,4 +1,7 @@
-"""The client of an engine in another process: requests go one by one, deltas of all streams come back in batches."""
+"""The client of an engine in another process.
+
+Requests are sent one by one; deltas of all streams come back in batches.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class HostedSession(Session):
 
 
 class HostedEngine(Engine):
-    """An engine in another process, which other clients may share. It does not take a trainer's calls.
+    """An engine in another process, which other clients may share. It does not support a trainer's calls.
 
     A subclass implements how the process is reached.
     """
@@ -99,7 +102,7 @@ class HostedEngine(Engine):
         self._die("it was closed")
         if self._process is not None:
             self._process.send("leave", self._name)
-        # No exception is passed in: the task group must not wrap one that leaves the block.
+        # No exception is passed in, since the task group must not wrap one that leaves the block.
         await self._exit.__aexit__(None, None, None)
 
     async def _read_events(self, process: WorkerProcess) -> None:
@@ -229,7 +232,7 @@ class HostedEngine(Engine):
         self._streams[number] = stream
         session = request.session if isinstance(request.session, HostedSession) else None
         sent = SentRequest(
-            # An array is pickled as it lies in memory; a list of ids takes ten times as long.
+            # An array is pickled as it is in memory; a list of ids takes ten times as long.
             replace(request, session=None, prompt=cast("Sequence[int]", np.array(request.prompt, dtype=np.int32))),
             session=None if session is None else session.number,
             late=session is not None and session.late,

@@ -41,7 +41,8 @@ StreamEvent: TypeAlias = Delta | Ended | DeltarunnerError | None
 class Deltas:
     """Deltas with nothing but ids and log-probabilities, in their order.
 
-    As columns: such deltas come by the thousand, and objects take several times as long to send and to read.
+    They are stored as columns, since there are thousands of them, and objects take several times as long to send and to
+    read.
     """
 
     numbers: array[int] = field(default_factory=lambda: array("q"))
@@ -111,10 +112,10 @@ class StreamBuffer:
 
 
 STATS_SECONDS: Final = 1.0
-"""Seconds between two requests of a client for the statistics. They also show that the client is alive."""
+"""Seconds between two requests of a client for the statistics. They also prove that the client is alive."""
 
 SILENT_SECONDS: Final = 90.0
-"""Seconds without a request after which a client is dropped: a dead process would keep its memory in the engine."""
+"""Seconds without a request after which a client is dropped. A dead process would keep its memory in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class EngineHost(EngineProcess):
         if client_name not in self._clients:
             raise EngineDead(f"it did not hear of this process for {SILENT_SECONDS:g} s, and let it go")
         now = anyio.current_time()
-        # Only this much of each pause counts: while this process was suspended, it could not receive requests.
+        # Only this much of each pause counts, since a suspended process cannot receive requests.
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
         self._last_request = now
         client = self._clients[client_name]
@@ -223,7 +224,7 @@ class EngineHost(EngineProcess):
             client.cut[number] = self._running_seconds
 
     async def event(self, client_name: str) -> StreamBatch:
-        """Return the events of this client's streams since its last read, once there are any; none after it has left.
+        """Wait for events of this client's streams, and return those since its last read; none after it has left.
 
         Raises:
             EngineDead: the client was dropped.
@@ -262,7 +263,7 @@ class EngineHost(EngineProcess):
         Raises:
             EngineDead: this client was dropped.
         """
-        # Here and not at each event, of which there are many per second.
+        # Here and not at each event, since there are many events per second.
         self._drop_silent_clients(self._note_request(client_name))
         return self.engine.stats()
 

@@ -77,7 +77,7 @@ class EngineProcess:
             raise deaths[0]
 
     async def hello(self) -> None:
-        """Answer, whatever the engine does."""
+        """Answer, in any state of the engine."""
 
     async def join(self) -> WorkerInfo:
         """Describe this worker, once its engine runs.
@@ -122,7 +122,7 @@ def known_of(engine: Engine) -> EngineKnown:
 
 
 def versions_here() -> dict[str, str]:
-    """Return this process's versions of what must be equal on all workers."""
+    """Return the versions in this process that must be equal on all workers."""
     versions = {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None}
     return {"Python": ".".join(platform.python_version_tuple()[:2]), **versions}
 

@@ -1,4 +1,4 @@
-"""Slots for workers and the assignment of episodes to them. Pure: without clock, event loop or Ray."""
+"""Slots for workers and the assignment of episodes to them. Independent of clock, event loop and Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNPLACED_RETRY_SECONDS: Final = 2.0
 """Seconds until a worker without a machine is tried again."""
 
 KEPT_WORKER_RATIO: Final = 4
-"""While other episodes wait, one of this many workers, and at least one, is kept for last tries."""
+"""While other episodes wait, one of this many workers, but at least one, is kept for last tries."""
 
 MAX_AFFINITY_IMBALANCE: Final = 2
 """An episode goes to the worker that plays its group, unless that one has more than this many episodes more than the
@@ -56,8 +56,9 @@ class Assignment:
     again: bool = False
     """True if its worker died before; such episodes come before new ones."""
     last_chance: bool = False
-    """True if one more dead worker fails it for good. It then has a worker to itself: an episode that kills workers
-    must not fail others that happen to be there, and a new episode may be of that kind too."""
+    """True if the episode fails when one more worker dies. It is then played alone on a worker, since an episode that
+    kills workers must not fail others on the same worker.
+    """
     slot: WorkerSlot | None = None
     """The slot where it is played; None while it waits."""
 
@@ -73,7 +74,7 @@ class WorkerSlot:
     assignments: set[Assignment] = field(default_factory=set)
     groups: Counter[Hashable] = field(default_factory=Counter)
     kept: bool = False
-    """True if it is kept for a last try: it gets no other episode, and the last try once it is idle."""
+    """True if the slot is kept for a last try. It gets no other episode, and the last try once it is idle."""
     deaths: deque[float] = field(default_factory=deque)
     """Times of its workers' deaths within the last hour."""
     free_at: float = 0.0
@@ -86,7 +87,7 @@ class WorkerSlot:
 
     @property
     def load(self) -> float:
-        """The share of its width in use."""
+        """The used share of its width."""
         return len(self.assignments) / self.width if self.width else math.inf
 
 
@@ -131,7 +132,7 @@ class Fleet:
 
     @property
     def hopeless(self) -> bool:
-        """True if there cannot be enough workers for a long time, or never again."""
+        """True if there cannot be enough workers for a long time, or ever."""
         return bool(self.ended_by) or sum(slot.state is not WorkerSlotState.RESTING for slot in self.slots) < self.least
 
     @property
@@ -237,7 +238,7 @@ class Fleet:
         if not free:
             return None
         idlest = min(slot.load for slot in free)
-        # Rotate among equals, so that a new fleet does not fill up from its first slot.
+        # Rotate among equals, so that a new fleet does not fill from its first slot.
         self._turn += 1
         of_its_group = [
             slot

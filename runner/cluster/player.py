@@ -23,7 +23,7 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["FleetPlayer"]
 
 PARTIAL_SECONDS: Final = 10.0
-"""Seconds that a worker may take to return what there is of a cut episode."""
+"""Seconds that a worker may take to return the results of a cut episode."""
 
 
 class FleetPlayer:
@@ -33,7 +33,7 @@ class FleetPlayer:
         driver: has the workers.
         run: the driver's number for the run.
         shared: the driver's part of the run.
-        width: most episodes in flight; None for as many as the workers take.
+        width: maximum number of episodes in flight; None for as many as the workers take.
     """
 
     def __init__(self, driver: Driver, run: int, shared: RunShared, width: int | None) -> None:
@@ -116,7 +116,7 @@ class FleetAttempt:
                 await self._play_on(self._handle)
         except WorkerLost as lost:
             assert self._handle is not None, "it was there"
-            # Whatever failed there, the worker cannot be trusted, and the next attempt must go elsewhere.
+            # Whatever failed there, the worker cannot be trusted, so the next attempt must use another one.
             self._handle.dismiss(str(lost))
             await self._handle.gone.wait()
             self._trajectories = self._lost(lost, self._handle)

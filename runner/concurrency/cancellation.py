@@ -24,7 +24,7 @@ def cancellation_is_asked_for() -> bool:
 
 
 def forget_native_cancellation() -> None:
-    """Clear what `asyncio.Task.cancel()` left in the current task; later scopes would count it as theirs."""
+    """Clear the effect of `asyncio.Task.cancel()` on the current task. Later scopes would count it as their own."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # another event loop than asyncio's
@@ -46,10 +46,12 @@ def native_cancellation_as(failure: Exception) -> Iterator[None]:
 
 
 async def to_its_end(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Return the result of `call`, even if the current task is cancelled before; the cancellation is raised afterwards.
+    """Return the result of `call`, even if the current task is cancelled during the call.
+
+    The cancellation is raised afterwards.
 
     A shield of anyio stops anyio's cancellations but not asyncio's own (`asyncio.timeout`, `Task.cancel`). So the call
-    runs in a task of its own, which they do not reach.
+    runs in a separate task, which asyncio's cancellations do not reach.
     """
     results: list[ResultT] = []
     failures: list[Exception] = []

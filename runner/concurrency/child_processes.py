@@ -11,12 +11,12 @@ __all__ = ["child_ended"]
 
 
 async def child_ended(pid: int) -> None:
-    """Wait until a child has ended without reaping it, so that its process id stays reserved."""
+    """Wait until a child has ended, without reaping it, so that its process id stays reserved."""
     try:
         descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # a system without it
+    except (AttributeError, OSError):  # the system lacks this function
         look = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # A separate limiter: programs that run for hours would take the threads of all others.
+        # A separate limiter, since programs that run for hours would occupy all threads of the default one.
         await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         return
     try:

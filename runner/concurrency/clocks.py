@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 FIRST_STEP_FACTOR: Final = 10.0
-"""Factor of the limits until an engine of a model has made its first step, which may compile."""
+"""Factor of the limits until an engine of a model has made its first step, which may compile kernels."""
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
 
 def loop_time() -> float:
-    """Return the same as `anyio.current_time`, at a fifth of the cost: a turn calls it some twenty times."""
+    """Return `anyio.current_time()` at a fifth of its cost. A turn calls this about twenty times."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:  # another event loop than asyncio's
@@ -61,7 +61,7 @@ def on_asyncio() -> bool:
 
 
 def task_scope() -> TaskScope | anyio.CancelScope:
-    """Return a cancel scope for a block of the current task; that of asyncio costs half as much as anyio's."""
+    """Return a cancel scope for a block of the current task. The scope for asyncio takes half as long as anyio's."""
     return TaskScope() if on_asyncio() else anyio.CancelScope()
 
 
@@ -75,8 +75,8 @@ class Clock:
 
     Every clock over a task pauses while the task waits for a place (`Waiting`), so that an outcome does not depend on
     the width of the run. It also pauses while an agent is sampled inside the block, unless `counts_sampling` is set: a
-    slow engine is not the fault of the author's code. `start` sets a new limit and `lift` removes it: a block may stay
-    open while its limit changes, which a scope around a single hook could not.
+    slow engine is not the fault of the author's code. `start` sets a new limit and `lift` removes it, so that a block
+    can stay open while its limit changes.
 
     On asyncio the block may run code of an author that leaves scopes open after it, or closes scopes that were opened
     before it. On other event loops that is an error.
@@ -99,7 +99,7 @@ class Clock:
         self.scope = anyio.CancelScope() if over_tasks else task_scope()
         """The cancel scope of the block, whose deadline the clock moves."""
         self._remaining = math.inf
-        # Several tasks under one clock may wait at once: it continues when the last of them does.
+        # Several tasks under one clock may wait at the same time. The clock continues when the last one does.
         self._holds = 0
         self._asking = 0
         self._still = False
@@ -122,7 +122,7 @@ class Clock:
         self.start(None)
 
     def hold(self) -> None:
-        """Pause, once for each of several waits at the same time."""
+        """Pause. If several waits overlap, each one calls this once."""
         self._holds += 1
         self._settle()
 
@@ -149,14 +149,14 @@ class Clock:
         if not still:
             self._run()
         elif self.scope.deadline != math.inf:
-            # A deadline that passes at this very moment fires when the clock continues.
+            # A deadline that passes at this moment fires when the clock continues.
             self._remaining = max(0.0, self.scope.deadline - loop_time())
             self.scope.deadline = math.inf
 
     def _run(self) -> None:
         if self._remaining != math.inf:
             self.scope.deadline = loop_time() + self._remaining
-        elif self.scope.deadline != math.inf:  # moving it costs a timer, and most blocks have no limit
+        elif self.scope.deadline != math.inf:  # moving a deadline creates a timer, and most blocks have no limit
             self.scope.deadline = math.inf
 
     def is_over_this_task(self) -> bool:
@@ -167,7 +167,7 @@ class Clock:
         self.start(self.seconds)
         self.scope.__enter__()
         self._outer = _running.get()
-        # A tuple, never changed: a task started in the block keeps the clocks that it was started under.
+        # A tuple that never changes, so that a task keeps the clocks under which it was started.
         _running.set((*self._outer, self))
         return self
 
@@ -218,8 +218,8 @@ class Waiting:
 class Asking:
     """One of several parallel requests for turns, under clocks that pause only while all of them wait.
 
-    A clock that pauses while any of them waits would never fire for a program with many threads. A clock that pauses
-    for none would make an outcome depend on the width of the run.
+    If a clock paused while any request waits, it would never fire for a program with many threads. If it never paused,
+    outcomes would depend on the width of the run.
     """
 
     __slots__ = ("_clocks",)
@@ -250,7 +250,7 @@ class WhileSampling:
 
 
 class Standstill:
-    """Pauses the clocks of every task that waits for something that is paused, such as an engine."""
+    """Pauses the clocks of every task that waits for an object, such as an engine, that is paused."""
 
     __slots__ = ("_watched", "on")
 
@@ -274,12 +274,12 @@ class Standstill:
                 waiting.over()
 
     def watched(self) -> Waiting:
-        """A block in which the clocks over the current task pause as long as this does."""
+        """A block in which the clocks over the current task are paused while this object is."""
         return _Watched(self)
 
 
 class _Watched(Waiting):
-    """The block of `Standstill.watched`; not a generator, which would cost each turn three times as much."""
+    """The block of `Standstill.watched`. Not a generator, which would take three times as long at each turn."""
 
     __slots__ = ("_standstill",)
 
@@ -300,10 +300,10 @@ class _Watched(Waiting):
 
 
 class Progress:
-    """Restarts the clocks of all tasks that wait for one thing whenever it makes progress.
+    """Restarts the clocks of all tasks that wait for an object, such as an engine, whenever it makes progress.
 
-    An engine that reads the prompts of some turns lets others wait for their first id, and is not silent. Clocks
-    restart at an eighth of their limit and not at every step: moving a deadline costs a timer.
+    While an engine reads the prompts of some turns, others wait for their first id although the engine is not silent.
+    Clocks restart once per eighth of their limit, not at every step, since moving a deadline creates a timer.
 
     Args:
         first: factor of the limits until the first progress.
@@ -350,7 +350,7 @@ class _Noted:
         progress._clocks[self._clock] = seconds
         if progress._factor != 1.0 and seconds is not None:
             self._clock.start(seconds * progress._factor)
-        # Due no later than an eighth of the shortest limit: this one may be shorter than those before.
+        # At most an eighth of the shortest limit: this limit may be shorter than the earlier ones.
         progress._next = min(progress._next, loop_time() + _patience(seconds) / 8)
 
     def __exit__(self, *_: object) -> None:

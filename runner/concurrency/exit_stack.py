@@ -1,4 +1,4 @@
-"""An exit stack for two kinds of threads: contexts entered in a worker thread are exited in one."""
+"""An exit stack that exits each context in the kind of thread in which it was entered: event loop or worker thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ThreadedExitStack(AsyncExitStack):
     """An exit stack whose synchronous exits do not block the event loop.
 
     Contexts entered in a worker thread, as by an author's synchronous code, are exited by `leave`. Contexts entered on
-    the event loop are exited there: cancel scopes and whatever else belongs to one thread need that.
+    the event loop are exited there, since cancel scopes and similar objects belong to one thread.
 
     Args:
         leave: exits contexts that were entered in a thread; without it everything is exited on the event loop.
@@ -71,9 +71,9 @@ class ThreadedExitStack(AsyncExitStack):
         return popped
 
     async def unwind(self, passing: BaseException | None) -> bool:
-        """Exit everything, and return whether the passing error was suppressed.
+        """Exit all contexts, and return True if the passing error was suppressed.
 
-        The lag report looks for this function's frame, to tell a blocking exit from a blocking hook.
+        The lag report searches for this function's frame, to distinguish a blocking exit from a blocking hook.
         """
         return bool(await self.__aexit__(*exit_arguments(passing)))
 
@@ -81,7 +81,7 @@ class ThreadedExitStack(AsyncExitStack):
         return self._leave is None or threading.get_ident() == self._loop_thread
 
     def _push_apart(self, single: ExitStack, name: str) -> None:
-        # Each context has a stack of its own, so that the limit of `leave` applies to each, and their order stays.
+        # Each context has its own stack, so that the limit of `leave` applies to each one and their order stays.
         leave = self._leave
         assert leave is not None
 
@@ -94,7 +94,7 @@ class ThreadedExitStack(AsyncExitStack):
 
 
 def is_empty(stack: AsyncExitStack) -> bool:
-    """True if a stack has nothing to exit, as far as can be seen."""
+    """True if a stack is known to be empty."""
     return not getattr(stack, "_exit_callbacks", True)
 
 

@@ -23,12 +23,13 @@ __all__ = ["LATE_SECONDS", "Blocker", "LagMonitor", "author_frame"]
 TICK_SECONDS = 0.02
 """Seconds between two marks of the loop."""
 LATE_SECONDS = 0.05
-"""Delay of a mark in seconds, at the default tick, from which code is blamed and the lag is reported."""
+"""Delay of a mark in seconds, at the default tick, above which code is blamed and the lag is reported."""
 LOOP_STUCK_SECONDS = 60.0
-"""Seconds after which the run is notified that its loop is stuck. No limit of an episode fires during that time, since
-the clocks are the loop's own."""
+"""Seconds after which the run is notified that its loop is stuck. Until then no limit of an episode fires, since clocks
+use the loop.
+"""
 STOPPED_SECONDS = 5.0
-"""Seconds between two checks of the watching thread that show that the whole process was stopped."""
+"""Seconds between two checks of the watching thread that show that the process itself was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,9 @@ class Blocker:
     where: str
     """The function, its file and its line."""
     seconds: float
-    """Seconds for which it was seen to block the loop."""
+    """Seconds for which the code was seen to block the loop."""
     thread: bool
-    """True if it ran in a worker thread, and so computes where it should wait."""
+    """True if the code ran in a worker thread, where it computes instead of waiting."""
     leaving: bool = False
     """True if it exited a context that an asynchronous `setup()` had entered in `episode.exit_stack`."""
 
@@ -100,7 +101,7 @@ class LagMonitor:
         self._thread.join()
 
     def percentile(self, percent: float) -> float:
-        """Return the lag in seconds that this percentage of the last minute's ticks stayed under, or 0."""
+        """Return the lag in seconds that this percentage of the ticks in the last minute did not exceed, or 0."""
         lags = sorted(self._lags)
         return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
 
@@ -110,7 +111,7 @@ class LagMonitor:
         return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
 
     async def _tick(self) -> None:
-        # The clock that the watching thread reads too; the loop's own may be virtual.
+        # The clock of the watching thread, since that of the loop may be virtual.
         while True:
             began = time.monotonic()
             self._mark = began
@@ -126,8 +127,8 @@ class LagMonitor:
             if self._mark != mark:
                 mark, stopped = self._mark, 0.0
             elif looked - before > STOPPED_SECONDS:
-                # This thread did not run either: the process was stopped (SIGSTOP, Ctrl-Z, a suspended machine), or one
-                # call kept the interpreter's lock. The loop gets its time once it can run.
+                # This thread did not run either: the process was stopped (SIGSTOP, Ctrl-Z, a suspended machine), or a
+                # call kept the interpreter lock. The loop gets time once it can run.
                 stopped += looked - before
             late = looked - mark - self._tick_seconds
             if late < self._late:
@@ -139,7 +140,7 @@ class LagMonitor:
                 self.on_stuck(self._who_keeps_the_loop(late))
 
     def _blame(self) -> None:
-        # A sample: the code seen is charged with the seconds between two checks.
+        # This is a sample: the seconds between two checks are charged to the code that is seen.
         frames = sys._current_frames()
         on_loop = frames.get(self._loop_thread)
         stack = _unwound(on_loop)
@@ -147,7 +148,7 @@ class LagMonitor:
         if own is not None or stack is not None:
             self._add(_describe(own or on_loop, stack), leaving=stack is not None)
             return
-        # No code on the loop: then a computing thread has kept the interpreter's lock.
+        # No code runs on the loop, so a computing thread has kept the interpreter lock.
         for job in list(self._workers.running.values()):
             frame = author_frame(frames.get(job.thread or 0))
             if frame is not None and job.computed():
@@ -169,7 +170,7 @@ _LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and its callers, the innermost first."""
-    # The sampled thread continues to run, so the caller of a frame that it just left may be any object.
+    # The sampled thread keeps running, so the caller of a frame that it just left may be any object.
     while isinstance(frame, FrameType):
         yield frame
         frame = frame.f_back
@@ -187,7 +188,7 @@ def author_frame(innermost: FrameType | None) -> FrameType | None:
 
 
 def _unwound(innermost: FrameType | None) -> ThreadedExitStack | None:
-    """The exit stack that is being unwound in this frame or around it."""
+    """The exit stack that is being unwound in this frame or in one of its callers."""
     for frame in _outwards(innermost):
         if frame.f_code is ThreadedExitStack.unwind.__code__:
             stack: ThreadedExitStack = frame.f_locals["self"]

@@ -1,4 +1,4 @@
-"""A task of its own for code that may leave cancel scopes and task groups open between calls."""
+"""A separate task for code that may leave cancel scopes and task groups open between calls."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["LentClock", "OwnTask"]
 
 
 class OwnTask:
-    """Runs a function in a task of its own.
+    """Runs a function in a separate task.
 
-    Nothing but `around` is entered in that task around the function, so what it opens and does not close affects no
-    other code: it is cancelled once the function has returned.
+    Only `around` is entered in that task outside of the function. Scopes that the function leaves open cannot affect
+    other code, and are cancelled once the function has returned.
     """
 
     def __init__(self) -> None:
         self.outer = Clock(over_tasks=True)
-        """The clock around everything. Its shield keeps out the cancellation of the caller of `run`."""
+        """The outermost clock. Its shield keeps out the cancellation of the caller of `run`."""
         self.left_open = False
         """True if the function left scopes or task groups open."""
         self.cannot_be_left = False
@@ -46,7 +46,7 @@ class OwnTask:
         name: str,
         in_this_task: bool = False,
     ) -> None:
-        """Run the function to its end, also if this is cancelled: that cancels the function too.
+        """Run the function to its end. Cancelling this call cancels the function and waits for it.
 
         Args:
             function: the function.
@@ -88,7 +88,7 @@ class OwnTask:
 
     def clock(self, seconds: float | None = None) -> Clock | LentClock:
         """Return a clock over a part of the function that may leave scopes open, or close earlier ones."""
-        # On other event loops every scope must be left in order: there is only the one around everything.
+        # On other event loops, scopes must be left in order, so the outermost clock is the only one.
         return Clock(seconds) if on_asyncio() else LentClock(self.outer, seconds)
 
     async def _hosted(
@@ -114,7 +114,7 @@ class OwnTask:
 
 
 class LentClock:
-    """An outer clock without a limit of its own, used as the clock of a block in it. Once fired it stays cancelled."""
+    """An outer clock without its own limit, used as the clock of a block inside it. Once fired, it stays cancelled."""
 
     def __init__(self, clock: Clock, seconds: float | None) -> None:
         self.seconds = seconds
@@ -147,7 +147,7 @@ class LentClock:
 
 
 def _left(scope: anyio.CancelScope, groups: int) -> bool:
-    """Leave a scope, and return whether nothing that was opened inside is open; `groups` were open before it."""
+    """Leave a scope, and return True if nothing that was opened inside is open. `groups` were open before the scope."""
     try:
         scope.__exit__(None, None, None)
     except RuntimeError:
@@ -156,7 +156,7 @@ def _left(scope: anyio.CancelScope, groups: int) -> bool:
 
 
 def _open_groups() -> int:
-    """The number of task groups that are open in this task; 0 on asyncio, which refuses to leave a scope early.
+    """The number of open task groups in this task; 0 on asyncio, which does not allow a scope to be left early.
 
     trio forgets the scope of a group if one around it was left before, but not the group.
     """

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 import anyio
 
-# No public API shows a task's scopes. They are only read, to see a shield; without them a shield is not seen.
+# No public API shows the scopes of a task. They are only read, to detect a shield.
 _task_states: Any = {}
 with suppress(ImportError):
     from anyio._backends._asyncio import _task_states
@@ -23,8 +23,8 @@ _MESSAGE: Final = "cancelled by deltarunner"
 class TaskScope:
     """Cancels the current asyncio task's block, as `anyio.CancelScope` does.
 
-    A scope of anyio must be left after all scopes that were opened inside it. This one need not: scopes that an
-    author's hook opens in the block may stay open after it, and scopes opened before may be closed inside it. As with
+    A scope of anyio must be left after all scopes that were opened inside it. This scope has no such rule: scopes that
+    an author's hook opens in the block may stay open after it, and earlier scopes may be closed inside it. As with
     anyio the task is cancelled at each of its waits until it has left the block, except under a shield in it.
     """
 
@@ -48,7 +48,7 @@ class TaskScope:
     @deadline.setter
     def deadline(self, value: float) -> None:
         self._deadline = value
-        # An earlier timer stays, and is set again when it is due: a clock moves its deadline at every turn.
+        # An earlier timer is kept, and set again when it is due, since a clock moves its deadline at every turn.
         if value < self._due and self._task is not None and not self.cancel_called:
             self._disarm()
             self._arm()
@@ -83,7 +83,7 @@ class TaskScope:
             task.uncancel()
         if not isinstance(error, asyncio.CancelledError):
             return False
-        # If other code cancels the task too, the error is also theirs.
+        # If other code also cancels the task, the error belongs to that code too.
         return task.cancelling() <= self._before and anyio.current_effective_deadline() != -math.inf
 
     def _arm(self) -> None:
@@ -94,7 +94,7 @@ class TaskScope:
         if loop.time() >= self._due:
             self.cancel()
         else:
-            self._handle = loop.call_at(self._due, self._arm)  # again: it may be called a little early
+            self._handle = loop.call_at(self._due, self._arm)  # set again, since the loop may call it slightly early
 
     def _disarm(self) -> None:
         self._due = math.inf
@@ -111,11 +111,11 @@ class TaskScope:
         task: Any = self._task
         loop = task.get_loop()
         waits_for, self._waits_for = getattr(task, "_fut_waiter", None), None
-        # A finished wait returns its result first; the next one is cancelled.
+        # A finished wait returns its result first. The next wait is cancelled.
         waits = waits_for is None or not waits_for.done()
         shielded = self._is_shielded(task)
         if shielded and waits_for is not None and waits:
-            # The task continues first when that is done, and then waits for something else.
+            # The task continues first when that future is done, and then waits for another one.
             self._waits_for = waits_for
             waits_for.add_done_callback(self._deliver)
             return
@@ -126,7 +126,7 @@ class TaskScope:
         self._handle = loop.call_soon(self._deliver)
 
     def _is_shielded(self, task: asyncio.Task[Any]) -> bool:
-        """True if a shield inside the block is around the task's current wait."""
+        """True if a shield inside the block encloses the task's current wait."""
         around = set()
         scope = self._start
         while scope is not None:

@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-# No public API makes a thread in which `anyio.from_thread` works.
+# No public API creates a thread in which `anyio.from_thread` works.
 from anyio._core._eventloop import set_current_async_library, threadlocals
 
 from runner.concurrency.clocks import Waiting
@@ -27,8 +27,9 @@ from runner.concurrency.clocks import Waiting
 __all__ = ["Job", "ThreadContext", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
 
 BUSY_RATIO = 0.002
-"""Ratio of processor time between two checks, 20 ms apart, that separates computing from waiting: a thread that wakes
-every millisecond to wait again was measured at a quarter of it."""
+"""Share of processor time between two checks, 20 ms apart, that separates computing from waiting. A thread that wakes
+every millisecond only to wait again was measured at a quarter of it.
+"""
 
 
 class Job:
@@ -45,19 +46,19 @@ class Job:
         """True if the call has returned or raised."""
         self.result: Any = None
         self.error: BaseException | None = None
-        """The error of the call; it is raised again in the waiting task."""
+        """The error of the call. The waiting task raises it again."""
         self._clock = 0
         self._computed = 0.0
-        # Acquired once, by the thread that begins the call or by the caller that abandons it: the first one decides.
+        # Acquired once, either by the thread that begins the call or by the caller that abandons it.
         self._decided = threading.Lock()
 
     @property
     def abandoned(self) -> bool:
-        """True if it was started and is not done; used once no task waits for it any more."""
+        """True if the call was started and is not done. Used once no task waits for it."""
         return self.thread is not None and not self.done
 
     def computed(self) -> bool:
-        """True if its thread used the processor since the last check; a waiting thread does not."""
+        """True if the call's thread used the processor since the last check. A waiting thread does not."""
         try:
             now = time.clock_gettime(self._clock)
         except OSError:  # the thread has ended
@@ -66,7 +67,7 @@ class Job:
         return now - before > BUSY_RATIO
 
     def call_off(self) -> None:
-        """Abandon it: a call that was not started will never be."""
+        """Abandon the call. If it was not started, it never will be."""
         self._decided.acquire(blocking=False)
 
     def run(self) -> None:
@@ -87,24 +88,26 @@ class Job:
 
 
 _HAD: ContextVar[frozenset[ContextVar[Any]]] = ContextVar("_HAD", default=frozenset())
-"""The variables that a task had after its last call in a thread: it has reset those that it lacks later."""
+"""The variables that a task had after its last call in a thread. Variables that it lacks later were reset."""
 
 _Tokens: TypeAlias = dict[ContextVar[Any], Token[Any]]
 """Tokens of the first settings, by which variables become unset again."""
 
 
 class ThreadContext:
-    """Context variables that calls in threads share: what one call sets or resets, later ones see, and its task too.
+    """Context variables that calls in threads share.
 
-    Each call also sees what the calling task has set or reset since. Calls run one at a time.
+    A change by one call is visible to later calls and to the calling task.
+
+    Changes by the calling task are visible to later calls. Calls run one at a time.
     """
 
     def __init__(self) -> None:
         self._own = Context()
         self._own_tokens: _Tokens = {}
         self._task_tokens: _Tokens = {}
-        self._given: dict[ContextVar[Any], Any] = {}  # what the calling task had at the last call
-        self._changed: dict[ContextVar[Any], Any] = {}  # by the last call
+        self._given: dict[ContextVar[Any], Any] = {}  # variables of the calling task at the last call
+        self._changed: dict[ContextVar[Any], Any] = {}  # variables changed by the last call
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Make the call, in the thread."""
@@ -120,7 +123,7 @@ class ThreadContext:
             self._changed = dict(_other_values(after, before, self))
 
     def publish(self) -> None:
-        """Set or reset in the calling task what the last call has set or reset."""
+        """Apply the changes of the last call to the variables of the calling task."""
         for variable, value in self._changed.items():
             self._given[variable] = value
             _assign(variable, value, self._task_tokens)
@@ -140,7 +143,7 @@ def _assign(variable: ContextVar[Any], value: Any, tokens: _Tokens) -> None:
         if token.old_value is Token.MISSING:
             tokens[variable] = token
     elif variable in tokens:
-        with suppress(ValueError):  # another task set it, beside which a tool ran
+        with suppress(ValueError):  # another task set the variable, during a tool call
             variable.reset(tokens.pop(variable))
 
 
@@ -149,11 +152,11 @@ class Workers:
 
     def __init__(self, threads: int) -> None:
         self._slots = anyio.CapacityLimiter(threads)
-        # anyio's own limiter would count an abandoned thread for ever, and starve later calls.
+        # anyio's own limiter would count an abandoned thread without end, and block later calls.
         self._unlimited = anyio.CapacityLimiter(math.inf)
         self._idle = IdleThreads()
         self.running: dict[int, Job] = {}
-        """The jobs that are in a thread now; the lag report reads them."""
+        """The jobs that are in a thread now, for the lag report."""
         self.abandoned: list[str] = []
         """The names of calls whose thread was abandoned."""
 
@@ -175,7 +178,7 @@ class Workers:
             self._slots.release_on_behalf_of(owner)
 
     async def call_beside(self, job: Job, thread: WorkerThread | None = None) -> Any:
-        """The same without the limit: in this thread, or in one beyond the run's own."""
+        """Make a call without the limit: in this thread, or in an additional one."""
         self.running[id(job)] = job
         try:
             await self._run(job, thread)
@@ -189,7 +192,7 @@ class Workers:
         return job.result
 
     def close(self) -> None:
-        """End idle threads now, and working ones after their work."""
+        """End idle threads now, and the working ones after their work."""
         self._idle.close()
 
     async def _run(self, job: Job, thread: WorkerThread | None) -> None:
@@ -199,7 +202,7 @@ class Workers:
             except RuntimeError:  # trio, whose worker threads do not keep the process alive either
                 await anyio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=self._unlimited)
                 return
-            # As in anyio's `run_sync`: a caller that is cancelled already starts nothing.
+            # As in anyio's `run_sync`, a caller that is already cancelled starts nothing.
             await anyio.lowlevel.checkpoint()
             # A thread reports only to the loop that it was created on.
             fits = self._idle and self._idle[-1].loop is loop
@@ -220,8 +223,8 @@ class _Work(NamedTuple):
 class IdleThreads(list["WorkerThread"]):
     """The idle threads of some `Workers`.
 
-    They live until those are closed: a process that an author's code starts with `bwrap --die-with-parent`, for
-    example, is killed by the kernel when the thread that started it ends.
+    Idle threads live until the workers are closed, since the kernel kills some processes when the thread that started
+    them ends, such as those of `bwrap --die-with-parent`.
     """
 
     def __init__(self) -> None:
@@ -235,13 +238,13 @@ class IdleThreads(list["WorkerThread"]):
         """End the idle threads now, and each working one after its work."""
         self.closed = True
         self.clear()
-        # A working thread cannot be left to its report: the event loop may end, or be blocked, before it.
+        # A working thread cannot report its end, since the event loop may end or be blocked before that.
         for thread in self.members:
             thread.end()
 
 
 class WorkerThread(threading.Thread):
-    """A worker thread of this event loop. anyio's own are not daemons: a hanging one would keep the process alive.
+    """A worker thread of this event loop, as a daemon: a hanging thread of anyio would keep the process alive.
 
     Args:
         idle: the list that the thread joins while idle, until it is closed; without one the thread lasts until `end`.
@@ -250,7 +253,7 @@ class WorkerThread(threading.Thread):
     def __init__(self, idle: IdleThreads | None = None) -> None:
         super().__init__(name="deltarunner worker", daemon=True)
         self._token = anyio.lowlevel.current_token()
-        # Named as in anyio's threads, by which a virtual clock and the search for leaks recognise working threads.
+        # Named as in anyio, since a virtual clock and the search for leaks recognise working threads by this name.
         self.loop = self._token.native_token
         self.idle_workers = IdleThreads() if idle is None else idle
         self.idle_workers.members.append(self)
@@ -263,7 +266,7 @@ class WorkerThread(threading.Thread):
         if self in self.idle_workers:  # a reserved thread is idle between two jobs
             self.idle_workers.remove(self)
         context = copy_context()
-        # Code in the thread is not inside the event loop, and must not look so.
+        # Code in the thread is not inside the event loop, and must not appear to be.
         context.run(set_current_async_library, None)
         with anyio.CancelScope() as scope:
             done = anyio.Event()
@@ -273,7 +276,7 @@ class WorkerThread(threading.Thread):
             await done.wait()
 
     def end(self) -> None:
-        """End once the work is done."""
+        """End the thread once its work is done."""
         self._work.put(None)
 
     def run(self) -> None:
@@ -285,7 +288,7 @@ class WorkerThread(threading.Thread):
                 self._soon(partial(self._report, work.done))
             except RuntimeError:  # the loop was closed
                 return
-            # A waiting thread would keep the objects of its last job alive.
+            # A waiting thread must not keep the objects of its last job alive.
             del threadlocals.current_cancel_scope, work
 
     def _report(self, done: anyio.Event) -> None:

@@ -1,4 +1,4 @@
-"""Calls into the author's code: sync or async, with errors contained and a time limit."""
+"""Calls of the author's code, sync or async, with errors contained and a time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["HOW_TO_CLOSE", "AuthorCode", "AuthorExit", "TooSlow", "describe_erro
 
 
 MAX_ERROR_CHARS = 2000
-"""Most characters of an error's own text that are kept."""
+"""Maximum number of characters of an error's own text that are kept."""
 
 
 HOW_TO_CLOSE = (
@@ -63,16 +63,16 @@ class AuthorCode:
     """The author's code of one episode.
 
     Asynchronous functions run on the loop. Synchronous ones run in the run's worker threads, one at a time, in the
-    order of the calls: two of them never touch the environment at once.
+    order of the calls: two of them never use the environment at the same time.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        # `fast_acquire`: a free lock is taken without a pass of the event loop.
+        # `fast_acquire`: taking a free lock does not wait for a pass of the event loop.
         self._one_at_a_time = anyio.Lock(fast_acquire=True)
         self._variables = ThreadContext()
         self.abandoned = ""
-        """The synchronous call whose thread was abandoned and may still write; "" if there is none."""
+        """The synchronous call whose thread was abandoned and may still change data; "" if there is none."""
 
     async def call(
         self,
@@ -130,7 +130,7 @@ class AuthorCode:
             return await function()
         with clock(seconds) as limit:
             result = await function()
-        # Read from the clock and not from an exception: the author's code may have swallowed the cancellation.
+        # Read from the clock, since the author's code may have swallowed the exception.
         if limit.fired:
             raise TooSlow(name, seconds)
         return result
@@ -142,9 +142,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line for people: the error and its place; groups of one are unwrapped.
+    """One line about an error and its place, for people. Groups of one error are unwrapped.
 
-    The place is the innermost of the author's own code, and beside it the innermost of a library that it called.
+    The place is the innermost frame of the author's code, with the innermost frame of a library that it called.
     """
     error = unwrapped(error)
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
@@ -154,7 +154,7 @@ def describe_error(error: BaseException) -> str:
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
     frames = traceback.extract_tb(origin.__traceback__)
     raised_at = [f"in {_where(frame)}" for frame in frames if not is_foreign(frame.filename)][-1:]
-    # Our own errors explain themselves; our line does not matter.
+    # Our own errors explain themselves, so our line does not matter.
     raised_at += [f"raised in {_where(frame)}" for frame in frames[-1:] if _is_library(frame.filename)]
     return f"{what} ({'; '.join(raised_at)})" if raised_at else what
 
@@ -187,7 +187,7 @@ def _what_left(error: BaseException) -> str:
 
 
 def _is_not_the_authors(error: BaseException) -> bool:
-    """True for a cancellation, GeneratorExit or Ctrl-C, also in a group."""
+    """True for a cancellation, GeneratorExit or Ctrl-C, even in a group."""
     kinds = (anyio.get_cancelled_exc_class(), GeneratorExit, KeyboardInterrupt)
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(kinds) is not None
@@ -203,7 +203,7 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def is_foreign(filename: str) -> bool:
-    """True if the file is not the author's: one of ours, a library's, or none that could be opened."""
+    """True if the file is not the author's: a file of ours or of a library, or one that cannot be opened."""
     return filename.startswith((_OURS, "<")) or _is_library(filename)
 
 

@@ -45,7 +45,7 @@ class GenerationConfig(TypedDict, total=False):
     backend: str
     """The kind of engine: "vllm", or left out, since the engine is given as an object."""
     max_new_tokens: int
-    """Most ids of a row; default 1024."""
+    """Maximum number of ids of a row; default 1024."""
     temperature: float
     """The temperature of sampling; 0 is greedy, default 1."""
     top_p: float
@@ -134,7 +134,7 @@ class GenerationSettings:
     pad_id: int
     """The id that fills rows up."""
     context: int | None
-    """Most ids of a prompt and its row together; None leaves it to the engine."""
+    """Maximum number of ids of a prompt and its row together; None leaves it to the engine."""
     colocated: bool
     """True if engine and trainer share their accelerators."""
     seed: int | None

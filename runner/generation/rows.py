@@ -46,7 +46,7 @@ class RowSetting:
     """Their sampling, every field set."""
     stop_ids: tuple[int, ...]
     context: int
-    """Most ids of prompt and row together."""
+    """Maximum number of ids of prompt and row together."""
     seed: tuple[str | int, ...] | None
     """The base of each row's seed, combined with its index; None leaves it to the engine."""
     stall_seconds: float | None

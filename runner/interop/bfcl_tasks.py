@@ -23,7 +23,7 @@ __all__ = ["Bfcl"]
 CATEGORIES: Final = ("base", "miss_func", "miss_param", "long_context")
 """The categories of multi-turn tasks, 200 of each."""
 MAX_STEPS_COUNT = 20
-"""Most turns with calls for one request; with more, BFCL ends the task and scores it 0."""
+"""Maximum number of turns with calls for one request; with more, BFCL ends the task and scores it 0."""
 
 _MORE_FUNCTIONS: Final = "I have updated some more functions you can choose from. What about now?"
 """The request with which BFCL adds functions (DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)."""

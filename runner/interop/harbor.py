@@ -49,7 +49,7 @@ CHECKS_AT_ONCE_COUNT: Final = 4
 """Tasks that are checked at the same time."""
 
 MAX_NAMED_COUNT: Final = 10
-"""Most tasks that an error names."""
+"""Maximum number of tasks that an error names."""
 
 _CLEAN: Final = (
     "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 1777 /logs && chmod 755 /logs/verifier"
@@ -94,7 +94,7 @@ class Harbor(Environment):
             agent: the command of an agent program in the image; `{prompt}` is replaced by the instruction. Without it
                 the model has the tool `bash`.
             seconds: the time limit of a call of the tool.
-            at_once: the most episodes that have sandboxes at the same time; 0 for 4 per core.
+            at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
             skip_unsupported: leave out tasks with requirements that are not supported, instead of refusing all.
             as_left: accept the reward of the sandbox as the play left it. Otherwise a reward above 0 must hold a second
                 time, when all processes have ended and the programs of the image are put back. It need not for a task

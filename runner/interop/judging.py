@@ -27,7 +27,7 @@ __all__ = ["JUDGE", "JUDGE_PREFIX", "Judge", "JudgeCost", "judge", "judge_of_opt
 JUDGE: Final = "judge"
 """The name of the agent."""
 MAX_CACHED_ENTRIES = 100_000
-"""Most scores that a judge remembers."""
+"""Maximum number of scores that a judge remembers."""
 
 JUDGE_PREFIX: Final = "judge:"
 """The beginning of a score option that is a rubric."""

@@ -27,11 +27,11 @@ ServerOption: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
 clients, and all of them such a file. In Python also what `mcp.Client` takes."""
 
 MAX_PAGES_COUNT = 1000
-"""Most pages of tools that are read of one server."""
+"""Maximum number of pages of tools that are read of one server."""
 LAST_CHARS = 400
 """Characters of a server's standard error in an error message."""
 MAX_PROCESSES_COUNT = 32
-"""Most episodes with server processes of their own."""
+"""Maximum number of episodes with server processes of their own."""
 
 
 class McpServers:
@@ -326,7 +326,7 @@ class McpDataset(Dataset):
             cache: the file of a judge's scores.
             prefix: begin the names of tools with that of their server.
             one_connection: all episodes share one connection to each server; by default each has its own.
-            processes: the most episodes at once that have server processes of their own.
+            processes: maximum number of episodes at once that have server processes of their own.
         """
         super().__init__(tasks, prompt, answer, score, id, system, info, where, shuffle, skip, take, cache)
         self._connections = McpServers(servers, prefix=prefix)

@@ -51,7 +51,7 @@ class SandboxedProgram(Program):
             copy: the folder whose contents are copied to the working folder.
             memory_mb: memory in MiB.
             cpus: processor cores.
-            processes: the most processes.
+            processes: maximum number of processes.
             disk_mb: space for files in MiB; refused where the engine cannot limit it.
             network: "none", so that the program reaches only its endpoint, or "internet".
             user: the user of the program and of the copied files; the check is then run by root. Without it both are

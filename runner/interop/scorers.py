@@ -37,7 +37,7 @@ MATH_SECONDS = 10.0
 REGEX_SECONDS = 5.0
 """Time for one search with a pattern of the user, in a process of its own."""
 MAX_NUMBER_CHARS = 64
-"""Most characters of a number; a longer one equals no other."""
+"""Maximum number of characters of a number; a longer one equals no other."""
 
 
 class ScoreName(enum.StrEnum):

@@ -30,9 +30,9 @@ Speaker: TypeAlias = Literal["assistant", "user"]
 USER: Final = "user"
 """The name of the simulated user's agent."""
 MAX_STEPS_COUNT = 200
-"""Most steps of a simulation, as tau2 counts them: a message of either side, or the answers to its calls."""
+"""Maximum number of steps of a simulation, as tau2 counts: a message of either side, or the answers to its calls."""
 MAX_ERRORS_COUNT = 10
-"""Most calls of either side that fail."""
+"""Maximum number of calls of either side that fail."""
 
 
 class Tau2(Environment):

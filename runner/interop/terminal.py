@@ -59,11 +59,11 @@ class Terminal(Environment):
             seconds: the time limit of each command.
             memory_mb: memory in MiB.
             cpus: processor cores.
-            processes: the most processes.
+            processes: maximum number of processes.
             disk_mb: space for files in MiB; refused where the engine cannot limit it.
             network: "none" or "internet".
             upload: a folder whose contents are copied to the working folder of each sandbox.
-            at_once: the most episodes that have sandboxes at the same time; 0 for 4 per core.
+            at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
             user: the user of the model's commands and of the uploaded files; the check is then run by root. Without it
                 both are the user of the image.
             as_left: check the sandbox as the model left it. Otherwise all its processes are ended, and the programs of

@@ -37,7 +37,7 @@ MAX_IMAGE_BYTES: Final = 2_000_000
 MAX_PAYLOAD_IDS: Final = 100_000
 """Ids of an episode whose tokens a page has; of more, those at the ends of each segment."""
 MIN_PAYLOAD_IDS: Final = 200
-"""The fewest ids that a long episode keeps of each segment."""
+"""Minimum number of ids that a long episode keeps of each segment."""
 
 
 Attached: TypeAlias = dict[int, list[Attachment]]

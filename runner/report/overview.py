@@ -27,9 +27,9 @@ MAX_SHOWN_ITEMS: Final = 8
 """Entries of a list on the first screen; the others are counted."""
 CONFIDENCE_SHARE: Final = 0.95
 MIN_DRIFT_EPISODES: Final = 10
-"""The fewest episodes in a third of a run for which drift is looked for."""
+"""Minimum number of episodes in a third of a run for which drift is looked for."""
 MIN_DRIFT_TASKS: Final = 5
-"""The fewest tasks of a third whose episodes are clustered by task."""
+"""Minimum number of tasks of a third whose episodes are clustered by task."""
 MAX_DRIFT_P_VALUE: Final = 0.0027
 """The largest p-value of a drift that is named: that of three standard errors over many tasks."""
 

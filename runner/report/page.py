@@ -72,7 +72,7 @@ def write_report(
     Args:
         run_file: the run file, which may still be written.
         target: the path of the page.
-        most: the most episodes in the page; failed ones and extremes come first, the others are evenly spaced.
+        most: maximum number of episodes in the page; failed ones and extremes come first, the others are evenly spaced.
         tokens: include the ids with their log-probabilities.
         comparison: a comparison of another file, A, with this one.
         prices: the prices of models, for the cost; see `read_prices`.

@@ -20,7 +20,7 @@ NORMAL_POWER_FACTOR: Final = (1.959964 + 0.841621) ** 2
 """(z of the confidence + z of the power) squared."""
 MAX_MORE_TASKS: Final = 1_000_000
 MAX_EXACT_TASKS: Final = 12
-"""Most tasks for which the exact test is computed; with more of them its smallest p-value is below 0.0003."""
+"""Maximum number of tasks for the exact test. With more tasks, its smallest p-value is below 0.0003."""
 MIN_DECISIVE_TASKS: Final = 6
 """The smallest number of tasks that can be decisive in the exact test: 2 / 2**6 < 0.05."""
 

@@ -22,7 +22,7 @@ CALL_SECONDS: Final = 120.0
 """Time limit of a call that manages containers."""
 
 CALLS_AT_ONCE_COUNT: Final = 8
-"""Most calls in flight that manage containers; more of them are slower together than one after the other."""
+"""Maximum number of concurrent calls that manage containers. More of them take longer than in sequence."""
 
 CLIENT_END_SECONDS: Final = 3.0
 """Time for a client to end by itself before it is killed."""
@@ -230,7 +230,7 @@ class ContainerClient:
             stdin: its input.
             into: the file for its output, in place of the result.
             seconds: time limit.
-            most_bytes: most bytes of the output; with a file more of them are an error.
+            most_bytes: maximum number of bytes of the output; with a file more of them are an error.
             env: further variables of the client.
             while_runs: called with the client's process id; its context is left when the client has ended.
 

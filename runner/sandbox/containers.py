@@ -28,7 +28,7 @@ ENGINE_VARIABLE: Final = "DELTARUNNER_CONTAINERS"
 """Variable with the command of the container engine."""
 
 MIN_FREE_BYTES: Final = 1024**3
-"""Least free space on the disk of the containers; below it none is made."""
+"""Minimum free space on the disk of the containers; below it none is made."""
 
 IGNORED_LIMITS: Final = "resource limits are not supported"
 """Part of podman's warning that it ignores limits."""

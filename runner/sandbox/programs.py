@@ -28,10 +28,10 @@ PRELOADED: Final = "/etc/ld.so.preload"
 """The list of libraries that each program loads first."""
 
 DIFF_BYTES: Final = 64 * 1024 * 1024
-"""Most bytes of the list of changed paths that are read."""
+"""Maximum number of bytes of the list of changed paths that are read."""
 
 FOLDER_BYTES: Final = 4 * 1024**3
-"""Most bytes of a folder of programs."""
+"""Maximum number of bytes of a folder of programs."""
 
 COPY_SECONDS: Final = 300.0
 """Time limit for a copy of a folder of programs."""

@@ -26,7 +26,7 @@ from runner.trajectory import Trajectory
 __all__ = ["Commit", "CommitThread", "episode_commit", "finish_commit", "reward_commit", "weights_commit"]
 
 MAX_TRANSACTION_TOKENS: Final = 4_000_000
-"""The most token ids in one transaction, which bounds the memory of a burst."""
+"""Maximum number of token ids in one transaction, which bounds the memory of a burst."""
 
 GATHER_SECONDS: Final = 0.005
 """The shortest time from one transaction to the next, so that episodes on a busy loop share transactions; a single

@@ -159,7 +159,7 @@ class Header:
     breaker: float = 1.0
     """The share of failures that ends the run."""
     max_version_lag: int | None = None
-    """The most weight updates by which an episode may lag; None for any."""
+    """Maximum number of weight updates by which an episode may lag; None for any."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The versions of Python and of the packages that matter; those not installed are absent."""
     platform: str = ""

@@ -32,7 +32,7 @@ class TrajectoryFilter:
     min_reward: float | None = None
     """The smallest reward, which excludes trajectories without one; None accepts all."""
     most: int | None = None
-    """The most trajectories, the first ones; None for all."""
+    """Maximum number of trajectories, the first ones; None for all."""
 
     def __post_init__(self) -> None:
         known = [outcome.value for outcome in Outcome]

@@ -52,7 +52,7 @@ ANSWER_SECONDS = 60.0
 """The longest wait for a commit: longer than SQLite's wait for a lock, whose error is more precise
 (`connect_writer`)."""
 MAX_WAITING_COMMITS = 1024
-"""The most pending commits; further episodes wait, so that a slow disk does not fill the memory."""
+"""Maximum number of pending commits; further episodes wait, so that a slow disk does not fill the memory."""
 
 
 class RunWriter:

@@ -24,7 +24,7 @@ class Words:
     space: str
     """The character that may be dropped at the very beginning."""
     dropped: int
-    """Most such characters that are dropped."""
+    """Maximum number of such characters that are dropped."""
     rewritten: Sequence[tuple[str, str]]
     """Texts that decoding replaces everywhere, such as "▁" for a space, and their replacements."""
 

@@ -45,7 +45,7 @@ MAX_SHARED_CHARS = 65_536
 """A longer part of a text is not cached, since its ids take much memory."""
 
 MAX_SHARED_PARTS = 64
-"""Most cached parts of texts for a vocabulary."""
+"""Maximum number of cached parts of texts for a vocabulary."""
 
 
 class Tokenizer(Protocol):

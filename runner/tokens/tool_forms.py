@@ -43,7 +43,7 @@ class ToolsForm(enum.StrEnum):
 
 
 _MAX_NODES: Final = 2000
-"""Most schemas in one tool once references are in place; the rest becomes a bare type."""
+"""Maximum number of schemas in one tool once references are in place; the rest becomes a bare type."""
 
 _REWRITTEN: Final = frozenset(
     {"$ref", "$defs", "definitions", "anyOf", "oneOf", "allOf", "const", "enum", "prefixItems"}

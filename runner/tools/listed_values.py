@@ -94,7 +94,7 @@ def _converted(value: Any, types: Sequence[str]) -> Iterator[Any]:
 _WRITTEN_IN_QUOTES: Final = ("integer", "number", "boolean")
 
 MAX_LITERAL: Final = 64
-"""Most characters of a number in quotes."""
+"""Maximum number of characters of a number in quotes."""
 
 
 def _read(text: str) -> Any:

@@ -24,7 +24,7 @@ MAX_SHAPES: Final = 64
 """A keyword that would create more shapes than this is left to validation."""
 
 MAX_LISTED: Final = 256
-"""Most values of an integer range that are listed and validated one by one."""
+"""Maximum number of values of an integer range that are listed and validated one by one."""
 
 
 @functools.lru_cache(maxsize=256)

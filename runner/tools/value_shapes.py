@@ -149,7 +149,7 @@ class ValueShape:
     integer: bool = False
     numbers: NumberRange = NumberRange()
     least: int = 0
-    """Least length, or number of items or members."""
+    """Minimum length, or number of items or members."""
     most: int | None = None
     patterns: tuple[str, ...] = ()
     """Patterns that strings must match."""

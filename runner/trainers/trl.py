@@ -78,7 +78,7 @@ def rollout_func(
         proof: False to send weights without a proof, as to an engine without scores or number type.
         failed: treatment of episodes without a reward.
         segments: the segment that is kept where a history was rewritten: TRL takes one row for each prompt.
-        length: the most ids of a row; a longer one is treated as `failed`. None for any length.
+        length: maximum number of ids of a row; a longer one is treated as `failed`. None for any length.
 
     Raises:
         BadOption: an argument is invalid.

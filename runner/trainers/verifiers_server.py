@@ -37,10 +37,10 @@ __all__ = ["VerifiersServer"]
 log = logger_for("trainers")
 
 MAX_PLAYERS: Final = 8
-"""The most players that are kept: one for each engine, model and `chat_template_kwargs` that a trainer names."""
+"""Maximum number of cached players: one for each engine, model and `chat_template_kwargs` that a trainer names."""
 
 MAX_OWN_TASKS: Final = 100_000
-"""The most tasks of the environment that are looked up by id."""
+"""Maximum number of tasks of the environment that are looked up by id."""
 
 
 class VerifiersServer:

@@ -24,7 +24,7 @@ from runner.verify.differences import Comparison, Difference, DifferenceFound, K
 __all__ = ["LIMITS_OF", "first_contradiction"]
 
 LOGPROB_TOLERANCE: Final = 1e-3
-"""Most that a logarithm computed with 32 bits may be above 0."""
+"""Maximum value of a log-probability, which is above 0 by rounding to 32 bits."""
 
 LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
     Outcome.COMPLETED: ("",),
