@@ -28,15 +28,15 @@ MAX_STEPS_COUNT = 20
 _MORE_FUNCTIONS: Final = "I have updated some more functions you can choose from. What about now?"
 """The request with which BFCL adds functions (DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)."""
 _TYPES: Final = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""JSON schema types of BFCL's own."""
+"""Types of JSON schema for BFCL's own type names."""
 _MULTI_TURN: Final = "eval_checker.multi_turn_eval"
 
 
 class Bfcl(Environment):
     """The multi-turn tasks of BFCL v4 (`--set category=base`): several requests, with calls of simulated APIs.
 
-    The reward is 1 if BFCL's checker accepts the calls: after each request the state of the APIs must be that of the
-    known right calls, and the results must include theirs.
+    The reward is 1 if BFCL's checker accepts the calls: after each request, the APIs must have the state that the
+    reference calls lead to, and the results must include those of the reference calls.
     """
 
     package = ("bfcl_eval", "bfcl")
@@ -58,7 +58,7 @@ class Bfcl(Environment):
         _bfcl(f"{_MULTI_TURN}.multi_turn_checker")
         self._category = category
         self._entry: dict[str, Any] = {}
-        # BFCL keeps the objects of each API in a module, by the name of a model: each episode is a model of its own.
+        # BFCL keeps the objects of each API in a module, by the name of a model, so each episode is a model of its own.
         self._model = f"episode_{uuid.uuid4().hex}"
         self._requests: list[list[list[str]]] = []
         self._ran: list[str] = []
@@ -76,7 +76,7 @@ class Bfcl(Environment):
         self.tools += [self._tool(each) for each in entry["function"]]
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Send each request once the last one is answered without a call."""
+        """Send each request after the model has answered the previous one without a call."""
         for number, request in enumerate(self._entry["question"]):
             added = self._entry["missed_function"].get(str(number))
             if added:
@@ -126,7 +126,7 @@ class Bfcl(Environment):
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         unusable = [each for each in arguments if not each.isidentifier()]
-        if unusable:  # BFCL evaluates calls as Python
+        if unusable:  # BFCL evaluates calls as Python code
             raise ToolError(f"unknown argument {unusable[0]!r:.60}")
         written = f"{name}({', '.join(f'{each}={value!r}' for each, value in arguments.items())})"
         self._ran.append(written)

@@ -22,7 +22,7 @@ from runner.tasks import Task
 __all__ = ["Dataset", "ScoreOption"]
 
 ScoreOption: TypeAlias = str | Judge | Callable[[str, Task], Any]
-"""The name of a scorer, a `judge()`, or a function of the reply and the task."""
+"""The name of a scorer, a `judge()`, or a function of the reply's text and the task."""
 
 HASH_CHARS = 16
 """Characters of an id that is made from a row's prompt and answer."""
@@ -114,7 +114,7 @@ class Dataset(Environment):
                 raise BadTask(f"{name}: row {number} {error}.") from None
 
     def _built(self, rows: Iterator[tuple[int, Row]], name: str) -> Iterator[Task]:
-        # Eight bytes of each id instead of the id: a set of whole ids would grow with the data set.
+        # Store eight bytes of each id: a set of whole ids would grow with the data set.
         seen: dict[bytes, int] = {}
         copies: dict[bytes, int] = {}
         for number, row in rows:

@@ -23,7 +23,10 @@ _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Gymnasium(Environment):
-    """A game of Gymnasium (`--set game=FrozenLake-v1`): the model writes an action's name, and reads what follows."""
+    """A game of Gymnasium (`--set game=FrozenLake-v1`).
+
+    The model writes the name of an action, and reads the observation.
+    """
 
     package = ("gymnasium", "gymnasium")
     limits = Limits(turns=100)
@@ -70,7 +73,7 @@ class Gymnasium(Environment):
 
     def tasks(self) -> Iterator[Task]:
         """One task for each seed."""
-        self._made().close()  # an error now, not in each episode
+        self._made().close()  # raises an error now, not in each episode
         return (Task(id=f"{self._game}-{number}") for number in range(self._games))
 
     def setup(self) -> None:
@@ -85,7 +88,7 @@ class Gymnasium(Environment):
         return "\n\n".join(filter(None, [self._instructions, names, self._text()]))
 
     def step(self, turn: Turn) -> str | None:
-        """Take the action of a turn; the next observation, or None at the end of the game."""
+        """Take the action of a turn. Return the next observation, or None at the end of the game."""
         try:
             action = self._action(turn.text)
         except ValueError as error:

@@ -55,7 +55,7 @@ _CLEAN: Final = (
     "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 1777 /logs && chmod 755 /logs/verifier"
     ' && chown "$0" /logs/verifier'
 )
-"""A command that empties the folders of the verifier; only its user, the argument, may write a reward then."""
+"""A command that empties the folders of the verifier. After it, only the user in the argument can write a reward."""
 
 REWARD_FILES: Final = ("reward.json", "reward.txt")
 NOT_STARTED_CODES: Final = (126, 127)
@@ -65,8 +65,8 @@ NOT_STARTED_CODES: Final = (126, 127)
 class Harbor(Environment):
     """A folder of Harbor tasks. The model has one tool, `bash`, or an agent program plays in the sandbox.
 
-    The verifier runs after the play, and writes the reward. A verifier that does not write one is an error of the task,
-    unless it works in an untouched sandbox: then the play broke it, and the reward is 0.
+    The verifier runs after the play, and writes the reward. If it writes none, it is tried in an untouched sandbox. If
+    it works there, the play broke it and the reward is 0; otherwise the task has an error.
     """
 
     limits = Limits(turns=100, setup_seconds=SETUP_SECONDS)
@@ -120,14 +120,14 @@ class Harbor(Environment):
         self._scores: Mapping[str, float] = {}
 
     def tasks(self) -> Iterable[Task]:
-        """The tasks of the folder; those that cannot be played are refused before any is."""
+        """The tasks of the folder. If some cannot be played, they are refused before the first one is played."""
         return [
             Task(id=name, prompt=task.prompt, info={"folder": str(task.folder), **task.metadata})
             for name, task in supported_tasks(self.folder, skip=self.skip_unsupported).items()
         ]
 
     async def lifespan(self) -> AsyncIterator[dict[str, bool]]:
-        """Find the engine. The value holds what is found about tasks."""
+        """Find the engine. The yielded value caches properties of tasks."""
         await default_provider().check()
         yield {}
 
@@ -137,7 +137,7 @@ class Harbor(Environment):
             self.limits,
             seconds=task.agent_seconds,
             tool_seconds=self._seconds + GRACE_SECONDS,
-            # The verifier runs here twice, and as often in a second sandbox, after the task's solution.
+            # The verifier runs twice here, and twice in a second sandbox after the task's solution.
             reward_seconds=4 * (task.verifier_seconds + GRACE_SECONDS) + task.agent_seconds,
         )
         options = {name: getattr(task.options, name) for name in task.options.__slots__}
@@ -191,7 +191,7 @@ class Harbor(Environment):
         return {name: value for name, value in self._scores.items() if name != "reward"}
 
     async def _known(self, what: str, find: Callable[[], Awaitable[bool]]) -> bool:
-        """Return a property of the task, which is found once in a run."""
+        """Return a property of the task, which is computed once in a run."""
         known, name = self.shared, f"{what} {self._harbor.folder}"
         if name not in known:
             known[name] = await find()
@@ -279,7 +279,7 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
 
 
 async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
-    """Return the reward once all processes have ended and the programs of the image are put back; 0 without one."""
+    """Return the reward after all processes have ended and the programs of the image are restored; 0 without one."""
     await sandbox.restore()
     try:
         return (await verify(task, sandbox))["reward"]
@@ -288,7 +288,7 @@ async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
 
 
 async def _exists(sandbox: Sandbox, path: str) -> bool:
-    """Return whether a file or folder is there, by a way that runs nothing inside the sandbox."""
+    """Return whether a file or folder exists, without running anything inside the sandbox."""
     try:
         await sandbox.read(path, most_bytes=0)
     except FileNotFoundError:
@@ -330,7 +330,7 @@ def read_json(content: str) -> dict[str, float]:
 def _finite(name: str, value: Any) -> float:
     try:
         number = float(value) if is_number(value) else math.nan
-    except OverflowError:  # a whole number of 400 digits
+    except OverflowError:  # an integer of 400 digits
         number = math.inf
     if isinstance(value, bool) or not math.isfinite(number):
         raise ValueError(f"{name} is {value!r:.60}, and not a finite number")
@@ -363,18 +363,18 @@ class HarborCheck:
     solution: float | None
     """Reward of its own solution; None if that failed, or if it has none."""
     nothing: float | None
-    """Reward of no action; None if its verifier failed."""
+    """Reward without any action; None if the verifier failed."""
     errors: tuple[str, ...] = ()
     """The failures of its solution and of its verifier."""
 
     @property
     def ok(self) -> bool:
-        """True if the solution has reward 1 and no action has reward 0."""
+        """True if the solution has the reward 1, and no action the reward 0."""
         return self.solution == 1 and self.nothing == 0 and not self.errors
 
 
 async def check_task(task: HarborTask, provider: SandboxProvider) -> HarborCheck:
-    """Run a task's own solution, and no action at all, each in a sandbox."""
+    """Run a task's own solution, and no action at all, each in its own sandbox."""
     errors: list[str] = []
 
     async def scored(*, solves: bool) -> float | None:

@@ -22,10 +22,10 @@ TEST_SCRIPT: Final = "tests/test.sh"
 SOLUTION_SCRIPT: Final = "solution/solve.sh"
 
 DEFAULT_SECONDS: Final = 600.0
-"""Time limit of the agent, of the verifier and of a build, where the task has none."""
+"""Default time limit of the agent, of the verifier and of a build."""
 
 DEFAULT_MEMORY_MB_SIZE: Final = 2048
-"""Memory of a sandbox, where the task has none."""
+"""Default memory of a sandbox."""
 
 MEGABYTES_BY_UNIT: Final = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
@@ -58,9 +58,9 @@ class Healthcheck:
     interval_seconds: float
     """Time between two attempts."""
     start_seconds: float
-    """Time at the beginning in which failures do not count."""
+    """Time at the beginning during which failures do not count."""
     start_interval_seconds: float
-    """Time between two attempts in it."""
+    """Time between two attempts during that time."""
     timeout_seconds: float
     """Time limit of an attempt."""
 

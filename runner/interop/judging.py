@@ -33,7 +33,7 @@ JUDGE_PREFIX: Final = "judge:"
 """The beginning of a score option that is a rubric."""
 
 MIN_CHOICE_PROBABILITY: Final = 0.01
-"""The least probability of all choices together; with less the model answers in another way."""
+"""Minimum probability of all choices together. Below it, the model would answer in another way."""
 
 _SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?[^\w%]*$", re.IGNORECASE)
 _BARE: Final = re.compile(r"[^\w-]*(-?\d+(?:\.\d+)?)[^\w%]*")
@@ -49,7 +49,7 @@ class JudgeCost:
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     cached: int = 0
-    """1 if the score was remembered."""
+    """1 if the score came from the cache."""
 
     def add(self, turn: Turn) -> None:
         self.calls += 1
@@ -83,7 +83,8 @@ class _ScoreCache:
         self._keep(key, score)
         if self._path is not None:
             line = json.dumps({"key": key, "score": score, **cost.as_metrics()})
-            with self._path.open("a", encoding="utf-8") as file:  # one write, so that lines of processes do not mix
+            # one write, so that lines of several processes do not mix
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
 
     def _keep(self, key: str, score: float) -> None:
@@ -95,7 +96,7 @@ class _ScoreCache:
         assert self._path is not None
         self._is_read = True
         lines = self._path.read_bytes().split(b"\n") if self._path.exists() else []
-        for number, line in enumerate(lines[:-1], 1):  # what follows the last line break was cut while it was written
+        for number, line in enumerate(lines[:-1], 1):  # the part after the last line break is an interrupted write
             try:
                 row = json.loads(line)
                 self._keep(str(row["key"]), float(row["score"]))
@@ -109,7 +110,7 @@ class _ScoreCache:
 
 
 class Judge:
-    """A judge made by `judge()`. Scores of equal replies to equal tasks are remembered, in memory or in a file."""
+    """A judge created by `judge()`. Scores of equal replies to equal tasks are cached, in memory or in a file."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Judge:
             return known
         ask = self._ask if self._choices is None else self._weigh
         score = await ask(episode, question, cost)
-        if key == self._key(episode, question):  # otherwise it is partly of newer weights
+        if key == self._key(episode, question):  # otherwise the score is partly from newer weights
             self._scores.put(key, score, cost)
         return score
 
@@ -165,7 +166,7 @@ class Judge:
             turn = await conversation.generate()
             cost.add(turn)
             text = turn.text
-            # The end of a cut turn may lack digits of the score.
+            # A cut turn may lack the last digits of the score.
             found = self._number(text) if turn.finish not in _CUT else None
             if found is not None:
                 return found

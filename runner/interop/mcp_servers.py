@@ -23,8 +23,9 @@ from runner.tools.tool import Tool
 __all__ = ["McpDataset", "McpServers", "ServerOption"]
 
 ServerOption: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
-"""A command or a URL; a list of them; or a dict of them by name. Each may be a dict as in the configuration files of
-clients, and all of them such a file. In Python also what `mcp.Client` takes."""
+"""A command or a URL; a list of them; or a dict of them by name. Each may be a dict as in configuration files of
+clients, and all together may be such a file. In Python, anything that `mcp.Client` takes.
+"""
 
 MAX_PAGES_COUNT = 1000
 """Maximum number of pages of tools that are read of one server."""
@@ -100,7 +101,7 @@ class McpServers:
                 argv = _split(server)
                 return self._process({"command": argv[0], "args": argv[1:]})
         except ValueError as error:
-            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # a mapping may have keys
+            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # a mapping may contain keys
             raise BadEnvironment(f"MCP server {name!r}: {shown}{error}.") from None
         if server is None or isinstance(server, bool | int | float | list | tuple):
             raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: give a command or a URL.")
@@ -169,7 +170,7 @@ def _named(servers: ServerOption) -> dict[str, Any]:
 
 
 def _parsed(servers: str) -> Any:
-    """The JSON of a text or of a file; another text as it is."""
+    """The JSON of a text or of a file. Other text is returned unchanged."""
     text = servers
     if servers.endswith(".json") and Path(servers).is_file():
         text = Path(servers).read_text(encoding="utf-8")
@@ -207,7 +208,7 @@ class _McpConnection:
                         passing = error
                         raise
             except Exception as error:
-                # One over HTTP that dies cancels the block, and its error comes at the end.
+                # If a server over HTTP dies, the block is cancelled, and the error arrives at the end.
                 if isinstance(passing, Exception) or isinstance(error, ServerFailed):
                     raise
                 raise self._failed("is gone", error) from error
@@ -273,7 +274,7 @@ class _McpConnection:
         return ServerFailed(f"MCP server {self._name!r} {what} ({cause:.300}){wrote}")
 
 
-# The SDK has no class for results that break the output schema of their own tool, of which servers have many.
+# The SDK has no error class for results that violate their tool's output schema, which are frequent.
 _BROKEN_PROMISES: Final = ("Tool ", "Invalid schema for tool ", "Invalid structured content ")
 
 
@@ -337,7 +338,7 @@ class McpDataset(Dataset):
     async def lifespan(self) -> AsyncIterator[list[Tool]]:
         """The tools of the shared connections; none if each episode has its own.
 
-        Connects in both cases, so that servers that do not start are found before the first episode.
+        This connects in both cases, so that errors of servers appear before the first episode.
         """
         async with AsyncExitStack() as stack:
             tools = await self._connections.connect(stack)

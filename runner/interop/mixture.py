@@ -144,7 +144,7 @@ class _ListeningTasks:
 
 
 def _interleaved(sources: Mapping[str, Iterable[Any]], weights: Mapping[str, float]) -> Iterator[Task]:
-    """The tasks of all sources. The next one is of the source with the smallest share so far."""
+    """The tasks of all sources. The next task is from the source with the smallest share so far."""
     left = {name: iter(source) for name, source in sources.items()}
     taken = dict.fromkeys(left, 0)
     while left:

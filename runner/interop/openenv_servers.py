@@ -31,8 +31,8 @@ _REFUSED: Final = "VALIDATION_ERROR"
 class OpenEnv(Environment):
     """An environment on an OpenEnv server (`--set url=http://localhost:8000`).
 
-    Its actions are one tool; where they are calls of tools, each of these is a tool. Each episode has its own session.
-    The reward is the sum of the rewards that the server sends.
+    The action of the environment is one tool. If its actions are calls of tools, each of these tools is offered. Each
+    episode has its own session. The reward is the sum of the rewards that the server sends.
     """
 
     package = ("websockets", "openenv")
@@ -81,7 +81,7 @@ class OpenEnv(Environment):
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[dict[str, Any]]:
-        """The schema of an action; without the server, the run ends at once."""
+        """The schema of an action. If the server does not answer, the run ends at once."""
         try:
             async with self._httpx.AsyncClient(timeout=CONNECT_SECONDS) as client:
                 answer = await client.get(f"{self._url}/schema")
@@ -134,7 +134,7 @@ class OpenEnv(Environment):
             observation = self._observed(data)
             self._steps += 1
             return observation
-        finally:  # a call that failed may also be the last one
+        finally:  # even a call that failed may be the last one
             self._end_if_done()
 
     async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -151,13 +151,14 @@ class OpenEnv(Environment):
     async def _exchange(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message and return the answer.
 
-        Answers have no request id, so that nothing can be asked after a call that was cut.
+        Answers have no request id, so no message can be sent after a call that was cut.
         """
         if self._is_cut:
             raise ServerFailed(f"OpenEnv server {self._url}: an earlier call was cut, and its answer may still come.")
         self._is_cut = True
         try:
-            with suppress(self._websockets.ConnectionClosed):  # a server that refused the session said why before
+            # a server that refused the session sent the reason before
+            with suppress(self._websockets.ConnectionClosed):
                 await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
             answer = json.loads(await self._socket.recv())
         except (OSError, ValueError, self._websockets.WebSocketException) as error:

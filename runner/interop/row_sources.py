@@ -24,7 +24,7 @@ BATCH_ROWS = 256
 MIN_SHUFFLED_ROWS = 10_000
 """Minimum shuffle window of a Parquet file, in rows."""
 MAX_SHUFFLED_BYTES = 256 << 20
-"""Size of a row group that is still shuffled whole; a larger one is shuffled in parts, in its order."""
+"""Maximum size of a row group that is shuffled as a whole. A larger one is shuffled in parts, in its order."""
 READ_BYTES = 1 << 20
 """The read buffer of a Parquet column."""
 
@@ -35,7 +35,7 @@ class RowSource(ABC):
     name: str
 
     def check_columns(self, needed: Iterable[str]) -> None:
-        """Refuse missing columns before anything is read, if the columns are known.
+        """Refuse missing columns before anything is read, if the names of columns are known.
 
         Raises:
             BadTask: a column is missing; the message lists those that exist.
@@ -98,7 +98,7 @@ def _file_source(path: Path) -> RowSource:
 
 
 class _ObjectRows(RowSource):
-    """Rows in a Python iterable of mappings; one that is not a sequence is shuffled whole in memory."""
+    """Rows in a Python iterable of mappings. If it is not a sequence, it is shuffled as a whole in memory."""
 
     def __init__(self, tasks: Iterable[Any]) -> None:
         self.name = f"the {type(tasks).__name__}"
@@ -321,7 +321,7 @@ def _bytes_of(group: Any, columns: list[str]) -> int:
 
 
 def _order(count: int, seed: float) -> array[int]:
-    """The numbers below `count` in a random order, eight bytes each."""
+    """The numbers below `count` in a random order, stored in eight bytes each."""
     order = array("q", range(count))
     random.Random(f"shuffle {seed}").shuffle(order)
     return order

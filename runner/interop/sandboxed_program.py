@@ -1,4 +1,4 @@
-"""An agent program in a sandbox as an environment: it reaches the endpoint of its episode, and nothing else."""
+"""An agent program in a sandbox as an environment. The program reaches only the endpoint of its episode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.sandbox.sandbox import Sandbox, SandboxOptions
 __all__ = ["SandboxedProgram"]
 
 CHECK_SECONDS = 220.0
-"""Time limit of the check; less than the default of `Limits(reward_seconds=)`, since a restart comes before it."""
+"""Time limit of the check. It is shorter than the default of `Limits(reward_seconds=)`, since a restart precedes it."""
 
 
 class SandboxedProgram(Program):

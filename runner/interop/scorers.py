@@ -33,9 +33,9 @@ ScoringFunction: TypeAlias = Callable[[str, Task], float | Awaitable[float | Non
 """A function of the reply's text and its task, sync or async."""
 
 MATH_SECONDS = 10.0
-"""Time for one comparison of two mathematical expressions, in a process of its own."""
+"""Time limit for the comparison of two mathematical expressions, in a worker process."""
 REGEX_SECONDS = 5.0
-"""Time for one search with a pattern of the user, in a process of its own."""
+"""Time limit for a search with a pattern of the user, in a worker process."""
 MAX_NUMBER_CHARS = 64
 """Maximum number of characters of a number; a longer one equals no other."""
 
@@ -48,7 +48,7 @@ class ScoreName(enum.StrEnum):
     CONTAINS = "contains"
     """The answer occurs in the reply, in any case of letters."""
     NUMBER = "number"
-    """The last number of the reply equals that of the answer; one after #### or in \\boxed{} comes first."""
+    """The last number of the reply equals the reference number. A number after #### or in \boxed{} takes precedence."""
     CHOICE = "choice"
     """The letter that the reply chooses is the answer."""
     REGEX = "regex"
@@ -154,7 +154,7 @@ class _MathScorer:
     def check(self, answer: str) -> None:
         if not answer.strip():
             raise ValueError("the answer is empty")
-        # Where the library can parse nothing, it returns text alone.
+        # If the library cannot parse anything, it returns only text.
         if all(isinstance(each, str) for each in _parsed_answer(_math_library(), answer)):
             raise ValueError(f"math-verify cannot read the answer {answer!r:.60} as a mathematical expression")
 
@@ -163,7 +163,7 @@ class _MathScorer:
 
 
 async def _in_process(score: str, function: Callable[..., float], seconds: float, *arguments: str) -> float:
-    """Call a function in a worker process: a search or an expression may take forever, and block this loop.
+    """Call a function in a worker process, since a search or an expression may run without end and block this loop.
 
     Raises:
         VerifierFailed: the process ended, at the time limit or for its memory.
@@ -178,10 +178,10 @@ async def _in_process(score: str, function: Callable[..., float], seconds: float
 
 
 def _timed(function: Callable[..., float], seconds: float, *arguments: str) -> float:
-    """Call a function in a worker process, which ends itself if that takes too long."""
+    """Call a function in a worker process, which ends itself if the call takes too long."""
     if function is _equal_math:
-        _math_library()  # its import does not count
-    # The default action, because Python's handlers wait for the end of a long computation in C.
+        _math_library()  # the time of its import does not count
+    # The default action, since Python's handlers wait for the end of a long computation in C.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -191,7 +191,7 @@ def _timed(function: Callable[..., float], seconds: float, *arguments: str) -> f
 
 
 def _equal_math(text: str, answer: str) -> float:
-    # Without the library's own time limits, which are signals as well.
+    # Without the library's own time limits, which also use signals.
     library = _math_library()
     found = library.parse(text, parsing_timeout=None)
     return float(library.verify(_parsed_answer(library, answer), found, timeout_seconds=None))
@@ -244,14 +244,14 @@ _UNITS: Final = (
 """Units that may follow a number without a space; "3D" and "2nd" do not count."""
 
 _NUMBER: Final = re.compile(
-    # A number that begins after "1," would be searched to its end for each of its digits.
+    # Without this, a number after "1," would be searched to its end for each of its digits.
     r"(?<![\w.])(?<!\d,)[-+]?\$?\d[\d,]*+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?"
     rf"(?=(?:(?:{_UNITS})[²³]?)?(?!\w))|(?<!\w)-?\.\d+"
 )
 _BOXED: Final = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _HASHES: Final = re.compile(r"####\s*([^\n]+)")
 _CHOSEN: Final = re.compile(
-    # "a" and "i" are words too, and "Option A is wrong" chooses nothing.
+    # "a" and "i" are also words, and "Option A is wrong" chooses nothing.
     r"(?i:answer|choice|option)\b\W*+(?i:is)?\W*+\b([A-Zb-hj-z]\b(?!')|[ai]\b(?=[\s.)*]*$))"
     r"(?!\s+(?i:is|was)\s+(?i:wrong|incorrect|not|false)\b)",
     re.MULTILINE,
@@ -275,7 +275,7 @@ def _equal_numbers(text: str, answer: str) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text; one after #### or in a box comes first. None without one."""
+    """The last number of a text, or None. A number after #### or in a box takes precedence."""
     text = _FRACTION.sub(r"\1/\2", text)
     marked = [*_HASHES.findall(text), *_BOXED.findall(text)]
     for part in (*reversed(marked), text):
@@ -333,7 +333,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _json_text(text: str) -> str | None:
-    """A JSON value as canonical text, in which 1, 1.0 and true stay apart where JSON has them apart."""
+    """A JSON value as canonical text, which distinguishes 1, 1.0 and true where JSON does."""
     try:
         text = json.dumps(_canonical(json.loads(text)), sort_keys=True)
     except (ValueError, RecursionError):

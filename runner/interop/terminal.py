@@ -20,7 +20,7 @@ TOOL_OUTPUT_BYTES: Final = 16 * 1024
 """Bytes of a command's output that the model reads."""
 
 GRACE_SECONDS: Final = 60.0
-"""Time to start a command and to end its processes, added to its own limit."""
+"""Time to start a command and to end its processes, in addition to its own limit."""
 
 _BASH_OR_SH: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi'
 
@@ -80,7 +80,7 @@ class Terminal(Environment):
             "user": user or None,
         }
         self._check_user, self._as_left = "0" if user else None, as_left
-        SandboxOptions(image=image, **self._options)  # refuses invalid ones
+        SandboxOptions(image=image, **self._options)  # refuses invalid options
         if upload and not Path(upload).exists():
             raise BadEnvironment(f"upload={upload!r:.80}: the folder does not exist.")
         late = seconds + GRACE_SECONDS

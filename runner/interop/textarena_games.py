@@ -83,7 +83,7 @@ class TextArena(Environment):
             await self.episode.answer(await player.generate())
 
     def step(self, turn: Turn) -> None:
-        """Make the move of a turn, and take the view of the next player."""
+        """Make the move of a turn, and show the next player's view."""
         self._over = bool(self._with_own_random(lambda: self._env.step(turn.text))[0])
         if not self._over:
             self._with_own_random(self._look)
@@ -92,7 +92,8 @@ class TextArena(Environment):
     def outcome(self) -> dict[str, float] | float:
         """The game's reward of each player.
 
-        A game that a limit ended is a draw, 0, as at TextArena's own limit of turns; `finished` is 0 then.
+        If a limit ends a game, it is a draw with the reward 0, as at TextArena's own limit of turns. `finished` is 0
+        then.
         """
         rewards = self._env.state.rewards or {}
         if not self._self_play:
@@ -107,7 +108,7 @@ class TextArena(Environment):
 
     def _reset(self, seed: int) -> None:
         spec = self._textarena.envs.registration.ENV_REGISTRY[self._game]
-        # Without wrappers that repeat the whole game in each observation: the conversation has it already.
+        # Without wrappers that repeat the whole game in each observation, since the conversation already has it.
         self._env = self._textarena.make(f"{self._game}-raw")
         formatting = self._textarena.wrappers.ActionFormattingWrapper
         if formatting in (spec.default_wrappers or ()):

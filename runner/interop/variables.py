@@ -1,4 +1,4 @@
-"""Variables of this process in texts of configuration files, so that these need not contain keys."""
+"""Variables of this process in texts of configuration files, so that the files need not contain keys."""
 
 from __future__ import annotations
 

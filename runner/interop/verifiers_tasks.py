@@ -34,8 +34,7 @@ class Verifiers(Environment):
     """A task set of verifiers 0.4 (`--set taskset=NAME`), an installed package that exports a `Taskset`.
 
     The model has the tools of the task set and of the task, which run in this process. Rewards, metrics and stop
-    conditions are those of the task. Task sets that need a container, a harness or an environment of their own are
-    refused.
+    conditions are those of the task. Task sets that need their own container, harness or environment are refused.
     """
 
     package = ("verifiers", "verifiers")
@@ -150,7 +149,7 @@ class Verifiers(Environment):
         return False
 
     def _record(self, conversation: Conversation) -> None:
-        """Add the messages since the last call to the trace, each as a node; those of turns with their ids."""
+        """Add the messages since the last call to the trace, each as a node. Nodes of turns have token ids."""
         graph, trace = _verifiers("verifiers.v1.graph"), _verifiers("verifiers.v1.trace")
         types = _verifiers("verifiers.v1.types")
         turns = iter(conversation.turns[self._trace.num_turns :])
@@ -227,7 +226,7 @@ async def _served_tools(toolset: Any, stack: AsyncExitStack, data: Any = None) -
 
 
 def _blank_secrets() -> dict[str, str]:
-    """Empty values for secrets of this process: verifiers passes on all but names with API_KEY to what tasks start."""
+    """Return empty values for secrets, since verifiers passes them to child processes."""
     return {name: "" for name in os.environ if _SECRET.search(name)}
 
 
@@ -273,7 +272,7 @@ def _vf_message(types: Any, message: Message) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    """The result of a tool as MCP sends it: text as it is, a list one by one, anything else as JSON."""
+    """Return the result of a tool as MCP sends it: text unchanged, list items one by one, other values as JSON."""
     if value is None:
         return ""
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""Adapters to trainers of other libraries. None is imported before it is used."""
+"""Adapters to trainers of other libraries. Each library is imported on first use."""

@@ -19,7 +19,7 @@ __all__ = ["OpenTelemetryObserver", "TrackioObserver", "WandbObserver"]
 class OpenTelemetryObserver(RunObserver):
     """Sends a span for each trajectory, with a span for each turn, and counts episodes, tokens and rewards.
 
-    Turns of a span stand one after the other by their recorded times, since a run records durations. Names follow the
+    Turns in a span follow one another by their recorded durations, since a run records no times. Names follow the
     conventions for generative AI (`gen_ai.usage.output_tokens`).
 
     Args:
@@ -75,11 +75,11 @@ class OpenTelemetryObserver(RunObserver):
 
 
 def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)  # as OpenTelemetry measures times
+    return int(seconds * 1e9)  # OpenTelemetry measures times in nanoseconds
 
 
 class _Logged(RunObserver):
-    """Turns the groups of a run into numbers by name, for libraries that log those."""
+    """Converts the groups of a run to numbers by name, for libraries that log numbers."""
 
     def __init__(self) -> None:
         self._episodes = 0
@@ -131,7 +131,7 @@ class TrackioObserver(_Logged):
         self._run = self._trackio.init(**{"config": dict(about), "embed": False, **self._options})
 
     def group(self, group: Group) -> None:
-        if self._run is not None:  # else its error is a fault of the summary already
+        if self._run is not None:  # otherwise its error is already a fault in the summary
             self._run.log(self.numbers(group))
 
     def ended(self, summary: Summary) -> None:
@@ -159,7 +159,7 @@ class WandbObserver(_Logged):
         self._run = self._wandb.init(**{"config": dict(about), **self._options})
 
     def group(self, group: Group) -> None:
-        if self._run is not None:  # else its error is a fault of the summary already
+        if self._run is not None:  # otherwise its error is already a fault in the summary
             self._run.log(self.numbers(group))
 
     def ended(self, summary: Summary) -> None:

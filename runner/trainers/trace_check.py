@@ -1,4 +1,4 @@
-"""Checks whether the ids of a trace are those that its template and its engine would have seen.
+"""Checks that the ids of a trace are those that its template and its engine would have seen.
 
 Each prompt is compared with the sampled ids that it follows, and, where the trace has messages, with what the template
 writes: the first prompt of a conversation, and the seam between a turn and the next prompt, as the bridge makes it.
@@ -38,15 +38,15 @@ class TraceFault(enum.StrEnum):
     """The kind of a finding."""
 
     REENCODED = "reencoded"
-    """Sampled ids stand in a later prompt as other ids of the same text."""
+    """A later prompt has other ids for the same text as the sampled ids."""
     SEAM = "seam"
-    """Between a sampled turn and the next one stand other ids than the template writes."""
+    """The ids between a sampled turn and the next one differ from those that the template writes."""
     FIRST_PROMPT = "first_prompt"
-    """The prompt is not what the template writes for its messages."""
+    """The prompt differs from the template's render of its messages."""
     CONTROL_TEXT = "control_text"
     """Text of a message became control ids, which may end a turn or speak in another role."""
     AFTER_STOP = "after_stop"
-    """Ids stand after the id that ended the turn, and the request has no `ignore_eos`."""
+    """There are ids after the stop id of the turn, although the request has no `ignore_eos`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,11 @@ class TraceFinding:
     explanation: str
     """The cause in words."""
     found: tuple[int, ...]
-    """All ids of the trace there: the prompt, or for AFTER_STOP the sampled ids."""
+    """All ids of the trace at that place: the prompt, or for AFTER_STOP the sampled ids."""
     expected: tuple[int, ...]
     """The ids that were expected in their place."""
     shown: str
-    """Both around the first difference, as text and ids."""
+    """Both around the first difference, as text and ids, for people."""
 
 
 @dataclass(slots=True)
@@ -142,12 +142,12 @@ class TraceModel:
         return cls(tokenizer, found, stop_ids=stop_ids, options=options, now=now)
 
     def clock(self, call: TracedCall) -> datetime | None:
-        """Return the time that the template saw in a call: `now`, or "clock" of its metadata; None if not known."""
+        """Return the time that the template saw in a call: `now`, or "clock" in its metadata; None if unknown."""
         recorded = call.metadata.get("clock")
         return self.now or (datetime.fromisoformat(recorded) if isinstance(recorded, str) else None)
 
     def _bridgers(self, call: TracedCall) -> _Bridgers:
-        """Return the bridgers for the variables of the template that the request of a call set."""
+        """Return the bridgers for the template variables that a call's request set."""
         clock = self.clock(call)
         key = canonical_json([call.template_options, str(clock)])
         if key not in self._made:
@@ -158,9 +158,9 @@ class TraceModel:
 @dataclass(frozen=True, slots=True)
 class _Bridgers:
     exact: Sequence[Bridger]
-    """With tools as they are, and with tools fitted to the template as a run does; the text of messages is text."""
+    """With tools unchanged, and with tools fitted to the template as in a run. Text of messages is always text."""
     unsafe: Bridger
-    """The same, but control text of messages becomes control ids."""
+    """Like `exact`, but control text of messages becomes control ids."""
 
     @classmethod
     def of(cls, model: TraceModel, options: Mapping[str, Any], clock: datetime | None) -> _Bridgers:
@@ -175,8 +175,8 @@ class _Bridgers:
 def verify_trace(calls: Sequence[TracedCall], model: TraceModel) -> TraceReport:
     """Compare the ids of the calls of one trace with those that the template and the engine would have seen.
 
-    Compared are: sampled ids, which stay the same in later prompts; and, where the trace has messages, the first prompt
-    and what stands between two turns. Not compared are log-probabilities, and sampled ids that were dropped.
+    This compares sampled ids, which must be unchanged in later prompts. If the trace has messages, it also compares the
+    first prompt and the ids between two turns. It compares neither log-probabilities nor dropped sampled ids.
 
     Args:
         calls: the calls in order, as `read_traces` returns them.
@@ -205,7 +205,7 @@ class _TraceCheck:
     # --- the ids that a prompt follows
 
     def _continued(self, number: int, call: TracedCall) -> int | None:
-        """The earlier call with the most ids with which this prompt begins."""
+        """The earlier call whose ids are the longest prefix of this prompt."""
         best: int | None = None
         for earlier, other in enumerate(self._calls[:number]):
             length = len(other.ids)
@@ -215,7 +215,7 @@ class _TraceCheck:
         return best
 
     def _check_start(self, number: int, call: TracedCall) -> None:
-        """A prompt that does not begin with the ids of an earlier call."""
+        """Check a prompt that does not begin with the ids of an earlier call."""
         for earlier in self._followed(number, call):
             other = self._calls[earlier]
             closed = other.token_ids and other.token_ids[-1] in self._model.stop_ids
@@ -223,7 +223,7 @@ class _TraceCheck:
             text = self._decode(said)
             if self._decode(call.prompt_ids).startswith(text):
                 why = f"the ids of turn {earlier} are encoded again: the same text, other ids than were sampled"
-                # The prompt with the ids as they were: those after the same text stay.
+                # The prompt with the original ids where the text is the same.
                 places = range(len(call.prompt_ids) + 1)
                 rest = bisect_left(places, len(text), key=lambda end: len(self._decode(call.prompt_ids[:end])))
                 self._find(TraceFault.REENCODED, number, why, call.prompt_ids, said + call.prompt_ids[rest:])
@@ -235,7 +235,7 @@ class _TraceCheck:
         self._compare_prompt(number, call, bridgers, messages)
 
     def _followed(self, number: int, call: TracedCall) -> list[int]:
-        """The earlier calls that this one follows by its messages; the one before, if it has none."""
+        """The earlier calls that this one follows by its messages; without messages, the previous call."""
         if not call.messages:
             return [number - 1] if number else []
         found = []
@@ -311,7 +311,7 @@ class _TraceCheck:
         if last in self._model.stop_ids:
             yield last, False
             return
-        if last in self._model.tokenizer.control_ids:  # a stop id of the producer's own
+        if last in self._model.tokenizer.control_ids:  # a stop id of the trace's producer
             yield last, False
         yield None, False
         yield None, True
@@ -362,7 +362,7 @@ _CONTROL_TEXT = "text of a message became control ids, as if the template had wr
 
 @dataclass(slots=True)
 class _Made:
-    """The ids that bridgers made for one place."""
+    """The ids that bridgers produce for one place."""
 
     ids: list[tuple[int, ...]] = field(default_factory=list)
     refusal: str = ""
@@ -383,7 +383,7 @@ def _first_prompt(bridger: Bridger, messages: Sequence[Message], tools: _Tools) 
 
 
 def _tool_lists(call: TracedCall) -> list[_Tools]:
-    """The tools as the request has them, and as vLLM's server writes them for a template: its fields in its order."""
+    """The tools as in the request, and as vLLM's server passes them to a template, with its fields in its order."""
     given = [dict(tool) for tool in call.tools]
     served = [
         {"type": "function", "function": _as_served(tool["function"])} if "function" in tool else tool for tool in given
@@ -404,9 +404,9 @@ def _or_none(bridger: Bridger, make: Callable[[Bridger], tuple[int, ...]]) -> tu
 
 
 def _without_nulls(message: Mapping[str, Any]) -> Message:
-    """A message without fields that are null, as JSON dumps of clients have; templates may test whether they exist."""
+    """A message without null fields, which clients dump into JSON. Templates may test if a field exists."""
     shown = {name: value for name, value in message.items() if value is not None or name == "content"}
-    if "reasoning" in shown and "reasoning_content" not in shown:  # as newer servers name it
+    if "reasoning" in shown and "reasoning_content" not in shown:  # the name in newer servers
         shown["reasoning_content"] = shown.pop("reasoning")
     return cast("Message", shown)  # `as_messages` checks it
 
@@ -426,7 +426,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _ends_with(message: Message, reply: Mapping[str, Any] | None) -> bool:
-    """True if a message of the history is a reply, or continues and so ends with it; or the reply is not known."""
+    """True if a message of the history is the reply, or continues and ends with it, or if the reply is unknown."""
     if reply is None or _same(message, reply):
         return True
     try:

@@ -32,7 +32,7 @@ class Trace:
     """The engine calls of one episode, or of one agent of it."""
 
     where: str
-    """Its place in the file, such as "line 3"; "" for the only one."""
+    """Its place in the file, such as "line 3"; "" if it is the only trace."""
     form: str
     """Its format: "openenv", "verifiers" or "rows"."""
     calls: Sequence[TracedCall]
@@ -101,7 +101,7 @@ def _required(path: Path, where: str, text: bytes) -> Any:
 
 def _traces(where: str, record: Any, vocabulary: int | None) -> Iterator[Trace]:
     inner = record.get("trace") if isinstance(record, Mapping) else None
-    record = inner if isinstance(inner, Mapping) else record  # of `deltarunner export --format openenv`
+    record = inner if isinstance(inner, Mapping) else record  # written by `deltarunner export --format openenv`
     if not isinstance(record, Mapping):
         raise BadBatch(f"{record!r:.60} is not a trace. {_FORMATS}")
     if "turns" in record:

@@ -21,7 +21,7 @@ from runner.trainers.traced_call import TracedCall
 __all__ = ["ScoreFinding", "ScoreReport", "score_trace"]
 
 DEFAULT_TOLERANCE_NATS: Final = 0.5
-"""Allowed difference of an id: an engine in bfloat16 and one in float32 differed by 0.34 at most (10,918 ids)."""
+"""Allowed difference of an id. An engine in bfloat16 and one in float32 differed by at most 0.34 (10,918 ids)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ async def score_trace(
 
 
 def _unscorable(call: TracedCall) -> str:
-    """Return the reason why a call has nothing to compare; empty if it has."""
+    """Return the reason why a call cannot be compared; empty if it can."""
     if not call.logprobs:
         return "no log-probabilities"
     if not call.prompt_ids:
@@ -134,7 +134,7 @@ def _sampling_of(call: TracedCall) -> Sampling | None:
 
 
 def _conversations(calls: Sequence[TracedCall], numbers: Sequence[int]) -> list[list[int]]:
-    """Group calls so that the ids of each are the begin of the next one's prompt."""
+    """Group calls in which the ids of each are a prefix of the next call's prompt."""
     groups: list[list[int]] = []
     for number in numbers:
         before = calls[groups[-1][-1]].ids if groups else ()
@@ -148,7 +148,7 @@ def _conversations(calls: Sequence[TracedCall], numbers: Sequence[int]) -> list[
 async def _scored(
     engine: Engine, numbers: Sequence[int], calls: Sequence[TracedCall], sampling: Sampling | None
 ) -> dict[int, list[float] | str]:
-    """Return the scores of calls whose ids are those of the last one's begin, or the reason why there are none."""
+    """Return the scores of calls whose ids are all a prefix of the last call's, or the reason why there are none."""
     start = len(calls[numbers[0]].prompt_ids)
     try:
         scores = await engine.score(calls[numbers[-1]].ids, start=start, sampling=sampling)

@@ -38,7 +38,7 @@ class TracedCall:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the request set."""
     ignores_stops: bool = False
-    """True if the request had `ignore_eos`, so that sampled ids may stand after a stop id."""
+    """True if the request had `ignore_eos`, so that there may be sampled ids after a stop id."""
 
     @property
     def ids(self) -> tuple[int, ...]:
