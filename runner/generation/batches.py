@@ -194,7 +194,7 @@ class Generation:
         *,
         seed: int | None = None,
     ) -> BatchResults[GenerationOutputSpec]:
-        """The same, each row as it finishes: `BatchResults` yields (index, result) pairs.
+        """The same as `generate`, each row as it finishes: `BatchResults` yields (index, result) pairs.
 
         Raises:
             BadBatch, BadControl: as above, before the iteration.
@@ -228,7 +228,7 @@ class Generation:
         *,
         seed: int | None = None,
     ) -> BatchResults[TextOutputSpec]:
-        """The same, each text as it finishes."""
+        """The same as `generate_text`, each text as it finishes."""
         self._require_ready()
         return self._results(TextBatch.read(batch, self.engine.tokenizer), greedy=greedy, seed=seed)
 

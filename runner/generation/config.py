@@ -59,7 +59,7 @@ class GenerationConfig(TypedDict, total=False):
     bad_words: list[str] | None
     """Words that are not sampled, as `Sampling.bad_words`; default None."""
     colocated: ColocationConfig
-    """True if `finish_generation` puts the engine to sleep; default not."""
+    """Sharing of accelerators with the trainer, in which `finish_generation` puts the engine to sleep; default not."""
     adapter: str | None
     """The name of a LoRA adapter of the engine; default None. This key is ours, not NeMo RL's."""
     seed: int | None
@@ -67,7 +67,7 @@ class GenerationConfig(TypedDict, total=False):
     vllm_cfg: Mapping[str, Any]
     """Its `max_model_len` limits prompt and row together, if that is less than the engine's context."""
     _pad_token_id: int
-    """The id that rows are padded with, before and after; default 0."""
+    """The id of padding, in inputs and outputs; default 0."""
 
 
 class GenerationDatumSpec(TypedDict):
@@ -132,7 +132,7 @@ class GenerationSettings:
     stop_token_ids: tuple[int, ...]
     """The ids that end a row besides the model's own."""
     pad_id: int
-    """The id that fills rows up."""
+    """The id of the padding."""
     context: int | None
     """Maximum number of ids of a prompt and its row together; None leaves it to the engine."""
     colocated: bool
@@ -212,7 +212,7 @@ _NOT_READ = {
     "vllm_kwargs",
     "worker_extension_cls_fqn",
 }
-"""Keys of NeMo RL about things not done here: starting workers, moving weights, sampling its validation."""
+"""Keys of NeMo RL that have no meaning here: for starting workers, moving weights, and sampling its validation."""
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -262,5 +262,5 @@ def _read(given: Mapping[str, Any], key: str) -> Any:
 def _checked(name: str, value: Any, kind: Any, fix: str) -> Any:
     try:
         return _adapter(kind).validate_python(value)
-    except ValidationError:  # its text is about pydantic, and not about the trainer's configuration
+    except ValidationError:  # the error's text is about pydantic, not about the trainer's configuration
         raise BadOption(f"{name} = {value!r:.80}: {fix}.") from None

@@ -34,7 +34,9 @@ ERROR_CHARS: Final = 2000
 """Characters of a client's output in an error message."""
 
 NO_FILES_FOLDER: Final = "/proc"
-"""Folder in which the client runs. podman leaves a monitor there, which writes a file `oom` if memory is used up."""
+"""Folder in which the client runs. podman leaves a monitor there, which tries to write a file `oom` if memory is used
+up.
+"""
 
 CHUNK_BYTES: Final = 64 * 1024
 """Bytes that are read at once."""
@@ -55,21 +57,21 @@ _KEPT: Final = (
 _KEPT_BEGINNINGS: Final = ("XDG_", "DOCKER_", "CONTAINER", "BUILDAH_", "STORAGE_", "PODMAN_", "_CONTAINERS_")
 
 _CLIENT_BEGINNINGS: Final = (*_KEPT_BEGINNINGS, "LD_", "GO", "SSL_")
-"""Beginnings of variables that change what the client or its runtime does."""
+"""Beginnings of the names of variables that change the behaviour of the client or its runtime."""
 
 _limiter: RunVar[anyio.CapacityLimiter] = RunVar("sandbox_calls")
 
 
 def client_environ() -> dict[str, str]:
-    """Return the variables of this process that the client needs; not the secrets."""
+    """Return the variables of this process that the client needs, without secrets."""
     return {k: v for k, v in os.environ.items() if k in _KEPT or k.startswith(_KEPT_BEGINNINGS)}
 
 
 def variable_flags(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the options that set variables of a container, and the variables for the client itself.
+    """Return the options that set variables of a container, and the variables of the client itself.
 
-    The values are not in the command line, which every process of the machine can read. Variables that the client
-    reads itself, such as PATH and LD_PRELOAD, are the exception: they must not change the client.
+    The values are not in the command line, which every process of the machine can read. Variables that the client reads
+    itself, such as PATH and LD_PRELOAD, are the exception: they must not change the client.
     """
     passed = {k: v for k, v in variables.items() if k not in _KEPT and not k.startswith(_CLIENT_BEGINNINGS)}
     return [f"--env={key}" if key in passed else f"--env={key}={value}" for key, value in variables.items()], passed
@@ -87,7 +89,7 @@ def file_error(result: CallResult, path: str, what: str) -> OSError:
     Args:
         result: the call.
         path: the file or folder.
-        what: what failed, as "cannot be read in the sandbox".
+        what: the failure, such as "cannot be read in the sandbox".
     """
     words = result.error.lower()
     if "permission denied" in words:
@@ -98,7 +100,7 @@ def file_error(result: CallResult, path: str, what: str) -> OSError:
 
 
 class Output:
-    """The first and the last half of an output.
+    """An output of which the beginning and the end are kept, half of the limit each.
 
     Args:
         most_bytes: bytes that are kept.
@@ -147,7 +149,7 @@ class Output:
         return bytes(self._head)
 
     def content(self) -> bytes:
-        """Return the bytes that are kept, with a note in place of the others."""
+        """Return the kept bytes, with a note in place of the dropped ones."""
         tail = b"".join(self._tail)[-self._tail_bytes :] if self._tail_bytes else b""
         dropped = self.dropped_bytes
         note = b"\n[%d bytes left out]\n" % dropped if dropped else b""
@@ -155,7 +157,7 @@ class Output:
 
 
 class _FileOutput(Output):
-    """An output that a file receives, up to a size.
+    """An output that is written to a file, up to a size.
 
     Raises:
         OSError: there is more, or no space.
@@ -206,7 +208,7 @@ class ContainerClient:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        # Absolute, since it is not run in the current folder.
+        # An absolute path, since the client does not run in the current folder.
         self.argv = tuple(
             os.path.abspath(each) if not place and "/" in each else each for place, each in enumerate(argv)
         )
@@ -223,7 +225,7 @@ class ContainerClient:
         env: Mapping[str, str] | None = None,
         while_runs: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> CallResult:
-        """Run a command of the client; its output is limited. Cancelled, the client is ended.
+        """Run a command of the client, with limited output. A cancellation ends the client.
 
         Args:
             arguments: the command and its arguments.
@@ -280,7 +282,7 @@ class ContainerClient:
                 assert stream is not None
                 readers.start_soon(output.read, stream)
             await child_ended(process.pid)
-            # A process that the client left may keep the outputs open for ever.
+            # A process that the client left may keep the outputs open without end.
             readers.cancel_scope.deadline = anyio.current_time() + DRAIN_SECONDS
         return process.wait()
 
@@ -288,7 +290,7 @@ class ContainerClient:
         """End the client if it runs, and close its streams."""
         with anyio.CancelScope(shield=True):
             if process.returncode is None:
-                # Not by methods of the process, which may reap it, and so free its process id.
+                # Not by methods of the process object, which may reap it and so free its process id.
                 os.kill(process.pid, signal.SIGTERM)
                 with anyio.move_on_after(CLIENT_END_SECONDS):
                     await child_ended(process.pid)

@@ -30,34 +30,34 @@ MAX_OUTPUT_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of stdout and stderr together; a command that writes more is ended."""
 
 KILL_SECONDS: Final = 10.0
-"""Time to end the processes of a command from inside; after it, the container is restarted."""
+"""Time to end the processes of a command from inside. After that, the container is restarted."""
 
 START_SECONDS: Final = 60.0
-"""Longest time until a command has begun; after it the time limit of the command counts."""
+"""Longest time until a command has begun. The time limit of the command counts from its beginning."""
 
 NOT_STARTED_CODE: Final = 126
-"""Exit code of a command that no process can be started with, as of a shell."""
+"""Exit code of a command for which no process can be started, as of a shell."""
 
 UNSURE_CODES: Final = (125, 126, 127, 137, 255)
-"""Exit codes of the client that may also stand for a container that is gone."""
+"""Exit codes of the client that may also mean that the container is gone."""
 
 PROCESS_VARIABLE: Final = "DELTARUNNER_EXEC"
-"""Variable that identifies the processes of a command, also those that left its session."""
+"""Variable that identifies the processes of a command, even those that left its session."""
 
 FIRST_LINE_BYTES: Final = 16
-"""Longest first line of the errors, which is the process id of the command."""
+"""Longest first line of the error output, which is the process id of the command."""
 
 _COMMAND: Final = 'echo $$ >&2; exec "$@"'
-"""The shell that becomes the command. It leads a session, so its id is that of the session."""
+"""A shell that becomes the command. The shell leads a session, so its process id is the session's."""
 
 _OTHER_CAUSES: Final = (
     *("not found", "no such", "unable to find user", "permission denied", "a directory", "levels of symbolic links"),
 )
-"""Parts of the client's message where a command cannot be started for another reason than too many processes."""
+"""Parts of the client's message if a command cannot be started for a reason other than too many processes."""
 
 _STATE: Final = "{{.State.Status}} {{.State.OOMKilled}}"
 
-# Only builtins of sh, and `tr`. Rounds, because a process that was not seen yet may have started another one.
+# Uses only builtins of sh, and `tr`. It runs in rounds, since an undetected process may have started another one.
 _KILL: Final = """
 session=$1 mark=$2 rounds=0
 while [ $rounds -lt 40 ]; do
@@ -94,7 +94,7 @@ class ContainerSandbox:
         self._workdir: str | None = None
         self._owner: tuple[int, int] | None = None
         self._damage = ""
-        """The reason that no command can run after a restart; empty if they can."""
+        """The reason why no command can run after a restart; empty if commands can run."""
 
     # --- commands
 
@@ -112,7 +112,7 @@ class ContainerSandbox:
         """Run a command, as in `Sandbox.exec`."""
         if isinstance(argv, str | bytes) or not argv or not all(isinstance(each, str) for each in argv):
             raise BadOption(f"exec({argv!r:.80}): give a list of strings, such as ['sh', '-c', 'ls'].")
-        if bool(self._damage):  # without `bool`, mypy would not expect it to change below
+        if bool(self._damage):  # without `bool`, mypy would assume that it cannot change below
             return Executed(NOT_STARTED_CODE, "", f"{self._damage}\n", 0.0)
         command = _Command(self._client, self.name, argv, dict(env or {}), user, cwd, output_bytes)
         given = input.encode() if isinstance(input, str) else input
@@ -136,7 +136,7 @@ class ContainerSandbox:
         return executed
 
     async def _end_inside(self, session: str, mark: str) -> None:
-        """End the processes of a command; restart the container if that is not possible from inside."""
+        """End the processes of a command. If that is not possible from inside, restart the container."""
         arguments = ["exec", "--user", "0", self.name, "sh", "-c", _KILL, "sh", session or "none", mark]
         result = await self._client.call(*arguments, seconds=KILL_SECONDS)
         if not result.ok:
@@ -147,12 +147,12 @@ class ContainerSandbox:
         """End all processes, as in `Sandbox.restart`."""
         result = await self._client.call("restart", "-t", "0", self.name)
         if not result.ok or (await self._status())[0] != "running":
-            # Its first process is the shell of the image, which may have been replaced inside.
+            # The first process of the container is the shell of the image, which may have been replaced inside.
             await self.restore()
 
     async def restore(self) -> None:
         """End all processes and put back the programs of the image, as in `Sandbox.restore`."""
-        # Stopped first, so that no process can undo it, and started with the shell of the image.
+        # The container is stopped first, so that no process can undo the change, and started with the image's shell.
         stopped = await self._client.call("stop", "-t", "0", self.name)
         if not stopped.ok:
             await self._check_running()
@@ -201,7 +201,7 @@ class ContainerSandbox:
         """Return the content of a file, as in `Sandbox.read`."""
         where = await self._absolute(path)
         follow = ["-L"] if self._client.is_docker else []
-        # One more block than the header and the largest file need shows that a file is larger.
+        # One block more than the header and the largest allowed file, to detect that a file is larger.
         result = await self._client.call("cp", *follow, f"{self.name}:{where}", "-", most_bytes=2 * (most_bytes + 4096))
         if not result.ok:
             await self._check_running()
@@ -282,7 +282,7 @@ class ContainerSandbox:
 
 
 class _Command:
-    """A command in a container, while it runs and after it."""
+    """A command in a container, during its run and after it."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class _Command:
             self._too_much.set()
 
     async def run(self, seconds: float | None, input: bytes | None, end_inside: Any) -> SandboxEnd:
-        """Run it to its end or to a limit. `end_inside(session, mark)` ends its processes."""
+        """Run the command to its end or to a limit. `end_inside(session, mark)` ends its processes."""
         self._begin()
         began = loop_time()
         with tempfile.TemporaryFile() if input is not None else nullcontext() as file:
@@ -342,7 +342,7 @@ class _Command:
             with anyio.CancelScope(shield=True):
                 if not is_over:
                     await end_inside(self._session, self._mark)
-                    with anyio.move_on_after(1.0):  # what it wrote until then
+                    with anyio.move_on_after(1.0):  # read the output so far
                         await self._client.finish(process, self._stdout, self._stderr)
                 await self._client.end(process)
             self._seconds = loop_time() - began
@@ -351,7 +351,7 @@ class _Command:
         return "output" if self._too_much.is_set() else "time"
 
     async def _limit_seconds(self, scope: anyio.CancelScope, seconds: float | None) -> None:
-        # A busy machine needs seconds to start a command, which do not count.
+        # A busy machine needs seconds to start a command, which do not count as its time.
         with anyio.move_on_after(START_SECONDS):
             await self._started.wait()
         if seconds is not None:

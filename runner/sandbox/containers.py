@@ -1,4 +1,4 @@
-"""The provider of sandboxes by podman or docker: finds the engine, makes containers, and removes them."""
+"""The provider of sandboxes by podman or docker: finds the engine, creates containers, and removes them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ENGINE_VARIABLE: Final = "DELTARUNNER_CONTAINERS"
 """Variable with the command of the container engine."""
 
 MIN_FREE_BYTES: Final = 1024**3
-"""Minimum free space on the disk of the containers; below it none is made."""
+"""Minimum free space on the disk of the containers. Below it, no container is created."""
 
 IGNORED_LIMITS: Final = "resource limits are not supported"
 """Part of podman's warning that it ignores limits."""
 
-# SIGCHLD is ignored where `env` can do that, so that the kernel removes processes whose parents have ended. It never
-# starts another process, and ignores every signal from inside that can be ignored.
+# SIGCHLD is ignored where `env` supports that, so that the kernel removes processes whose parents have ended. This
+# process never starts another one, and ignores all signals from inside that can be ignored.
 _FIRST_PROCESS: Final = """
 trap "" HUP INT TERM USR1 USR2
 if env --ignore-signal=CHLD true 2>/dev/null; then exec env --ignore-signal=CHLD sleep 2147483647; fi
@@ -68,7 +68,7 @@ class Containers:
             return
 
     async def _image(self, client: ContainerClient, options: SandboxOptions) -> str:
-        # Neither the wait for another build nor a build counts against the episode.
+        # Neither waiting for another build nor a build counts as time of the episode.
         with Waiting():
             image, seconds = str(options.image), options.build_seconds
             return await find_image(client, image, options.folder, seconds=seconds, while_runs=self._watcher.ending)
@@ -83,7 +83,7 @@ class Containers:
         container = ContainerSandbox(client, name)
         with self._watcher.watching():
             try:
-                # Not cancelled, because a client that is killed may leave a container that appears later.
+                # Not cancelled, since a killed client may leave a container that appears later.
                 with anyio.CancelScope(shield=True):
                     await _create(client, name, image, options)
                 yield container
@@ -91,7 +91,7 @@ class Containers:
                 await remove_container(client, name)
 
     async def check(self) -> None:
-        """Find the engine. The first call also removes the containers that killed processes left.
+        """Find the engine. The first call also removes leftover containers of killed processes.
 
         Raises:
             SandboxUnavailable: no engine works.
@@ -157,11 +157,11 @@ async def _create(client: ContainerClient, name: str, image: str, options: Sandb
         "--workdir": options.workdir,
     }
     flags = [f"{flag}={value}" for flag, value in limits.items() if value is not None]
-    # By name, because the default of an engine's settings may be the network of this machine, with its loopback.
+    # By name, since the default network in the engine's settings may be this machine's own, with its loopback.
     internet = "bridge" if client.is_docker else "private"
     flags.append(f"--network={'none' if options.network == 'none' else internet}")
     flags += [f"--storage-opt=size={options.disk_mb}m"] if options.disk_mb is not None else []
-    # podman copies proxy variables of its own, with their passwords, into containers.
+    # Otherwise podman copies proxy variables, with their passwords, into containers.
     flags += [] if client.is_docker else ["--http-proxy=false"]
     flags += [f"--tmpfs={path}:rw,exec,size={size},mode=1777" for path, size in options.tmpfs.items()]
     variables, passed = variable_flags(options.env)

@@ -34,7 +34,7 @@ async def find_image(
 ) -> str:
     """Return the name of an image that exists on this machine.
 
-    An image is built or pulled if it is missing, by one caller at a time, also among several processes.
+    A missing image is built or pulled, by one caller at a time, even among several processes.
 
     Args:
         client: the client of podman or docker.
@@ -54,7 +54,7 @@ async def find_image(
         return image
     if not (folder / "Dockerfile").is_file():
         raise SandboxFailed(f"image folder {str(folder)!r}: it has no Dockerfile; give a folder with one.")
-    # Both engines find a local image by this name, and neither looks for it in a registry.
+    # Both engines find a local image by this name, and do not search a registry for it.
     tag = f"localhost/deltarunner:{await anyio.to_thread.run_sync(_hash_of, folder)}"
     async with _locked(tag):
         if not await _exists(client, tag):
@@ -88,7 +88,7 @@ async def _build(client: ContainerClient, folder: Path, tag: str, seconds: float
 
 @asynccontextmanager
 async def _locked(image: str) -> AsyncIterator[None]:
-    """A block that one task of all processes of this user is in."""
+    """A block that only one task of all processes of this user can be in."""
     name = hashlib.sha256(image.encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"deltarunner-image-{os.getuid()}-{name}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -32,8 +32,8 @@ REMOVALS_COUNT: Final = 2
 OWNER_LABEL: Final = "deltarunner.owner"
 """Label of a container: the process that it belongs to."""
 
-# Lines that begin with + and - are process ids of clients that build an image, each the leader of a session. Ten
-# times: a client that was creating a container when its process was killed still finishes that.
+# Lines that begin with + and - are process ids of clients that build an image, each the leader of a session. Removal is
+# tried ten times, since a client that was creating a container when its process was killed still completes that.
 _WATCH: Final = """
 clients=
 while read -r line; do
@@ -69,7 +69,7 @@ def own_label() -> str:
 
 
 def _machine() -> str:
-    """An id of this machine that stays after a restart."""
+    """An id of this machine that does not change at a restart."""
     try:
         return Path("/etc/machine-id").read_text().strip() or platform.node()
     except OSError:
@@ -95,7 +95,7 @@ def _start_time(pid: int) -> str:
 def _is_dead(owner: str) -> bool:
     """True if the process of a label has ended.
 
-    One on another machine, which shares the container engine, or in another process-id namespace counts as living.
+    A process on another machine that shares the container engine, or in another process-id namespace, counts as living.
     """
     parts = owner.split(":")
     if len(parts) != 5 or not parts[3].isdigit():
@@ -122,7 +122,7 @@ async def remove_leftovers(client: ContainerClient) -> list[str]:
 
 
 async def remove_container(client: ContainerClient, name: str) -> None:
-    """Remove a container of this process. It is tried twice; a failure is logged, since the play has ended."""
+    """Remove a container of this process. A second attempt follows a failure; a second failure is only logged."""
     with anyio.CancelScope(shield=True):
         for _ in range(REMOVALS_COUNT):
             removed = await client.call("rm", *remove_flags(client), name)
@@ -152,7 +152,7 @@ class Watcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A block during which it lives."""
+        """A block during which the watcher lives."""
         with self._lock:
             self._used_count += 1
             if self._process is None or self._process.poll() is not None:
@@ -167,7 +167,7 @@ class Watcher:
 
     @contextmanager
     def ending(self, pid: int) -> Iterator[None]:
-        """A block during which it also ends this client, with all processes of its session."""
+        """A block during which the watcher also ends this client, with all processes of its session."""
         with self.watching():
             self._tell(f"+{pid}")
             try:

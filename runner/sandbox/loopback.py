@@ -20,7 +20,9 @@ MAX_BACKLOG: Final = 128
 
 
 def listen_inside(pid: int, port: int) -> socket.socket:
-    """Return a socket that listens at 127.0.0.1:`port` in the network namespace of a process. It blocks shortly.
+    """Return a socket that listens at 127.0.0.1:`port` in the network namespace of a process.
+
+    The call blocks for a short time.
 
     Raises:
         SandboxFailed: the namespace cannot be entered, or the port is taken there.
@@ -36,7 +38,7 @@ def listen_inside(pid: int, port: int) -> socket.socket:
         except OSError as error:
             found.append(error)
 
-    # A thread of its own: only this thread enters the namespace, and it ends afterwards.
+    # In a separate thread: only this thread enters the namespace, and it ends afterwards.
     thread = threading.Thread(target=enter_and_listen, daemon=True)
     thread.start()
     thread.join()

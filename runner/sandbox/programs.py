@@ -1,4 +1,4 @@
-"""Puts the programs of an image back into a container, from outside: nothing runs in the container for it."""
+"""Restores the programs of an image in a container from outside, without running anything in the container."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.sandbox.leftovers import own_label, remove_container
 __all__ = ["restore_programs"]
 
 DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""The folders of programs of an image that names none."""
+"""Default folders of programs, for an image that names none."""
 
 PRELOADED: Final = "/etc/ld.so.preload"
 """The list of libraries that each program loads first."""
@@ -53,7 +53,7 @@ async def restore_programs(client: ContainerClient, name: str) -> None:
     if not listed.ok:
         raise SandboxFailed(f"the changes of sandbox {name} cannot be listed: {listed.error}")
     lines = [(line[:1], line[2:]) for line in listed.text.splitlines() if line[:2] in ("A ", "C ", "D ")]
-    # The parents of each changed path are listed too. One without listed paths below it was itself replaced.
+    # The parents of each changed path are listed too. A parent without listed paths below it was itself replaced.
     parents = {str(parent) for _, path in lines for parent in PurePosixPath(path).parents}
     changed = [(kind, path) for kind, path in lines if path not in parents]
     folders = _changed_folders(changed, folders)
@@ -145,7 +145,7 @@ def _pack(found: Mapping[str, IO[bytes]], changed: Sequence[tuple[str, str]], fi
                     moved.linkname = f"{folder[1:]}/{member.linkname.removeprefix('./')}"
                 archive.addfile(moved, content)
         for _, path in changed:
-            # A program that was added in an earlier folder is found in place of that of the image.
+            # A program added to an earlier folder would be found instead of the image's program.
             folder, name = posixpath.split(path)
             later = [each for each in places.get(name, ()) if folder in found and _is_before(folder, each, found)]
             if later and folder not in places[name]:

@@ -30,14 +30,17 @@ _NETWORKS: Final = ("none", "internet")
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """A command that has ended in a sandbox. As text it is the output, with a note if the command did not succeed."""
+    """A command that has ended in a sandbox.
+
+    Converted to text, it is the output, with a note if the command did not succeed.
+    """
 
     code: int
     """Exit code; 137 if it was killed, for its memory or at a limit; 127 if it does not exist."""
     stdout: str
     """Its output; the middle is left out if it is longer than `output_bytes`."""
     stderr: str
-    """Its errors, likewise."""
+    """Its errors, shortened in the same way."""
     seconds: float
     """Duration."""
     ended_by: SandboxEnd = "exit"
@@ -64,7 +67,7 @@ class Executed:
 class Sandbox(Protocol):
     """A computer of its own for one episode. It is removed at the end of the episode.
 
-    What the model does in it is not an error: a command that fails, hangs, or floods its output returns an `Executed`.
+    Actions of the model are not errors: a command that fails, hangs, or floods its output returns an `Executed`.
     `SandboxGone` is raised if the sandbox was removed from outside.
     """
 
@@ -188,7 +191,7 @@ class SandboxOptions:
     tmpfs: Mapping[str, str] = field(default_factory=dict)
     """Sizes of folders in memory, by path: `{"/work": "64m"}`; a full one refuses further bytes."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of all commands."""
+    """Sizes of folders in memory, by path: `{"/work": "64m"}`. A full folder refuses further bytes."""
     workdir: str | None = None
     """The working folder; that of the image by default."""
     user: str | None = None

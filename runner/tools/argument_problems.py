@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["schema_problems", "typed_problems"]
 
-# Expected values by pydantic's error type, in words for a model. Other types keep pydantic's message.
+# Expected values by pydantic's error type, in words for a model. For other types, pydantic's message is used.
 _EXPECTED = {
     **dict.fromkeys(("int_type", "int_from_float"), "an integer"),
     "float_type": "a number",

@@ -65,7 +65,7 @@ def _translated(text: str, *, inside: bool) -> str:
     if text in _SETS:
         return _SETS[text] if inside else f"[{_SETS[text]}]"
     if inside:
-        return f"\\{text}" if text in "[&~|" else text  # two of the latter are an operator in a future Python
+        return f"\\{text}" if text in "[&~|" else text  # two of the latter may become an operator in a future Python
     return _OUTSIDE.get(text, text)
 
 
@@ -73,8 +73,8 @@ def matches(pattern: re.Pattern[str], text: str) -> bool:
     r"""Return whether a pattern is found in a text that a model wrote.
 
     Python's `re` tries every way to match: `^(a+)+$` takes hours for forty letters, and blocks the event loop of all
-    episodes. So the pattern is matched by Rust's `regex`, which pydantic has, in time linear in the text. What it lacks
-    (look-around, back references, `\b`, flags) is left to `re`.
+    episodes. So the pattern is matched by Rust's `regex`, which pydantic contains, in linear time. Patterns with
+    features that it lacks (look-around, back references, `\b`, flags) use `re`.
     """
     linear = _linear(pattern)
     if linear is None or not _is_unicode(text):
@@ -96,7 +96,7 @@ def _linear(pattern: re.Pattern[str]) -> SchemaValidator | None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which Rust cannot hold."""
+    """Return whether a text has no unpaired surrogate, which Rust cannot store."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -105,7 +105,7 @@ def _is_unicode(text: str) -> bool:
 
 
 class _NotInRust(Exception):
-    """Rust's `regex` lacks a part of a pattern, or means something else by it."""
+    """Rust's `regex` lacks a part of a pattern, or has another meaning for it."""
 
 
 def _in_rust(parsed: Sequence[Any]) -> str:
@@ -154,5 +154,5 @@ def _code(code: int) -> str:
 
 
 _PLACES: Final = {"AT_BEGINNING": r"\A", "AT_BEGINNING_STRING": r"\A", "AT_END_STRING": r"\z"}
-# White space of Python has four control characters more than that of Rust.
+# In Python, white space includes four control characters more than in Rust.
 _CLASSES: Final = {"CATEGORY_SPACE": r"\s\x1c-\x1f", "CATEGORY_NOT_SPACE": r"[^\s\x1c-\x1f]"}

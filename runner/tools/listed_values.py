@@ -13,7 +13,7 @@ __all__ = ["Contradiction", "without_contradictions"]
 
 
 class Contradiction(NamedTuple):
-    """A keyword whose values are all forbidden by the type beside it, or that lists none."""
+    """A keyword whose values the type beside it forbids, or that lists no values."""
 
     keyword: str
     why: str
@@ -47,7 +47,10 @@ def _types(schema: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _contradict(values: Sequence[Any], types: Sequence[str]) -> bool:
-    """Return whether no value has one of the types, or only null has, beside other values and types."""
+    """Return True if no value has one of the types.
+
+    A null among other values does not count, unless it is the only type.
+    """
     fitting = [each for each in values if any(_is_of(each, name) for name in types)]
     if any(each is not None for each in fitting):
         return False
@@ -80,7 +83,7 @@ def _read_by_type(
 
 
 def _converted(value: Any, types: Sequence[str]) -> Iterator[Any]:
-    """Yield the value as the first of the types that it can be written as; nothing if there is none."""
+    """Yield the value in the first of the types in which it can be written; nothing if there is none."""
     for name in types:
         if name == "string" and isinstance(value, int | float):
             yield json.dumps(value)

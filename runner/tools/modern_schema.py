@@ -42,7 +42,7 @@ class ModernSchema:
 
 
 def modern(schema: Any) -> ModernSchema:
-    """Convert a schema to dialect 2020-12; invalid keywords are noted and never raise."""
+    """Convert a schema to dialect 2020-12. Invalid keywords are noted, and raise no error."""
     return _modern_text(json.dumps(schema, default=str))
 
 
@@ -52,7 +52,7 @@ def _modern_text(text: str) -> ModernSchema:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Return the schema without what breaks chat templates: keywords that are null, and properties that are a boolean.
+    """Return the schema without parts that break chat templates: keywords that are null, and boolean properties.
 
     Values that are null are kept. A boolean schema becomes the object with the same meaning.
     """
@@ -76,7 +76,7 @@ def _as_object(schema: Any) -> Any:
 
 
 def as_shown(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments for a model: as given, without parts that no template can render."""
+    """Return the schema of a tool's arguments for a model: unchanged, except for parts that no template can render."""
     shown: dict[str, Any] = without_nulls(parameters)
     properties = shown.get("properties")
     if isinstance(properties, Mapping):
@@ -125,7 +125,7 @@ class _SchemaConverter:
     """Names of referenced schemas, by identity."""
     _defs: dict[str, Any] = field(default_factory=dict)
     _is_condition: bool = False
-    """True inside of `not` and `if`, where a schema that nothing fits has a meaning."""
+    """True inside `not` and `if`, where an unsatisfiable schema has a meaning."""
 
     def result(self) -> ModernSchema:
         self._resources[""] = self.root
@@ -274,7 +274,7 @@ class _SchemaConverter:
         return made
 
     def _required_properties(self, schema: Mapping[str, Any], path: str, made: dict[str, Any]) -> None:
-        """Add properties that are marked as required themselves, as in draft 3."""
+        """Add properties that mark themselves as required, as in draft 3."""
         properties = schema.get("properties")
         if isinstance(properties, dict):
             named = [
@@ -347,7 +347,7 @@ class _SchemaConverter:
     def _required(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if isinstance(given, bool):
-            return  # draft 3: it applies to the enclosing object
+            return  # draft 3: the keyword applies to the enclosing object
         names = [each for each in given if isinstance(each, str)] if isinstance(given, list) else []
         if not isinstance(given, list) or len(names) < len(given):
             self._note(path, key, f"{given!r:.60} is not a list of names")
@@ -357,7 +357,7 @@ class _SchemaConverter:
     def _bound(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if isinstance(given, bool):
-            return  # draft 4: it applies to the bound beside it
+            return  # draft 4: the keyword applies to the bound beside it
         if not isinstance(given, int | float):
             self._note(path, key, f"{given!r:.60} is not a number")
             return

@@ -132,7 +132,7 @@ def _media(block: Any) -> str:
 
 
 def _says(content: Sequence[Any], structured: Any) -> bool:
-    """Return whether the text equals the structured content; servers wrap values other than objects as `result`."""
+    """Return whether the text equals the structured content. Servers wrap values other than objects as `result`."""
     said = list(_values(content))
     wrapped = [structured["result"]] if isinstance(structured, Mapping) and list(structured) == ["result"] else []
     return any(said in ([each], each) for each in (structured, *wrapped))

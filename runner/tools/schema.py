@@ -39,7 +39,7 @@ JsonSchema: TypeAlias = dict[str, Any]
 """A JSON schema as a JSON object."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
-"""Arguments of a model -> arguments for the call, or the problems with them, one clause each."""
+"""Function from a model's arguments to the arguments of the call, or to a list of problems, one clause each."""
 
 _WHOSE = " (inside another type that of typing_extensions, below Python 3.12)" if IS_NEEDED else ""
 
@@ -111,10 +111,10 @@ def explicit_schema(
     if not description:
         raise BadEnvironment(f"{where}: give it a description= for the model.")
     kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
-    # An argument that the function does not take is an error of the model, which gets a message.
+    # An argument that the function does not take is an error of the model, which receives a message.
     parameters = as_shown(parameters)
     if not raw and inspect.Parameter.VAR_KEYWORD not in kinds:
-        # Every property that is required or mentioned anywhere in the schema is an argument too.
+        # Every property that is required or mentioned anywhere in the schema is also an argument.
         named: JsonSchema = {name: {} for shape in shapes_for(parameters).arguments() for name in shape.named}
         if "additionalProperties" not in parameters and not named.keys() <= parameters.get("properties", {}).keys():
             parameters = {**parameters, "properties": {**named, **parameters.get("properties", {})}}
@@ -146,7 +146,7 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
 
 
 def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
-    """Check that the function accepts these names; a parameter that is already bound may have the same name."""
+    """Check that the function accepts these names. A parameter that is already bound may have the same name."""
     function: Any = call
     given: tuple[Any, ...] = ()
     by_name: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: 
 
 
 def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any] | None) -> dict[str, Any]:
-    # The hints of a callable object are on its class, those of a decorated function below its decorators.
+    # The hints of a callable object are on its class, and those of a decorated function are below its decorators.
     target: Any = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else type(target).__call__
     try:
@@ -202,9 +202,9 @@ def _arguments_adapter(
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
-        adapter.json_schema()  # a type that pydantic can validate may have no JSON schema
+        adapter.json_schema()  # pydantic may be able to validate a type that has no JSON schema
     except _UNSUPPORTED:
-        # One by one, to name the parameter.
+        # Parameters are checked one by one, so that the error can name one.
         for parameter in parameters:
             _check_supported(hints[parameter.name], f"{where}, parameter {parameter.name!r}:")
         raise
@@ -270,7 +270,7 @@ def _parameters_schema(
             schema.setdefault("description", notes[parameter.name])
         if parameter.default is not parameter.empty:
             schema.update(_default(parameter.default))
-    # Without additionalProperties: validation refuses others, and it would cost tokens in every prompt.
+    # Without additionalProperties, since validation refuses others, and the keyword would use tokens in every prompt.
     ordered = {"type": "object", "properties": properties}
     return ordered | {key: generated[key] for key in ("required", "$defs") if key in generated}
 
@@ -279,7 +279,7 @@ def _default(value: Any) -> JsonSchema:
     try:
         return {"default": to_jsonable_python(value)}
     except PydanticSerializationError:
-        return {}  # a default without JSON form still applies when the argument is omitted
+        return {}  # a default without JSON form still applies if the argument is omitted
 
 
 def _returns_schema(hints: Mapping[str, Any]) -> JsonSchema | None:
@@ -288,7 +288,7 @@ def _returns_schema(hints: Mapping[str, Any]) -> JsonSchema | None:
     try:
         schema: JsonSchema = without_titles(TypeAdapter(hints["return"]).json_schema(mode="serialization"))
     except _UNSUPPORTED:
-        return None  # results become text anyway; the schema only describes them
+        return None  # results become text anyway; their schema only describes them
     return schema
 
 
@@ -318,8 +318,8 @@ def _check_by_type(adapter: TypeAdapter[dict[str, Any]]) -> Check:
             text = _FINITE_JSON.encode(raw)
         except ValueError:
             return [wording.not_finite()]
-        # Strict, since "3" for an int is a mistake that training should see and remove; only an int for a float passes,
-        # which is the same number. From JSON, since strict Python values would have to be tuples and enum members.
+        # Strict, since "3" for an int is a mistake that training should see and remove. Only an int for a float passes,
+        # since it is the same number. From JSON, since strict Python values would have to be tuples and enum members.
         try:
             return adapter.validate_json(text, strict=True)
         except ValidationError as error:

@@ -21,7 +21,7 @@ from runner.tools.value_shapes import KINDS, Conjunction, SchemaPart, ValueShape
 __all__ = ["MAX_LISTED", "SchemaShapes", "shapes_for", "shapes_of", "types_of"]
 
 MAX_SHAPES: Final = 64
-"""A keyword that would create more shapes than this is left to validation."""
+"""Larger numbers of shapes are not created; validation checks the keyword instead."""
 
 MAX_LISTED: Final = 256
 """Maximum number of values of an integer range that are listed and validated one by one."""
@@ -62,7 +62,7 @@ class SchemaShapes:
         self._types: dict[str, frozenset[str]] = {}
 
     def key(self, conjunction: Conjunction) -> tuple[str, ...]:
-        """Return a key that is equal for equal conjunctions; () if any value satisfies them."""
+        """Return a key that is equal for equal conjunctions; () if they allow any value."""
         texts = (f"{f'!{part.keyword} ' if part.negated else ''}{self._text(part.schema)}" for part in conjunction)
         return tuple(sorted({text for text in texts if text not in _TRIVIAL}))
 
@@ -79,7 +79,7 @@ class SchemaShapes:
         return tuple(shape for shape in self.of(self.whole) if shape.kind == "object")
 
     def why_uncallable(self) -> str | None:
-        """Return why no arguments of a tool satisfy the schema, as a clause; None if some do."""
+        """Return a clause with the reason why no arguments of a tool satisfy the schema; None if some do."""
         if self.arguments():
             return None
         objects = [shape for shape in self._every(self.whole) if shape.kind == "object"]
@@ -116,7 +116,7 @@ class SchemaShapes:
         if key not in self._satisfiable:
             found = any(self._can_be(each, above | {key}) for each in self._every(conjunction))
             if not found and above:
-                return False  # it may be satisfiable elsewhere
+                return False  # it may be satisfiable with other keywords
             self._satisfiable[key] = found
         return self._satisfiable[key]
 
@@ -206,7 +206,10 @@ class SchemaShapes:
         )
 
     def _product(self, one: Sequence[ValueShape], other: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
-        """Return the intersection of two sets of shapes; if it is too large, the first with the keyword unexpressed."""
+        """Return the intersection of two sets of shapes.
+
+        If it is too large, return the first with the keyword unexpressed.
+        """
         if other is ALL or one is ALL:
             return tuple(one if other is ALL else other)
         both = (a.both(b) for a in one for b in other)
@@ -292,7 +295,7 @@ class SchemaShapes:
         return self._unlike(without(shape, "oneOf") for choice in choices for shape in self._positive(choice))
 
     def _may_meet(self, one: ValueShape, other: ValueShape) -> bool:
-        """Return whether a value may have both shapes; False if a required member would need two values."""
+        """Return True if a value may have both shapes. A required member cannot have two values."""
         both = one.both(other)
         if both is None:
             return False
@@ -352,7 +355,7 @@ class SchemaShapes:
 
 
 def _named(shapes: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
-    """Return the shapes of a negation under the keyword that its author wrote, for what they do not express."""
+    """Return the shapes of a negation, with the author's keyword for the parts that they do not express."""
     return tuple(shapes) if keyword == "not" else tuple(_renamed(shape, keyword) for shape in shapes)
 
 

@@ -22,7 +22,7 @@ __all__ = ["Tool", "collect_tools", "is_tool_name", "tool", "with_call"]
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 _MARK = "__deltarunner_tool__"
-# Names with which calls can be written and read in the format of every template.
+# Characters of names that every template's format can write and read.
 _NAME = re.compile(r"""[^\s<>{}()\[\]"'`,=|\\]{1,128}""")
 
 
@@ -59,7 +59,7 @@ def tool(
         if not callable(given) and not isinstance(given, classmethod):
             raise BadEnvironment(f"@tool decorates a method, not {given!r:.40}; a name is given as @tool(name=...).")
         refuse_duplicate(function, "tool")
-        # Only recorded here: hints can be read when the class is complete, and may name nested classes.
+        # Only recorded here, since hints may name nested classes and can be read only when the class is complete.
         setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel, "strict": strict})
         return function
 
@@ -99,7 +99,7 @@ class Tool:
     parameters: JsonSchema
     """JSON schema of its arguments, of type object; later changes of it are not enforced."""
     parameters_text: str
-    """The same as text, the key under which turns with enforced calls find their grammar."""
+    """`parameters` as text, the key under which turns with enforced calls find their grammar."""
     returns: JsonSchema | None
     """JSON schema of its result; None if unknown."""
     seconds: float | None
@@ -196,8 +196,8 @@ class Tool:
 
 
 def with_call(tool: Tool, call: Callable[..., Any]) -> Tool:
-    """Return the tool with another function, which has the same parameters and is async if the first one is."""
-    made = Tool.__new__(Tool)  # a signature is read once per class, not per episode
+    """Return the tool with another function, which must have the same parameters and be async if this one is."""
+    made = Tool.__new__(Tool)  # a signature is read once per class, not once per episode
     for name in Tool.__slots__:
         setattr(made, name, getattr(tool, name))
     made.call = call
@@ -212,14 +212,14 @@ def collect_tools(cls: type) -> dict[str, Tool]:
     Raises:
         BadEnvironment: a signature cannot be shown to a model, or two tools have the same name.
     """
-    # A dict keeps each name at its first position: the order of tools is part of every prompt.
+    # A dict keeps each name at its first position, since the order of tools is a part of every prompt.
     attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _mark_of(value)}
     tools: dict[str, Tool] = {}
     for name, value in vars(cls).items():
         if isinstance(value, property) and _mark_of(value.fget):
             raise BadEnvironment(f"{cls.__name__}.{name} is a property: a tool must be callable: remove @property.")
     for attribute in attributes:
-        # Static, since a descriptor of the author would run.
+        # Read statically, since a descriptor of the author would run otherwise.
         definition = inspect.getattr_static(cls, attribute)
         if definition is None:
             continue
@@ -236,9 +236,9 @@ def collect_tools(cls: type) -> dict[str, Tool]:
 
 
 def _mark_of(definition: Any) -> dict[str, Any] | None:
-    """Return the options of `@tool`; on static and class methods they are on the inner function."""
+    """Return the options of `@tool`. On static and class methods they are on the inner function."""
     mark = getattr(definition, _MARK, None) or getattr(getattr(definition, "__func__", None), _MARK, None)
-    # Objects that have every attribute, such as mocks, have no such options.
+    # Mocks and similar objects have every attribute, but not such options.
     return mark if isinstance(mark, dict) else None
 
 

@@ -33,7 +33,7 @@ _SAME_EPISODE: Final = (
 _OF_ALL_AGENTS: Final = ("outcome", "limit_name", "limit_agent", "reason", "error", "metrics", "seed", "superseded")
 _DISAGREE: Final = " OR ".join(f"count(DISTINCT {column}) > 1" for column in _OF_ALL_AGENTS)
 
-# Each selects faulty episodes or tasks. In SQL, since a run may have more episodes than fit into memory.
+# Each query selects faulty episodes or tasks. SQL is used, since a run may have more episodes than fit into memory.
 _MISFITS: Final = (
     ("SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)", "segments of no episode"),
     ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "turns of no episode"),
@@ -101,7 +101,7 @@ def first_misfit(path: Path, header: Header) -> Difference | None:
     A run that is being written is checked as of one moment.
     """
     with storage_faults(path), closing(open_reader(path)) as connection:
-        connection.execute("BEGIN")  # every statement sees the file as it is at the first one
+        connection.execute("BEGIN")  # every statement reads the file in the state of the first one
         for statement, explanation in _MISFITS:
             row = connection.execute(f"{statement} LIMIT 1", {"group_size": header.group_size}).fetchone()
             if row is not None:
@@ -185,7 +185,7 @@ def first_message_mismatch(trajectory: Trajectory) -> Difference | None:
                     continue
                 compare.turn = turn.number
                 reply = ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
-                if not any(message == reply for message in said):  # each after the one before
+                if not any(message == reply for message in said):  # each reply is in a message after the previous reply
                     compare.differ(Kind.MESSAGE, "what it says is in no message", stored="", derived=str(reply))
             compare.turn = None
     except DifferenceFound as found:

@@ -16,7 +16,7 @@ CONTEXT_IDS = 12
 """Number of ids shown on each side of a difference."""
 
 CONTEXT_CHARS = 40
-"""The same in characters, for texts."""
+"""Number of characters shown on each side of a difference, for texts."""
 
 Ids: TypeAlias = Sequence[int]
 
@@ -61,26 +61,26 @@ class Difference:
     kind: Kind
     explanation: str
     episode: str = ""
-    """The id of the episode; "" if it is not in one."""
+    """The id of the episode; "" for a difference outside of an episode."""
     agent: str = ""
     attempt: int = 0
     segment: int | None = None
-    """The segment of the trajectory; None if it is not in one."""
+    """The segment of the trajectory; None for a difference outside of a segment."""
     turn: int | None = None
     """The turn, as in `Turn.number`, or None."""
     index: int | None = None
     """The first id that differs, as an index into the segment's ids, or None."""
     stored: str = ""
-    """The file's content around it, decoded."""
+    """The content of the file around the difference, decoded."""
     derived: str = ""
-    """The derived content, decoded."""
+    """The derived content around the difference, decoded."""
     stored_ids: tuple[int, ...] = ()
     """The ids of `stored`, if ids were compared."""
     derived_ids: tuple[int, ...] = ()
 
 
 class DifferenceFound(Exception):
-    """Ends the check of a trajectory: everything after a first difference may differ because of it."""
+    """Ends the check of a trajectory, since everything after a first difference may differ because of it."""
 
     def __init__(self, difference: Difference) -> None:
         super().__init__(difference.explanation)
@@ -99,7 +99,7 @@ class SpokenText:
 
 
 class Comparison:
-    """Compares stored and derived values, one turn of a trajectory after the other.
+    """Compares stored and derived values of a trajectory, turn by turn.
 
     Each comparison raises `DifferenceFound` if the two differ.
     """
@@ -165,7 +165,7 @@ class Comparison:
             return spoken.begin
         ids, wanted = spoken.turn.log.ids, offset + at
         candidates = range(spoken.begin, spoken.turn.end)
-        # Ids are decoded from the beginning each time: a character may be spread over several of them.
+        # Ids are decoded from the beginning each time, since a character may be spread over several ids.
         later = (index for index in candidates if len(self._decode(ids[spoken.begin : index + 1])) > wanted)
         return next(later, max(spoken.begin, spoken.turn.end - 1))
 

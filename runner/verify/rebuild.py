@@ -1,4 +1,4 @@
-"""Verification: every prompt of a trajectory is built again from its messages and its sampled ids, and compared.
+"""Verification: builds every prompt of a trajectory again from its messages and sampled ids, and compares it.
 
 A trajectory is made from messages and sampled ids; everything else follows from them. The first prompt of a segment is
 the render of its first messages, a bridge is what the template inserts between a turn and the next messages, and a
@@ -50,8 +50,8 @@ def stored_chat(
     named: Callable[[Tokenizer], ExternalReader] | None = None,
     fit_tools: bool = False,
 ) -> ChatModel:
-    """Return the chat model of a run whose engine is not running, for building prompts and parsing turns."""
-    # The parts of an engine that prompts need.
+    """Return the chat model of a run without a running engine, to build prompts and parse turns."""
+    # The parts of an engine that are needed for prompts.
     engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
     return ChatModel(
         cast("Engine", engine),
