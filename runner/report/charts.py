@@ -10,10 +10,10 @@ import numpy as np
 
 __all__ = ["Bar", "Chart", "histogram", "over_time"]
 
-# No plotting library: charts here have 0.5 to 2 kB each, the page's light or dark colours, and their values as text.
-# A bar chart of pygal has 22 kB with a script and a style that the page's policy refuses; those of leather, Vega and
-# matplotlib have 10 kB, fixed colours and no texts, and Vega's converter has 84 MB. None would save the bins, which are
-# most of this module.
+# Without a plotting library: charts here have 0.5 to 2 kB each, the page's light or dark colours, and their values as
+# text. A bar chart of pygal has 22 kB with a script and a style that the page's policy refuses. Those of leather, Vega
+# and matplotlib have 10 kB, fixed colours and no texts, and Vega's converter has 84 MB. All would still need our bins,
+# which are most of this module.
 
 PLOT_WIDTH = 280
 PLOT_HEIGHT = 90
@@ -29,7 +29,7 @@ class Bar:
     width: float
     height: float
     label: str
-    """The words for the bar, for a pointer and for a screen reader."""
+    """A description of the bar, for a pointer and for a screen reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Chart:
 
 
 def histogram(title: str, values: Sequence[float], *, unit: str) -> Chart:
-    """The number of values in equal bins; whole numbers of a small range have a bin each."""
+    """Return the number of values in equal bins. Whole numbers of a small range have a bin each."""
     data = np.asarray([value for value in values if math.isfinite(value)], float)
     if not len(data):
         return Chart(title, unit, "", "", "", "No finite values.")

@@ -38,7 +38,7 @@ class FlippedTask:
     """The share of solved episodes among the scored ones in the first file; None if all its episodes failed."""
     second: float | None
     episodes: tuple[str, str]
-    """The id of an episode in each file, one that is solved only where the task is."""
+    """The id of an episode in each file; the episode is solved if the task is."""
 
     @property
     def lost(self) -> bool:
@@ -57,7 +57,7 @@ class RunComparison:
     differences: tuple[MetricDifference, ...]
     """All tasks, metric by metric; the reward is first."""
     slices: tuple[MetricDifference, ...]
-    """The same for each value of a task's field, metric by metric."""
+    """The differences for each value of a task's field, metric by metric."""
     flipped: tuple[FlippedTask, ...]
     """The flipped tasks, lost ones first."""
     configuration: tuple[tuple[str, str, str], ...]
@@ -75,7 +75,7 @@ class RunComparison:
 
     @property
     def verdict(self) -> str:
-        """The answer in one sentence or two."""
+        """The result in one or two sentences."""
         main, strict = self._main, self._named(STRICT)
         if main is None and any(each.metric.startswith("reward ") for each in self.differences):
             return "not decisive: the scorers or their weights differ; see each reward by itself"
@@ -199,7 +199,7 @@ def _compare(first: RunFile, second: RunFile, by: str | None) -> RunComparison:
         raise BadOption(_nothing_in_common(first, second, scores))
     scored = [task for task in common if all(each.names.get(task) for each in scores)]
     alike = scores[0].scorers(scored) == scores[1].scorers(scored) and first.header.weights == second.header.weights
-    # Rewards of different scorers have no common scale.
+    # Rewards of different scorers do not have a common scale.
     left_out = set() if alike else {"reward", "solved", STRICT}
     if not any(each.failed(common) for each in scores):
         left_out |= {FAILED, STRICT}
@@ -278,7 +278,7 @@ def _flipped(scores: tuple[_Scores, _Scores], tasks: Sequence[str]) -> list[Flip
     flipped = []
     for task in tasks:
         first, second = (_solved_share(each, task) for each in scores)
-        # A task that did not only fail and has no reward is not known to be solved or not.
+        # If a task has episodes that did not fail, but no reward, it is unknown if it was solved.
         unknown = any(
             share is None and not each.only_failed([task]) for share, each in zip((first, second), scores, strict=True)
         )

@@ -35,7 +35,7 @@ MAX_TREE_DEPTH: Final = 9
 MAX_IMAGE_BYTES: Final = 2_000_000
 """Size of the largest attached image that a page shows."""
 MAX_PAYLOAD_IDS: Final = 100_000
-"""Ids of an episode whose tokens a page has; of more, those at the ends of each segment."""
+"""Maximum number of ids of an episode whose tokens a page has. Of more, it has those at the ends of each segment."""
 MIN_PAYLOAD_IDS: Final = 200
 """Minimum number of ids that a long episode keeps of each segment."""
 
@@ -60,7 +60,7 @@ class Entry:
     account: str = ""
     """Ids, finish reason and time of a turn."""
     junction: str = ""
-    """The way in which the prompt of a turn was made from the turn before."""
+    """The way in which the prompt of a turn follows the previous turn."""
     notable: bool = False
     """True if the junction began a new segment, or is not proven."""
     image: str = ""
@@ -179,7 +179,7 @@ class _Room:
         self._left_for_images = MAX_EPISODE_IMAGE_CHARS
 
     def fill(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-        """The first, the last and no further entries than there is room for, with a note at each cut."""
+        """Return the first and the last entries that fit into the room, with a note at each cut."""
         first, count, last = _ends(list(entries))
         shown = [*map(self._image, first), *_left_out(count, "messages and turns"), *map(self._image, last)]
         for place, entry in enumerate(shown):
@@ -203,7 +203,7 @@ def _agent_view(row: EpisodeRow, trajectory: Trajectory, room: _Room) -> AgentVi
         turns[turn.segment].append(turn)
     first, count, last = _ends(range(len(trajectory.segments)))
     views = [_segment_view(trajectory, number, turns[number], attached, room) for number in (*first, *last)]
-    # Those of turns that are left out, or of another agent, come last.
+    # Entries of omitted turns, or of another agent, come last.
     rest = [_attached(each) for several in attached.values() for each in several]
     return AgentView(
         agent=row.agent,
@@ -241,7 +241,7 @@ def _entries(segment: Segment, turns: Sequence[Turn], attached: Attached) -> Ite
 
 
 def _attached(attachment: Attachment) -> Entry:
-    # Its first bytes were checked; a browser that cannot show it shows the name.
+    # The first bytes were checked. A browser that cannot show the image shows its name.
     image = ""
     if attachment.kind is AttachmentKind.IMAGE and len(attachment.data) <= MAX_IMAGE_BYTES:
         image = f"data:{attachment.media_type};base64,{base64.b64encode(attachment.data).decode()}"
@@ -316,7 +316,7 @@ def _request(request: ChatRequest) -> dict[str, str]:
 
 
 def _tree(trajectories: Sequence[Trajectory]) -> tuple[Branch, ...]:
-    """The segments of all agents, each under the segment of the turn that it follows; the parents come first."""
+    """The segments of all agents, each under the segment of the turn that it follows. Parents come first."""
     labels: dict[tuple[str, int], str] = {}
     by_turn: dict[tuple[str, int], tuple[str, int]] = {}
     for trajectory in trajectories:
@@ -378,9 +378,10 @@ def token_payload(
 ) -> list[dict[str, Any]] | None:
     """The tokens of a trajectory as JSON values, one object per segment; None if there are none.
 
-    Of more than `most` ids, each segment has its first and its last ones, and `gap` is the number of ids before it
-    and the number that is left out. All other positions are those of the whole segment. `sources` and `versions` are
-    runs. `logprobs` are those of sampled ids, in nats, rounded to 1/100; null for one that the engine did not return.
+    If there are more than `most` ids, each segment has only its first and last ones. `gap` then has two numbers: the
+    ids before the gap and the ids that are left out. All other positions are those of the whole segment. `sources` and
+    `versions` are runs. `logprobs` are those of sampled ids, in nats, rounded to 1/100; null for one that the engine
+    did not return.
     """
     total = sum(len(segment.log) for segment in trajectory.segments)
     if not total:

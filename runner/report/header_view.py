@@ -24,7 +24,7 @@ def model_name(header: Header) -> str:
 
 
 def run_settings(header: Header) -> Iterator[tuple[str, str]]:
-    """(name, value) of each setting that a reader asks for first."""
+    """(name, value) of each setting that readers need first."""
     yield "environment", header.environment
     if header.arguments:
         yield "arguments", _pairs(header.arguments)
@@ -58,7 +58,7 @@ def run_settings(header: Header) -> Iterator[tuple[str, str]]:
 
 
 def command_again(header: Header, episodes: int | None = None) -> str:
-    """The command that plays the same configuration again, from what the header has.
+    """The command that plays the same configuration again, created from the header.
 
     Args:
         header: the header.

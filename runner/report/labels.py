@@ -45,9 +45,9 @@ class Labels:
     """The labels and notes beside a run file."""
 
     by_episode: Mapping[str, Sequence[Label]]
-    """One label of each reader: the last line of a reader replaces the ones before."""
+    """The labels of each episode, one per reader: a later line of a reader replaces the earlier ones."""
     problems: tuple[str, ...]
-    """Lines that are damaged, and are left out."""
+    """Damaged lines, which are left out."""
 
     def of(self, episode: str) -> Sequence[Label]:
         """The labels of an episode."""
@@ -82,7 +82,7 @@ def read_labels(run_file: Path) -> Labels:
         last[label.episode, label.reader] = label
     found: dict[str, list[Label]] = {}
     for label in last.values():
-        if label.labels or label.note:  # a line without either removes
+        if label.labels or label.note:  # a line without labels and note removes the earlier ones
             found.setdefault(label.episode, []).append(label)
     return Labels(found, tuple(problems))
 
@@ -106,9 +106,9 @@ def add_label(run_file: Path, episode: str, *, labels: Sequence[str], note: str,
     )
     path = labels_path(run_file)
     try:
-        # One write to the end of the file: two readers do not mix their lines.
+        # One write to the end of the file, so that the lines of two readers do not mix.
         with path.open("a+b", buffering=0) as file:
-            # A line that was cut off must not take this one with it.
+            # An incomplete last line must not damage this one.
             cut_off = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
             file.write(b"\n" * cut_off + f"{json.dumps(asdict(label))}\n".encode())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The first screen of a report: results, what deserves a look, and how the run changed over time."""
+"""The first screen of a report: results, notable episodes, and changes over the time of the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIN_DRIFT_EPISODES: Final = 10
 MIN_DRIFT_TASKS: Final = 5
 """Minimum number of tasks of a third whose episodes are clustered by task."""
 MAX_DRIFT_P_VALUE: Final = 0.0027
-"""The largest p-value of a drift that is named: that of three standard errors over many tasks."""
+"""Largest p-value of a drift that is reported: that of three standard errors over many tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Failure:
     place: str
     """The place in the author's code, or ""."""
     example: str
-    """The first error, whole."""
+    """The complete text of the first error."""
     episodes: list[str] = field(default_factory=list)
 
 
@@ -158,7 +158,7 @@ _EXTREMES: Final = {"longest": "sampled", "slowest": "seconds", "most segments":
 class _Point(NamedTuple):
     task_id: str
     begun: float
-    """The approximate beginning, which orders the run: of many that play at once the short ones end first."""
+    """The approximate beginning, which orders the run. Of episodes that run at once, the short ones end first."""
     committed: float
     reward: float | None
     sampled: int
@@ -211,7 +211,7 @@ class _Rows:
                 yield name, self._top(name)
 
     def spread(self) -> dict[str, Any]:
-        """Groups by the spread of their rewards: without any, a trainer learns nothing from them."""
+        """Groups by the spread of their rewards. A trainer cannot learn from groups without spread."""
         several = {key: rewards for key, rewards in self._rewards.items() if len(rewards) > 1}
         ranges = {key: max(rewards) - min(rewards) for key, rewards in several.items()}
         largest = sorted(ranges, key=lambda key: -ranges[key])[:MAX_SHOWN_ITEMS]
@@ -255,8 +255,8 @@ class _Rows:
 def _change(name: str, first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]]) -> Iterator[str]:
     """A sentence if the means of the thirds differ by more than chance.
 
-    Episodes are clustered by task. Of a few tasks this is not possible: if each is in both thirds, its episodes stand
-    for themselves, and else the thirds may differ by their tasks.
+    Episodes are clustered by task. This needs enough tasks. With few tasks, episodes are compared individually if each
+    task is in both thirds; otherwise the thirds may differ only by their tasks.
     """
     tasks = [{task for task, _ in part} for part in (first, last)]
     if min(map(len, tasks)) < MIN_DRIFT_TASKS:
@@ -287,7 +287,7 @@ def _rates(points: Sequence[tuple[float, int]], bins: int = 40) -> list[float]:
 def staleness_of(run_file: RunFile) -> list[int]:
     """The staleness of each episode in the order of commits; empty without weight updates.
 
-    It is the number of weight updates between the oldest weights that sampled ids of the episode and its end.
+    The staleness is the number of weight updates between the oldest sampled id of the episode and its end.
     """
     updates = [row for row in run_file.weights() if row.engine == 0]
     if not updates:

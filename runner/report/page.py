@@ -35,7 +35,7 @@ __all__ = ["ReportSize", "environment", "page_policy", "write_report"]
 MAX_EPISODES: Final = 2_000
 """Episodes in a page by default."""
 MAX_PAGE_BYTES: Final = 24_000_000
-"""Size after which further episodes have a row, and no transcript."""
+"""Size after which further episodes have a row, but no transcript."""
 CHUNK_EPISODES: Final = 64
 """Episodes whose tokens are compressed together."""
 MAX_PAIRS: Final = 10
@@ -268,7 +268,10 @@ def figure(value: float | None) -> str:
 
 
 def _content(text: str) -> Markup:
-    """The text inside an element: quotes, which are many in JSON, are left as they are. Not for attributes."""
+    """The text inside an element.
+
+    Quotes, which are frequent in JSON, stay unescaped, so it must not be used in attributes.
+    """
     from markupsafe import Markup
 
     return Markup(printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))

@@ -51,13 +51,13 @@ class MetricDifference:
     first: float
     """The mean over the tasks in the first file; each task counts the same."""
     second: float
-    """The same in the second file."""
+    """The mean over the tasks in the second file."""
     difference: float
     """`second - first`."""
     low: float | None
     """The lower end of the 95% interval of the difference; None below two tasks."""
     high: float | None
-    """Its upper end."""
+    """The upper end of the interval."""
     p_value: float | None
     """The two-sided p-value of the paired t test, and with up to 12 tasks that of the exact sign-flip test if it is
     larger; in slices, adjusted by Holm's method. None below two tasks."""
@@ -125,7 +125,7 @@ def _standard_error(changes: Sequence[float], mean: float) -> float:
 def _exact_p_value(changes: Sequence[float]) -> float:
     """The share of all choices of signs with a mean as far from 0 as the given one; 0 for many changes.
 
-    The t test takes equal changes of two or three tasks for certain; this one does not.
+    The t test treats equal changes of two or three tasks as certain; this test does not.
     """
     if len(changes) > MAX_EXACT_TASKS:
         return 0.0

@@ -70,7 +70,7 @@ def _price(path: Path, model: str, fields: Any) -> Price:
     for name in ("prompt", "completion"):
         if name not in fields:
             raise BadOption(f"{where}: {name} is missing.")
-    # Servers without a price for cached tokens charge them as others.
+    # Servers without a price for cached tokens charge them like other prompt tokens.
     return Price(fields["prompt"], fields["completion"], fields.get("cached", fields["prompt"]))
 
 
@@ -83,7 +83,7 @@ _TOKENS: Final = """
 
 
 def costs_of(run_file: RunFile, prices: Mapping[str, Price]) -> list[Cost]:
-    """The cost of each model; attempts that were repeated cost too.
+    """The cost of each model, including attempts that were repeated.
 
     Token counts are those of the server, or else the numbers of ids.
     """

@@ -21,7 +21,7 @@ __all__ = ["ORDERS", "PAGE_ROWS", "RowQuery", "TextSearches", "agents_of", "neig
 
 PAGE_ROWS: Final = 100
 MAX_KEPT_SEARCHES: Final = 16
-"""Texts whose episodes are kept for the next answer."""
+"""Maximum number of texts whose episodes are cached for later requests."""
 
 ORDERS: Final[Mapping[str, str]] = {
     "": "as played",
@@ -127,10 +127,10 @@ class TextSearches:
     def keys(self, run_file: RunFile, text: str, labels: Labels) -> list[int]:
         """The keys of the episodes that have a text, or labels with it."""
         escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        with self._lock:  # several pages that ask for the same text wait for one search
+        with self._lock:  # pages that request the same text at the same time share one search
             last, found = self._found.pop(text, (0, []))
             newest = int(run_file.select("SELECT coalesce(max(key), 0) FROM episodes")[0][0])
-            if newest < last:  # another file has the name now
+            if newest < last:  # another file has this name now
                 last, found = 0, []
             if newest > last:
                 values = {"find": encode_text(f"%{escaped}%"), "last": last, "newest": newest}
@@ -161,7 +161,7 @@ def select_rows(
         found: the keys of the episodes with the text `query.find`; None without such a text.
         first: the number of episodes to skip.
     """
-    # Most files have one agent, and then each row is an episode.
+    # Most files have one agent, so that each row is an episode.
     several = run_file.select("SELECT count(DISTINCT agent) FROM episodes")[0][0] > 1
     condition, values = query.condition(found, several_agents=several)
     statement = f"SELECT key FROM episodes WHERE {condition} ORDER BY {_ORDER_BY[query.sort]} LIMIT :most OFFSET :first"

@@ -30,12 +30,12 @@ from runner.transcript import decoder, printable
 __all__ = ["Viewer"]
 
 MAX_WAIT_EPISODES: Final = 5_000
-"""Episodes of a file whose first page has its results. Those of a larger file follow."""
+"""Maximum number of episodes of a file whose first page has the results. Results of a larger file follow later."""
 MAX_WAIT_SECONDS: Final = 5.0
 MAX_SHARE: Final = 0.01
-"""The largest share of the time in which a page that follows a run reads its file."""
+"""Largest share of the time for which a page that follows a run reads the run's file."""
 MIN_FOLLOW_SECONDS: Final = 2.0
-"""The shortest interval at which a page asks for news."""
+"""Shortest interval between requests of a page for updates."""
 MAX_FOLLOW_SECONDS: Final = 600.0
 MIN_NOTED_SECONDS: Final = 10.0
 """The shortest interval of a page that follows a run which the page names."""
@@ -68,7 +68,7 @@ class RunView:
 
     @staticmethod
     def seen(run_file: RunFile) -> str:
-        """A text that changes with the episodes of the file."""
+        """A text that changes whenever the file has new episodes."""
         rows = run_file.select("SELECT (SELECT max(key) FROM episodes), complete, summary IS NULL FROM run")
         return " ".join(map(str, tuple(rows[0])))
 
@@ -104,7 +104,7 @@ class RunView:
                 self.overview, self.problem = overview_of(run_file, self._prices), ""
         except DeltarunnerError as error:
             self.problem = str(error)
-        except Exception as error:  # shown in the page: without it, the page would wait for ever
+        except Exception as error:  # shown in the page, which would otherwise wait without end
             self.problem = f"{type(error).__name__}: {error}"
         took = time.monotonic() - began
         with self._lock:
@@ -327,7 +327,7 @@ class _ViewerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """Print nothing: the reader has left in the middle of an answer."""
+        """Print nothing, since the reader has left during an answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -354,7 +354,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._message(status, str(error))
         except OSError:
             self.close_connection = True  # the reader has left
-        except Exception as error:  # one page that cannot be shown does not end the others
+        except Exception as error:  # a page that cannot be shown must not end the others
             self._message(HTTPStatus.INTERNAL_SERVER_ERROR, f"A bug: {type(error).__name__}: {error}")
 
     def _is_allowed(self) -> bool:
