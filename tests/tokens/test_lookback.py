@@ -328,6 +328,12 @@ def test_a_template_that_is_not_followed_is_not_proven() -> None:
         ("{{ (m.content + '..').strip('.') }}", False),
         ("{{ (m.content + '.a').lstrip('.') }}", True),
         ("{{ m.content or 'A' }}", False),
+        # Words are not empty, and what a filter leaves of them may be: also where a branch has the one or the other.
+        ("{{ m.content }}{{ 'A' if (m.content | trim) and m.content }}", True),
+        ("{{ m.content }}{{ 'A' if m.content and (m.content | trim) }}", True),
+        ("{{ m.content }}{{ 'A' if (m.content if messages | length > 3 else m.content | trim) }}", True),
+        ("{% set c = m.content | trim %}{% if messages[3] %}{% set c = m.content %}{% endif %}{{ c or 'A' }}", True),
+        ("{% set c = m.content %}{% if messages[3] %}{% set c = m.content %}{% endif %}{{ c or 'A' }}", False),
     ],
 )
 def test_words_that_change_the_text_after_them_are_found(body: str, matter: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jinja2
@@ -62,7 +62,8 @@ class Symbols:
 def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
     """Return the abstract value that is `one` if the condition holds, else `other`."""
     if same(one, other):
-        return one
+        # That the turn's words are not empty is known of that object alone, and not of words that a filter shortened.
+        return replace(one) if isinstance(one, Text) and one is not other else one
     both = (one, other)
     if any(map(has_effects, both)):  # the effects of calling either macro would have to be followed
         return AMBIGUOUS

@@ -129,7 +129,9 @@ class Operators:
 
     def _untyped(self, value: Value) -> bool:
         """True if the value is an argument of a call, whose type is unknown too."""
-        return self._words is not None and not self._words.typed and value is self._words.text
+        # By its parts, since a join of two such values is a third one.
+        words = self._words
+        return words is not None and not words.typed and isinstance(value, Text) and value.parts == words.text.parts
 
     def negated(self, value: Value) -> Value:
         truth = self.truth(value)
