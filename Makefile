@@ -7,7 +7,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients test-interop train train-proof bench weight-conformance screenshots docs release constraints clean
+.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients test-interop train train-proof bench conformance weight-conformance screenshots docs release constraints clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
@@ -78,6 +78,8 @@ train-proof: setup-train
 	@$(BIN)/python -m examples.train_proof
 
 # About a minute a case, one process at a time; it continues where it was stopped.
+conformance: weight-conformance
+
 weight-conformance: setup
 	@$(BIN)/python -m tests.weight_conformance
 

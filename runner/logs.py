@@ -1,4 +1,7 @@
-"""The logger `deltarunner`, with a child for each package; silent until a program or `--log-level` turns it on."""
+"""The logger `deltarunner`, with a child for each package; silent until a program or `--log-level` turns it on.
+
+Warnings that a result may be wrong are the exception: they are on stderr then.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["LEVELS", "log_to_file", "logger_for"]
+__all__ = ["LEVELS", "log_to_file", "logger_for", "warn_always"]
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 """The names of the levels that `--log-level` takes, the most verbose first."""
@@ -25,6 +28,22 @@ def logger_for(package: str) -> logging.Logger:
     logger = _ROOT.getChild(package)
     logger.addFilter(_escape_surrogates)  # the same filter is added once
     return logger
+
+
+def warn_always(logger: logging.Logger, message: str, *args: object) -> None:
+    """Log a warning, and print it on stderr if the program has set up no logging."""
+    logger.warning(message, *args)
+    if not _has_handler(logger) and logging.lastResort is not None:
+        text = f"deltarunner: {message}"
+        logging.lastResort.handle(logger.makeRecord(logger.name, logging.WARNING, "", 0, text, args, None))
+
+
+def _has_handler(logger: logging.Logger | None) -> bool:
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def _escape_surrogates(record: logging.LogRecord) -> bool:

@@ -19,8 +19,11 @@ from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, PauseMode, WeightUpdate
 from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadInput, EngineDead
+from runner.logs import logger_for, warn_always
 
 __all__ = ["FleetRuntime"]
+
+_log = logger_for("cluster")
 
 
 class FleetRuntime(EngineRuntime[OpenRequest]):
@@ -100,12 +103,23 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
                 updates: Mapping[Any, WeightUpdate] = await driver.ask_all("update_weights", checked, mode)
             for handle in updates:
                 driver.has_weights(handle, checked.version)
-        update = _slowest(checked, updates.values())
-        self.proof_figures = update.proof
+        update = self._noted(checked, updates.values())
         await driver.until(
             lambda: sum(handle.version == checked.version for handle in driver.handles) >= driver.fleet.least
         )
         self._notify(checked)
+        return update
+
+    def _noted(self, checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightUpdate:
+        update = _slowest(checked, updates)
+        self.proof_figures = update.proof
+        if update.moved is False and checked.proof is None:  # the workers' own warnings are in their logs
+            warn_always(
+                _log,
+                "the weights %r change no score on a worker: they are the old ones, they differ by less than rounding, "
+                "or they did not arrive. `deltarunner check-weights MODEL` lists the tensors that arrive",
+                checked.version,
+            )
         return update
 
     @contextmanager
@@ -134,8 +148,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         try:
             with self._ended_by_proof(checked):
                 updates = await self.transfers.apply(checked.weights, checked.version, mode, took, checked.proof)
-            update = _slowest(checked, updates)
-            self.proof_figures = update.proof
+            update = self._noted(checked, updates)
         finally:
             self._notify(checked)
         return update

@@ -209,14 +209,15 @@ class Controllable:
         version = runtime.version
         scores = await self.score(proof.ids, sampling=None if adapter is None else Sampling(adapter=adapter))
         async with runtime.lock:
-            figures, why = runtime.proofs.compare(proof, scores, runtime.dtype)
+            first = len(runtime.versions) == 1
+            figures, why = runtime.proofs.compare(proof, scores, runtime.dtype, measures=first and adapter is None)
             if why and adapter is not None:
                 raise BadWeights(f"prove(adapter={adapter!r}): {why}. Give a proof of the model with this adapter.")
             if why:
                 raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
             if adapter is not None:
                 return figures
-            baseline = figures if len(runtime.versions) == 1 else None
+            baseline = figures if first else None
             runtime.proofs.keep(proof, {ScoredPass(): scores}, version, baseline=baseline, ran_beside_turns=True)
         return figures
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from runner.engines.proofs import (
+    SMALL_MEDIAN_NATS,
     Accepted,
     ProofFigures,
     ScoresByPass,
@@ -31,7 +33,13 @@ class ProofHistory:
         self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # by ids and number types
 
     def compare(
-        self, proof: WeightProof, scores: Sequence[float], dtype: str, *, in_steps: bool = False
+        self,
+        proof: WeightProof,
+        scores: Sequence[float],
+        dtype: str,
+        *,
+        in_steps: bool = False,
+        measures: bool = False,
     ) -> tuple[ProofFigures, str]:
         """Compare an engine's scores with a proof; return figures and the reason of a failure, or "".
 
@@ -40,9 +48,12 @@ class ProofHistory:
             scores: the engine's log-probabilities of the same ids.
             dtype: number type of the engine's computation.
             in_steps: True if the scores are of the ids that are scored in steps.
+            measures: True if the difference by rounding is measured: it may be somewhat larger than usual.
         """
         computed_in, last = self.quantization or dtype, self.last
         tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
+        if measures:
+            tolerance = replace(tolerance, median=max(tolerance.median, SMALL_MEDIAN_NATS))
         if in_steps:
             proof, tolerance, last = proof.in_steps(), tolerance.in_steps(), None
         figures = compare_scores(proof, scores, tolerance, last, engine_dtype=computed_in)

@@ -19,7 +19,7 @@ from runner.engines.proof_history import ProofHistory
 from runner.engines.proofs import Accepted, ProofFigures, ScoredPass, ScoresByPass, WeightProof, has_moved
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, EngineError, RequestRejected
-from runner.logs import logger_for
+from runner.logs import logger_for, warn_always
 
 __all__ = ["EngineRuntime", "ModelRuntime", "OpenRequest"]
 
@@ -441,7 +441,8 @@ class ModelRuntime(EngineRuntime[RequestT]):
     def warn_unmoved(self, version: str) -> None:
         """Log a warning that an update changed no score."""
         ranks = " or of one of its data-parallel ranks" if len(self.gate.ranks) > 1 else ""
-        _log.warning(
+        warn_always(
+            _log,
             "the weights %r change no score of the engine%s: they are the old ones, they differ by less than "
             "the rounding of %s, or they did not arrive. `deltarunner check-weights MODEL` lists the tensors that "
             "arrive",

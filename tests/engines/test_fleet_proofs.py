@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from runner import BadControl, BadOption, BadWeights, EngineDead, WeightProof
+from runner.engines.state import CheckedUpdate, WeightUpdate
 from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import WATCHDOG_SECONDS, dice_engine, fleet
 from tests.cluster.sending import KINDS
@@ -77,6 +78,16 @@ async def test_fleet_ends_if_no_worker_passes_the_proof(kind: str) -> None:
         with pytest.raises(EngineDead, match=r"no worker has the weights '1': .* or the proof is of other weights"):
             await engine.health()
         assert len(launcher.workers) == 2, "none is started again"
+
+
+async def test_fleet_says_that_weights_change_no_score(caplog: pytest.LogCaptureFixture) -> None:
+    moved, unmoved = (WeightUpdate("2", 0.0, 0.0, 0.0, moved=each) for each in (True, False))
+    async with fleet(2, dice_engine()) as (engine, _), engine:
+        runtime: Any = engine.runtime
+        runtime._noted(CheckedUpdate("2", 0.0, "folder"), [moved, moved])
+        assert not caplog.records
+        assert runtime._noted(CheckedUpdate("2", 0.0, "folder"), [moved, unmoved]).moved is False
+    assert "the weights '2' change no score on a worker" in caplog.text
 
 
 async def test_fleet_scores_ids_on_a_worker() -> None:

@@ -205,6 +205,17 @@ def test_nothing_is_printed_without_a_handler() -> None:
     assert "the run is over" not in done.stdout + done.stderr
 
 
+def test_warnings_about_results_are_on_stderr_without_a_handler() -> None:
+    def stderr(setup: str) -> str:
+        program = f"import logging; from runner.logs import logger_for, warn_always; {setup}\n"
+        program += "warn_always(logger_for('engines'), 'the weights %r did not arrive', '2')"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+        return done.stderr
+
+    assert stderr("") == "deltarunner: the weights '2' did not arrive\n"
+    assert stderr("logging.getLogger().addHandler(logging.FileHandler('/dev/null'))") == ""
+
+
 # --- the log file
 
 

@@ -26,7 +26,7 @@ from runner.engines.vllm.weight_loading import VllmWeights, moves_keys
 from runner.engines.vllm.worker import turn_hold
 from runner.engines.weights import Checkpoint
 from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
-from runner.logs import logger_for
+from runner.logs import logger_for, warn_always
 from runner.options import Sampling
 
 __all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
@@ -169,7 +169,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         if not self._changed:  # the values of the start
             await self._note_tensors()
         # After a partial load vLLM has neither the old nor the new weights, and would fail at its next step.
-        with self._ended_by_failure(f"the weights {version!r} could not be loaded"):
+        advice = ". Start the engine again: part of its weights may be the old ones"
+        with self._ended_by_failure(f"the weights {version!r} could not be loaded", advice):
             await self.answered("update_weights()", self.weights.load(checked))
             # Versions are also recorded here: a request that is cut has no versions of vLLM's.
             if self.stamps_itself:
@@ -177,7 +178,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             await self.reset_prefix_cache()
         await self._note_tensors()
         if kept := self.stale_workers():
-            _log.warning("the weights %r: %s", version, kept.strip())
+            warn_always(_log, "the weights %r: %s", version, kept.strip())
 
     async def _note_tensors(self) -> None:
         """Let several workers of one model compare their tensors with those of the last call."""
@@ -232,9 +233,10 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         self.reload_check = False
         checked = await self.answered("update_weights()", self.weights.check_own())
         if checked is None:
-            _log.warning(
+            warn_always(
+                _log,
                 "the engine's own weights are not loaded again before the first update, since their files changed: "
-                "give each update a proof, or save new weights to another folder"
+                "give each update a proof, or save new weights to another folder",
             )
             return
         if not await own.take():
@@ -418,14 +420,14 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         scope.cancel()
 
     @contextmanager
-    def _ended_by_failure(self, why: str) -> Iterator[None]:
+    def _ended_by_failure(self, why: str, advice: str = "") -> Iterator[None]:
         """End the engine after an error in this block that leaves it broken; all requests get the same error."""
         try:
             yield
         except EngineError as error:
             if self._death is None:
                 self.process.kill()
-            raise self.death_error(error, f"{why}: {error}") from error
+            raise self.death_error(error, f"{why}: {str(error).removesuffix('.')}{advice}") from error
 
     def death_error(self, error: Exception | None, why: str = "") -> EngineDead:
         """Mark the engine as dead and return the error for one request; the first cause stays for all of them."""

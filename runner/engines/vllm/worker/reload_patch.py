@@ -199,7 +199,10 @@ def _refuse_weights(place: str, old: Any, new: Any) -> None:
 
     same = isinstance(new, np.ndarray) and isinstance(old, np.ndarray) and np.array_equal(old, new)
     if not same and _may_hold_weights(new):
-        raise RuntimeError(f"{place} is a {type(new).__name__} that may hold old weights and cannot be renewed")
+        raise RuntimeError(
+            f"{place} is a {type(new).__name__} that may hold old weights and cannot be renewed in a running engine: "
+            "start an engine from a folder of the new weights"
+        )
 
 
 def _may_hold_weights(value: Any) -> bool:
