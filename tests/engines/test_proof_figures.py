@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner import ProofTolerance, WeightProof
+from runner import BadWeights, EngineDead, ProofTolerance, WeightProof
 from runner.engines.proofs import Accepted, compare_scores, failure_reason, tolerance_of
+from runner.testing import ScriptedEngine
 
 IDS = list(range(3, 43))
 
@@ -156,3 +157,21 @@ def test_tolerance_is_that_of_the_coarser_type() -> None:
     float32, bfloat16 = WeightProof(IDS, [-1.0] * 39, "float32"), WeightProof(IDS, [-1.0] * 39, "torch.bfloat16")
     assert tolerance_of(float32, "float32", None).median < tolerance_of(bfloat16, "float32", None).median
     assert tolerance_of(bfloat16, "float32", None) == tolerance_of(float32, "bfloat16", None)
+
+
+@pytest.mark.anyio
+async def test_first_proof_may_differ_by_more_than_the_table() -> None:
+    """Some models round more (Apertus in float32: 0.0007 in the median); later proofs have it as their tolerance."""
+    logprobs = [-2.0 - each / 100 for each in IDS[1:]]
+    noisy = WeightProof(IDS, [each + 0.002 for each in logprobs], dtype="float32")
+    wrong = WeightProof(IDS, [each + 0.01 for each in logprobs], dtype="float32")
+    async with ScriptedEngine("Yes", scores=lambda ids: [-2.0 - each / 100 for each in ids[1:]]) as engine:
+        with pytest.raises(BadWeights, match="differ"):
+            await engine.prove(wrong)
+        await engine.prove(noisy)
+        update = await engine.update_weights("any", proof=noisy)
+        assert update.proof is not None
+        assert update.proof.tolerance.median == pytest.approx(0.005)
+        later = WeightProof([*IDS, 50], [*noisy.logprobs, -2.5], dtype="float32")
+        with pytest.raises(EngineDead, match="does not hold"):
+            await engine.update_weights("other", proof=later)
