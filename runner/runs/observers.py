@@ -132,7 +132,7 @@ class ObserverThreads:
         if group.played >= missing:
             members = self._open.pop(key).trajectories
             for each in by_agent(members, seed=self._seed, group_size=self._group_size):
-                self._send(lambda observer, each=each: observer.group(each))  # bind the value now
+                self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # bound now
 
     def weights(self, version: str) -> None:
         """Announce new weights."""
