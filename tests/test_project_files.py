@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from pre_commit.clientlib import load_config  # type: ignore[import-untyped]  # pre-commit has no types
+from pre_commit.languages import pygrep  # type: ignore[import-untyped]  # pre-commit has no types
 
 from tests.repository import ROOT
 
@@ -49,6 +52,31 @@ def test_hooks_are_the_commands_of_make_check() -> None:
     recipe = text_of("Makefile").partition("\ncheck: ")[2].partition("\n\n")[0]
     hooks = "\n".join(re.findall(r"entry: (.*)", text_of(".pre-commit-config.yaml")))
     assert commands(hooks, ".venv/bin") == commands(recipe, "$(BIN)")
+
+
+@pytest.mark.parametrize(
+    ("message", "accepted"),
+    [
+        ("engines: mask the key\n\nServers may repeat it.\n", True),
+        ("runs, cli: resume by name\n", True),
+        ("tokens/bridging: keep the space", True),
+        ('Revert "engines: mask the key"\n', True),
+        ("Mask the key in errors\n", False),
+        ("Engines: mask the key\n", False),
+        ("engines:mask the key\n", False),
+        ("engines: no\n", False),
+        (f"engines: {'x' * 63}\n", True),
+        (f"engines: {'x' * 64}\n", False),
+        ("engines: mask the key\nServers may repeat it.\n", False),
+        ("Mask the key\n\nengines: mask the key\n", False),
+    ],
+)
+def test_hook_accepts_only_subjects_with_a_package(message: str, accepted: bool, tmp_path: Path) -> None:
+    (local,) = load_config(ROOT / ".pre-commit-config.yaml")["repos"]
+    (hook,) = (hook for hook in local["hooks"] if hook["stages"] == ["commit-msg"])
+    file = tmp_path / "message"
+    file.write_text(message)
+    assert (pygrep.main([*hook["args"], hook["entry"], str(file)]) == 0) is accepted
 
 
 def test_release_publishes_after_the_tests_of_all_pythons() -> None:
