@@ -9,10 +9,10 @@ import anyio
 
 from runner.errors import BadOption, EngineError
 
-__all__ = ["LeasedLimiter", "LimiterDesk", "LimiterService"]
+__all__ = ["LeasedLimiter", "LimiterService", "SharedLimiters"]
 
 
-class LimiterDesk:
+class SharedLimiters:
     """Grants leases. A fleet has one, which every worker calls."""
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class LimiterService(Protocol):
     """A worker's access to the service."""
 
     def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> Awaitable[bool]:
-        """Call `LimiterDesk.acquire`."""
+        """Call `SharedLimiters.acquire`."""
 
     def release(self, worker: int, lease: int) -> None:
-        """Call `LimiterDesk.release`, without waiting for it."""
+        """Call `SharedLimiters.release`, without waiting for it."""
 
 
 class LeasedLimiter:

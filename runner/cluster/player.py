@@ -149,7 +149,7 @@ class FleetAttempt:
     def _take(self, played: AttemptResult) -> None:
         for trajectory in played.trajectories:
             trajectory.task = self.key.task
-            self._player.shared.heard_of(trajectory.agent)
+            self._player.shared.record_agent(trajectory.agent)
         self._trajectories = played.trajectories
         self.faults.extend(played.faults)
         self.permanent = played.permanent

@@ -59,7 +59,7 @@ NO_TASK: Final = Task("", "")
 class WorkerRun:
     shared: RunShared = field(init=False)
     lag: LagMonitor | None = None
-    plays: dict[int, EpisodeRunner] = field(default_factory=dict)
+    episodes: dict[int, EpisodeRunner] = field(default_factory=dict)
     """The attempts in flight, by the driver's numbers."""
     cut: dict[int, Ending | None] = field(default_factory=dict)
     """Attempts that were cut before they began or just after they ended."""
@@ -118,14 +118,16 @@ class Worker(EngineProcess):
         await super().end()
 
     async def heartbeat(self) -> Heartbeat:
-        plays = [(number, play) for run in self._runs.values() for number, play in run.plays.items()]
-        oldest = heapq.nsmallest(MAX_OLDEST_EPISODES, plays, key=lambda numbered: numbered[1].since)
+        episodes = [(number, episode) for run in self._runs.values() for number, episode in run.episodes.items()]
+        oldest = heapq.nsmallest(MAX_OLDEST_EPISODES, episodes, key=lambda numbered: numbered[1].since)
         return Heartbeat(
             now=anyio.current_time(),
             stats=self.engine.stats(),
             lag=max((run.lag.percentile(99) for run in self._runs.values() if run.lag is not None), default=0.0),
-            playing=len(plays),
-            oldest=[PlayingNow(number, play.turns_taken, play.activity, play.since) for number, play in oldest],
+            playing=len(episodes),
+            oldest=[
+                PlayingNow(number, episode.turns_taken, episode.activity, episode.since) for number, episode in oldest
+            ],
         )
 
     # --- runs
@@ -218,7 +220,7 @@ class Worker(EngineProcess):
             run.shared, _ = await setup.share(run.clock, *resources)  # the driver prints the notes too
             run.shared.make_limiter = partial(LeasedLimiter, self._limiter_service, self._leases, number, self.number)
             staleness = Staleness(self.engine, options.max_version_lag)
-            exit_stack.enter_context(staleness.cancelling(run.plays.values()))
+            exit_stack.enter_context(staleness.cancelling(run.episodes.values()))
             yield
 
     def _made(self, packed: bytes) -> tuple[RunSpec, Any]:
@@ -260,15 +262,15 @@ class Worker(EngineProcess):
         """Play an attempt at an episode to its end. `packed` is a pickled `EpisodeKey`."""
         run = self._runs[run_number]
         key = self._key(packed)
-        play = run.plays[number] = EpisodeRunner(run.shared, key)
+        episode = run.episodes[number] = EpisodeRunner(run.shared, key)
         if number in run.cut:  # the cut arrived first
-            play.cancel(run.cut.pop(number))
+            episode.cancel(run.cut.pop(number))
         try:
-            trajectories = await play.run()
+            trajectories = await episode.run()
         finally:
-            del run.plays[number]
+            del run.episodes[number]
         # The driver has the task, and returns the same object that its caller passed.
-        return AttemptResult([replace(each, task=NO_TASK) for each in trajectories], play.faults, play.permanent)
+        return AttemptResult([replace(each, task=NO_TASK) for each in trajectories], episode.faults, episode.permanent)
 
     def _key(self, packed: bytes) -> EpisodeKey:
         try:
@@ -285,8 +287,8 @@ class Worker(EngineProcess):
         run = self._runs.get(run_number)
         if run is None:
             return
-        if number in run.plays:
-            run.plays[number].cancel(ending)
+        if number in run.episodes:
+            run.episodes[number].cancel(ending)
         else:
             run.cut[number] = ending
 

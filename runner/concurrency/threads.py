@@ -306,6 +306,6 @@ def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
     """Return a function that schedules a call on the event loop running here; usable in any thread, without waiting."""
     native: Any = anyio.lowlevel.current_token().native_token
     # Trio's token has one of these methods, asyncio's loop the other.
-    door: Callable[[Callable[[], object]], object]
-    door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
-    return door
+    schedule: Callable[[Callable[[], object]], object]
+    schedule = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
+    return schedule

@@ -15,7 +15,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from runner.checked import whole
 from runner.concurrency.clocks import task_scope
 from runner.concurrency.gather import gather
-from runner.episode.history_replacement import cursor_at, left_behind
+from runner.episode.history_replacement import cursor_at, discarded_nodes
 from runner.episode.model import MessageModel
 from runner.episode.prompting import next_prompt, oversized
 from runner.episode.state import ConversationState, EpisodeState, checked_tools
@@ -434,7 +434,7 @@ class Conversation:
         """
         state, kept = self._state, self._node(turn)
         state.episode.limits.context_rewritten(state.name)
-        for node in () if train_others else left_behind(state, kept):
+        for node in () if train_others else discarded_nodes(state, kept):
             node.turn.left_out = True
             node.turn.log.take_back(node.turn.start, node.turn.end)
         state.cursor = Cursor(state.cursor.tools, [], kept)

@@ -10,7 +10,7 @@ from runner.episode.turn_tree import Cursor, TurnNode
 from runner.messages import Message
 from runner.tokens.bridging.history import Alignment, AlignmentKind, compare, same_tools
 
-__all__ = ["before", "cursor_at", "left_behind"]
+__all__ = ["before", "cursor_at", "discarded_nodes"]
 
 
 def cursor_at(conversation: ConversationState, history: Sequence[Message]) -> Cursor:
@@ -44,7 +44,7 @@ def before(node: TurnNode, now: Cursor, whole: str, *, takes_back: bool) -> Curs
     return Cursor(now.tools, list(node.prompt_messages), first.parent, cause, again=node, takes_back=takes_back)
 
 
-def left_behind(conversation: ConversationState, kept: TurnNode) -> list[TurnNode]:
+def discarded_nodes(conversation: ConversationState, kept: TurnNode) -> list[TurnNode]:
     """Return the other tries of a turn, and all turns that followed them or it."""
     first, left = kept.spoken, set[TurnNode]()
     on_path = set(kept.path())

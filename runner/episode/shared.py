@@ -127,7 +127,7 @@ class RunShared:
         life = [_LIVES.setdefault(runtime, uuid4().hex)] if stamp or len(runtime.versions) > 1 else []
         return [runtime.version + stamp, *life]
 
-    def heard_of(self, agent: str) -> None:
+    def record_agent(self, agent: str) -> None:
         """Record an agent that an episode opened in another process."""
         self._asked.add(agent)
 

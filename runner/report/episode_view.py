@@ -418,15 +418,15 @@ def _segment_payload(log: TokenLog, turns: Sequence[Turn], room: int, vocabulary
         item["gap"] = [parts[0].stop, parts[1].start - parts[0].stop]
     top: dict[str, Any] = {}
     for turn in turns:
-        likeliest = turn.top
-        for part in parts if likeliest is not None else ():
+        top_logprobs = turn.top
+        for part in parts if top_logprobs is not None else ():
             start, stop = max(part.start, turn.start), min(part.stop, turn.end)
-            if likeliest is None or start >= stop:
+            if top_logprobs is None or start >= stop:
                 continue
-            of_part = slice((start - turn.start) * likeliest.count, (stop - turn.start) * likeliest.count)
-            vocabulary.add(likeliest.ids[of_part])
-            scores = [round(value, 2) if math.isfinite(value) else None for value in likeliest.logprobs[of_part]]
-            top[str(start)] = [likeliest.count, likeliest.ids[of_part].tolist(), scores]
+            of_part = slice((start - turn.start) * top_logprobs.count, (stop - turn.start) * top_logprobs.count)
+            vocabulary.add(top_logprobs.ids[of_part])
+            scores = [round(value, 2) if math.isfinite(value) else None for value in top_logprobs.logprobs[of_part]]
+            top[str(start)] = [top_logprobs.count, top_logprobs.ids[of_part].tolist(), scores]
     return {**item, "top": top} if top else item
 
 

@@ -237,7 +237,7 @@ class ActiveRun:
             await self.writer.commit_weights(*self._new_weights.popleft())
 
     async def _watch_progress(self) -> None:
-        self.state.fail(await until_stuck(self.state.plays, self._progress), cancel=True)
+        self.state.fail(await until_stuck(self.state.in_flight, self._progress), cancel=True)
 
     def _progress(self) -> tuple[object, ...]:
         moved = [object() if _is_idle(engine) else _progress_of(engine.stats()) for engine in self.engines]

@@ -79,7 +79,7 @@ class Attempts:
                 await self.writer.commit_episode(attempt.trajectories())
             raise
         finally:
-            self.state.plays.discard(attempt)
+            self.state.in_flight.discard(attempt)
             self.state.add_faults(f"{attempt.key.id}: {fault}" for fault in attempt.faults)
 
     async def _may_retry(self, trajectory: Trajectory, failed_before: int) -> bool:

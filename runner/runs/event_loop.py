@@ -204,7 +204,7 @@ class Stopper:
     def _act(self, step: int) -> None:
         assert self.received is not None, "only a signal brings this"
         log.warning("signal %s, step %d", self.received.name, step)
-        run, count = self._run, len(self._run.plays)
+        run, count = self._run, len(self._run.in_flight)
         episodes = counted(count, "episode")
         waiting = f", which waits for {run.waits_for}" if run.waits_for else ""
         if not self.started:

@@ -140,7 +140,7 @@ class LiveStats:
     fleet: FleetStats | None = None
     """The workers while they play; None without workers."""
 
-    news: tuple[str, ...] = ()
+    worker_events: tuple[str, ...] = ()
     """Messages about events of workers since the last reading."""
 
     slowest: tuple[WaitingEpisode, ...] = ()
@@ -184,14 +184,14 @@ class StatsReader:
         sampled = sum(each.sampled_tokens for each in stats)
         read = self._computed.of(computed)
         waiting = sum(each.waiting for each in stats)
-        asking = sum(play.activity.endswith(": engine") for play in run.plays)
+        asking = sum(attempt.activity.endswith(": engine") for attempt in run.in_flight)
         return LiveStats(
             total=total,
             before=before,
             done=summary.episodes - summary.outcomes[Outcome.CANCELLED],
             cancelled=summary.outcomes[Outcome.CANCELLED],
             failed=summary.failed,
-            running=len(run.plays),
+            running=len(run.in_flight),
             in_engine=max(0, asking - waiting) if engine is None else None,
             waiting=waiting,
             waits_for=run.waits_for,
@@ -212,9 +212,10 @@ class StatsReader:
             fleet=_fleet(engine)
             if engine is not None and not run.over
             else None,  # None after the run, when workers end one by one
-            news=self._new_events(engine.events) if engine is not None else (),
+            worker_events=self._new_events(engine.events) if engine is not None else (),
             slowest=tuple(
-                _stuck(play) for play in heapq.nsmallest(MAX_WAITING_SHOWN, run.plays, key=attrgetter("since"))
+                _stuck(attempt)
+                for attempt in heapq.nsmallest(MAX_WAITING_SHOWN, run.in_flight, key=attrgetter("since"))
             ),
             fault=shown_line(last_fault or (summary.faults[-1] if summary.faults else "")),
             calls=summary.calls,
@@ -229,9 +230,9 @@ class StatsReader:
 
     def _new_events(self, events: Sequence[str]) -> tuple[str, ...]:
         # Compared by identity, since two workers may be lost with equal messages.
-        news = tuple(takewhile(lambda event: event is not self._last_event, reversed(events)))[::-1]
-        self._last_event = news[-1] if news else self._last_event
-        return news
+        worker_events = tuple(takewhile(lambda event: event is not self._last_event, reversed(events)))[::-1]
+        self._last_event = worker_events[-1] if worker_events else self._last_event
+        return worker_events
 
     def _left(self, run: Run, total: int | None) -> TimeLeft | None:
         summary = run.summary
@@ -244,7 +245,7 @@ class StatsReader:
                 summary.elapsed,
                 finished=summary.episode_turns,
                 done_turns=turns - summary.recalled_turns,
-                running=[play.turns_taken for play in run.plays],
+                running=[attempt.turns_taken for attempt in run.in_flight],
                 left=None if total is None else total - summary.episodes,
             )
         return self._last_left
@@ -270,9 +271,9 @@ class _Pace:
         return max(0, count - before) / (now - since) if now > since else 0.0
 
 
-def _stuck(play: Attempt) -> WaitingEpisode:
-    waited = anyio.current_time() - play.since
-    return WaitingEpisode(shown_line(play.key.id), play.turns_taken, shown_line(play.activity), waited)
+def _stuck(attempt: Attempt) -> WaitingEpisode:
+    waited = anyio.current_time() - attempt.since
+    return WaitingEpisode(shown_line(attempt.key.id), attempt.turns_taken, shown_line(attempt.activity), waited)
 
 
 def _fleet(engine: PlayingEngine) -> FleetStats:

@@ -107,7 +107,7 @@ class LiveReporter(Reporter):
         yield
 
     def _draw(self, stats: LiveStats, *, over: bool) -> None:
-        for event in stats.news:
+        for event in stats.worker_events:
             self._happened(event)
         (self._stopping if over else self._playing)(stats)
 

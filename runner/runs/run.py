@@ -113,9 +113,9 @@ class Run:
         return self._state.file
 
     @property
-    def plays(self) -> Set[Attempt]:
+    def in_flight(self) -> Set[Attempt]:
         """The episodes in flight."""
-        return self._state.plays
+        return self._state.in_flight
 
     @property
     def over(self) -> bool:

@@ -27,17 +27,17 @@ class Staleness:
         self._max_lag = max_lag
 
     @contextmanager
-    def cancelling(self, plays: Collection[Attempt]) -> Iterator[None]:
-        """Cancel the `plays` that are too old after each weight update, while the block runs."""
-        with self._engine.on_update(partial(self._cut_stale, plays)):
+    def cancelling(self, in_flight: Collection[Attempt]) -> Iterator[None]:
+        """Cancel the `in_flight` that are too old after each weight update, while the block runs."""
+        with self._engine.on_update(partial(self._cut_stale, in_flight)):
             yield
 
-    def _cut_stale(self, plays: Iterable[Attempt]) -> None:
+    def _cut_stale(self, in_flight: Iterable[Attempt]) -> None:
         """Cancel the episodes that are too old, since their results would be dropped."""
-        for play in plays:
-            why = self._why_too_old(play.trained_logs())
+        for attempt in in_flight:
+            why = self._why_too_old(attempt.trained_logs())
             if why:
-                play.cancel(Ending(Outcome.CANCELLED, error=why))
+                attempt.cancel(Ending(Outcome.CANCELLED, error=why))
 
     def drop_stale(self, trajectories: list[Trajectory]) -> bool:
         """Return True if a finished episode is too old. Its trajectories then become cancelled, without rewards."""

@@ -88,7 +88,7 @@ class Start:
         self.state.add_faults(faults)
         self.state.summary.repeats_tasks = feed.repeatable
         player = await self._player(exit_stack, sent, shared, clock)
-        exit_stack.enter_context(staleness.cancelling(self.state.plays))
+        exit_stack.enter_context(staleness.cancelling(self.state.in_flight))
         return ActiveRun(
             options=setup.options,
             engines=setup.engines,

@@ -73,7 +73,7 @@ class RunState:
     file: Path | None = None
     """The path of the run file; None without a file, or before it is named."""
 
-    plays: set[Attempt] = field(default_factory=set)
+    in_flight: set[Attempt] = field(default_factory=set)
     """The episodes in flight."""
 
     failure: DeltarunnerError | None = None
@@ -127,34 +127,34 @@ class RunState:
     def drain(self) -> None:
         """Stop starting episodes. Those in flight are played to their end."""
         if not self.draining:
-            log.info("no further episode begins; %d are in flight", len(self.plays))
+            log.info("no further episode begins; %d are in flight", len(self.in_flight))
         self.draining = True
         self.feeding.cancel()
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cancel every episode in flight, with this ending if given, else as partial."""
         self.drain()
-        if self.cancelled_with is None and self.plays:
-            log.warning("%d episodes in flight are cancelled", len(self.plays))
+        if self.cancelled_with is None and self.in_flight:
+            log.warning("%d episodes in flight are cancelled", len(self.in_flight))
         self.cancelled_with = self.cancelled_with or ending or Ending(Outcome.CANCELLED)
-        for play in self.plays:
-            play.cancel(ending)
+        for attempt in self.in_flight:
+            attempt.cancel(ending)
 
-    def begin(self, play: Attempt) -> None:
+    def begin(self, attempt: Attempt) -> None:
         """Register an attempt. It is cancelled at once if the run was cancelled before its first step."""
-        self.plays.add(play)
+        self.in_flight.add(attempt)
         if self.cancelled_with is not None:
-            play.cancel(self.cancelled_with)
-        elif _episode_of(play.key) in self.cancelled_episodes:
-            play.cancel()
+            attempt.cancel(self.cancelled_with)
+        elif _episode_of(attempt.key) in self.cancelled_episodes:
+            attempt.cancel()
 
     def cancel_episodes(self, keys: Collection[EpisodeKey]) -> None:
         """Cancel these episodes, now or when they begin. The run continues."""
         episodes = {_episode_of(key) for key in keys}
         self.cancelled_episodes |= episodes
-        for play in self.plays:
-            if _episode_of(play.key) in episodes:
-                play.cancel()
+        for attempt in self.in_flight:
+            if _episode_of(attempt.key) in episodes:
+                attempt.cancel()
 
     def forget(self, key: EpisodeKey) -> None:
         """Note that this episode has no further attempt."""

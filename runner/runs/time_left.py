@@ -18,7 +18,7 @@ MAX_UNSEEN_SHARE: Final = 0.5
 """Largest share of episodes with more turns than any finished one; above it the time left is unknown."""
 
 MAX_PACE_SAMPLES: Final = 64
-"""Maximum number of samples of the pace, over the last half of the run."""
+"""Maximum number of points of the pace, over the last half of the run."""
 
 MAX_PACE_PARTS: Final = 8
 """Maximum number of parts of the run whose paces are compared."""
@@ -37,7 +37,7 @@ class TimeLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class _ProgressPoint:
     now: float
     turns: int
     running: int
@@ -52,8 +52,8 @@ class TimeLeftEstimator:
     """
 
     def __init__(self) -> None:
-        self._samples: deque[_Sample] = deque()
-        self._whole: list[_Sample] = []
+        self._recent: deque[_ProgressPoint] = deque()
+        self._whole: list[_ProgressPoint] = []
         """Samples of the whole run, evenly spaced."""
 
     def read(
@@ -69,19 +69,19 @@ class TimeLeftEstimator:
             left: the number of unfinished episodes, including those in flight; None if unknown.
         """
         turns = done_turns + sum(running)
-        self._note(_Sample(now, turns, len(running)))
+        self._note(_ProgressPoint(now, turns, len(running)))
         if left is None or sum(finished.values()) < MIN_EPISODES:
             return None
         if left <= 0:
             return TimeLeft(0.0, 0.0)
-        since = self._samples[0]
+        since = self._recent[0]
         played, seconds = turns - since.turns, now - since.now
         taken = Counter(running)
         survival = _survival(finished, taken)
         if played <= 0 or seconds <= 0 or survival[-1] > MAX_UNSEEN_SHARE:
             return None
         pace = seconds / played  # seconds per turn of the whole run
-        width = sum(sample.running for sample in self._samples) / len(self._samples)
+        width = sum(point.running for point in self._recent) / len(self._recent)
         remaining = _remaining_turns(survival)
         fresh, more = remaining[0], max(0, left - len(running))
         due = [
@@ -105,11 +105,11 @@ class TimeLeftEstimator:
 
         The rest of the run may have the pace of any part: other programs, long prompts and full caches change the pace.
         """
-        samples = self._whole
-        count = min(MAX_PACE_PARTS, len(samples) - 1)
+        points = self._whole
+        count = min(MAX_PACE_PARTS, len(points) - 1)
         if count < 2:
             return 0.0
-        ends = [samples[number * (len(samples) - 1) // count] for number in range(count + 1)]
+        ends = [points[number * (len(points) - 1) // count] for number in range(count + 1)]
         seconds, turns = ends[-1].now - ends[0].now, ends[-1].turns - ends[0].turns
         squares = sum(
             (last.now - first.now) * ((last.turns - first.turns) / (last.now - first.now) - turns / seconds) ** 2
@@ -117,17 +117,17 @@ class TimeLeftEstimator:
         )
         return math.sqrt(squares / seconds * count / (count - 1)) * seconds / turns
 
-    def _note(self, sample: _Sample) -> None:
-        samples, whole = self._samples, self._whole
-        if not whole or sample.now - whole[-1].now > sample.now / MAX_PACE_SAMPLES:
-            whole.append(sample)
+    def _note(self, point: _ProgressPoint) -> None:
+        points, whole = self._recent, self._whole
+        if not whole or point.now - whole[-1].now > point.now / MAX_PACE_SAMPLES:
+            whole.append(point)
         if len(whole) > 2 * MAX_PACE_SAMPLES:
             del whole[1::2]
-        if not samples or sample.now - samples[-1].now >= sample.now / MAX_PACE_SAMPLES:
-            samples.append(sample)
+        if not points or point.now - points[-1].now >= point.now / MAX_PACE_SAMPLES:
+            points.append(point)
         # The first turns read long prompts, so only the last half of the run counts.
-        while len(samples) > 1 and samples[1].now <= sample.now / 2:
-            samples.popleft()
+        while len(points) > 1 and points[1].now <= point.now / 2:
+            points.popleft()
 
 
 @dataclass(frozen=True, slots=True)

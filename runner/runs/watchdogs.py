@@ -78,11 +78,11 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
     raise ends[0]
 
 
-async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:
+async def until_stuck(in_flight: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:
     """Wait until there is no progress for `RUN_STUCK_SECONDS`; return an error that lists the waiting episodes.
 
     Args:
-        plays: the episodes in flight; without any, the run is not stuck.
+        in_flight: the episodes in flight; without any, the run is not stuck.
         progress: returns a value that changes with any progress.
     """
     seen: Hashable = None
@@ -90,18 +90,21 @@ async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashabl
     while True:
         await anyio.sleep(1)
         # Sampled ids are not enough: an episode may progress without its engine.
-        signs = progress(), max((play.since for play in plays), default=0.0)
-        if signs != seen or not plays:
+        signs = progress(), max((attempt.since for attempt in in_flight), default=0.0)
+        if signs != seen or not in_flight:
             seen, since = signs, anyio.current_time()
         elif anyio.current_time() - since > RUN_STUCK_SECONDS:
-            return RunStuck(_list_waiting(plays))
+            return RunStuck(_list_waiting(in_flight))
 
 
-def _list_waiting(plays: Collection[Attempt]) -> str:
+def _list_waiting(in_flight: Collection[Attempt]) -> str:
     now = anyio.current_time()
-    longest = sorted(plays, key=lambda play: play.since)[:MAX_LISTED_EPISODES]
-    lines = [f"nothing happened for {RUN_STUCK_SECONDS:.0f} s; {counted(len(plays), 'episode')} in flight:"]
-    lines += [f"  {play.key.id} has been waiting for {play.activity} for {now - play.since:.0f} s" for play in longest]
-    if len(plays) > len(longest):
-        lines.append(f"  and {len(plays) - len(longest)} more")
+    longest = sorted(in_flight, key=lambda attempt: attempt.since)[:MAX_LISTED_EPISODES]
+    lines = [f"nothing happened for {RUN_STUCK_SECONDS:.0f} s; {counted(len(in_flight), 'episode')} in flight:"]
+    lines += [
+        f"  {attempt.key.id} has been waiting for {attempt.activity} for {now - attempt.since:.0f} s"
+        for attempt in longest
+    ]
+    if len(in_flight) > len(longest):
+        lines.append(f"  and {len(in_flight) - len(longest)} more")
     return "\n".join(lines)

@@ -318,9 +318,9 @@ async def _play_everywhere(
         last: list[EpisodeRunner] = []
 
         async def episode() -> None:
-            play = EpisodeRunner(shared, EpisodeKey(task=one, index=0))
-            last[:] = [play]
-            await play.run(in_this_task=True)
+            runner = EpisodeRunner(shared, EpisodeKey(task=one, index=0))
+            last[:] = [runner]
+            await runner.run(in_this_task=True)
 
         def nothing_is_left() -> None:
             stats = engine.stats()

@@ -80,10 +80,10 @@ class ReplayingActor(WorkerActor):
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         number, _ = arguments
-        return ReplayingWorker(engine, number, NoDesk())
+        return ReplayingWorker(engine, number, NoLimiterService())
 
 
-class NoDesk:
+class NoLimiterService:
     """Its episodes have no limiters."""
 
     async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:

@@ -45,7 +45,7 @@ async def _measure() -> list[Figure]:
         empty = _resident()
         with collector_settings():
             # The run sets no event for it.
-            while len(run.plays) < EPISODE_COUNT or engine.stats().sampled_tokens < EPISODE_COUNT:  # noqa: ASYNC110
+            while len(run.in_flight) < EPISODE_COUNT or engine.stats().sampled_tokens < EPISODE_COUNT:  # noqa: ASYNC110
                 await anyio.sleep(0.1)  # no event is set
             gc.collect()
             kilobytes = (_resident() - empty) / EPISODE_COUNT / 1000

@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from runner.cluster.engine_client import HostedEngine
 from runner.cluster.engine_host import EngineHost
-from runner.cluster.limiters import LimiterDesk
+from runner.cluster.limiters import SharedLimiters
 from runner.cluster.protocol import StoredObject, WorkerLost
 from runner.cluster.ray.launcher import pickled
 from runner.cluster.worker import Worker
@@ -28,7 +28,7 @@ class InProcess:
         self.group = group
         self.workers: dict[int, InProcessWorker] = {}
         """Every worker that was started, by number."""
-        self.limiter_service = LimiterDesk()
+        self.limiter_service = SharedLimiters()
         self.on_start: Callable[[InProcessWorker], None] = lambda _: None
         """Called with every new worker."""
         self.most_in_use = 0
@@ -39,7 +39,9 @@ class InProcess:
 
     def start(self, engine: BaseEngine, number: int) -> InProcessWorker:
         packed = self.pack(engine, "an engine cannot", "give another one")
-        worker = self.workers[number] = InProcessWorker(self, Worker(pickle.loads(packed), number, InProcessDesk(self)))
+        worker = self.workers[number] = InProcessWorker(
+            self, Worker(pickle.loads(packed), number, InProcessLimiterService(self))
+        )
         self.on_start(worker)
         return worker
 
@@ -68,7 +70,7 @@ class StoredHere(StoredObject):
         return self.value
 
 
-class InProcessDesk:
+class InProcessLimiterService:
     def __init__(self, launcher: InProcess) -> None:
         self._launcher = launcher
 

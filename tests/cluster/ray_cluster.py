@@ -53,7 +53,7 @@ def children(pid: int) -> set[int]:
     return found
 
 
-def actors(kind: str = "(WorkerActor|HostActor|LimiterDesk)") -> set[int]:
+def actors(kind: str = "(WorkerActor|HostActor|SharedLimiters)") -> set[int]:
     """The processes of Ray that are an actor of ours, of one kind or of any."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):

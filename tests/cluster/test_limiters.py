@@ -11,7 +11,7 @@ import pytest
 
 from runner import BadOption, EngineError
 from runner.cluster.limiters import LeasedLimiter
-from tests.cluster.in_process import InProcess, InProcessDesk, in_process
+from tests.cluster.in_process import InProcess, InProcessLimiterService, in_process
 
 pytestmark = pytest.mark.anyio
 
@@ -89,7 +89,7 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
 
 async def test_cancelled_waiter_takes_no_place_of_the_limiter() -> None:
     async with in_process() as launcher:
-        door = LeasedLimiter(InProcessDesk(launcher), itertools.count(), RUN, 0, "door", 1)
+        door = LeasedLimiter(InProcessLimiterService(launcher), itertools.count(), RUN, 0, "door", 1)
         await door.acquire_on_behalf_of("first")
         async with anyio.create_task_group() as group:
             group.start_soon(door.acquire_on_behalf_of, "second")
@@ -104,7 +104,7 @@ async def test_cancelled_waiter_takes_no_place_of_the_limiter() -> None:
 async def test_block_of_a_dismissed_worker_is_not_entered() -> None:
     async with in_process() as launcher:
         leases = itertools.count()
-        doors = [LeasedLimiter(InProcessDesk(launcher), leases, RUN, worker, "door", 1) for worker in (0, 1)]
+        doors = [LeasedLimiter(InProcessLimiterService(launcher), leases, RUN, worker, "door", 1) for worker in (0, 1)]
         await doors[0].acquire_on_behalf_of("first")
         errors = []
 

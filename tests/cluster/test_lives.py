@@ -98,7 +98,7 @@ async def test_a_reader_that_does_not_read_holds_the_workers_up() -> None:
         await anyio.wait_all_tasks_blocked()
         assert asked == sum(call == "play" for worker in launcher.alive for call, _ in worker.calls)
         assert asked <= 2 * width
-        assert len(run.plays) <= width
+        assert len(run.in_flight) <= width
         assert len([None async for _ in run]) == 500
 
 
@@ -106,7 +106,7 @@ def test_a_worker_that_comes_late_makes_the_run_wider() -> None:
     async def run() -> None:
         async with fleet((1, 3)) as (engine, launcher), Run(Waiting, engine, tasks=game_tasks(100)) as run:
             await until(lambda: len(engine.workers()) == 3)
-            await until(lambda: len(run.plays) == 18)
+            await until(lambda: len(run.in_flight) == 18)
             assert [each.playing for each in engine.workers()] == [6, 6, 6]
             launcher.workers[0].kill()
             await until(lambda: len(engine.workers()) == 3 and 3 in {each.number for each in engine.workers()})
@@ -118,9 +118,9 @@ def test_a_worker_that_comes_late_makes_the_run_wider() -> None:
 
 async def test_a_width_that_is_asked_for_stays() -> None:
     async with fleet(3) as (engine, _), Run(Waiting, engine, concurrency=Concurrency(episodes=4)) as run:
-        await until(lambda: len(run.plays) == 4)
+        await until(lambda: len(run.in_flight) == 4)
         await anyio.wait_all_tasks_blocked()
-        assert len(run.plays) == 4
+        assert len(run.in_flight) == 4
 
 
 def test_fleet_without_workers_waits_for_a_new_one_and_continues() -> None:

@@ -184,15 +184,15 @@ async def test_lost_worker_is_reported_once_and_in_the_summary() -> None:
     async with in_process() as launcher, Run(Waiting, fleet_of(launcher, (1, 2)), limits=LONG) as run:
         reader = StatsReader()
         await until_pulses(run)
-        assert reader.read(run).news == ()
+        assert reader.read(run).worker_events == ()
         launcher.workers[1].kill()
         await checkpoint()
         await anyio.sleep(0.1)
         stats = reader.read(run)
         assert (len(fleet_seen(stats).workers), fleet_seen(stats).most) == (1, 2)
-        (event,) = stats.news
+        (event,) = stats.worker_events
         assert re.match(r"worker 1 on \S+ is lost: its process died; the \d+ episodes .* are played again", event)
-        assert reader.read(run).news == ()
+        assert reader.read(run).worker_events == ()
         assert event in run.summary.faults
         run.cancel()
 

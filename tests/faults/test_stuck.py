@@ -60,7 +60,7 @@ def speak(turn: ModelCall) -> Answer:
 
 
 def doing(run: Run) -> set[str]:
-    return {play.activity for play in run.plays}
+    return {attempt.activity for attempt in run.in_flight}
 
 
 async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
@@ -81,7 +81,7 @@ async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
     with anyio.fail_after(100 * RUN_STUCK_SECONDS):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(play)
-            while run.summary.episodes < 1 or len(run.plays) < 4 or not all_wait(run):
+            while run.summary.episodes < 1 or len(run.in_flight) < 4 or not all_wait(run):
                 await checkpoint()
             put_forward(2)  # it looks every second
             for _ in range(100):

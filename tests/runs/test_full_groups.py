@@ -61,7 +61,7 @@ async def test_no_task_begins_that_cannot_be_needed(begun: list[str]) -> None:
     async with run_of("s" * 50) as run:
         await taken(run, 4)
         assert set(begun) == {"t0", "t1", "t2", "t3"}
-        assert run.plays == set()
+        assert run.in_flight == set()
 
 
 async def test_next_call_continues_with_the_next_task() -> None:
@@ -81,7 +81,7 @@ async def test_every_episode_is_given_or_flat_in_any_order_of_spread(seed: int, 
     async with run_of(spread, concurrency=Concurrency(episodes=source.choice([2, 6, 64]))) as run:
         calls = [await taken(run, number) for number in wanted]
         assert [len(call) for call in calls] == wanted
-        assert run.plays == set()
+        assert run.in_flight == set()
         counted = 2 * (sum(wanted) + run.summary.flat)
     assert run.summary.episodes == counted == len(begun)
     # In order of the tasks: none was passed over.

@@ -124,7 +124,7 @@ async def test_cancelled_call_cancels_its_episodes_alone() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await until(lambda: not player.run.plays)
+        await until(lambda: not player.run.in_flight)
         assert Waits.open == 0
         (group,) = await player.play_group(FIRST)
     assert [t.outcome for t in group.trajectories] == [Outcome.COMPLETED] * 3

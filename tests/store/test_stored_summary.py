@@ -80,7 +80,7 @@ async def test_cancelled_episodes_complete_no_group(tmp_path: Path) -> None:
 
 async def cancelled_at(run: Run, count: int) -> None:
     """Cancel a run once so many of its episodes wait."""
-    while sum(play.turns_taken for play in run.plays) < count:  # noqa: ASYNC110  # of the run's own tasks
+    while sum(attempt.turns_taken for attempt in run.in_flight) < count:  # noqa: ASYNC110  # of the run's own tasks
         await anyio.sleep(0.01)
     run.cancel()
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
-from runner.cluster.limiters import LimiterDesk
+from runner.cluster.limiters import SharedLimiters
 from runner.cluster.protocol import StoredObject, WorkerProcess
 from runner.cluster.ray.actors import EngineActor, HostActor, Surroundings, WorkerActor, ray_module
 from runner.cluster.ray.calls import RayWorker
@@ -128,7 +128,7 @@ class RayLauncher:
         # Next to the driver, since another machine may be lost. If it is killed nevertheless, as Ray does on a machine
         # short of memory, Ray starts an empty one, and the requests are sent again.
         self._limiter_service = (
-            ray.remote(LimiterDesk)
+            ray.remote(SharedLimiters)
             .options(
                 num_cpus=0,
                 runtime_env=self._runtime_env,

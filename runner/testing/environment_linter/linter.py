@@ -168,12 +168,16 @@ class EnvironmentCheck:
 
     def is_playing(self) -> bool:
         """Return True while episodes are in flight; each of their hooks has a time limit."""
-        return self.current.run is not None and bool(self.current.run.plays)
+        return self.current.run is not None and bool(self.current.run.in_flight)
 
     def progress(self) -> object:
         """A value that changes whenever something happens."""
         current, run = self.current, self.current.run
-        activities = {(play.key.id, play.activity, play.turns_taken) for play in run.plays} if run is not None else ()
+        activities = (
+            {(attempt.key.id, attempt.activity, attempt.turns_taken) for attempt in run.in_flight}
+            if run is not None
+            else ()
+        )
         counts = len(current.environments), len(current.records), len(current.findings)
         return id(current), *counts, frozenset(activities)
 

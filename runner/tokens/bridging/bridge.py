@@ -227,7 +227,7 @@ class Bridger:
             raise Unbridgeable(
                 Property.STOP_OPENS_NEXT, f"the turn ended with {name!r}, which opens no {tail.new[0]['role']} message"
             )
-        ids = tail_ids.behind_close()
+        ids = tail_ids.ids_after_close()
         if ids is None:
             raise Unbridgeable(
                 Property.STOP_IN_TAIL,
@@ -250,7 +250,7 @@ class Bridger:
             return _BridgeStart(tail_ids.ids[closed:], Anchor.NONE, Close.SAMPLED)
         if not tail.after_call:
             return _BridgeStart(tail_ids.ids, Anchor.NONE, Close.MASKED)
-        ids = tail_ids.behind_call(sampled, self.stop_ids)
+        ids = tail_ids.ids_after_call(sampled, self.stop_ids)
         if ids is None:
             raise Unbridgeable(
                 Property.CLOSE_KNOWN,

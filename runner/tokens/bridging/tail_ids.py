@@ -50,10 +50,10 @@ class TailIds:
         text = tokenizer.normalize(self._text)
         for control, group in groupby(self.ids, tokenizer.control_ids.__contains__):
             for ids in [[token_id] for token_id in group] if control else [list(group)]:
-                at = self._behind_piece(text, at, tokenizer.normalize(tokenizer.decode(ids)))
-        self._behind_piece(text, at, "", end=True)
+                at = self._after_piece(text, at, tokenizer.normalize(tokenizer.decode(ids)))
+        self._after_piece(text, at, "", end=True)
 
-    def _behind_piece(self, text: str, at: int, piece: str, *, end: bool = False) -> int:
+    def _after_piece(self, text: str, at: int, piece: str, *, end: bool = False) -> int:
         bare = at + len(text[at:]) - len(text[at:].lstrip())
         swallowed = f"x{text[at:bare]}x"
         starts = [(piece, at), (" " + piece, at)]
@@ -61,9 +61,9 @@ class TailIds:
         if bare > at and self._tokenizer.decode(self._tokenizer.encode(swallowed)) == swallowed:
             starts.append((piece, bare))
         for form, begin in starts:
-            behind = begin + len(form)
-            if text.startswith(form, begin) and (not end or behind == len(text)):
-                return behind
+            after = begin + len(form)
+            if text.startswith(form, begin) and (not end or after == len(text)):
+                return after
         shared = first_mismatch(text[at:], piece)
         lost, became = text[at + shared : at + shared + 20], piece[shared : shared + 20]
         raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}")
@@ -106,7 +106,7 @@ class TailIds:
                 )
         return None
 
-    def behind_close(self) -> list[int] | None:
+    def ids_after_close(self) -> list[int] | None:
         """Return the ids after the template's own close, if the sampled stop is not part of it; otherwise None.
 
         The close is the end of the same render without new messages, or a control token that ends every turn once a
@@ -130,21 +130,21 @@ class TailIds:
             return rest[1:]
         if not self._only_control(alone[cut:]):
             return None
-        separated = self._behind_last_control(cut)
+        separated = self._after_last_control(cut)
         return rest if separated is None else self.ids[separated:]
 
-    def _behind_last_control(self, cut: int) -> int | None:
+    def _after_last_control(self, cut: int) -> int | None:
         """The index after the last control token before `cut`, if only white space follows the token up to there."""
-        behind, end = None, 0
+        after, end = None, 0
         for index, token_id in enumerate(self.ids):
             until = len(self._tokenizer.decode(self.ids[: index + 1]))
             if until > cut:
                 break
             if token_id in self._tokenizer.control_ids:
-                behind, end = index + 1, until
-        return behind if not self._text[end:cut].strip() else None
+                after, end = index + 1, until
+        return after if not self._text[end:cut].strip() else None
 
-    def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
+    def ids_after_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
         """Return the ids after the sampled part of the last call, or None. The tail begins inside that call.
 
         The turn's close is at a stop id, or at the beginning of the tail of the same turn without calls. The bridge
@@ -223,9 +223,9 @@ def _end_of_call(ending: str, said: str) -> int | None:
     whole = next((written[begin:] for begin in borders if written[begin:] in said), "")
     if len(whole) < _MIN_END_CHARS:
         return None
-    behind = said[said.rindex(whole) + len(whole) :]
+    after = said[said.rindex(whole) + len(whole) :]
     space = ending[len(written) :]
-    return len(written) + len(behind) if space.startswith(behind) else len(ending)
+    return len(written) + len(after) if space.startswith(after) else len(ending)
 
 
 def _seen_ending(one: str, other: str, borders: Sequence[int]) -> int:
