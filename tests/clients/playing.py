@@ -22,7 +22,7 @@ from tests.verifying import verify
 __all__ = [
     "PROMPT",
     "WROTE",
-    "Played",
+    "ProgramEpisode",
     "Says",
     "assert_appends",
     "assert_exact_and_verified",
@@ -45,7 +45,7 @@ Argv: TypeAlias = Callable[[Endpoint], Sequence[str]]
 
 
 @dataclass(slots=True)
-class Played:
+class ProgramEpisode:
     """Results of an episode of a program."""
 
     folder: Path
@@ -103,14 +103,14 @@ def respelling(says: Says, model: Path, **settings: Any) -> ScriptedEngine:
     """
     tokenizer = load_tokenizer(model)
 
-    def spelt(asked: ModelCall) -> Reply:
+    def in_letters(asked: ModelCall) -> Reply:
         reply = as_reply(says(asked))
         text = tokenizer.decode(encoder.encode(reply).ids)
         ids = [each for character in text for each in tokenizer.encode(character)]
         return replace(reply, text="", calls=(), ids=ids)
 
     settings = {"template": "hermes", "context": 131_072, "record": True, **settings}
-    engine = ScriptedEngine(spelt, tokenizer=tokenizer, **settings)
+    engine = ScriptedEngine(in_letters, tokenizer=tokenizer, **settings)
     encoder = ReplyEncoder(engine.tokenizer, engine.template)
     return engine
 
@@ -139,7 +139,9 @@ def by_history(*answers: Answer, aside: Answer = "A short title") -> Says:
     return says
 
 
-def environment_of(argv: Argv, played: Played, env: Mapping[str, str], serve: Mapping[str, Any]) -> type[Environment]:
+def environment_of(
+    argv: Argv, played: ProgramEpisode, env: Mapping[str, str], serve: Mapping[str, Any]
+) -> type[Environment]:
     class Program(Environment):
         """A program plays."""
 
@@ -168,18 +170,18 @@ async def play_program(
     env: Mapping[str, str] | None = None,
     serve: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Played:
+) -> ProgramEpisode:
     """Have a program play one episode."""
     folder = tmp_path / "work"
     folder.mkdir(exist_ok=True)
-    played = Played(folder, tmp_path / "run.db")
+    played = ProgramEpisode(folder, tmp_path / "run.db")
     environment = environment_of(argv, played, env or {}, serve or {})
     async with Run(environment, engine, file=played.file, breaker=1, **options) as run:
         played.trajectories = [trajectory async for trajectory in run]
     return played
 
 
-async def assert_good(played: Played, engine: ScriptedEngine, model: Path) -> None:
+async def assert_good(played: ProgramEpisode, engine: ScriptedEngine, model: Path) -> None:
     """Assert the properties of every episode that a program played to its end."""
     assert played.finished is not None, played.in_words()
     assert played.finished.ok, played.in_words()
@@ -190,7 +192,7 @@ async def assert_good(played: Played, engine: ScriptedEngine, model: Path) -> No
     await assert_exact_and_verified(played, engine, model)
 
 
-async def assert_exact_and_verified(played: Played, engine: ScriptedEngine, model: Path) -> None:
+async def assert_exact_and_verified(played: ProgramEpisode, engine: ScriptedEngine, model: Path) -> None:
     """All that is trained is exactly what was sampled, once, and the run file follows from it."""
     for trajectory in played.trajectories:
         assert_exact(trajectory, engine)

@@ -29,7 +29,7 @@ from runner.models import demo_model
 from runner.testing import Latency, Reply
 from tests.clients.faults import Trouble, troubled
 from tests.clients.installing import CLIENTS
-from tests.clients.playing import PROMPT, Played, Says, by_history, in_order, play_program, respelling
+from tests.clients.playing import PROMPT, ProgramEpisode, Says, by_history, in_order, play_program, respelling
 from tests.clients.programs import KNOWN, PROGRAMS, SCRIPTS, Program
 from tests.clients.reduce import SentRequest, as_text, reduced
 from tests.clients.test_compaction import OUTGROWN
@@ -122,7 +122,7 @@ class Scenario:
     engine: Mapping[str, Any] = field(default_factory=dict)
     trouble: Trouble | None = None
 
-    async def play(self, folder: Path) -> tuple[Played, list[SentRequest]]:
+    async def play(self, folder: Path) -> tuple[ProgramEpisode, list[SentRequest]]:
         """Have it play, and reduce nothing yet."""
         engine = respelling(self.says, demo_model(), **self.engine)
         with captured() as came, ExitStack() as stack:

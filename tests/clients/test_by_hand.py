@@ -11,7 +11,7 @@ import pytest
 from runner import Conversation, Run
 from runner.cli.serve import key_lines
 from tests.clients.installing import CLIENTS
-from tests.clients.playing import PROMPT, Played, assert_good, environment_of, in_order, respelling
+from tests.clients.playing import PROMPT, ProgramEpisode, assert_good, environment_of, in_order, respelling
 from tests.clients.programs import PROGRAMS
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +34,7 @@ def typed(lines: list[str], name: str) -> list[str]:
     return [*shlex.split(exported), *(CLIENTS[name].program(name) if each == name else each for each in words)]
 
 
-def by_hand(name: str, played: Played, home: Path) -> Any:
+def by_hand(name: str, played: ProgramEpisode, home: Path) -> Any:
     base: Any = environment_of(PROGRAMS[name].argv, played, {}, {})
 
     class ByHand(base):  # type: ignore[misc]  # which is not known here
@@ -52,7 +52,7 @@ def by_hand(name: str, played: Played, home: Path) -> Any:
 async def test_a_program_plays_by_what_is_shown_for_it(name: str, tmp_path: Path, demo_model_folder: Path) -> None:
     program = PROGRAMS[name]
     engine = respelling(in_order(*program.says()), demo_model_folder)
-    played = Played(tmp_path / "work", tmp_path / "run.db")
+    played = ProgramEpisode(tmp_path / "work", tmp_path / "run.db")
     for folder in (played.folder, tmp_path / "home"):
         folder.mkdir()
     async with Run(by_hand(name, played, tmp_path / "home"), engine, file=played.file, breaker=1) as run:

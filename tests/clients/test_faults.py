@@ -1,4 +1,4 @@
-"""The door that lets requests go wrong stands where a run's own endpoints would, and lets one of them go wrong."""
+"""The proxy in front of an endpoint spoils one request and passes the others on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_one_request_goes_wrong_and_no_other(trouble: Trouble, comes: str)
         async with http(endpoint) as client:
             came.extend([await ask(client) for _ in range(3)])
 
-    with troubled(trouble, at=1) as doors:
+    with troubled(trouble, at=1) as proxies:
         await served(loop, ["A long answer indeed."] * 4)
     assert came == ["whole", comes, "whole"]
-    assert [door.happened for door in doors] == [True]
+    assert [proxy.happened for proxy in proxies] == [True]

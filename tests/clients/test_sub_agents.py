@@ -12,7 +12,7 @@ import pytest
 from runner import ToolCall
 from runner.engines.scripted.script import Answer, ModelCall
 from runner.testing import Latency, Reply, call
-from tests.clients.playing import PROMPT, Played, assert_appends, assert_good, play_program, respelling
+from tests.clients.playing import PROMPT, ProgramEpisode, assert_appends, assert_good, play_program, respelling
 from tests.clients.programs import PROGRAMS, Program
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +53,7 @@ def saying(program: Program, send: Callable[[], ToolCall]) -> Callable[[ModelCal
     return says
 
 
-async def play(name: str, tmp_path: Path, model: Path) -> Played:
+async def play(name: str, tmp_path: Path, model: Path) -> ProgramEpisode:
     program = PROGRAMS[name]
     engine = respelling(saying(program, SENDS[name]), model, tick=0.002, latency=Latency(first=20))
     played = await play_program(program.argv, engine, tmp_path)

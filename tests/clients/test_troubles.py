@@ -38,10 +38,10 @@ async def test_faults_on_the_way_train_no_turn_twice_and_lose_none(
     engine = respelling(
         by_history(*program.says()), demo_model_folder, tick=0.002, latency=Latency(between=1), chunks=4
     )
-    with troubled(trouble, at=program.asides + 1) as doors:
+    with troubled(trouble, at=program.asides + 1) as proxies:
         played = await play_program(program.argv, engine, tmp_path)
-    (door,) = doors
-    assert door.happened
+    (proxy,) = proxies
+    assert proxy.happened
     said = [as_reply(each).text.rpartition("</think>")[2] for each in program.says()]
     if (name, trouble) in ENDS:
         assert played.finished is not None

@@ -89,28 +89,30 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
 
 async def test_cancelled_waiter_takes_no_place_of_the_limiter() -> None:
     async with in_process() as launcher:
-        door = LeasedLimiter(InProcessLimiterService(launcher), itertools.count(), RUN, 0, "door", 1)
-        await door.acquire_on_behalf_of("first")
+        limiter = LeasedLimiter(InProcessLimiterService(launcher), itertools.count(), RUN, 0, "door", 1)
+        await limiter.acquire_on_behalf_of("first")
         async with anyio.create_task_group() as group:
-            group.start_soon(door.acquire_on_behalf_of, "second")
+            group.start_soon(limiter.acquire_on_behalf_of, "second")
             await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
-        door.release_on_behalf_of("first")
-        launcher.group.start_soon(door.acquire_on_behalf_of, "third")
+        limiter.release_on_behalf_of("first")
+        launcher.group.start_soon(limiter.acquire_on_behalf_of, "third")
         await anyio.wait_all_tasks_blocked()
-        assert list(door._held) == ["third"]
+        assert list(limiter._held) == ["third"]
 
 
 async def test_block_of_a_dismissed_worker_is_not_entered() -> None:
     async with in_process() as launcher:
         leases = itertools.count()
-        doors = [LeasedLimiter(InProcessLimiterService(launcher), leases, RUN, worker, "door", 1) for worker in (0, 1)]
-        await doors[0].acquire_on_behalf_of("first")
+        limiters = [
+            LeasedLimiter(InProcessLimiterService(launcher), leases, RUN, worker, "door", 1) for worker in (0, 1)
+        ]
+        await limiters[0].acquire_on_behalf_of("first")
         errors = []
 
         async def enter() -> None:
             try:
-                await doors[1].acquire_on_behalf_of("second")
+                await limiters[1].acquire_on_behalf_of("second")
             except EngineError as error:
                 errors.append(str(error))
 

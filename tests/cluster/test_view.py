@@ -226,7 +226,7 @@ class Starting(Said):
 
 
 @pytest.mark.parametrize(("workers", "shown"), [(2, "1 of 2 workers"), ((2, 3), "1 of at least 2 workers")])
-async def test_while_a_fleet_starts_it_is_said_what_is_waited_for(workers: int | tuple[int, int], shown: str) -> None:
+async def test_start_of_a_fleet_shows_how_many_workers_are_ready(workers: int | tuple[int, int], shown: str) -> None:
     reporter = Starting()
     async with in_process() as launcher, anyio.create_task_group() as watching:
 

@@ -22,7 +22,7 @@ def misspelling(
     lists = {agent: iter(replies) for agent, replies in says.items()} if isinstance(says, Mapping) else {}
     in_order = iter(says) if isinstance(says, Sequence) else iter(())
 
-    def spelt(asked: Any) -> Any:
+    def in_letters(asked: Any) -> Any:
         said = says(asked) if callable(says) else next(lists.get(asked.agent, in_order))
         reply = as_reply(said)
         if reply.ids is not None:
@@ -30,6 +30,6 @@ def misspelling(
         text = tokenizer.decode(encoder.encode(reply).ids)
         return replace(reply, text="", calls=(), ids=tokenizer.misspell(text))
 
-    engine = recording(spelt, tokenizer=tokenizer, template="hermes", **settings)
+    engine = recording(in_letters, tokenizer=tokenizer, template="hermes", **settings)
     encoder = ReplyEncoder(engine.tokenizer, engine.template)
     return engine

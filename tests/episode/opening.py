@@ -169,11 +169,11 @@ async def database_pool() -> AsyncIterator[Use]:
         assert await asyncio.to_thread(lambda: connection.execute("select 1").fetchone()) == (1,)
         free.put_nowait(connection)
 
-    keeper = asyncio.create_task(keep_alive())
+    renewal = asyncio.create_task(keep_alive())
     try:
         yield use
     finally:
-        keeper.cancel()
+        renewal.cancel()
         while not free.empty():
             free.get_nowait().close()
 

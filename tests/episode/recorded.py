@@ -148,19 +148,19 @@ async def replay(
 
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
-            desk = self.episode._chat_service
+            chat_service = self.episode._chat_service
             handles: dict[int, str] = {}
             for number, request in enumerate(requests):
-                await _ask(desk, ask(request, handles), request, engine)
-                handles[number] = _node(desk, number).turn.handle
+                await _ask(chat_service, ask(request, handles), request, engine)
+                handles[number] = _node(chat_service, number).turn.handle
             # Of a turn that was given twice the first request counts.
-            turns = [(_node(desk, number).turn, number) for number in reversed(range(len(requests)))]
+            turns = [(_node(chat_service, number).turn, number) for number in reversed(range(len(requests)))]
             own = {(turn.agent, turn.number): number for turn, number in turns}
             for number in range(len(requests)):
-                record = _record(desk, number)
+                record = _record(chat_service, number)
                 parent = None if record.parent_turn is None else own[record.parent_agent, record.parent_turn]
                 tolerated = frozenset(each.value for each in record.tolerated)
-                cause = _node(desk, number).segment.cause
+                cause = _node(chat_service, number).segment.cause
                 replayed.found.append(Found(record.verdict.value, record.again.value, tolerated, parent, cause))
                 replayed.forms.append(record.form)
 
@@ -184,32 +184,32 @@ def _ids(request: RecordedRequest) -> int:
     return len(request.says.encode())
 
 
-async def _ask(desk: Any, asked: ChatCall, request: RecordedRequest, engine: Any) -> None:
+async def _ask(chat_service: Any, asked: ChatCall, request: RecordedRequest, engine: Any) -> None:
     async def give(turn: Turn, continued: Turn | None) -> None:
         if request.ends == "undelivered":
             raise _Gone
 
     if request.ends != "cut":
         with suppress(_Gone):
-            await desk.ask(asked, deliver=give)
+            await chat_service.ask(asked, deliver=give)
         return
     enough = engine.stats().sampled_tokens + _ids(request)
     async with anyio.create_task_group() as group:
-        group.start_soon(desk.ask, asked)
+        group.start_soon(chat_service.ask, asked)
         while engine.stats().sampled_tokens < enough:
             await anyio.lowlevel.checkpoint()
         group.cancel_scope.cancel()
     await anyio.wait_all_tasks_blocked()
 
 
-def _record(desk: Any, number: int) -> ChatRequest:
-    records: Iterator[ChatRequest] = (each for thread in desk.threads for each in thread.requests)
+def _record(chat_service: Any, number: int) -> ChatRequest:
+    records: Iterator[ChatRequest] = (each for thread in chat_service.threads for each in thread.requests)
     return next(each for each in records if each.number == number)
 
 
-def _node(desk: Any, number: int) -> TurnNode:
+def _node(chat_service: Any, number: int) -> TurnNode:
     """The turn that answered a request, in the forest."""
-    record = _record(desk, number)
-    thread = next(each for each in desk.threads if record in each.requests)
+    record = _record(chat_service, number)
+    thread = next(each for each in chat_service.threads if record in each.requests)
     nodes: Iterator[TurnNode] = iter(thread.nodes)
     return next(each for each in nodes if each.turn.number == record.turn)

@@ -102,8 +102,8 @@ def test_streamed_pieces_equal_the_turn_however_it_is_cut(
 ) -> None:
     tokenizer = ByteTokenizer(added_tokens=MARKS)
     ids: list[int] = []
-    for text, spelt in parts:
-        ids += list(text.encode()) if spelt else tokenizer.encode(text)
+    for text, letter_by_letter in parts:
+        ids += list(text.encode()) if letter_by_letter else tokenizer.encode(text)
     engine = recording(Reply(ids=ids), template="hermes", tokenizer=tokenizer, chunks=chunks)
     events, turn = anyio.run(events_and_turn, engine, *stop)
     assert_events_equal_turn(events, turn)

@@ -19,9 +19,9 @@ from tests.conformance.corpus import CLOCK, VARIABLES, control_tokens, corpus
 __all__ = [
     "FAMILIES",
     "TEMPLATES",
+    "ExpectedTurns",
     "Family",
     "Library",
-    "Played",
     "assert_played",
     "family",
     "played",
@@ -148,14 +148,14 @@ class Library(Environment):
 
 
 @dataclass(frozen=True)
-class Played:
+class ExpectedTurns:
     """Output of the model, and the calls of its first turns."""
 
     replies: list[Reply]
     calls: list[list[tuple[str, Mapping[str, Any]]]]
 
 
-def played(form: TurnFormat, stop: int, call_stop: int) -> Played:
+def played(form: TurnFormat, stop: int, call_stop: int) -> ExpectedTurns:
     """Return two rounds of calls, a malformed call and an answer, each after reasoning if the format has it.
 
     Args:
@@ -175,7 +175,7 @@ def played(form: TurnFormat, stop: int, call_stop: int) -> Played:
     ]
     begun = form.calls.trigger or f"{form.calls.begin}{_opening(form)}"
     replies += [Reply(f"{thought}{begun} ...", stop=stop), Reply(f"{thought}{form.content.open}Done.", stop=stop)]
-    return Played(replies, calls)
+    return ExpectedTurns(replies, calls)
 
 
 def _opening(form: TurnFormat) -> str:
@@ -184,7 +184,7 @@ def _opening(form: TurnFormat) -> str:
     return "".join("look_up" if isinstance(piece, str) else piece.text for piece in form.calls.call[:3])
 
 
-def assert_played(trajectory: Trajectory, said: Played, form: TurnFormat) -> None:
+def assert_played(trajectory: Trajectory, said: ExpectedTurns, form: TurnFormat) -> None:
     """Check that everything was read as intended."""
     assert trajectory.outcome.scored, trajectory.error
     assert trajectory.reward == 1

@@ -12,7 +12,7 @@ from runner.runs.time_left import MIN_EPISODES, TimeLeft, TimeLeftEstimator
 
 
 @dataclass
-class Played:
+class SimulatedRun:
     """Episodes of known lengths, so many at once, whose turns take a second each after a slow first one."""
 
     lengths: list[int]
@@ -55,7 +55,7 @@ class Played:
 
 
 def test_no_estimate_before_some_episodes_have_finished() -> None:
-    played = Played([3] * 64, width=64)
+    played = SimulatedRun([3] * 64, width=64)
     played.step()
     played.step()
     assert played.read() is None
@@ -70,7 +70,7 @@ def test_no_estimate_if_the_number_of_episodes_is_unknown() -> None:
 
 @pytest.mark.parametrize("width", [1, 4, 16, 64])
 def test_time_left_of_equal_episodes_is_right(width: int) -> None:
-    said = Played([5] * 64, width=width).to_the_end()
+    said = SimulatedRun([5] * 64, width=width).to_the_end()
     end = said[-1][0]
     estimates = [(now, left) for now, left in said[:-1] if left is not None]
     assert len(estimates) >= len(said) // 3 or width == 64
@@ -79,7 +79,7 @@ def test_time_left_of_equal_episodes_is_right(width: int) -> None:
 
 
 def test_no_estimate_while_most_episodes_may_be_longer() -> None:
-    played = Played([3] * 20 + [9] * 44, width=64, first_turn=20.0)
+    played = SimulatedRun([3] * 20 + [9] * 44, width=64, first_turn=20.0)
     for _ in range(4):
         played.step()
         assert played.read() is None
@@ -87,7 +87,7 @@ def test_no_estimate_while_most_episodes_may_be_longer() -> None:
 
 def test_concurrent_episodes_do_not_multiply_the_time_left() -> None:
     """Forty have finished, and the others have one turn left: seconds are left, and not minutes."""
-    played = Played([3] * 40 + [4] * 24, width=64, first_turn=20.0)
+    played = SimulatedRun([3] * 40 + [4] * 24, width=64, first_turn=20.0)
     played.finished = Counter({4: 8})  # of an earlier launch
     for _ in range(3):
         played.step()
@@ -98,7 +98,7 @@ def test_concurrent_episodes_do_not_multiply_the_time_left() -> None:
 
 
 def test_a_slow_first_turn_is_forgotten_by_half_of_the_run() -> None:
-    said = Played([4] * 100, width=10, first_turn=12.0).to_the_end()
+    said = SimulatedRun([4] * 100, width=10, first_turn=12.0).to_the_end()
     end = said[-1][0]
     later = [(now, left) for now, left in said[:-1] if now > 26 and left is not None]
     assert later
@@ -109,7 +109,7 @@ def test_a_slow_first_turn_is_forgotten_by_half_of_the_run() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_most_runs_end_within_twice_the_spread(seed: int) -> None:
     rng = random.Random(seed)
-    said = Played([rng.randint(1, 9) for _ in range(200)], width=20).to_the_end()
+    said = SimulatedRun([rng.randint(1, 9) for _ in range(200)], width=20).to_the_end()
     end = said[-1][0]
     estimates = [(now, left) for now, left in said if left is not None and left.seconds]
     inside = sum(abs(left.seconds - (end - now)) <= 2 * left.spread + 1 for now, left in estimates)
@@ -122,7 +122,7 @@ def test_spread_covers_a_machine_that_others_slow_down(seed: int) -> None:
     rng = random.Random(seed)
     seconds = [pace for _ in range(200) for pace in (rng.choice((1.0, 8.0)),) for _ in range(rng.randint(3, 8))]
     lengths = [rng.randint(1, 9) for _ in range(1000)]
-    said = Played(lengths, width=20, seconds=seconds.__getitem__).to_the_end()
+    said = SimulatedRun(lengths, width=20, seconds=seconds.__getitem__).to_the_end()
     end = said[-1][0]
     estimates = [(now, left) for now, left in said if left is not None and left.seconds > 30]
     far = sum(abs(left.seconds - (end - now)) > 3 * left.spread for now, left in estimates)
@@ -133,7 +133,7 @@ def test_spread_covers_a_machine_that_others_slow_down(seed: int) -> None:
 
 def test_the_spread_shrinks_as_turns_are_played() -> None:
     rng = random.Random(1)
-    said = [left for _, left in Played([rng.randint(1, 9) for _ in range(400)], width=20).to_the_end() if left]
+    said = [left for _, left in SimulatedRun([rng.randint(1, 9) for _ in range(400)], width=20).to_the_end() if left]
     shares = [left.spread / left.seconds for left in said if left.seconds]
     assert shares[0] > 2 * min(shares)
 

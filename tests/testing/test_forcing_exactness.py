@@ -219,7 +219,7 @@ def assert_sent(
 
 
 @dataclass(frozen=True)
-class Played:
+class WatchedEpisode:
     """An episode, and the prompts that reached vLLM for it."""
 
     trajectory: Trajectory
@@ -227,13 +227,13 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-async def awkward_episode(forcible: VllmEngine) -> Played:
+async def awkward_episode(forcible: VllmEngine) -> WatchedEpisode:
     """The awkward turns, played once for all tests that look at them."""
     with watched(forcible) as sent:
-        return Played(await play(forcible, awkward(forcible)), sent)
+        return WatchedEpisode(await play(forcible, awkward(forcible)), sent)
 
 
-async def test_awkward_turns_reach_the_engine_unchanged(forcible: VllmEngine, awkward_episode: Played) -> None:
+async def test_awkward_turns_reach_the_engine_unchanged(forcible: VllmEngine, awkward_episode: WatchedEpisode) -> None:
     said, trajectory = awkward(forcible), awkward_episode.trajectory
     assert_sent(forcible, trajectory, said, awkward_episode.sent)
 
@@ -313,7 +313,7 @@ def rendered(engine: VllmEngine, messages: Sequence[Message], tools: Sequence[An
 
 
 async def test_stored_logprobs_match_the_exact_sequence_only(
-    forcible: VllmEngine, awkward_episode: Played, teacher: Teacher
+    forcible: VllmEngine, awkward_episode: WatchedEpisode, teacher: Teacher
 ) -> None:
     trajectory = awkward_episode.trajectory
     (segment,) = trajectory.segments

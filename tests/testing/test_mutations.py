@@ -130,7 +130,7 @@ def test_sources_that_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         play(Adds, SAYS)
 
 
-def test_a_sampled_id_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_sampled_id_raises_with_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     append = TokenLog.append_sampled
 
     def without_the_first(log: TokenLog, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
@@ -141,7 +141,7 @@ def test_a_sampled_id_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         play(Adds, SAYS)
 
 
-def test_a_prompt_that_is_rendered_again_instead_of_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_rendered_again_raises_with_both_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = in_awkward_ids()
     request = turns._request
 

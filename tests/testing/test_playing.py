@@ -146,12 +146,12 @@ class Ends(Sums):
     ],
     ids=["env_error", "turn_limit", "completed"],
 )
-@pytest.mark.parametrize("door", [play, partial(play_many, tasks=1)], ids=["play", "play_many"])
+@pytest.mark.parametrize("play_function", [play, partial(play_many, tasks=1)], ids=["play", "play_many"])
 def test_unused_replies_are_reported_with_the_ending(
-    door: Callable[..., object], says: list[str], limits: Limits | None, ending: str
+    play_function: Callable[..., object], says: list[str], limits: Limits | None, ending: str
 ) -> None:
     with pytest.raises(AssertionError, match=ending):
-        door(Ends, says, limits=limits)
+        play_function(Ends, says, limits=limits)
 
 
 def test_endings_of_many_episodes_are_counted() -> None:
@@ -171,8 +171,8 @@ def test_empty_reply_list_fits_only_an_environment_without_calls() -> None:
         async def rollout(self, conversation: Conversation) -> None:
             self.total = 3
 
-    for door in (play, play_many):
-        assert door(Silent, [])
+    for play_function in (play, play_many):
+        assert play_function(Silent, [])
     with pytest.raises(AssertionError, match=r"no reply is left for this call \(0 used so far\)"):
         play(Sums, [])
 
@@ -237,9 +237,11 @@ def test_an_engine_of_ones_own_is_left_alone() -> None:
 async def test_in_a_loop_there_are_doors_of_their_own() -> None:
     assert (await play_async(Sums, ["3", "stop"])).reward == 1
     assert len(await play_many_async(Sums, "stop")) == 3
-    for door in (play, play_many):
-        with pytest.raises(RuntimeError, match=rf"{door.__name__}\(\) is for a plain .* `await {door.__name__}_async"):
-            door(Sums, "stop")
+    for play_function in (play, play_many):
+        with pytest.raises(
+            RuntimeError, match=rf"{play_function.__name__}\(\) is for a plain .* `await {play_function.__name__}_async"
+        ):
+            play_function(Sums, "stop")
 
 
 ANY: Any = play  # mistakes that a type checker would find

@@ -34,8 +34,8 @@ def test_the_plugin_loads_pytest_and_the_standard_library_only() -> None:
     out = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True).stdout
     ours, others = map(ast.literal_eval, out.splitlines())
     # The package and its plugin, and what the package hands a door to the run file: none of them imports anything else.
-    door = ["runner.engines", "runner.engines.scripted", "runner.engines.scripted.run_files"]
-    assert ours == ["runner", *door, "runner.pytest_plugin"]
+    expected = ["runner.engines", "runner.engines.scripted", "runner.engines.scripted.run_files"]
+    assert ours == ["runner", *expected, "runner.pytest_plugin"]
     assert others == []
 
 

@@ -175,6 +175,6 @@ def test_an_id_whose_source_is_not_its_own_is_found(path: Path) -> None:
 
 
 @pytest.mark.parametrize("messages", ["[", "[1]", "[]", '[{"role": "user", "content": "?"}]', "null"])
-def test_messages_that_are_none_are_a_difference_and_no_crash(path: Path, messages: str) -> None:
+def test_invalid_stored_messages_are_reported_as_a_difference(path: Path, messages: str) -> None:
     change(path, f"UPDATE segments SET messages = ? WHERE {OF_ONE}", messages, "main", 0)
     assert damaged(path)["kind"] in ("unreadable", "message", "layout", "first_prompt")
