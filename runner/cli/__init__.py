@@ -1,1 +1,1 @@
-"""The command line: one module a command, and what shows a run in a terminal."""
+"""The command line: one module per command, and the terminal displays of a run."""

@@ -58,7 +58,7 @@ class Commands(TyperGroup):
 
 
 def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
-    """The arguments, with episode ids that begin with a dash moved after `--`, so that they are not options."""
+    """Return the arguments, with episode ids that begin with a dash moved after `--`: there they are not options."""
     options = [option for option in options if option.startswith("-")] + ["-h", "--help"]
     if "--" in args:
         return args
@@ -69,7 +69,7 @@ def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
             return False
         return "#" in word or (word[:2] not in options and not get_close_matches(option, options, 1, 0.75))
 
-    values = {place + 1 for place, word in enumerate(args) if word == "--sort"}  # it may begin with a dash
+    values = {place + 1 for place, word in enumerate(args) if word == "--sort"}  # a sort key may begin with a dash
     ids = [word for place, word in enumerate(args) if place not in values and is_id(word)]
     return [
         *(word for place, word in enumerate(args) if place in values or not is_id(word)),
@@ -139,7 +139,7 @@ def exit_code_of(body: Callable[[], int]) -> int:
     """Run a command and return its exit code; print an error as one message."""
     try:
         code = body()
-        sys.stdout.flush()  # here, because Python prints a closed pipe as an error at exit
+        sys.stdout.flush()  # at exit, Python would print an error about a closed pipe
         return code
     except DeltarunnerError as error:
         _print_error(f"deltarunner: {error}")

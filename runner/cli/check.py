@@ -54,7 +54,7 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int, tasks:
 
 
 def _check_harbor(name: str, settings: Mapping[str, str]) -> int:
-    """Run the solution of each task, and no action; print a row for each, and return the exit code."""
+    """Score each task after its solution and after no action; print a row for each, and return the exit code."""
     from runner.interop.harbor import Harbor, HarborCheck, check_tasks
 
     environment = construct_named(name, settings)

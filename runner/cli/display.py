@@ -106,7 +106,7 @@ class LiveDisplay(_ConsoleReporter):
             self._recent_lines.append(Text(printable(line)))
 
     def _follow_size(self) -> None:
-        """Clear a resized window: terminals differ in the number of lines that the old frame now takes."""
+        """Clear a resized window, because the number of lines that the old frame now takes depends on the terminal."""
         size = self.console.size
         if self._live is None or size == self._size:
             return
@@ -166,7 +166,7 @@ def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> Rende
 
 
 def _bar(total: int, done: int, width: int) -> Table:
-    bar = Table.grid()  # a bar alone does not end its line
+    bar = Table.grid()  # Rich prints no line break after a bar outside of a table
     bar.add_row(ProgressBar(total=total, completed=done, width=min(width, MAX_BAR_WIDTH)))
     return bar
 

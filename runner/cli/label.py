@@ -49,5 +49,5 @@ def label_command(
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in a container
+    except (KeyError, OSError):  # the user has no name, as in a container
         return "reader"

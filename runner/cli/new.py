@@ -72,7 +72,7 @@ class Names:
 
 
 def _taken(names: Names) -> str:
-    """A clause about the name that is taken; "" if none is."""
+    """The reason why a name is taken, as a clause; "" if all names are free."""
     if keyword.iskeyword(names.package) or keyword.iskeyword(names.environment):
         return f"{names.package} and {names.environment} cannot both be names in Python"
     if names.environment in runner.__all__ or hasattr(builtins, names.environment):

@@ -27,7 +27,8 @@ class TerminalStreams:
 def quiet_output(path: Path) -> Iterator[TerminalStreams]:
     """Append everything written to descriptors 1 and 2 to the file `path`; yield the terminal's streams.
 
-    Descriptors, since engines write from C++ and from child processes, which inherit them. Restored at the end.
+    The descriptors are redirected, not `sys.stdout`, because engines write from C++ and from child processes, which
+    inherit descriptors. They are restored at the end.
 
     Raises:
         StorageFailed: the file cannot be written.
@@ -53,6 +54,6 @@ def _redirected(descriptor: int, stream: TextIO, target: int) -> Iterator[TextIO
         try:
             yield terminal
         finally:
-            stream.flush()  # before its descriptor is restored
+            stream.flush()  # its buffer belongs to the log, not to the restored descriptor
             terminal.flush()
             os.dup2(terminal.fileno(), descriptor)

@@ -40,7 +40,7 @@ UNTRAINED = "no request is trained: programs without tools are trained only with
 
 @contextmanager
 def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
-    """Print on stderr at this interval where the author's code is: a module, a constructor or `tasks()` may be slow."""
+    """Print the running line of the author's code on stderr at this interval: an import or `tasks()` may be slow."""
     caller, over = threading.get_ident(), threading.Event()
     script = os.path.abspath(sys.argv[0])  # the command itself is not an author's code
 
@@ -128,7 +128,7 @@ def _episodes(summary: Mapping[str, Any], earlier: int) -> Text:
     played = f"{episodes}, {episodes - earlier} of them" if earlier else str(episodes)
     rate = summary["tokens_per_second"]
     pace = f", {rate:.0f} tokens/s" if rate else ""
-    # Unknown after a launch that was killed.
+    # The time is unknown after a launch that was killed.
     time = f" in {as_time(summary['seconds'])}" if summary["seconds"] is not None else ""
     return Text(f"{played}{time}{pace}", style="bold")
 
@@ -144,7 +144,7 @@ def _reward_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, RenderableTy
         yield f"  {printable_line(name)}", Text(_mean(mean))
     for name, mean in others:
         yield printable_line(name), Text(_mean(mean), style="bold")
-    if len(summary["pass_at"]) > 1 and summary["pass_at"]["1"] is not None:  # a complete group
+    if len(summary["pass_at"]) > 1 and summary["pass_at"]["1"] is not None:  # pass@1 is None without a complete group
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         unsolved = "  (failed episodes count as not solved)" if summary["failed"] else ""
         yield "solved", Text(" · ".join(shown) + unsolved)

@@ -36,7 +36,7 @@ __all__ = ["show_command"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
-    """The choice of episodes for the table, and what is asked of the results."""
+    """The choice of episodes for the table, and the thresholds for the results."""
 
     failed: bool = False
     where: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def _overview(run_file: RunFile, console: Console, limit: int, chosen: RowOption
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
     rows, count = _rows(run_file, chosen)
-    # What may be refused comes before a long table.
+    # These may raise errors, which must come before a long table.
     summary = run_file.summary()
     missed = check_thresholds(summary, chosen.fail_under)
     prices = None if chosen.prices is None else read_prices(chosen.prices)
@@ -207,7 +207,7 @@ def _table(rows: Iterator[EpisodeRow]) -> Table:
             f"{row.seconds:.1f}",
             Text(printable(row.error.partition("\n")[0]), style="red", no_wrap=True, overflow="ellipsis"),
         )
-    if not several:  # known only after all rows
+    if not several:  # the number of agents is known only after all rows
         table.columns.pop(1)
     return table
 

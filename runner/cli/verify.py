@@ -123,7 +123,7 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: ChatModels) -> Differ
         cause = error.__cause__ or error
         explanation = f"its rows are not a valid trajectory: {type(cause).__name__}: {cause}"
         return differ(kind=Kind.UNREADABLE, explanation=explanation)
-    # The row repeats these counts for lists; in a damaged file they may differ from the trajectory.
+    # The row has these counts too, for lists of episodes; in a damaged file they may differ from the trajectory.
     counted = {name: getattr(row, name) for name in _COUNTS}
     held = episode_row(trajectory)
     wrong = next((name for name in _COUNTS if counted[name] != held[name]), None)

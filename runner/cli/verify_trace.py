@@ -66,12 +66,12 @@ class _Totals:
 
     @property
     def is_right(self) -> bool:
-        """True without a finding, and if some log-probability was compared where that was asked for."""
+        """True if nothing was found. With --score, at least one log-probability must also have been compared."""
         return not self.findings and not self.scored and not self.is_unscored
 
     @property
     def is_unscored(self) -> bool:
-        """True if log-probabilities were asked for and none could be compared."""
+        """True if --score was given and no log-probability could be compared."""
         return self.scores is not None and not self.scores.differences
 
 
@@ -88,7 +88,7 @@ def verify_trace_command(
 ) -> int:
     """Check the traces of a file, print what differs, and return the exit code.
 
-    It is 7 if something differs, or if no log-probability could be compared with `score`.
+    The code is 7 if something differs, or if `score` was given and no log-probability could be compared.
 
     Args:
         file: traces of OpenEnv or verifiers, or rows like TRL's, as JSON or JSON Lines.

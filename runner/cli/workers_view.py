@@ -33,7 +33,7 @@ Cell: TypeAlias = tuple[str, str]
 
 
 def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
-    """The workers as lines: at most `room`, but at least one.
+    """The workers as at least one and at most `room` lines.
 
     Args:
         fleet: statistics of the workers.
@@ -55,7 +55,7 @@ def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
 
 
 def _counts(fleet: FleetStats, width: int) -> list[Text]:
-    """The number of playing workers, and of the others by reason, on as many lines as needed."""
+    """The number of playing workers, and the numbers of absent ones by reason, on as many lines as needed."""
     playing = len(fleet.workers)
     style = "yellow" if fleet.few else "" if playing == fleet.most else "bold"
     lines = [[(f"{playing} of {fleet.most} workers", style)]]
