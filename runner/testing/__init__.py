@@ -1,4 +1,4 @@
-"""The test kit for environments and engines: scripted replies, exactness checks, cancellation, leaks, a linter."""
+"""The test kit for environments and engines: scripted replies, a linter, and checks of ids, cancellation and leaks."""
 
 from __future__ import annotations
 

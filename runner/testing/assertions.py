@@ -113,7 +113,7 @@ def _check_origin(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn
         return
     _require(origin is not None, f"{name}: it continues no turn")
     turn = origin.turn if origin is not None else None
-    if turn is None:  # another agent's, which is not here
+    if turn is None:  # the turn belongs to another agent, whose trajectory is not available here
         return
     end = turn.end if segment.cause == BRANCH else turn.start
     ids, kept = segment.log.ids[:end], turn.log.ids[:end]
@@ -184,7 +184,7 @@ def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
     begin = turns[0].start
     for before, turn in pairwise([None, *turns]):
         assert turn is not None
-        if before is None or turn.start > before.end:  # otherwise the turn continues the previous one
+        if before is None or turn.start > before.end:  # a turn that starts where the previous one ended continues it
             begin = turn.start
         ids = segment.log.ids[begin : turn.end]
         said = tokenizer.decode(ids)
@@ -200,7 +200,7 @@ def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
 
 
 def _said(part: str, said: str) -> bool:
-    """Return True if a text occurs in what was sampled, as a whole or line by line with other text between."""
+    """Return True if the sampled text contains a text, as a whole or line by line with other text between."""
     if part in said:
         return True
     at = 0
@@ -243,7 +243,7 @@ def _check_ending(trajectory: Trajectory) -> None:
 def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
     """Check the turns against the requests that a recording engine received."""
     calls: Any = getattr(engine, "calls", ())
-    by_name = {call.name: call for call in calls}  # the last of several attempts
+    by_name = {call.name: call for call in calls}  # of several attempts, the dict keeps the last one
     for turn in trajectory.turns:
         call = by_name.get(f"{trajectory.id}/{trajectory.thread or turn.agent}/{turn.number}")
         if call is None:

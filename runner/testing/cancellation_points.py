@@ -40,14 +40,14 @@ LeftoverCheck: TypeAlias = Callable[[Any], object]
 """Called with the environment that played; raises if it finds leftovers."""
 
 _DELTA_LATENCY: Final = Latency(first=1, between=1)
-"""A tick before every delta, so that turns have suspension points."""
+"""One tick before every delta, so that turns have suspension points."""
 _MAX_SUSPENSIONS: Final = 100_000
 """Suspension points after which a scenario counts as endless."""
 _MAX_SWALLOWED: Final = 1_000
-"""Cancellations of one run, one for each `await` of its clean-up, after which it counts as swallowing them."""
+"""Maximum number of cancellations of one run, one for each `await` of its clean-up; a run with more swallows them."""
 
 _REASON: Final = "cancel_everywhere"
-"""Reason text of our cancellations, which distinguishes them from those of scopes inside the scenario."""
+"""Reason text of this module's cancellations. It distinguishes them from those of scopes inside the scenario."""
 _ABANDONED: Final[list[Coroutine[Any, Any, object]]] = []
 """Coroutines that cannot be ended, kept so that Python does not try to close them."""
 
@@ -63,7 +63,7 @@ async def cancel_everywhere(
     """Run `scenario` repeatedly, cancelled at its 1st, 2nd, 3rd ... suspension.
 
     The cancellation comes from a scope around the scenario; inside a shield it arrives after the shield. Code that
-    catches it must raise it again. Child tasks are cancelled as well; their own suspension points are not counted. Trio
+    catches it must raise it again. Child tasks are cancelled too, but their suspension points are not counted. Trio
     runs ready tasks in random order, so the number of suspensions of a scenario that waits for other tasks may vary.
 
     Args:
@@ -184,17 +184,17 @@ class _CancelledRun:
         """Suspend in place of the coroutine; return the function that resumes it."""
         try:
             value = yield awaited
-        except BaseException as error:  # such as a cancellation, which is meant for the coroutine
+        except BaseException as error:  # including a cancellation, which the coroutine must receive
             thrown = error
             self._record_delivered(thrown)
             return lambda: self.coroutine.throw(thrown)
         self._record_delivered(
             getattr(value, "error", None)
-        )  # on trio it comes as a value that the innermost frame unwraps
+        )  # trio sends a cancellation as a value that the innermost frame unwraps
         return lambda: self.coroutine.send(value)
 
     def _record_delivered(self, error: BaseException | None) -> None:
-        # By the reason: scopes inside a shield have their own cancellations, and catch them.
+        # Checked by the reason, because scopes inside a shield have their own cancellations, and catch them.
         if isinstance(error, anyio.get_cancelled_exc_class()) and _REASON in str(error):
             self.delivered.append(error)
 
@@ -335,7 +335,8 @@ async def _play_everywhere(
             if check is not None:
                 check(last[0].environment)
 
-        await episode()  # loads and opens everything that is shared, so that the rest is leaked by each episode
+        # This opens everything that episodes share, so that the check below finds only leaks of single episodes.
+        await episode()
         trajectory = last[0].trajectories()[0]
         if trajectory.outcome.failed:
             raise AssertionError(f"the undisturbed episode fails: {trajectory.outcome.value}: {trajectory.error}")

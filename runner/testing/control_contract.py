@@ -89,7 +89,7 @@ class ControlContract:
             paused = True
 
         async def require_running() -> None:
-            if paused:  # the cancellation came too late
+            if paused:  # the cancellation came after the pause was complete
                 await engine.resume()
             assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
 

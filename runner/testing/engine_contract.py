@@ -43,7 +43,7 @@ class EngineContract(StreamContract, ControlContract):
         )
 
     def under_test(self, engine: Engine) -> EngineUnderTest:
-        """Facts about the entered engine that the tests need; a subclass overrides it if they differ."""
+        """Facts about the entered engine that the tests need; a subclass overrides it if the facts differ."""
         return EngineUnderTest(engine)
 
     def running(self, engine: Engine) -> AbstractAsyncContextManager[EngineUnderTest]:

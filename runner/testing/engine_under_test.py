@@ -42,7 +42,7 @@ WATCHDOG_SECONDS: Final = 120.0
 """Time limit of a test."""
 SHORT_TOKENS: Final = 12
 LONG_TOKENS: Final = 32
-"""Long enough for calls during the turn."""
+"""Length of turns that are long enough for calls before they end."""
 ENDLESS_TOKENS: Final = 900
 """Length of turns whose end no test waits for."""
 
@@ -52,7 +52,7 @@ class EngineUnderTest:
     """An entered engine, with facts that the tests need."""
 
     engine: Engine
-    """The engine. Greedy turns have the same ids each time, and at least 900 without a stop id."""
+    """The engine. A greedy turn has the same ids each time; without a stop id it has at least 900."""
     weights: Any = None
     """New weights that fit and sample the same ids; needed unless the engine refuses them."""
     adapter: Any = None
@@ -60,12 +60,12 @@ class EngineUnderTest:
     refused: frozenset[str] = field(default=frozenset(), kw_only=True)
     """Names of a trainer's calls that this engine refuses.
 
-    Of "pause", "keep" (a mode of pause), "sleep", "update_weights", "add_adapter" and "remove_adapter".
+    Possible names: "pause", "keep" (a mode of pause), "sleep", "update_weights", "add_adapter" and "remove_adapter".
     """
     settled: Callable[[], Awaitable[object]] | None = field(default=None, kw_only=True)
-    """Returns when the engine's statistics are current; None if they always are."""
+    """Returns once the engine's statistics are current; None if they are always current."""
     round_trip: Callable[[], Awaitable[object]] | None = field(default=None, kw_only=True)
-    """A request to the engine that returns with its answer; None for `health`."""
+    """Sends a request to the engine and returns with its answer; None for `health`."""
     prompt: Sequence[int] = field(default=range(60, 100), kw_only=True)
     """Ids of the engine's vocabulary."""
     asked: int = field(default=0, kw_only=True)
@@ -116,7 +116,7 @@ RunContractTest: TypeAlias = Callable[[Callable[[EngineUnderTest], Awaitable[Non
 def contract_test(
     function: ContractTest, *, by: Mapping[str, Callable[[EngineUnderTest], Awaitable[object]]] | None = None
 ) -> Callable[[Any, RunContractTest], None]:
-    """Decorate a test of the contract; afterwards nothing may be open.
+    """Decorate a test of the contract. After the test, no request or session may be open.
 
     Args:
         function: the test.

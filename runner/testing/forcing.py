@@ -30,8 +30,8 @@ ForcedTurn: TypeAlias = Sequence[int] | None
 """The ids of one turn, including the stop id; None leaves the turn to the model."""
 
 ForcedScript: TypeAlias = Sequence[ForcedTurn] | Mapping[str, Sequence[ForcedTurn]] | Callable[[ModelCall], ForcedTurn]
-"""A list of turns, which every conversation reads from its beginning; a dict of such lists by agent, where other agents
-are free; or a function of the call."""
+"""One of: a list of turns, which every conversation reads from its beginning; a dict of such lists by agent, in which
+agents without a list are free; a function of the call."""
 
 
 def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
@@ -204,7 +204,7 @@ def _refuse_engine(engine: Engine) -> None:
             "them on a VllmEngine(model, **FORCING), or return the wanted ids from generate()."
         )
     if not isinstance(engine, VllmEngine):
-        return  # a scripted engine can force ids; another engine fails at its first delta
+        return  # a scripted engine can force ids; an engine that cannot fails at its first delta
     fix = "Start it with VllmEngine(model, **FORCING), from runner.testing."
     if _PROCESSOR not in (engine.given.get("logits_processors") or ()):
         raise BadOption(f"force(): this engine has no logits processor that forces ids. {fix}")

@@ -29,7 +29,7 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 _PASS_COUNT: Final = 5
-"""Passes of the event loop that a cancelled task gets to end."""
+"""Passes of the event loop in which a cancelled task may end."""
 
 # Idle threads that anyio and trio keep for the next call; they have these names only while idle.
 _IDLE_THREAD: Final = re.compile(r"Trio thread \d+")
@@ -38,7 +38,7 @@ _IDLE_THREAD: Final = re.compile(r"Trio thread \d+")
 _KEPT_PROCESS: Final = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver)\b|-m anyio\.to_process\b")
 
 UNCLOSED: Final = "closed by the garbage collector alone: "
-"""First words of a leak that only the garbage collector closed."""
+"""First words of the report of an object that only the garbage collector closed."""
 
 UNFINISHED_TASKS: Final[deque[str]] = deque(maxlen=64)
 """Tasks of the current test that were unfinished at the end of their event loops; for the fixture `no_leaks`."""
@@ -78,7 +78,7 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
             try:
                 yield
             finally:
-                gc.collect()  # unclosed garbage warns here, where warnings are caught
+                gc.collect()  # unclosed objects cause their warnings here, while warnings are recorded
     except BaseException as error:
         for leak in [*_leaks(engines, before, settle=0), *unclosed]:
             error.add_note(f"leaked: {leak}")
@@ -155,7 +155,7 @@ def _is_pooled(thread: threading.Thread) -> bool:
 
 
 def _processes() -> Iterator[str]:
-    """Running child processes; an ended one has no command line, and neither has one that is just starting."""
+    """Running child processes. Without a command line a process has ended, or is just starting."""
     for children in Path("/proc/self/task").glob("*/children"):
         for process in _read(children).split():
             command = _read(Path("/proc") / process / "cmdline").replace("\0", " ").strip() or _starting(process)

@@ -150,7 +150,7 @@ async def play_async(
     try:
         return await _play_one(environment, engine, task, agent, options)
     except (AssertionError, DeltarunnerError) as error:
-        # Without the traceback inside the test kit: the message names the fix.
+        # The traceback inside the test kit is dropped, because the message names the fix.
         raise error.with_traceback(None) from error.__cause__
 
 

@@ -181,7 +181,7 @@ class QueuedEngine(CheckedEngine):
         return replace(what, **{name: value for name, value in given.items() if value is not None})
 
     def _no_reply_left(self, call: ModelCall) -> str:
-        said = sum(f"/{call.agent}/" in recorded.name for recorded in self.calls) - 1  # this one is among them
+        said = sum(f"/{call.agent}/" in recorded.name for recorded in self.calls) - 1  # this call is in `calls` already
         others = [agent for agent, queue in self._queues.items() if queue]
         agent = "" if call.agent == MAIN else f" for agent {call.agent!r}"
         hint = f" Only {', '.join(others)} has replies left." if others else ""

@@ -44,7 +44,7 @@ class RecordedRequest:
     """Name of the request: episode, agent and turn."""
     prompt: array[int]
     said: array[int] = field(default_factory=lambda: array("i"))
-    """All sampled ids, read or not."""
+    """All sampled ids, including those that were not read."""
     logprobs: list[float] | None = field(default_factory=list)
     """Log-probability of each sampled id in nats; None if the engine returned none."""
     finish: FinishReason | None = None
@@ -72,7 +72,7 @@ class RecordedRequest:
 
     def reply(self) -> Reply:
         """The same turn as a reply of a scripted engine."""
-        # A turn that the runner cut is cut again by the runner, so its finish does not matter.
+        # The runner cuts a turn again that it cut in the recording, so the finish of the turn does not matter.
         stops = self.finish is FinishReason.STOP
         finish = FinishReason.STOP if stops else FinishReason.LENGTH
         stop = self.stop if stops else None

@@ -105,7 +105,7 @@ class ReplayEngine(CheckedEngine):
     async def _answer(self, call: ModelCall) -> Reply:
         prompt = array("i", call.prompt_ids)
         name = call.request.name
-        # By the prompt; by the name if several have the same prompt, such as the episodes of a group.
+        # A turn is found by its prompt; by its name if several turns have this prompt, as in the episodes of a group.
         same = [recorded for recorded in self._left if recorded.prompt == prompt]
         found = next((recorded for recorded in same if recorded.name == name), same[0] if same else None)
         if found is None:
@@ -190,7 +190,7 @@ class RecordingFixture:
                 f"recorded_engine(): this test already has the recording {path.name}. Use its engine, "
                 "or name the second one: recorded_engine(name='judge')."
             )
-        self._recorded[path] = None  # taken, even if the following lines raise
+        self._recorded[path] = None  # reserve the name, even if the following lines raise
         if self._mode == "none" or (self._mode == "once" and path.exists()):
             engine = replay(path, tokenizer=tokenizer)
             self._replayed.append(engine)

@@ -117,7 +117,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         )
 
     def _call_for(self, thread: threading.Thread, callback: Any, *arguments: Any) -> None:
-        # Only calls that the thread waits for, not tasks that such a call starts.
+        # Count only calls that the thread waits for, not tasks that such a call starts.
         awaited = getattr(callback, "__qualname__", "").startswith(f"{asyncio.run_coroutine_threadsafe.__name__}.")
         self._calling_thread = thread if awaited and self._is_worker(thread) else None
         try:

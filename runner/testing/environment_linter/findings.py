@@ -63,7 +63,7 @@ class Finding:
     """True if it makes episodes fail or results wrong."""
 
     of_episode: bool = False
-    """True if several episodes may produce it, each with other numbers."""
+    """True if several episodes may produce the same finding with different numbers."""
 
 
 # --- the class
@@ -95,7 +95,7 @@ def lifespan_findings(environment: Environment[Any], before: Mapping[str, Any]) 
 
 
 def tool_findings(tools: Sequence[Tool]) -> Iterator[Finding]:
-    """Arguments that some models cannot write, or that may be read back as another value."""
+    """Arguments that some models cannot write, or that may be parsed as a value of another type."""
     for tool in tools:
         for name, reference in unresolved(tool.parameters):
             yield Finding(
@@ -157,7 +157,7 @@ class SharedState:
         self._before = {name: _snapshot(value) for name, value, _ in self._values()}
 
     def findings(self) -> Iterator[Finding]:
-        """Shared values that changed since, and those that could."""
+        """Shared values that changed since the first episode, and those that could change."""
         for name, value, of_class in self._values():
             if name not in self._before or self._before[name] != _snapshot(value):
                 yield Finding(

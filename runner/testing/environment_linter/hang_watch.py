@@ -27,7 +27,7 @@ END_SECONDS: Final = 300.0
 """Time without progress after which the process ends; the limit of `lifespan()` and `tasks()`."""
 
 PLAYING_SECONDS: Final = 60.0
-"""The same during episodes. Their own limits are shorter, so only code that swallows cancellations gets here."""
+"""The same during episodes. The limits of episodes are shorter, so only code that swallows cancellations reaches it."""
 
 BLOCKED_SECONDS: Final = 30.0
 """Time for which the event loop may be blocked before the process ends."""

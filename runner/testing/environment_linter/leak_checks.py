@@ -36,7 +36,7 @@ _MIN_BLOCKED_SECONDS: Final = 0.1
 
 
 def play_watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environment[Any]]) -> list[Finding]:
-    """Play under observation. Must not be the first play: things that are loaded or opened once are not leaks."""
+    """Play under observation. This must not be the first play: what a process loads or opens once is not a leak."""
     long_blocks, brief_blocks = LoopWatchdog(), LoopWatchdog(_MIN_BLOCKED_SECONDS, tick=_TICK_SECONDS)
     tasks: set[str] = set()
 
@@ -93,7 +93,7 @@ def _holds(value: Any, leak: str) -> bool:
             return bool(value.fileno() == int(number))
         if kind == "process":
             return bool(value.pid == int(number))
-    except Exception:  # not a file, or a closed one; an author's object may raise anything
+    except Exception:  # not a file, or a closed file; an object of the author may raise any exception
         return False
     threads = getattr(value, "_threads", None) or (value,)
     return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)

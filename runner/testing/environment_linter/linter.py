@@ -88,7 +88,7 @@ def check_environment(
 
 
 def distinct(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings without repetitions: several episodes may produce the same one with other numbers."""
+    """The findings without repetitions: several episodes may produce the same finding with different numbers."""
     found: dict[str, Finding] = {}
     for finding in findings:
         found.setdefault(_text_without_numbers(finding), finding)
@@ -216,7 +216,7 @@ class EnvironmentCheck:
         if self.first.hung:  # another play would hang as well, each episode up to its limit
             yield from self.first.findings
             return
-        left_by_first_play = list(temporary.findings())  # may be opened once for all episodes
+        left_by_first_play = list(temporary.findings())  # files that may be opened once for all episodes
         again, shared_again = self._play(ONE_AT_A_TIME, is_watched=True)
         yield from _without_repeats([*shared, *shared_again])
         yield from self.first.findings
@@ -227,7 +227,7 @@ class EnvironmentCheck:
             yield from self._difference_findings(again)
 
     def _difference_findings(self, again: PlayResult) -> Iterator[Finding]:
-        # The two plays had opposite orders, so a difference comes from outside of the episode.
+        # The two plays had opposite orders, so a difference between them comes from outside of the episode.
         differences = Differences.between(self.first.records, again.records, self.environment)
         if differences.counts:
             third, _ = self._play(ONE_AT_A_TIME)
@@ -311,7 +311,7 @@ def _callable_tools(
             if later_first is not None and call.turn == 0:
                 conversation.tools[:] = with_delays(conversation.tools, later_first=later_first)
             return conversation.tools
-    return ()  # a judge in a group reward
+    return ()  # a judge in a group reward has no conversation
 
 
 def _without_repeats(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -336,7 +336,7 @@ def _last_first(tasks: Tasks) -> Tasks:
 
 
 def _strict_limits(environment: Environment[Any]) -> Limits:
-    """Limits that end everything; stricter ones of the environment hold."""
+    """Limits with which every episode ends; stricter limits of the environment remain in force."""
     own = environment.limits.over(Limits.defaults())
     fields = ("seconds", "setup_seconds", "step_seconds", "tool_seconds", "reward_seconds", "close_seconds")
     # The limit of a hook ends first, because it names the hook.
@@ -385,7 +385,7 @@ def _add_trajectory(result: PlayResult, trajectory: Trajectory, watch: HangWatch
         text = f"{trajectory.outcome.value}: {trajectory.error}{where if hung else ''}"
         result.findings.append(Finding(text, of_episode=True))
     elif trajectory.outcome is Outcome.TIME_LIMIT:
-        # A program that sends requests is waited for in one place.
+        # While a program sends requests, the runner waits for it in one place, which is not a hang.
         stuck = watch.waited(task) >= HOOK_SECONDS and not trajectory.requests
         text = f"an episode of at most {MAX_TURNS} turns took longer than {EPISODE_SECONDS:g} s; its engine takes none"
         if stuck:
@@ -402,7 +402,7 @@ def _fault_finding(fault: str) -> Finding:
 
 
 _PASS_COUNT: Final = 20
-"""Passes of the event loop that a delayed call loses at each of its awaits."""
+"""Additional passes of the event loop at each await of a delayed call."""
 
 
 def with_delays(tools: list[Tool], *, later_first: bool) -> list[Tool]:
@@ -437,5 +437,5 @@ def _drive_delayed(coroutine: Coroutine[Any, Any, Any], *, passes: int) -> Gener
             for _ in range(passes):
                 yield None
             resume = partial(coroutine.send, value)
-        except BaseException as error:  # also a cancellation, which belongs to the coroutine
+        except BaseException as error:  # including a cancellation, which the coroutine must receive
             resume = partial(coroutine.throw, error)

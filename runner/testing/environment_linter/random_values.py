@@ -79,7 +79,7 @@ class _Drawing:
         shapes: Sequence[ValueShape] = self.shapes.of(conjunction)
         if not shapes:
             return None
-        if depth > MAX_DEPTH:  # the smallest shape ends a recursive value
+        if depth > MAX_DEPTH:  # take the smallest shape, so that a recursive value ends
             shapes = sorted(shapes, key=lambda shape: (len(shape.required) + shape.least, shape.kind == "object"))[:1]
         if not self.shapes.key(conjunction):
             return self.rng.choice(WORDS)
@@ -208,7 +208,7 @@ def _is_range(name: Any) -> bool:
 _OF_CATEGORY: Final = {"CATEGORY_SPACE": " ", "CATEGORY_DIGIT": "7", "CATEGORY_NOT_WORD": "-"}
 
 MAX_TURNS = 8
-"""Turns of an episode; the last one calls no tool unless it has to."""
+"""Maximum number of turns of an episode. The last turn calls a tool only if a call is required."""
 
 
 class RandomModel:
@@ -241,7 +241,7 @@ class RandomModel:
         tools = must or tools
         if not tools or (call.turn >= MAX_TURNS - 1 and not must):
             return Reply(rng.choice(("42", "7", "yes", "I do not know.", "hello")))
-        # All tools in rotation; each task begins with another one.
+        # The tools take turns; each task begins with a different tool.
         first = call.turn + random.Random(task).randrange(len(tools))
         chosen = [tools[first % len(tools)]]
         two_calls = self._two_calls and all(tool.parallel for tool in must)
