@@ -83,7 +83,7 @@ _CHUNK_SIZES: Final = (64, 16, 4, 1)
 
 
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
-    """The rows in chunks for one statement each, in few sizes so that few statements are compiled.
+    """The rows in chunks, each for one statement. The chunks have few sizes, so that few statements are compiled.
 
     Each statement releases the interpreter lock and waits to get it back from a busy event loop.
     """
@@ -97,8 +97,8 @@ def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
 class Packer:
     """Converts trajectories to rows.
 
-    It caches which shared rows the file already holds, so that most turns add only their own row. A row that fell out
-    of the cache is inserted again, and ignored.
+    A cache of the shared rows that the file already holds lets most turns add only their own row. A row that was
+    evicted from the cache is inserted again, and SQLite ignores it.
     """
 
     def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:
@@ -107,7 +107,7 @@ class Packer:
         self._next_key = next_key
         self._launch = launch
         self._written: OrderedDict[Hashable, None] = OrderedDict()
-        # Nearly all turns share one object, and encoding it costs as much as the rest of a row.
+        # Nearly all turns share one object, whose encoding costs as much as the rest of a row.
         self._sampled: tuple[Sampling | None, str] = None, ""
 
     def forget(self) -> None:

@@ -31,7 +31,7 @@ class Claimed:
     finished: frozenset[int] = frozenset()
     """The group indices whose episodes have a final outcome in the file."""
     attempts: Mapping[int, int] = field(default_factory=dict)
-    """The number of attempts in the file by index, which is the number of the next attempt."""
+    """The number of attempts in the file by index. It is also the number of the next attempt."""
     group_scored: bool = False
     """True if the rewards of the group are in the file."""
 
@@ -40,7 +40,7 @@ class Claims:
     """The ids of the tasks of this run; usable from any thread.
 
     Args:
-        stored: a connection to the file with episodes of earlier runs; None without any.
+        stored: a connection to the file with episodes of earlier runs; None without such episodes.
     """
 
     def __init__(self, stored: sqlite3.Connection | None) -> None:

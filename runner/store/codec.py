@@ -162,10 +162,10 @@ def _turn(row: Row, agent: str, log: TokenLog) -> Turn:
     )
 
 
-@lru_cache(maxsize=64)  # thousands of turns share a few, and making one checks every field
+@lru_cache(maxsize=64)  # thousands of turns share a few objects, and each construction checks every field
 def _sampling(stored: str) -> Sampling:
     fields = decode_json(stored)
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    if fields.get("logit_bias"):  # JSON has no other keys than text
+    if fields.get("logit_bias"):  # in JSON, keys are always text
         fields["logit_bias"] = {int(token_id): bias for token_id, bias in fields["logit_bias"].items()}
     return Sampling(**{**fields, **lists}).over(Sampling.defaults())

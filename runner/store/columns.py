@@ -36,7 +36,7 @@ Row: TypeAlias = sqlite3.Row | Mapping[str, Any]
 
 
 def encode_text(text: str) -> str | bytes:
-    """The text for a column; bytes if it holds half a surrogate pair, which SQLite's text cannot hold."""
+    """The text for a column; bytes if it contains half of a surrogate pair, which SQLite cannot store as text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -109,7 +109,7 @@ def derived(name: str, sql: str, meaning: str, path: str, form: Form = AS_IS, *,
 
 def row_maker(columns: Sequence[Column]) -> Callable[[Any], list[Any]]:
     """A function that returns the stored values of these columns for an object."""
-    # One attrgetter reads all attributes in C: this runs for every turn.
+    # One attrgetter reads all attributes in C, because this code runs for every turn.
     take = attrgetter(*(column.path for column in columns))
     writes = [(number, column.form.write) for number, column in enumerate(columns) if column.form.write]
 
@@ -155,7 +155,7 @@ class Table:
 
 
 def quoted(name: str) -> str:
-    return f'"{name}"'  # `end` is a word of SQL
+    return f'"{name}"'  # `end` is a keyword of SQL
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The writer's thread: commits all waiting episodes in one transaction, and wakes their tasks with one call."""
+"""The writer's thread: it commits all waiting episodes in one transaction, and wakes their tasks with one call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Commit:
 
 
 def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
-    """The commit of one episode; with `retry` it is superseded, else it supersedes earlier attempts."""
+    """The commit of one episode. With `retry` the episode is superseded; else it supersedes earlier attempts."""
 
     def pack(batch: StatementBatch, packer: Packer) -> None:
         for trajectory in trajectories:
@@ -128,7 +128,7 @@ class CommitThread:
         self._path = path
         self._packer = Packer(next_key=next_key, launch=launch, resumed=resumed)
         self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
-        # A daemon: if the loop died without closing the writer, it must not keep the process.
+        # A daemon thread does not keep the process alive if the loop died without closing the writer.
         self._thread = threading.Thread(target=self._work, name="deltarunner run file", daemon=True)
         self._on_loop: Callable[[Callable[[], object]], object]
 
@@ -163,7 +163,7 @@ class CommitThread:
         tokens = 0
         while tokens < MAX_TRANSACTION_TOKENS:
             try:
-                commit = self._queue.get(block=not group)  # wait for the first only
+                commit = self._queue.get(block=not group)  # wait only for the first commit
             except queue.Empty:
                 break
             if commit is None:
@@ -182,10 +182,10 @@ class CommitThread:
                 batch.write(self._connection)
             self.transactions += 1
         except sqlite3.OperationalError as error:
-            self._failed(packed, error)  # a full disk or a lock: each commit would fail alone too
+            self._failed(packed, error)  # after a full disk or a lock, each commit would also fail alone
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             self._failed(packed, error)
-            # One of them cannot be stored; commit the others alone.
+            # One of the commits cannot be stored, so each is committed alone.
             if len(packed) > 1:
                 for commit in packed:
                     commit.error = None
@@ -195,7 +195,7 @@ class CommitThread:
         batch = StatementBatch()  # separate, so that a commit that fails half way adds no rows
         try:
             commit.pack(batch, self._packer)
-        except Exception as error:  # values of an author may raise anything
+        except Exception as error:  # values of an author may raise any exception
             self._packer.forget()
             commit.error = StorageFailed(
                 f"run file {self._path}: an episode cannot be stored ({type(error).__name__}: {error})."

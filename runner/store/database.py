@@ -28,7 +28,7 @@ __all__ = [
 
 _SAFE = "announced episodes are in the file"
 
-# By the prefix of SQLite's error name, the more specific ones first.
+# Keys are prefixes of SQLite's error names; the more specific ones come first.
 _CAUSES: Final = (
     (
         "SQLITE_FULL",
@@ -83,7 +83,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # a full disk has already rolled it back
+        if connection.in_transaction:  # SQLite has already rolled the transaction back if the disk is full
             connection.execute("ROLLBACK")
         raise
 
@@ -102,7 +102,7 @@ def make_folder(path: Path) -> None:
 
 def connect_writer(path: Path) -> sqlite3.Connection:
     """A writable connection, which waits up to ten seconds for locks."""
-    # Opened in a worker thread and used in the writer's; `transaction` begins transactions.
+    # The connection is opened in a worker thread and used in the writer's thread; `transaction` begins transactions.
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
 
 
@@ -111,7 +111,7 @@ def write_ahead(connection: sqlite3.Connection, *, durable: bool) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     # NORMAL survives the death of the process; FULL also waits until the disk has the commit.
     connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-    # Four times SQLite's default: each checkpoint waits for the disk.
+    # Four times SQLite's default, because each checkpoint waits for the disk.
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
 
 
@@ -202,7 +202,7 @@ class FileLock:
         side = self._path.with_name(f".{self._path.name}.lock")
         try:
             self._connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)
-            self._connection.execute("PRAGMA journal_mode = MEMORY")  # no journal file of the lock
+            self._connection.execute("PRAGMA journal_mode = MEMORY")  # the lock must not create a journal file
             self._connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as error:
             self.release()

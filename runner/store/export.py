@@ -41,7 +41,7 @@ __all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet"]
 class Exporter(Protocol):
     """Writes the chosen trajectories of a run file, and returns their number.
 
-    The target is a path; formats of lines take a binary stream, too.
+    The target is a path; line-based formats also accept a binary stream.
     """
 
     def __call__(self, run_file: RunFile, target: Any, /, *, chosen: TrajectoryFilter = ALL) -> int: ...
@@ -55,7 +55,7 @@ MAX_ROW_GROUP_ROWS: Final = 2_000
 
 @contextlib.contextmanager
 def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that replaces `path` once it is complete."""
+    """Yield a new file that replaces `path` once it is complete."""
     if path.exists() and not path.is_file():
         raise StorageFailed(f"{path} is not a file. Give the path of a file.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -171,7 +171,7 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
 
 def _value_of(column: Column) -> Callable[[Trajectory], Any]:
     write, take = column.form.write, attrgetter(column.path)
-    # Text stays text: SQLite may need bytes, but Arrow encodes text itself. Scores become structs.
+    # Text is passed on as text: only SQLite may need bytes, and Arrow encodes text itself. Scores become structs.
     return take if write in (None, encode_text, encode_json) else lambda trajectory: write(take(trajectory))
 
 
@@ -285,7 +285,7 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
             versions[begin + span.start : begin + span.end] = names.setdefault(span.version, len(names))
     numbers: Any = pa.array(versions, mask=versions < 0)
 
-    nested: Any = pa.ListArray.from_arrays  # its types lack numpy arrays, which it accepts
+    nested: Any = pa.ListArray.from_arrays  # the type hints omit numpy arrays, which the function accepts
 
     def joined(kind: str, parts: Iterable[array[Any]]) -> Any:
         # An empty part first: rows may have no segments, and np.concatenate refuses an empty list.

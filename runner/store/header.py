@@ -32,7 +32,7 @@ class OnChange(enum.StrEnum):
     """The run is resumed."""
 
 
-# The first pattern that fits a field's path decides.
+# The first pattern that matches a field's path applies.
 _RULES: Final = (
     ("created", OnChange.FREE),
     ("clock", OnChange.FREE),  # a resumed run uses the file's
@@ -48,7 +48,7 @@ _RULES: Final = (
     ("*template.name", OnChange.FREE),
     ("*template.fingerprint", OnChange.FREE),  # follows from compared fields
     ("*template.turns.format.response*", OnChange.REFUSE),  # from the checkpoint, so it does not follow
-    ("*template.turns.*", OnChange.FREE),  # likewise
+    ("*template.turns.*", OnChange.FREE),  # these follow from compared fields, too
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
@@ -177,7 +177,7 @@ class Header:
         return engine.get("takes") != "messages"
 
     def parts(self) -> list[str]:
-        """The names of the environments of a mixture, which its task ids begin with; none for other environments."""
+        """The names of the environments of a mixture, with which its task ids begin; empty for other environments."""
         # The names in `Mixture.construction()`; arguments of other environments have no dots.
         names = [*self.arguments, *self.unrecorded]
         return [name for name in self.arguments if f"{name}.weight" in names]

@@ -84,7 +84,7 @@ def _key(value: Any) -> str:
 
 
 def _has_strange_float(value: Any) -> bool:
-    if value is None or isinstance(value, str | int):  # nearly all values, and the rest is slow
+    if value is None or isinstance(value, str | int):  # nearly all values; the code below is slow
         return False
     if isinstance(value, float):
         return not math.isfinite(value)

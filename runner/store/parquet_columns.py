@@ -34,7 +34,7 @@ def as_text(value: Any) -> str:
 
 
 def as_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array[Any]:
-    """The values as an Arrow array; half a surrogate pair, which Arrow's text cannot hold, becomes U+FFFD."""
+    """The values as an Arrow array. Half of a surrogate pair, which Arrow cannot store as text, becomes U+FFFD."""
     import pyarrow as pa
 
     if pa.types.is_null(kind):
@@ -81,7 +81,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {name: message[name] for name in _TEXTS if isinstance(message.get(name), str)}
     if message.get("tool_calls"):
         made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-    # Including known keys with a value of another type.
+    # Known keys with a value of another type are included.
     extra = {name: value for name, value in message.items() if name not in made and value is not None}
     extra.pop("tool_calls", None)
     if extra:
@@ -94,7 +94,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": call.get("id"),
         "type": call.get("type", "function"),
-        # Not a struct: each call would have the arguments of all other tools, as nulls.
+        # Not a struct, in which each call would have the arguments of all other tools as nulls.
         "function": {"name": function["name"], "arguments": as_text(function["arguments"])},
     }
 

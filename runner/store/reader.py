@@ -36,7 +36,7 @@ _COLUMNS: Final = ", ".join(column.name for column in EPISODES.columns)
 
 @dataclass(frozen=True, slots=True)
 class WeightsRow:
-    """New weights that an engine got while the run played: a row of the table `weights`."""
+    """An update of an engine's weights during the run: a row of the table `weights`."""
 
     launch: int
     """The number of the launch."""
@@ -239,7 +239,7 @@ class RunFile:
             "superseded": superseded,
         }
         chosen = {column: value for column, value in chosen.items() if value is not None}
-        # Without `trained`, the index of superseded rows would be sorted by key for every page.
+        # Without a condition on `trained`, SQLite would sort the index of superseded rows by key for every page.
         names = {column: "+superseded" if column == "superseded" and trained is None else column for column in chosen}
         condition = "".join(f" AND {name} = :{column}" for column, name in names.items())
         statement = f"SELECT {_COLUMNS} FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE_SIZE}"
@@ -420,5 +420,5 @@ _READ: Final = tuple(column.form.read for column in EPISODES.columns)
 
 
 def _episode_row(row: sqlite3.Row) -> EpisodeRow:
-    # By position: a lookup by name costs more than the read.
+    # Columns are read by position, because a lookup by name costs more than the read.
     return EpisodeRow(*[read(stored) if read else stored for stored, read in zip(row, _READ, strict=True)])

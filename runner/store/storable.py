@@ -62,8 +62,8 @@ def tuples_in(value: Any, where: str) -> Iterator[str]:
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    """True if `values` are of JSON's own types throughout, as nearly all are; no text is made for their places."""
-    # One depth after the other, without a loop in Python over its values.
+    """True if `values` contain only JSON's own types, as nearly all do; this check builds no text for places."""
+    # Each pass checks one depth, without a loop in Python over its values.
     for _ in range(MAX_DEPTH):
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
@@ -144,7 +144,7 @@ def _fix(value: Any) -> str:
 
 def _array_fix(value: Any) -> str:
     """The fix for an array, a tensor, or a number of numpy."""
-    if getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m"):  # dates and durations
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m"):  # numpy's dates and durations
         return "give its text, value.astype(str).tolist()"
     return "give value.item()" if getattr(value, "shape", None) == () else "give value.tolist()"
 
@@ -173,7 +173,7 @@ class TaskCheck:
             self._builders[type(task)] = builder
             again = builder.typed(name, decode_json(encode_json(value)))
             return type(again) is type(value) and bool(again == value)
-        except Exception:  # classes of an author may raise anything
+        except Exception:  # classes of an author may raise any exception
             return False
 
 

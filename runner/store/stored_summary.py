@@ -62,8 +62,8 @@ _OF_THE_LAUNCH: Final[Mapping[str, Any]] = {
 def summarize(connection: sqlite3.Connection, header: Header) -> dict[str, Any]:
     """The summary of the episodes in the file, with the keys of `Summary.as_dict()`.
 
-    Superseded attempts are left out; episodes cut short count under their outcome. All is read from one state of the
-    file.
+    Superseded attempts are left out; episodes cut short count under their outcome. All values are read from one state
+    of the file.
 
     Args:
         connection: a connection without an open transaction.

@@ -108,11 +108,11 @@ class RunWriter:
         self._waiting = anyio.Semaphore(MAX_WAITING_COMMITS, fast_acquire=True)
 
     async def __aenter__(self) -> Self:
-        if self.path is None:  # does not block
+        if self.path is None:  # without a file, nothing blocks
             self._open()
             return self
         try:
-            # A separate limiter, here and below: the default one may have no free thread.
+            # Here and below, a separate limiter is used, because the default one may have no free thread.
             await anyio.to_thread.run_sync(self._open, limiter=anyio.CapacityLimiter(1))
         except BaseException:
             self._opened.close()
@@ -228,7 +228,8 @@ class RunWriter:
         if self._thread is None:
             return
         async with self._waiting:
-            # Once sent it is committed or fails: a cancelled episode must not be recorded twice.
+            # A sent commit is waited for even if the caller is cancelled. Otherwise a cancelled episode could be
+            # recorded twice.
             with anyio.move_on_after(ANSWER_SECONDS, shield=True):
                 self._thread.send(commit)
                 await commit.done.wait()
@@ -299,7 +300,7 @@ def _close_file(connection: sqlite3.Connection) -> None:
     If the file is being read, or the disk is full, the log stays next to it.
     """
     with suppress(sqlite3.Error):
-        # Without waiting: the run is over, and must not wait for readers of the file.
+        # Merge without waiting: the run is over, and must not wait for readers of the file.
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()
