@@ -40,7 +40,7 @@ async def gather_answers(
     async def run(handle: WorkerHandle) -> None:
         try:
             answers[handle] = await step(handle)
-        except (WorkerLost, DeltarunnerError) as error:  # as a value: a task group would wrap it
+        except (WorkerLost, DeltarunnerError) as error:  # stored as a value, because a task group would wrap it
             errors[handle] = error
         finished(handle, errors.get(handle))
 
@@ -76,7 +76,7 @@ async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patie
 async def compare(
     handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float
 ) -> dict[WorkerHandle, Any]:
-    """Call a method that changes nothing. An error of one worker then counts for all.
+    """Call a method that changes nothing, so that an error of one worker counts as the error of all workers.
 
     Raises:
         BadInput: a worker refuses the arguments; the message names the worker if others accept them.
@@ -140,7 +140,7 @@ def _dismiss(call: str, errors: Mapping[WorkerHandle, Exception]) -> None:
 
 
 GRACE_SECONDS: Final = 30.0
-"""Maximum number of seconds of a step once a worker was lost in a transfer: the others may wait for ever."""
+"""Maximum number of seconds of a step after the loss of a worker in a transfer, since the others may wait for ever."""
 
 
 class TransferGroup:
@@ -165,7 +165,7 @@ class TransferGroup:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[anyio.CancelScope]:
-        """Leave the block if no worker was called or answered for this long, or after the grace if one is lost."""
+        """Leave the block if no worker was called or answered for this long, or `GRACE_SECONDS` after a loss."""
         self._seconds = seconds
         with anyio.CancelScope() as self._scope:
             self._push_limit()
@@ -196,10 +196,10 @@ class TransferGroup:
         Args:
             call: the name of the method.
             arguments: its arguments, by worker.
-            compares: whether the method changes nothing, so that one refusal counts for all.
+            compares: True if the method changes nothing, so that one refusal counts for all workers.
 
         Raises:
-            BadInput: all workers refuse, or one does where they compare, and none was lost; the first error.
+            BadInput: all workers refuse, or one refuses with `compares`, and none was lost; the first error.
         """
 
         async def step(handle: WorkerHandle) -> Any:

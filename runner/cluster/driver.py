@@ -71,7 +71,7 @@ class Driver:
         self.launcher = launcher
         self.fleet = fleet
         self.snapshot = FleetSnapshot()
-        """The state that a new worker is brought to; changed under `settled`."""
+        """The state that a new worker must reach; changed under `settled`."""
         self.settled = anyio.Lock()
         """Lock for changes of the state that all workers share, and for adding a worker."""
         self.first: WorkerInfo | None = None
@@ -122,7 +122,7 @@ class Driver:
                         await self._end_workers()
                     self._group.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            raise unwrapped(group) from None  # callers did not ask for a task group
+            raise unwrapped(group) from None  # the task group is internal
         finally:
             with anyio.CancelScope(shield=True):
                 await self.launcher.close()
@@ -132,8 +132,7 @@ class Driver:
         while not self.fleet.enough:
             if self._failure is not None:
                 raise self._failure
-            # The time that an engine takes to start is not limited. A worker without a machine does not count as
-            # started.
+            # The start of an engine has no time limit. A worker without a machine does not count as started.
             if anyio.current_time() - began > self.stall_seconds and self._placed_count < self.fleet.least:
                 raise EngineDead(
                     f"for {self.stall_seconds:g} s there was room for {self._placed_count} of at least "
@@ -279,13 +278,13 @@ class Driver:
         opened: set[int] = set()
         caught = FleetSnapshot()
         for rounds in itertools.count():
-            # Without the lock, since loading an engine takes long: many workers start at once, and updates do not wait.
-            # A worker that is repeatedly overtaken catches up under the lock in the end.
+            # Loading an engine takes long, so the first rounds run without the lock: many workers start at once, and
+            # updates do not wait. A worker whose state is outdated after each of them catches up under the lock.
             if rounds < MAX_UNLOCKED_ROUNDS and not caught.has_weights_of(self.snapshot):
                 caught = await self._catch_up(handle, self.snapshot)
             if await self._admitted(handle, opened, caught, waits=rounds < MAX_UNLOCKED_ROUNDS):
                 break
-            # Also without the lock: an author's `lifespan()` may take long, or never end.
+            # This is also without the lock, because an author's `lifespan()` may take long, or never end.
             for number, run in list(self._runs.items()):
                 if number not in opened:
                     opened.add(number)
@@ -305,8 +304,8 @@ class Driver:
         Args:
             handle: the worker.
             opened: the runs that it has set up.
-            caught: the state that it was brought to.
-            waits: whether it may catch up once more before.
+            caught: the state that the worker has.
+            waits: True if the worker may first catch up once more.
         """
         async with self.settled:
             if not opened >= self._runs.keys():
@@ -330,21 +329,20 @@ class Driver:
         return True
 
     def has_weights(self, handle: WorkerHandle, version: str) -> None:
-        """Note that a worker has the weights of this version. It plays from now on, if it did not before."""
+        """Note that a worker has the weights of this version. If it did not play before, it plays from now on."""
         if handle.gone.is_set():
             return  # it died after it had answered, and its slot may have a new worker
         handle.version = version
         if handle.slot.state is not WorkerSlotState.READY:
             assert handle.info is not None, "it has an engine"
-            # Twice as many episodes as requests, as in a run of one process: while some wait for tools, others are
-            # sampled.
+            # Twice as many episodes as requests, as in a run of one process: some wait for tools while others sample.
             self.fleet.mark_ready(handle.slot, 2 * handle.info.places)
             log.info("%s plays, with weights %r", handle.name, version)
             self._change()
 
     async def _watch_start(self, handle: WorkerHandle) -> None:
-        # An engine may start slowly and block its event loop, but a process that does not answer starts
-        # nothing.
+        # An engine may start slowly and block its event loop for a while. After this limit, a process without an answer
+        # counts as hanging.
         limit = max(self.stall_seconds, SILENT_SECONDS)
         while handle.info is None:
             await answer_within(limit, handle.process.send("hello"), " while it started")
@@ -387,7 +385,7 @@ class Driver:
         return await ask(self.members, call, *arguments, patience=self.stall_seconds)
 
     async def ask_one(self, call: str, *arguments: Any) -> Any:
-        """Call a method on the idlest worker; if that one is lost, on another one.
+        """Call a method on the worker with the lowest load; if that worker is lost, on another one.
 
         Raises:
             EngineDead: no worker is left; the message has the reason of the last one.
@@ -412,13 +410,13 @@ class Driver:
         """
         fleet = self.fleet
         waiting = f" {len(fleet.waiting_for_weights)} wait for the next weights." if fleet.waiting_for_weights else ""
-        # Two events: the failure to start a worker is unclear without the loss before it.
+        # Two events are shown, because the failure to start a worker is unclear without the loss before it.
         last = waiting + (f" Latest events: {'; '.join(list(self.events)[-2:])}" if self.events else "")
         if fleet.hopeless:
             raise EngineDead(fleet.ended_by or f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
         too_long = self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds
         starting = sum(handle.is_starting for handle in self._handles.values())
-        # As at the beginning, an engine that starts is waited for. The first failure after that time ends the fleet.
+        # The fleet waits for starting engines, as at the beginning. After that time, the first failure ends the fleet.
         if too_long and not (starting and len(fleet.ready) + len(fleet.waiting_for_weights) + starting >= fleet.least):
             raise EngineDead(
                 f"for {self.stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
@@ -462,7 +460,7 @@ class Driver:
             await handle.process.send("run_opened", number)
 
     async def close_run(self, number: int) -> list[str]:
-        """End a run on every worker, and return its faults on the way out, for people."""
+        """End a run on every worker, and return the faults while it ended, for people."""
         async with self.settled:
             del self._runs[number]
             self.launcher.forget_run(number)

@@ -66,8 +66,8 @@ class HostedEngine(Engine):
         """Connect to the host, or start it, until the exit stack is closed.
 
         Raises:
-            BadInput, EngineError: it cannot be reached or does not start.
-            WorkerLost: it has ended already.
+            BadInput, EngineError: the host cannot be reached or does not start.
+            WorkerLost: the host has ended already.
         """
 
     async def __aenter__(self) -> Self:
@@ -102,7 +102,7 @@ class HostedEngine(Engine):
         self._die("it was closed")
         if self._process is not None:
             self._process.send("leave", self._name)
-        # No exception is passed in, since the task group must not wrap one that leaves the block.
+        # The task group receives no exception, since it would wrap an exception that leaves the block.
         await self._exit.__aexit__(None, None, None)
 
     async def _read_events(self, process: WorkerProcess) -> None:
@@ -142,7 +142,7 @@ class HostedEngine(Engine):
             raise EngineDead("the engine is not running")
         return self._info.pid
 
-    # --- what a run asks
+    # --- calls of a run
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
         """Return the deltas of one request. The request is sent when the block is entered."""
@@ -164,7 +164,7 @@ class HostedEngine(Engine):
         return self._progress
 
     def stats(self) -> EngineStats:
-        """The latest statistics of the engine. Requests and ids are those of this process."""
+        """The latest statistics of the engine. The counts of requests and ids are those of this process."""
         waiting = sum(not stream.admitted for stream in self._streams.values())
         return replace(self._stats, open=len(self._streams) - waiting, waiting=waiting, sampled_tokens=self.sampled)
 
@@ -176,7 +176,7 @@ class HostedEngine(Engine):
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot; with the cause.
+            EngineDead: the engine cannot answer; the message has the cause.
         """
         self.require_alive()
         assert self._process is not None, "it is alive"
@@ -215,7 +215,7 @@ class HostedEngine(Engine):
         """Return if requests can be answered, as far as is known.
 
         Raises:
-            EngineDead: they cannot.
+            EngineDead: requests cannot be answered.
         """
         if self._death is not None:
             raise EngineDead(str(self._death)) from self._death

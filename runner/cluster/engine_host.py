@@ -81,7 +81,7 @@ def each_of(batch: StreamBatch) -> Iterator[tuple[int, StreamEvent]]:
 
 
 def _is_plain(delta: Delta) -> bool:
-    """True if it only has ids and log-probabilities."""
+    """True if the delta has only ids and log-probabilities."""
     return delta.logprobs is not None and delta.finish is None and delta.top is None and delta.side is None
 
 
@@ -115,7 +115,7 @@ STATS_SECONDS: Final = 1.0
 """Seconds between two requests of a client for the statistics. They also prove that the client is alive."""
 
 SILENT_SECONDS: Final = 90.0
-"""Seconds without a request after which a client is dropped. A dead process would keep its memory in the engine."""
+"""Seconds without a request after which a client is dropped, so that a dead process keeps no memory in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +157,14 @@ class EngineHost(EngineProcess):
         self._last_request = 0.0
 
     async def greet(self, client_name: str) -> None:
-        """Register a client. Others receive no events."""
+        """Register a client. Only registered clients receive events."""
         self._clients[client_name] = _HostClient(self._running_seconds)
 
     def _note_request(self, client_name: str) -> _HostClient:
         if client_name not in self._clients:
             raise EngineDead(f"it did not hear of this process for {SILENT_SECONDS:g} s, and let it go")
         now = anyio.current_time()
-        # Only this much of each pause counts, since a suspended process cannot receive requests.
+        # Of each pause at most two intervals count, since a suspended process cannot receive requests.
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
         self._last_request = now
         client = self._clients[client_name]
@@ -189,7 +189,7 @@ class EngineHost(EngineProcess):
         assert isinstance(engine, Engine), "a host has an engine of token ids"
         with anyio.CancelScope() as scope:
             client.streams[number] = scope
-            if client.cut.pop(number, None) is not None:  # the cut arrived first
+            if client.cut.pop(number, None) is not None:  # the cut arrived before the request
                 scope.cancel()
             try:
                 request = replace(sent.request, session=self._session(client, sent))
@@ -263,7 +263,7 @@ class EngineHost(EngineProcess):
         Raises:
             EngineDead: this client was dropped.
         """
-        # Here and not at each event, since there are many events per second.
+        # Silent clients are dropped here and not at each event, since there are many events per second.
         self._drop_silent_clients(self._note_request(client_name))
         return self.engine.stats()
 

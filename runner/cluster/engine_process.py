@@ -40,7 +40,7 @@ class EngineProcess:
 
         Raises:
             EngineDead: the engine cannot answer any more.
-            DeltarunnerError: it does not start.
+            DeltarunnerError: the engine does not start.
         """
         try:
             async with self.engine:
@@ -51,7 +51,7 @@ class EngineProcess:
             if isinstance(error, DeltarunnerError) and not self._joined.is_set():
                 error.args = (
                     f"{error} ({self.name})",
-                )  # the files, cores and memory in the message are those of another machine
+                )  # the name shows to which machine the files, cores and memory in the message belong
             self._failure = error
             raise
         finally:
@@ -160,7 +160,7 @@ def require_like_this_process(info: WorkerInfo, number: int) -> None:
         BadOption: something differs; the message names it, and the worker.
     """
     for what, here in versions_here().items():
-        there = info.same.get(what, here)  # a distribution that only one of them has does not matter
+        there = info.same.get(what, here)  # a distribution that is missing on one side does not matter
         # "2.9.0+cpu" and "2.9.0" are one release: a machine that only drives may have no GPU.
         if there.partition("+")[0] != here.partition("+")[0]:
             raise BadOption(

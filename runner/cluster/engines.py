@@ -46,9 +46,9 @@ class FleetEngine(PlayingEngine):
     Args:
         engine: the engine of each worker, not entered.
         launcher: starts workers.
-        workers: their number, or the least to begin with and the most.
-        stall_seconds: seconds that the fleet may have too few workers before it counts as dead; engines that start are
-            waited for.
+        workers: the number of workers, or the minimum to begin with and the maximum.
+        stall_seconds: seconds that the fleet may have too few workers before it counts as dead, unless enough engines
+            are starting.
     """
 
     runtime: FleetRuntime | None
@@ -116,7 +116,7 @@ class FleetEngine(PlayingEngine):
             raise BadControl(f"{type(self).__name__} is not running: use it as `async with`, or give it to a run.")
         return self._driver
 
-    # --- what a run asks
+    # --- calls of a run
 
     @property
     def places(self) -> int:  # type: ignore[override]  # workers come and go
@@ -209,10 +209,10 @@ class FleetEngine(PlayingEngine):
         await self._fleet_runtime.control("check_proof", proof)
 
     async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
-        """Compare the weights of every worker with a proof. The figures are the worst ones."""
+        """Compare the weights of every worker with a proof, and return the worst figures."""
         runtime, driver = self._fleet_runtime, self.driver
-        async with driver.settled:  # not during the proof: a fleet that is paused has to be resumed for it
-            if not driver.snapshot.version and adapter is None:  # workers that start later measure it too
+        async with driver.settled:  # the lock is not held during the proof, for which a paused fleet has to be resumed
+            if not driver.snapshot.version and adapter is None:  # workers that start later score this proof too
                 driver.change_snapshot(first_proofs=(*driver.snapshot.first_proofs, proof))
         try:
             figures: Mapping[Any, ProofFigures] = await runtime.control("prove", proof, adapter)
@@ -264,7 +264,7 @@ class FleetEngine(PlayingEngine):
         return sent
 
     def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
-        """Let each worker enter these engines too, one of its own each; raises BadOption for lack of room."""
+        """Let each worker enter its own copy of these engines too. Raises BadOption if there is not enough room."""
 
 
 def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
@@ -280,8 +280,7 @@ def _shown(handle: WorkerHandle, now: float, newest: str) -> FleetWorker:
     assert handle.info is not None, "it plays"
     heartbeat = handle.heartbeat
     oldest = heartbeat.oldest[0] if heartbeat is not None and heartbeat.oldest else None
-    # An update is over when all workers have answered. The heartbeat of a worker shows earlier that it has the new
-    # weights.
+    # An update ends when all workers have answered. A heartbeat may show earlier that a worker has the new weights.
     exchanged = heartbeat is not None and heartbeat.stats.weight_version == newest
     return FleetWorker(
         number=handle.number,

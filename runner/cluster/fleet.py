@@ -25,11 +25,11 @@ UNPLACED_RETRY_SECONDS: Final = 2.0
 """Seconds until a worker without a machine is tried again."""
 
 KEPT_WORKER_RATIO: Final = 4
-"""While other episodes wait, one of this many workers, but at least one, is kept for last tries."""
+"""While other episodes wait, one in this many workers, and at least one, is kept for last tries."""
 
 MAX_AFFINITY_IMBALANCE: Final = 2
-"""An episode goes to the worker that plays its group, unless that one has more than this many episodes more than the
-idlest."""
+"""An episode goes to the worker that plays its group, unless this worker has more than this many episodes more than the
+worker with the lowest load."""
 
 
 class WorkerSlotState(enum.StrEnum):
@@ -74,7 +74,7 @@ class WorkerSlot:
     assignments: set[Assignment] = field(default_factory=set)
     groups: Counter[Hashable] = field(default_factory=Counter)
     kept: bool = False
-    """True if the slot is kept for a last try. It gets no other episode, and the last try once it is idle."""
+    """True if the slot is kept for a last try. It gets no other episode, and it gets the last try once it is idle."""
     deaths: deque[float] = field(default_factory=deque)
     """Times of its workers' deaths within the last hour."""
     free_at: float = 0.0
@@ -109,7 +109,7 @@ class Fleet:
         self._keeps = False
         """True if the last assignment kept a slot for a last try."""
 
-    # --- what there is
+    # --- state
 
     @property
     def ready(self) -> list[WorkerSlot]:
@@ -212,11 +212,11 @@ class Fleet:
         return assigned
 
     def _assign_alone(self, last_chances: deque[Assignment], *, others_wait: bool) -> Iterator[Assignment]:
-        """Assign last tries, and keep workers for them, which get no other episodes until then."""
+        """Assign last tries, and keep workers for waiting ones. A kept worker gets no other episodes."""
         ready = self.ready
         taken = [slot for slot in ready if any(assignment.last_chance for assignment in slot.assignments)]
         limit = max(1, len(ready) // KEPT_WORKER_RATIO) if others_wait else len(ready)
-        # The emptiest slots first, and among equals those that are kept already.
+        # Slots with the fewest episodes come first, and among equals those that are kept already.
         rest = sorted(
             set(ready).difference(taken), key=lambda slot: (len(slot.assignments), not slot.kept, slot.number)
         )
@@ -238,7 +238,7 @@ class Fleet:
         if not free:
             return None
         idlest = min(slot.load for slot in free)
-        # Rotate among equals, so that a new fleet does not fill from its first slot.
+        # Rotate among slots with equal load, so that a new fleet does not fill from its first slot.
         self._turn += 1
         of_its_group = [
             slot
@@ -284,7 +284,7 @@ class SlotQueue:
                     await event.wait()
             finally:
                 del self._assigned[assignment]
-            if assignment.slot is not None:  # otherwise its worker was lost before anything was sent
+            if assignment.slot is not None:  # without a slot, the worker was lost before anything was sent
                 return assignment.slot
 
     def give_out(self) -> None:

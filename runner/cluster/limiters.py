@@ -26,7 +26,7 @@ class SharedLimiters:
         Raises:
             BadOption: the limiter was opened with another limit before.
         """
-        if worker in self._gone:  # its end was noted before this request arrived, so the lease would never be released
+        if worker in self._gone:  # the worker's end arrived before this request, so the lease would never be released
             return False
         limiter = self._limiters.setdefault((run, name), anyio.CapacityLimiter(limit))
         if limiter.total_tokens != limit:
@@ -37,7 +37,7 @@ class SharedLimiters:
         with anyio.CancelScope() as scope:
             self._leases[held] = limiter, scope
             await limiter.acquire_on_behalf_of(held)
-        return held in self._leases  # it may have been revoked as it was granted
+        return held in self._leases  # the lease may have been revoked while it was granted
 
     async def release(self, worker: int, lease: int) -> None:
         self._release((worker, lease))

@@ -57,7 +57,7 @@ class FleetPlayer:
     def notify(self) -> None:
         """Call the listener now."""
         if self._listener is not None:
-            # At least 1: an episode that starts without any worker waits for one, and so does the run.
+            # At least 1, so that without any worker an episode and the run wait for one.
             self._listener(self._width or max(1, self.driver.fleet.width))
 
     def drain(self) -> None:
@@ -97,7 +97,7 @@ class FleetAttempt:
         return self._trajectories
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cut the episode. Its worker closes it and returns what there is."""
+        """Cut the episode. Its worker closes it and returns the partial trajectories."""
         if self._ending is not None:
             return
         self._ending = ending or Ending(Outcome.CANCELLED)
@@ -116,7 +116,7 @@ class FleetAttempt:
                 await self._play_on(self._handle)
         except WorkerLost as lost:
             assert self._handle is not None, "it was there"
-            # Whatever failed there, the worker cannot be trusted, so the next attempt must use another one.
+            # After any failure there, the worker cannot be trusted, so the next attempt must use another worker.
             self._handle.dismiss(str(lost))
             await self._handle.gone.wait()
             self._trajectories = self._lost(lost, self._handle)
@@ -125,7 +125,7 @@ class FleetAttempt:
         return self.trajectories()
 
     async def _play_on(self, handle: WorkerHandle) -> None:
-        if self._ending is not None:  # it was cut before it began
+        if self._ending is not None:  # the attempt was cut before it began
             return
         self._report(handle.name)
         answer = handle.process.send("play", self._player.run, self.number, self._packed_key())
@@ -161,7 +161,7 @@ class FleetAttempt:
         number = deaths.pop(self._episode) if self._last_try else deaths[self._episode]
         workers = "1 worker was" if number == 1 else f"{number} workers were"
         error = f"{workers} lost while playing it, the last one {handle.name}: {handle.why or lost}"
-        # If the run ended the episode, that ending is its outcome.
+        # If the run has ended the episode already, its outcome is that ending.
         return self._silent(self._ending or Ending(Outcome.ENGINE_ERROR, error=error))
 
     def _silent(self, ending: Ending) -> list[Trajectory]:

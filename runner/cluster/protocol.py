@@ -91,18 +91,18 @@ class OtherKnown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSnapshot:
-    """The state of the fleet's engines, to which a new worker is brought."""
+    """The state of the fleet's engines, which a new worker must reach."""
 
     version: str = ""
     """The version of the weights; "" for those that its engine starts with."""
     weights: Any = None
     """A reference to the weights, from `Launcher.put`."""
     proof: WeightProof | None = None
-    """The proof that came with them; None for none."""
+    """The proof of the weights; None without one."""
     first_proofs: tuple[WeightProof, ...] = ()
-    """The proofs of the weights that the engines start with, from which the tolerance of later ones follows."""
+    """The proofs of the weights that the engines start with. The tolerances of later proofs are derived from them."""
     readable: bool = True
-    """True if the weights can be read: those of a transfer are not kept anywhere."""
+    """True if the weights can be read. The weights of a transfer cannot, since they are not kept anywhere."""
     adapters: tuple[tuple[str, int, Any, Mapping[str, Any] | None], ...] = ()
     """Each adapter with its number, its reference, and its configuration."""
     asleep: int = 0
@@ -134,7 +134,7 @@ class AttemptResult:
     """One for each agent. Their tasks are left out, since the driver has them."""
     faults: list[str]
     permanent: bool
-    """True if playing again would end the same."""
+    """True if another attempt would end in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Launcher(Protocol):
         """Connect to the machines.
 
         Raises:
-            BadOption: they cannot be reached, or are too few.
+            BadOption: the machines cannot be reached, or are too few.
         """
 
     async def close(self) -> None:
@@ -203,14 +203,14 @@ class Launcher(Protocol):
         """Pickle a value for `send`.
 
         Raises:
-            BadOption: it cannot be pickled; the message begins with `what` and ends with `fix`.
+            BadOption: the value cannot be pickled; the message begins with `what` and ends with `fix`.
         """
 
     async def put(self, value: Any) -> Any:
         """Store a large value for all workers, and return a reference."""
 
     def forget(self, worker: int) -> None:
-        """Release what a worker that is gone held of shared resources."""
+        """Release the shared resources of a worker that is gone."""
 
     def forget_run(self, run: int) -> None:
-        """Release what a run that is over held of shared resources."""
+        """Release the shared resources of a run that is over."""

@@ -55,12 +55,13 @@ class RunSetups:
             known = await self._entered(driver, self._number)
             yield {engine: placeholder_for(known[name]) for name, engine in self._others.items()}
         finally:
-            # Unless it was opened and closed. Without waiting: such an engine may take minutes to start and to end.
+            # This does nothing if the run was opened and closed. It does not wait for the workers, since such an engine
+            # may take minutes to start and to end.
             for handle in driver.members:
                 handle.process.send("close_run", self._number)
 
     async def _entered(self, driver: Driver, number: int) -> Mapping[str, OtherKnown]:
-        """Let the workers enter the engines, and return the description by one of them."""
+        """Let the workers enter the engines, and return the descriptions by one worker."""
 
         async def enter(handle: WorkerHandle) -> None:
             handle.process.send("keep_run", number, self._packed, None)
@@ -102,7 +103,7 @@ _PLACEHOLDER_ERROR = "every worker asks an engine of its own here, and this proc
 
 
 def placeholder_for(known: OtherKnown) -> BaseEngine:
-    """Return an engine that describes itself as those on the workers do, and samples nothing."""
+    """Return an engine with the description of the workers' engines. It samples nothing."""
     return _TokenPlaceholder(known) if known.ids is not None else _MessagePlaceholder(known)
 
 

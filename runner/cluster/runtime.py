@@ -61,8 +61,8 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         """Let every worker compare new weights with its model, and connect to the trainer if one sends them.
 
         Raises:
-            BadWeights: they do not fit, or the connection fails; nothing was changed anywhere.
-            EngineError: a worker was lost that the others need for the connection.
+            BadWeights: the weights do not fit, or the connection fails; no worker was changed.
+            EngineError: a worker was lost without which the others cannot connect.
         """
         if isinstance(given, LocalTransfer | WeightTransfer):
             began = time.monotonic()
@@ -87,13 +87,13 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         update.
 
         Raises:
-            EngineError: fewer workers than the least received the transfer.
+            EngineError: fewer workers than the minimum received the transfer.
             EngineDead: not enough workers are left.
         """
         if isinstance(checked.weights, LocalTransfer | WeightTransfer):
             return await self._apply_transfer(checked, mode)
         driver = self.driver
-        # Before the workers update: an id of the new version must have a known age.
+        # The version is recorded before the workers update, since an id of the new version must have a known age.
         self._add_version(checked.version)
         async with driver.settled:
             self.driver.change_snapshot(
@@ -124,7 +124,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
     @contextmanager
     def _ended_by_proof(self, checked: CheckedUpdate) -> Iterator[None]:
-        """End the fleet if the proof of new weights holds on no worker: those that start later would die of it too."""
+        """End the fleet if the proof of new weights fails on every worker, since it would fail on later workers too."""
         try:
             yield
         except EngineDead as error:
@@ -198,7 +198,7 @@ def _slowest(checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightU
         loads.append(update.load_seconds)
         proofs.append(update.proof)
         moved.append(update.moved)
-    # False if the scores of one worker did not move: it may have kept its weights.
+    # False if the scores of one worker did not change: it may have kept its weights.
     all_moved = None if None in moved or not moved else all(moved)
     return WeightUpdate(checked.version, checked.seconds, max(pauses), max(loads), _worst(proofs), all_moved)
 

@@ -68,7 +68,7 @@ class FleetTransfers:
         """Let all workers compare the weights, and connect to the trainer if they are not connected.
 
         Raises:
-            BadWeights: they do not fit, or the connection fails; nothing was changed.
+            BadWeights: the weights do not fit, or the connection fails; nothing was changed.
             EngineError: a worker was lost, and a trainer elsewhere waits for it.
         """
         driver = self._driver
@@ -99,7 +99,7 @@ class FleetTransfers:
         Args:
             transfer: the checked transfer.
             version: the version that the weights will have.
-            mode: the fate of turns that are being sampled.
+            mode: the treatment of turns that are being sampled.
             took: called with each worker that has the weights.
             proof: the proof that each worker's engine must pass with them.
 
@@ -107,7 +107,8 @@ class FleetTransfers:
             The update of each worker.
 
         Raises:
-            EngineError: fewer workers received them than are needed; the message has how many did, and which were lost.
+            EngineError: fewer workers received the weights than are needed; the message names their number and the lost
+                workers.
             EngineDead: too few workers are left.
         """
         if isinstance(transfer, LocalTransfer):
@@ -136,7 +137,7 @@ class FleetTransfers:
                         raise
                     raise EngineError(f"{self._shares(version)}, and the others cannot get them: {error}") from error
             if any(handle in driver.handles for handle in self._lacking(version)):
-                continue  # a worker was lost before anything was sent, and the others continued unchanged
+                continue  # a worker was lost before any weight was sent, and the others continued unchanged
             if self._having(version) >= driver.fleet.least:
                 return updates
             await driver.until(lambda: bool(self._lacking(version)))
@@ -174,7 +175,7 @@ class FleetTransfers:
     def _having(self, version: str) -> int:
         return sum(handle.version == version for handle in self._driver.handles)
 
-    # --- who meets whom
+    # --- connections
 
     async def _require_fitting(self, transfer: WeightTransfer, handles: Sequence[WorkerHandle]) -> None:
         """Refuse a connection that cannot work, before any worker compares anything."""
@@ -212,7 +213,7 @@ class FleetTransfers:
 
     async def _count_ranks(self, handles: Sequence[WorkerHandle]) -> None:
         devices = await ask(handles, "control", "devices", patience=self._driver.stall_seconds)
-        # A worker without a model takes part all the same.
+        # A worker without a model also takes part, with one rank.
         self._ranks = {handle: len(devices[handle]) or 1 for handle in handles if handle in devices}
 
     async def _prepare(
@@ -221,7 +222,7 @@ class FleetTransfers:
         """Let workers compare the weights and connect to the trainer, as far as needed, as one transfer group.
 
         Returns:
-            Whether they are ready; False if a worker was lost that the others need, or all were lost.
+            True if the workers are ready; False if a worker was lost that the others need, or all were lost.
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails.
@@ -335,7 +336,7 @@ class FleetTransfers:
             trainer, self._trainer = self._trainer, None
             await trainer.close()
 
-    # --- what a `Receiver` does
+    # --- methods of `Receiver`
 
     async def meet(self, init: Mapping[str, Any]) -> None:
         """Connect every worker to the trainer, each with its own ranks."""
@@ -354,7 +355,7 @@ class FleetTransfers:
             raise ConnectionError("no worker is left")
         transfer_group.finished = step is TransferStep.FINISH
 
-    # --- what is sent
+    # --- sending
 
     async def _exchange(
         self,
@@ -370,7 +371,7 @@ class FleetTransfers:
         number, sends = next(self._numbers), False
         try:
             pauses = await transfer_group.ask("hold", lambda _: (number, mode))
-            # Nothing was sent yet: without the lost workers the others would only hang.
+            # No weight was sent yet. Without the lost workers, the others would hang.
             sends = bool(transfer_group.handles) and not (transfer_group.lost and self._met.ranked)
         finally:
             if not sends:
@@ -434,7 +435,7 @@ class FleetTransfers:
             return self._hangs() if transfer_group.lost else f"the trainer sent nothing for {transfer.seconds:g} s"
         return "" if transfer_group.finished else "the trainer ended before it had sent all"
 
-    # --- what is said
+    # --- messages
 
     def _hangs(self) -> str:
         first = next(iter(self._transfer_group.lost))

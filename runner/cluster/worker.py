@@ -64,7 +64,7 @@ class WorkerRun:
     cut: dict[int, Ending | None] = field(default_factory=dict)
     """Attempts that were cut before they began or just after they ended."""
     is_kept: bool = False
-    """True if a task keeps it open."""
+    """True if a task keeps the run open."""
     others: dict[str, BaseEngine] = field(default_factory=dict)
     """The engines of agents that have their own."""
     entered: anyio.Event = field(default_factory=anyio.Event)
@@ -142,7 +142,7 @@ class Worker(EngineProcess):
             packed: a `RunSpec`.
             clock: the time that chat templates see.
         """
-        run = self._runs.setdefault(number, WorkerRun())  # another call may have come first
+        run = self._runs.setdefault(number, WorkerRun())  # another call may have created it
         if clock is not None:
             run.clock = clock
             run.begun.set()
@@ -166,7 +166,7 @@ class Worker(EngineProcess):
         """Return once `keep_run` has set the run up.
 
         Raises:
-            BadInput: it cannot be played here.
+            BadInput: the run cannot be played here.
         """
         run = self._runs.setdefault(number, WorkerRun())
         await run.opened.wait()
@@ -242,9 +242,9 @@ class Worker(EngineProcess):
         return sent
 
     async def close_run(self, number: int) -> list[str]:
-        """End a run here once none of its episodes is in flight. Returns faults on the way out, for people."""
+        """End a run here once none of its episodes is in flight. Returns the faults while it ended, for people."""
         run = self._runs.pop(number, None)
-        if run is None:  # this worker started when the run was closing
+        if run is None:  # this worker started while the run was closing
             return []
         run.begun.set()
         run.over.set()
@@ -283,7 +283,7 @@ class Worker(EngineProcess):
         return key
 
     async def cancel(self, run_number: int, number: int, ending: Ending | None) -> None:
-        """Cut an attempt; `play` then returns what there is of it."""
+        """Cut an attempt; `play` then returns its partial results."""
         run = self._runs.get(run_number)
         if run is None:
             return
@@ -315,7 +315,7 @@ class Worker(EngineProcess):
         checked, self._checked = self._checked, None
         if (
             checked is None or checked.version != fleet.version
-        ):  # this worker started after the others had compared theirs
+        ):  # this worker started after the other workers had compared the weights
             checked = await self.engine.check_update(await _read(fleet.weights), version=fleet.version)
         checked = replace(checked, proof=fleet.proof)
         return await self.engine.apply_update(checked, mode=mode)
@@ -341,7 +341,7 @@ class Worker(EngineProcess):
 
         Args:
             number: increases with each call.
-            mode: the fate of turns that are being sampled.
+            mode: the treatment of turns that are being sampled.
         """
         began = time.monotonic()
         async with self._hold_lock:
@@ -352,7 +352,7 @@ class Worker(EngineProcess):
         return time.monotonic() - began
 
     async def release(self, number: int) -> None:
-        """End the pause of this number, also one that has not begun or is requested after this call."""
+        """End the pause of this number, even if it has not begun or is requested after this call."""
         self._released_number = number
         self._hold_scope.cancel()
         await self._resume_held()
@@ -385,7 +385,7 @@ class Worker(EngineProcess):
         assert self._relay is not None, "it was announced"
         await self._relay.bring(step, part)
 
-    # --- the rest of what a trainer asks
+    # --- other calls of a trainer
 
     async def add_adapter(self, name: str, number: int, given: Any, config: Mapping[str, Any] | None) -> str:
         """Add an adapter under the number that it has on all workers."""
@@ -424,10 +424,10 @@ class Worker(EngineProcess):
         self._caught = snapshot
 
     async def _prove_first_weights(self, snapshot: FleetSnapshot) -> None:
-        """Measure the difference by rounding as the others did, before new weights are loaded.
+        """Measure the differences that rounding causes, as the other workers did, before new weights are loaded.
 
         Raises:
-            BadWeights: the engine started with other weights than theirs, and would play with them.
+            BadWeights: the engine started with other weights than those workers, and would play with them.
         """
         for proof in snapshot.first_proofs:
             try:
@@ -435,10 +435,10 @@ class Worker(EngineProcess):
             except BadWeights:
                 if not snapshot.version:
                     raise
-                # The trainer may have saved over the folder since. Then the tolerances of the table hold.
+                # The trainer may have overwritten the folder since. Then the tolerances of the table apply.
 
     async def apply_snapshot(self, snapshot: FleetSnapshot) -> None:
-        """Pause the engine, or put it to sleep, as the others are."""
+        """Pause the engine or put it to sleep if the engines of the fleet are paused or asleep."""
         if snapshot.paused:
             await self.engine.pause()
         if snapshot.asleep:
@@ -464,7 +464,7 @@ def _constructed(sent: RunSpec) -> Any:
 
 
 def _discard_reason(reason: str) -> None:
-    """Discard the reason: there is no record."""
+    """Discard the reason, since there is no place to record it."""
 
 
 def _end_stuck(number: int, record_exit_reason: Callable[[str], None], blocker: Blocker) -> NoReturn:
@@ -473,6 +473,6 @@ def _end_stuck(number: int, record_exit_reason: Callable[[str], None], blocker: 
         f"the event loop hangs in {blocker.where} and cannot be freed from outside: {blocker.advice}. The worker ends"
     )
     print(f"worker {number}: {words}.", file=sys.stderr, flush=True)
-    with suppress(Exception):  # it ends in any case
+    with suppress(Exception):  # the process ends in any case
         record_exit_reason(words)
     exit_now(1)

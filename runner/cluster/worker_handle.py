@@ -20,7 +20,7 @@ __all__ = ["HeartbeatListener", "WorkerHandle", "answer_within", "idle_reason", 
 log = logger_for("cluster")
 
 SILENCE_STEP_SECONDS: Final = 3.0
-"""Seconds of one step of a silence. Each step counts at most once, however long this process itself was suspended."""
+"""Seconds of one step of a silence. A step counts once, even if this process was suspended for longer."""
 
 _IDLE_REASONS: Final = {
     WorkerSlotState.UNPLACED: IdleReason.UNPLACED,
@@ -63,7 +63,7 @@ class WorkerHandle:
     placed: bool = False
     """True if it has a machine, and its process runs."""
     why: str = ""
-    """The reason why it is gone or was dismissed; "" while it is there."""
+    """The reason why it is gone or was dismissed; "" before that."""
     gone: anyio.Event = field(default_factory=anyio.Event)
     """Set once it is removed from the fleet: its episodes may be assigned again."""
 
@@ -74,7 +74,7 @@ class WorkerHandle:
 
     @property
     def is_starting(self) -> bool:
-        """True if its process runs, and its engine starts or catches up with the others."""
+        """True if its process runs, and its engine starts or loads the fleet's state."""
         return self.placed and not self.why and self.slot.state is WorkerSlotState.STARTING
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -105,15 +105,15 @@ def idle_reason(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | N
 
     Args:
         slot: a slot of the fleet.
-        handle: its worker, also one that starts; None for an empty slot.
+        handle: its worker, which may still be starting; None for an empty slot.
     """
     if slot.state is WorkerSlotState.STARTING:
         return IdleReason.STARTING if handle is not None and handle.placed else IdleReason.UNPLACED
     if slot.state is WorkerSlotState.EMPTY:
         return (
             IdleReason.LOST if slot.deaths else IdleReason.UNPLACED
-        )  # there was never a worker, since machines are still being connected
-    if handle is not None and handle.why:  # its slot counts as playing until its end is confirmed
+        )  # the slot never had a worker, since machines are still being connected
+    if handle is not None and handle.why:  # the slot counts as playing until the end of its worker is confirmed
         return IdleReason.LOST
     return _IDLE_REASONS.get(slot.state)
 
@@ -131,8 +131,8 @@ async def live(handle: WorkerHandle) -> None:
 async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") -> Any:
     """Return the answer of a worker.
 
-    Time in which this process or its event loop was suspended does not count: a trainer that computes on the loop for
-    minutes, or a stopped process, finds the answers when it continues.
+    Time in which this process or its event loop was suspended does not count. After a trainer computed on the loop for
+    minutes, or the process was stopped, the answers may already be there.
 
     Raises:
         WorkerLost: it did not answer within `limit` seconds; the message contains `when`.

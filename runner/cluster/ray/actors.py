@@ -62,7 +62,7 @@ class EngineActor(AnsweringActor):
 class WorkerActor(EngineActor):
     """A `Worker` in an actor."""
 
-    tick = 0.01  # episodes take seconds, and there are many short calls
+    tick = 0.01  # the delay batches many short calls, and matters little to episodes, which take seconds
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """Return a worker with this number, which uses this limiter service."""
@@ -73,7 +73,7 @@ class WorkerActor(EngineActor):
 
 
 class HostActor(EngineActor):
-    tick = 0.0  # the client waits for the first id; events during a call go with the next one
+    tick = 0.0  # no delay, since the client waits for the first id; events during a call are sent with the next one
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         return EngineHost(engine)

@@ -1,4 +1,4 @@
-"""Batches of calls to an actor of Ray. One call of Ray takes half a millisecond on each side, whatever its size."""
+"""Batches of calls to an actor of Ray. One call of Ray takes half a millisecond on each side, for any size."""
 
 from __future__ import annotations
 
@@ -173,14 +173,14 @@ class RayWorker:
         self._answers.clear()
 
     def part(self) -> None:
-        """Leave the actor to its other callers, once the pending calls were sent. Their results are lost."""
+        """Disconnect from the actor once the pending calls were sent; their results are lost. Other callers keep it."""
         if self._lost is None and not self._is_disconnected():
             self._send()
             self._lose(WorkerLost("it was left"))
             self._actor.part.options(num_returns=0).remote(self._name, self._sent)
 
     def kill(self) -> None:
-        """Kill the actor. Pending calls fail at once: a machine that does not answer would never fail them."""
+        """Kill the actor. Pending calls fail at once, also if its machine does not answer."""
         if self._lost is None or self._answers:
             self._lose(WorkerLost("it was ended"))
         if not self._is_disconnected():
@@ -189,7 +189,7 @@ class RayWorker:
 
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     answer.set_exception(error)
-    answer.exception()  # retrieved, so that asyncio does not warn about an exception that nothing awaits
+    answer.exception()  # the exception is retrieved, so that asyncio does not warn about one that nothing awaits
 
 
 class RayAnswer:
@@ -207,7 +207,7 @@ class RayAnswer:
         try:
             answer = await asyncio.shield(self._answer)
         except RayError as error:
-            if "creation task" in str(error):  # a failure to create the actor fails for all of them
+            if "creation task" in str(error):  # a failure to create the actor is the result of all calls
                 raise EngineError(_not_made(str(error))) from error
             raise WorkerLost(await _exit_reason(error) or _why(error)) from error
         if isinstance(answer, Raised | Failed):

@@ -64,11 +64,12 @@ def give_own_token(until_left: ExitStack) -> None:
 def admit(address: str) -> str | None:
     """Choose whether this process shows a token to a running cluster, as the cluster requires.
 
-    By itself Ray shows one only to "auto", and there also to a cluster without tokens, which then ends every actor.
+    Without this function, Ray shows a token only for the address "auto". There it also shows a token to a cluster
+    without tokens, which then ends every actor.
 
     Returns:
-        Why the cluster refuses this process with every token it has, and the fix; None if it accepts, or does not
-        answer.
+        The reason why the cluster refuses every token of this process, with the fix; None if the cluster accepts one
+        or does not answer.
     """
     raylet = importlib.import_module("ray._raylet")
     loader = getattr(raylet, "AuthenticationTokenLoader", None)
@@ -131,10 +132,10 @@ def _read_again() -> None:
 
 
 STORE_BYTES: Final = 512 * 1024**2
-"""Object store of a cluster started here: room for weights. What does not fit goes to disk."""
+"""Size of the object store of a cluster started here: room for weights. Further objects are stored on disk."""
 
 OWN_CPU_COUNT: Final = 10_000
-"""CPU count of a cluster started here: large, so that everything this process starts finds room."""
+"""CPU count of a cluster started here. It is large, so that everything that this process starts finds room."""
 
 RIGHT_ADDRESS: Final = (
     "Give the address that `ray start --head` printed (host:port), 'auto' on a machine of a running cluster, or none "
@@ -239,7 +240,7 @@ class Connection:
         self._lock = threading.Lock()
         self._users: set[object] = set()
         self._thread: _RayThread | None = None
-        """The thread that connected; None if the process was connected before, and stays so."""
+        """The thread that connected; None if the process was connected before. Such a connection stays open."""
         self._session: RaySession | None = None
         self._own = False
         """True if the cluster was started with the connection."""
@@ -261,7 +262,7 @@ class Connection:
         """
         with self._lock:
             session = RaySession.current()
-            if session != self._session:  # other code has ended ours, or connects the process itself
+            if session != self._session:  # other code has ended our connection, or has connected the process
                 self._end()
                 self._users.clear()
             if session is not None:
@@ -294,7 +295,7 @@ class Connection:
             self._until_left.close()
 
     def _require_this_one(self, who: str, address: str | None) -> None:
-        # If other code connected this process, RAY_ADDRESS is not our concern.
+        # RAY_ADDRESS is not checked if other code connected this process.
         wanted = address or (os.environ.get("RAY_ADDRESS") if self._thread is not None else None)
         if wanted is None:
             return
@@ -373,7 +374,7 @@ def _require_listener(who: str, given: str | None, address: str) -> None:
     except OSError as error:
         raise BadOption(f"{_nowhere(who, given, address)}: nothing answers there ({error}). {RIGHT_ADDRESS}") from None
     with peer:
-        # Under TLS only Ray itself can tell.
+        # With TLS only Ray itself can check the listener.
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false") and not _speaks_http2(peer):
             raise BadOption(f"{_nowhere(who, given, address)}: what listens there is not Ray. {RIGHT_ADDRESS}")
 
@@ -392,7 +393,7 @@ def _require_head(who: str, address: str) -> None:
 
 
 def _speaks_http2(peer: socket.socket) -> bool:
-    """True if a server answers the begin of HTTP/2, as the head of a cluster does, which is a server of gRPC."""
+    """True if a server answers the begin of HTTP/2. The head of a cluster does, because it is a gRPC server."""
     answer = b""
     try:
         peer.sendall(HTTP2_BEGIN)
@@ -423,7 +424,7 @@ def _other_versions(address: str, ray_there: str, python_there: str, ray_here: s
 
 
 def _meet(one: str, other: str) -> bool:
-    """True if two addresses are of one place. A name may have several numbers, of IPv4 and IPv6."""
+    """True if two addresses are of one host. A name may have several IPv4 and IPv6 addresses."""
     return not _places(one).isdisjoint(_places(other))
 
 

@@ -33,15 +33,16 @@ class RayEngines(FleetEngine):
 
     Args:
         engine: the engine of each worker, not entered.
-        workers: their number; or the least to begin with and the most, which start as machines come: (8, 64).
+        workers: the number of workers; or the minimum to begin with and the maximum, such as (8, 64). Further workers
+            start when machines are added.
         address: of a running Ray cluster, or "auto"; by default the one that this process is connected to, RAY_ADDRESS,
             or a new one on this machine.
         cpus: number of CPUs that a worker takes from Ray's count.
         gpus: number of GPUs of a worker; by default as many as the arguments of its engine and of the engines of other
             agents need, and none if the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
-        stall_seconds: seconds that there may be fewer workers than the least before the run ends; engines that start
-            are waited for.
+        stall_seconds: seconds that there may be fewer workers than the minimum before the run ends, unless enough
+            engines are starting.
 
     Raises (when it is entered):
         BadOption: Ray is not installed, the cluster is missing or too small, or a worker does not match the others.
@@ -125,9 +126,9 @@ class RayEngine(HostedEngine):
         judge = RayEngine(VllmEngine("judge-70b", tensor_parallel_size=4))
         run(Game, RayEngines(VllmEngine("policy"), workers=8), engines={"judge": judge})
 
-    For judges and simulated users that many workers share, or for the model of environments that cannot move. The
-    process that enters it starts and ends it; the workers of a run use the same one. Requests go one by one, deltas of
-    all streams come back in one batch per tick. Its weights cannot be updated from here.
+    Use it for judges and simulated users that many workers share, or as the model of environments that cannot move. The
+    process that enters the engine starts and ends it; the workers of a run use the same one. Requests are sent one by
+    one, and deltas of all streams come back in one batch per tick. Its weights cannot be updated from here.
 
     Args:
         engine: the engine of the process, not entered.
@@ -181,7 +182,7 @@ class RayEngine(HostedEngine):
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot, or the cluster's head is gone; with the cause.
+            EngineDead: the engine cannot answer, or the cluster's head is gone; the message has the cause.
         """
         await super().health()
         await self._launcher.require_head()
@@ -219,7 +220,7 @@ class RayEngine(HostedEngine):
 
 
 class _SharedRayEngine(HostedEngine):
-    """The same engine in a process that did not start it."""
+    """The shared engine in a process that did not start it."""
 
     def __init__(self, host: str) -> None:
         super().__init__()

@@ -28,10 +28,10 @@ from runner.errors import BadOption, DeltarunnerError, EngineDead
 __all__ = ["RayLauncher", "as_arrays", "as_tensors", "host_called", "pickled"]
 
 MAX_CONCURRENT_CALLS: Final = 100_000
-"""Number of calls that an actor runs at once. Ray would queue calls beyond a thousand without a word."""
+"""Number of calls that an actor runs at once. By default Ray would silently queue calls beyond a thousand."""
 
 _ONCE: Final = {"max_task_retries": 0}
-"""For messages to the limiters that may be lost: Ray would print its retries on stdout."""
+"""Options for messages to the limiters that may be lost. Otherwise Ray would print its retries on stdout."""
 
 HEAD_SECONDS: Final = 5.0
 """Seconds between two checks of the cluster's head, and the time that one may take."""
@@ -125,8 +125,8 @@ class RayLauncher:
             self._gpus = self._engine_gpus + self._other_gpus if there.get("GPU", 0) else 0
         self._require_resources(there)
         self._require_a_machine(ray.nodes())
-        # Next to the driver, since another machine may be lost. If it is killed nevertheless, as Ray does on a machine
-        # short of memory, Ray starts an empty one, and the requests are sent again.
+        # The service runs on the driver's machine, since another machine may be lost. If it is killed nevertheless, as
+        # by Ray on a machine short of memory, Ray starts an empty service, and the requests are sent again.
         self._limiter_service = (
             ray.remote(SharedLimiters)
             .options(
@@ -178,7 +178,7 @@ class RayLauncher:
         """Return if the cluster's head answers, or did so a moment ago.
 
         Raises:
-            EngineDead: it is gone, or other code has closed this process's connection to it.
+            EngineDead: the head is gone, or other code has closed this process's connection to the cluster.
         """
         self._require_session()
         now = anyio.current_time()
@@ -199,7 +199,7 @@ class RayLauncher:
                 ) from None
 
     def _is_connected(self) -> bool:
-        # Asked at every tick of every worker. `ray.init` takes longer than the time for which an answer holds.
+        # Called at every tick of every worker, so a comparison is used for `SESSION_SECONDS`. `ray.init` takes longer.
         if not ray_module().is_initialized():
             return False
         now = time.monotonic()
@@ -293,7 +293,7 @@ def host_called(name: str) -> RayWorker:
     """Return the host of this name, which another process of the same program has started.
 
     Raises:
-        EngineDead: it has ended.
+        EngineDead: the host has ended.
     """
     try:
         return RayWorker(ray_module().get_actor(name), tick=HostActor.tick)
@@ -305,7 +305,7 @@ def pickled(value: Any, what: str, fix: str, dumps: Callable[[Any], bytes]) -> b
     """Pickle a value.
 
     Raises:
-        BadOption: it cannot be pickled; the message begins with `what` and ends with `fix`.
+        BadOption: the value cannot be pickled; the message begins with `what` and ends with `fix`.
     """
     try:
         return dumps(value)
