@@ -182,7 +182,7 @@ class ChatEngine(MessageEngine):
         """Return when the server answers a request for its list of models. Failed requests are retried.
 
         Raises:
-            EngineDead: it does not answer, or refused earlier requests.
+            EngineDead: the server does not answer, or refused earlier requests.
         """
         await self._asked.health()
 

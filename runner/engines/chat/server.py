@@ -50,7 +50,7 @@ def require_openai() -> None:
     """Check that openai is installed.
 
     Raises:
-        BadOption: it is not; the message has the command that installs it.
+        BadOption: openai is not installed; the message has the command that installs it.
     """
     try:
         import openai  # noqa: F401  # only to test the import
@@ -62,7 +62,7 @@ def check_url(url: str) -> str:
     """Return the address of an HTTP server without its last slash; one that holds a secret is refused.
 
     Raises:
-        BadOption: it is not such an address.
+        BadOption: the text is not such an address.
     """
     server_address(url, engine="ChatEngine", option="base_url", example="http://127.0.0.1:8000/v1")
     return url.rstrip("/")
@@ -149,7 +149,7 @@ class ChatServer:
         except openai.OpenAIError as error:
             raise BadOption(f"ChatEngine: {error}") from None
         if self._url is not None:
-            self._client.organization = self._client.project = None  # otherwise both are sent, empty
+            self._client.organization = self._client.project = None  # the client would send empty ones
         self.url = str(self._client.base_url).rstrip("/")
         keys = (self._client.api_key, *self._headers.values())
         self._errors = ErrorTexts(key for key in keys if isinstance(key, str))
@@ -226,7 +226,7 @@ class ChatServer:
             raise self._refusal(error) from error
         except openai.APIConnectionError as error:
             raise HttpFailure(FailureKind.CONNECTION, self._errors.short(_causes(error))) from error
-        except openai.APIError as error:  # in the middle of an answer
+        except openai.APIError as error:  # an error in the middle of an answer
             raise self._failure_in_stream(error) from error
         except (ValueError, TypeError) as error:
             text = self._errors.short(f"the answer cannot be read ({type(error).__name__}: {error})")

@@ -194,7 +194,7 @@ class ChatAnswerReader:
         reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
         if reasoning:
             yield ReasoningPiece(_text(reasoning))
-        for name in ("content", "refusal"):  # a refusal replaces an answer that follows a schema
+        for name in ("content", "refusal"):  # the refusal to answer by a schema comes in its own field
             if delta.get(name):
                 yield ContentPiece(_text(delta[name]))
         for part in delta.get("tool_calls") or ():
@@ -210,7 +210,7 @@ class ChatAnswerReader:
     def _read_call(self, part: Mapping[str, Any]) -> Iterator[MessagePiece]:
         function = part.get("function") or {}
         index = part.get("index")
-        if index is None:  # sent by servers that send whole calls
+        if index is None:  # servers that send whole calls may omit the index
             index = len(self._calls)
         elif not isinstance(index, int):
             raise TypeError(f"a call of index {index!r:.40}")
@@ -233,7 +233,7 @@ class ChatAnswerReader:
     def _call(self, said: _PartialCall) -> ToolCall:
         read = external_call(said.name, "".join(said.arguments))
         call_id = said.id if isinstance(said.id, str) and said.id and said.id not in self._ids else ""
-        if not call_id:  # otherwise results of tools would be ambiguous
+        if not call_id:  # each call needs its own id, since results of tools refer to it
             call_id = f"call_{len(self._request.messages)}_{len(self._ids)}"
         self._ids.add(call_id)
         return ToolCall(call_id, read.name, read.arguments, error=read.error)

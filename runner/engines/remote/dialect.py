@@ -49,7 +49,7 @@ class Piece:
     cached_tokens: int | None = None
     """Number of prompt ids that the server's prefix cache held."""
     processed: bool = False
-    """True if the log-probabilities are those of the sampling distribution, whatever the server's mode."""
+    """True if the log-probabilities are those of the sampling distribution in every mode of the server."""
     side: SideData | None = None
     """Sampling masks and routed experts, if the server returns them."""
 
@@ -109,7 +109,7 @@ class Dialect(ABC):
     control: ClassVar[str]
     """Advice for errors: how to start a server that can be paused."""
     side: SideRequest = SideRequest()
-    """Side data to request. vLLM's servers send theirs without a request."""
+    """Side data to request. Servers of vLLM send side data without a request."""
 
     @abstractmethod
     def body(

@@ -21,7 +21,7 @@ from runner.errors import BadControl, EngineError, RequestRejected
 
 __all__ = ["RemoteAdapters", "RemoteRuntime"]
 
-_LOOK_SECONDS = 0.2  # until a cut is repeated, for requests that had not reached the server
+_LOOK_SECONDS = 0.2  # seconds until a cut is repeated for requests that had not reached the server
 
 
 class RemoteRequest(OpenRequest, Protocol):
@@ -61,8 +61,8 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         stream_interval: int,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
-        self.progress = None  # one connection may be lost while others continue
-        self.dtype = ""  # a server does not report it
+        self.progress = None  # no shared clock: one connection may be lost while others continue
+        self.dtype = ""  # a server does not report its dtype
         self.server = server
         self.dialect = dialect
         self.retries = retries
@@ -162,11 +162,11 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             with anyio.move_on_after(_LOOK_SECONDS):
                 await self._until_sent()
                 return
-            # Otherwise a request arrived after the cut.
+            # The time limit was reached, so a request arrived after the cut.
 
     async def resume(self) -> None:
-        # Shielded: otherwise the server could run while its state here is paused, and an update could change its
-        # weights under its requests.
+        # Shielded, since the server could otherwise run while its state here is paused, and an update could change its
+        # weights during its requests.
         with anyio.CancelScope(shield=True):
             await self._call_control(self.dialect.resume())
         self._resumed.set()
@@ -190,7 +190,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             raise BadControl(f"sleep({level}): the server has no /sleep: {self.dialect.control}.")
 
     async def sleep(self, level: int) -> None:
-        await self._pause(PauseMode.ABORT)  # also turns that an earlier pause kept
+        await self._pause(PauseMode.ABORT)  # this also ends turns that an earlier pause kept
         call = self.dialect.sleep(level)
         assert call is not None
         await self._call_control(call)
@@ -199,7 +199,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         call = self.dialect.wake(sorted(tags))
         assert call is not None
         await self._call_control(call)
-        # After the last part of its memory the server resumes by itself, but only the trainer may resume it.
+        # The server resumes by itself once all of its memory is awake, but only the trainer may resume it.
         await self._pause(PauseMode.ABORT)
 
     async def profile(self, *, on: bool) -> None:

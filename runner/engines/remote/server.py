@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "RemoteServer", "base_url", "require_aiohttp"]
 
-_KEEPALIVE_SECONDS = 2.0  # shorter than servers keep idle connections (uvicorn: 5 s), so none is used while it closes
-_BUFFER_BYTES = 1 << 20  # unread bytes of an answer, before its server has to wait
-_MAX_ERROR_BYTES = 1 << 16  # of an answer, to find the error text in it
+_KEEPALIVE_SECONDS = 2.0  # servers close idle connections later (uvicorn: 5 s), so none is used while it closes
+_BUFFER_BYTES = 1 << 20  # unread bytes of an answer, above which the server has to wait
+_MAX_ERROR_BYTES = 1 << 16  # bytes of an answer that are read for its error text
 
 
 def require_aiohttp() -> None:
     """Check that aiohttp is installed.
 
     Raises:
-        BadOption: it is not; the message has the command that installs it.
+        BadOption: aiohttp is not installed; the message has the command that installs it.
     """
     try:
         import aiohttp  # noqa: F401  # only to test the import
@@ -43,7 +43,7 @@ def base_url(given: str) -> str:
     """Return the address of a server without the `/v1` of OpenAI's clients.
 
     Raises:
-        BadOption: it is not the address of an HTTP server, or holds a secret.
+        BadOption: the text is not the address of an HTTP server, or contains a secret.
     """
     parts = server_address(given, engine="RemoteEngine", option="url", example="http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/v1")
@@ -140,7 +140,7 @@ class RemoteServer:
         assert self._session is not None
         with anyio.CancelScope(shield=True):
             await self._session.close()
-            await checkpoint()  # the transports close one step later
+            await checkpoint()  # the transports close one step of the event loop later
 
     async def open(self, call: Call) -> Answer:
         """Send a request and return its answer once a successful one began.

@@ -185,7 +185,7 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
     """Check that a server has the same ids for a text.
 
     Raises:
-        BadModel: it does not; the message has the first difference.
+        BadModel: the server has other ids; the message has the first difference.
     """
     ours = tokenizer.encode(text)
     if list(theirs) == ours:
@@ -206,7 +206,7 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
 def probe_request(tokenizer: Tokenizer) -> GenerationRequest:
     """Return a request for one id that a bias makes almost certain; its log-probability shows the distribution.
 
-    In the sampling distribution the id has all the probability, in the model's own hardly any.
+    In the sampling distribution, the id has nearly the whole probability; in the model's own distribution, hardly any.
     """
     wanted = tokenizer.encode("~")[-1]
     sampling = replace(Sampling.defaults(), max_tokens=1, logit_bias={wanted: 100})

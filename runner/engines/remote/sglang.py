@@ -160,7 +160,7 @@ class _SglangReader:
             self._top(_last(said["output_top_logprobs"], new)) if self._count else None,
             reason,
             stop,
-            # An empty span stands for an answer without ids.
+            # SGLang sends an empty span for an answer without ids.
             versions=spans
             and [VersionSpan(each["version"], each["start"], each["end"]) for each in spans if each["end"]],
             version=said.get("weight_version"),
@@ -174,7 +174,7 @@ class _SglangReader:
         text, positions = said.get("routed_experts"), self._prompt + self._known - 1
         if not text or not self._experts:
             return None
-        import numpy as np  # here, since most servers send none
+        import numpy as np  # imported late, since most servers send no experts
 
         flat = np.frombuffer(base64.b64decode(text), np.int32)
         return RoutedExperts.of(flat.reshape(positions, -1, self._experts))
@@ -186,7 +186,7 @@ class _SglangReader:
 
 
 def _masked_logprobs(given: Sequence[Any], rows: Sequence[Sequence[int]], ids: Sequence[int]) -> list[float]:
-    """The log-probability of each id among those that could be sampled; newer servers send one for each of these."""
+    """The log-probability of each sampled id. Newer servers send a list for each: a value per id that was possible."""
     return [
         float(value[row.index(token_id)] if isinstance(value, Sequence) else value)
         for value, row, token_id in zip(given, rows, ids, strict=True)

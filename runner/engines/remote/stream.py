@@ -56,7 +56,7 @@ class EventReader:
                 yield line[5:].strip()
 
 
-_MAX_DATA_CHARS = 200  # of unreadable data in an error
+_MAX_DATA_CHARS = 200  # characters of unreadable data that an error shows
 _END_SECONDS = 1.0
 """Seconds to wait for the rest of an answer after its last event, so that its connection can be reused."""
 

@@ -168,7 +168,7 @@ class Completions(_Vllm):
         if request.extra:
             raise RequestRejected(f"{request.name}: completions take no extra arguments ({', '.join(request.extra)})")
         parameters = _parameters(request, stream_interval)
-        if count := request.sampling.logprobs:  # here the sampled id is not counted
+        if count := request.sampling.logprobs:  # completions do not count the sampled id
             parameters["logprobs"] = count
         for name in ("detokenize", "stream_interval"):
             parameters.pop(name, None)
@@ -213,7 +213,7 @@ def _side(choice: Mapping[str, Any]) -> SideData | None:
 
 
 def _decoded_array(text: str) -> Any:
-    import numpy as np  # here, since most servers send none
+    import numpy as np  # imported late, since most servers send no experts
 
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 

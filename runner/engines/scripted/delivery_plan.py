@@ -33,7 +33,7 @@ from runner.tokens.top_logprobs import TopLogprobs
 __all__ = ["DeliveryPlan", "DeliveryPlanner"]
 
 
-_NOISE_COUNT: Final = 1 << 13  # log-probabilities per seed
+_NOISE_COUNT: Final = 1 << 13  # drawn log-probabilities per seed
 
 
 @dataclass(slots=True)
@@ -114,11 +114,11 @@ class DeliveryPlanner:
     ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
         """Return the call, its fault and its reply, which may have to be awaited and may have a fault of its own."""
         call = ModelCall(request, turn, number, self.tokenizer, self.seed)
-        # Faults first: both may use the turn's random numbers.
+        # The fault comes before the reply, since both may use the turn's random numbers.
         fault = self.faults(call) if callable(self.faults) else (self.faults or {}).get(number)
         extra = request.extra
         ids = extra.get("force", extra.get("score")) if extra else None
-        if request.scores_prompt:  # without the model, so that no reply is used up
+        if request.scores_prompt:  # the model is not called, so that no reply is used up
             ids = self.stop_ids[:1]
         if ids is not None:  # ids that a test forces, or ids to score
             return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))

@@ -155,7 +155,7 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         self.running = False
         self.runtime.stop()
         tasks.cancel_scope.cancel()
-        # Without the exception: the task group would wrap it in a group.
+        # The exception is not passed on, since the task group would wrap it in a group.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> ScriptedStream:

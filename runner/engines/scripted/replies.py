@@ -29,7 +29,7 @@ __all__ = ["Replies", "ReplyEncoder", "scripted_model"]
 
 
 class RecordedReplies(ScriptedModel):
-    """Model that repeats the recorded reply to a prompt; of several different ones that with the same seed.
+    """Model that repeats the recorded reply to a prompt. If replies differ, it repeats the one with the same seed.
 
     Args:
         run: the run file, or its path.
@@ -98,7 +98,7 @@ class ReplyEncoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        # Functions often repeat replies; bounded, since they may not.
+        # Functions often repeat replies. The cache is bounded, since they may not.
         self._encode = lru_cache(maxsize=1024)(tokenizer.encode)
 
     def __reduce__(self) -> tuple[Any, ...]:

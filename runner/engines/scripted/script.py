@@ -223,7 +223,7 @@ def as_reply(answer: Answer) -> Reply:
     """Convert a short form to a reply.
 
     Raises:
-        BadOption: it is not a form of a reply.
+        BadOption: the value is not a form of a reply.
     """
     match answer:
         case Reply():

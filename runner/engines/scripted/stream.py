@@ -66,12 +66,12 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         super().__init__(runtime, request, _session_of(request))
         self._calls = calls
         self._record: RecordedCall | None = None
-        self._delivery: DeliveryPlan | None = None  # until the request is admitted
+        self._delivery: DeliveryPlan | None = None  # None until the request is admitted
         self._is_cut = False
-        self._arrived = 0  # deltas
-        self._read = 0  # of those
+        self._arrived = 0  # number of deltas that arrived
+        self._read = 0  # number of these deltas that were read
         self._failure: EngineDead | None = None
-        self._news: anyio.Event | None = None  # made only if the reader has to wait
+        self._news: anyio.Event | None = None  # created only if the reader has to wait
 
     async def _begin(self) -> None:
         self._delivery = await self._plan()
@@ -114,7 +114,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
             if self._is_cut and self._delivery is not None:
                 return self._abort(self._delivery)
             if self._arrived:
-                # Without it asyncio would not cancel a reader that is woken at every tick.
+                # Without this checkpoint, asyncio would not cancel a reader that is woken at every tick.
                 await checkpoint_if_cancelled()
             self._news = anyio.Event()
             await self._news.wait()

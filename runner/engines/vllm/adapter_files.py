@@ -24,20 +24,20 @@ _SAVE = "save it with PEFT's model.save_pretrained(folder)"
 _PART = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<part>[AB])\.weight|lora_embedding_(?P<table>[AB]))"
 )
-_BASE_COPY = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # skipped by vLLM
+_BASE_COPY = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # tensors that vLLM skips
 _EXPERTS = ".experts"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRules:
-    """Properties of an engine that an adapter has to fit."""
+    """Properties of an engine that an adapter has to match."""
 
     model: str
     """Name of the model, for errors."""
     forms: Mapping[str, TensorForm]
     """Form of every tensor of the model, by name; empty if unknown."""
     quantized: bool
-    """True if the model is quantized, so that its tensors have other shapes than the matrices."""
+    """True if the model is quantized, so that the shapes of its tensors differ from those of the matrices."""
     composite: bool
     """True if the model has several parts, whose files may use other names than PEFT."""
     check_config: Callable[[dict[str, Any]], None]
@@ -100,7 +100,7 @@ def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) 
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, kept / _TENSORS)
         (kept / _CONFIG).write_text(written)
-    except (OSError, RuntimeError) as error:  # the disk is full, or tensors share memory
+    except (OSError, RuntimeError) as error:  # such as a full disk, or tensors that share memory
         shutil.rmtree(kept, ignore_errors=True)
         raise BadWeights(f"the tensors cannot be kept: {error}") from error
     return kept
@@ -120,7 +120,7 @@ def check_adapter(folder: Path, rules: AdapterRules) -> None:
     """Check that an adapter fits the model.
 
     Raises:
-        BadWeights: it does not; the message names the setting, the tensor or the file.
+        BadWeights: the adapter does not fit; the message names the setting, the tensor or the file.
     """
     config = _config(folder / _CONFIG)
     try:
@@ -175,7 +175,7 @@ def _hint(name: str) -> str:
 
 
 def _pairs(parts: _Parts) -> dict[str, bool]:
-    """Return the modules; True for an embedding."""
+    """Return the modules as keys, with the value True for an embedding."""
     return {module: "lora_embedding" in name for (module, _), (name, _) in parts.items()}
 
 
@@ -184,7 +184,7 @@ def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any
         if (module, one) not in parts:
             name, _ = parts[module, other]
             raise BadWeights(f"the tensor {name!r} has no matching lora_{one}: the file is incomplete; {_SAVE}.")
-    if not rules.forms or _EXPERTS in module:  # fused or split in several ways: vLLM checks them
+    if not rules.forms or _EXPERTS in module:  # these may be fused or split in several ways, so only vLLM checks them
         return
     shape = _shape_of(module, rules)
     if shape is None:
@@ -220,7 +220,7 @@ def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
 
 
 def _inner(module: str, rules: AdapterRules) -> str:
-    """Return the hint for a module that the model has under another name, or ""."""
+    """Return a hint for a module that the model has under another name, or ""."""
     whole = next((name for name in rules.forms if name.endswith(f".{module}.weight")), None)
     return f" but {whole.removesuffix('.weight')!r}; train the whole model, not a part of it" if whole else ""
 

@@ -45,7 +45,7 @@ class VllmAdapters(Adapters):
         self._rules: AdapterRules | None = None
         self._masked = False
         self._folders: set[Path] = set()
-        weakref.finalize(self, _delete_all, self._folders)  # for an engine that was never left
+        weakref.finalize(self, _delete_all, self._folders)  # deletes the copies of an engine that was never left
 
     def request(self, version: AdapterVersion | None) -> Any:
         """Return the argument `lora_request` of vLLM's `add_request`."""
@@ -71,7 +71,7 @@ class VllmAdapters(Adapters):
             raise
 
     async def _mask(self) -> None:
-        """Patch the kernels before the first adapter, so that turns without an adapter are sampled without one."""
+        """Patch the kernels before the first adapter is loaded, so that they apply none to turns without an adapter."""
         if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
             return
         try:
@@ -119,7 +119,7 @@ class VllmAdapters(Adapters):
                 )
 
     async def _unused_modules(self, version: AdapterVersion) -> list[str]:
-        """Return the modules of a loaded adapter that no worker applies; none if another worker extension runs."""
+        """Return the modules of a loaded adapter that no worker applies; empty with another worker extension."""
         if not self._llm.vllm_config.parallel_config.worker_extension_cls:
             return []
         try:

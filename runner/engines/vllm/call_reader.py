@@ -23,7 +23,7 @@ __all__ = ["VllmCallReader", "named_reader", "require_format"]
 
 
 def require_format(tool_format: str) -> None:
-    """Check that vLLM has the parser, before an engine is started for it. Blocks for the seconds of the import.
+    """Check that vLLM has the parser, before an engine is started for it. Blocks for seconds while vLLM is imported.
 
     Raises:
         BadOption: vLLM has no parser of that name.
@@ -61,7 +61,7 @@ def _parser_class(tool_format: str) -> Any:
             raise BadOption(f"tool_format={tool_format!r}: vLLM {version} has no tool parser {name!r}. {meant}")
         try:
             return ToolParserManager.get_tool_parser(name)
-        except Exception as error:  # its module may raise anything
+        except Exception as error:  # the module of a parser may raise any exception
             raise BadOption(f"tool_format={tool_format!r}: vLLM cannot load it: {one_line(error)}") from error
 
 
@@ -88,7 +88,7 @@ class VllmCallReader:
     def _try(self) -> None:
         try:
             self._parser([])
-        except Exception as error:  # for example, the vocabulary lacks tokens of its format
+        except Exception as error:  # for example, because the vocabulary lacks tokens of the parser's format
             raise BadOption(
                 f"tool_format={self.name!r}: it does not work with the model's vocabulary: {one_line(error)}"
             ) from error
@@ -132,10 +132,10 @@ class VllmCallReader:
                     )
                 )
                 before, ids_before = now, ids_now
-            # Calls that it adds at the end of the turn are dropped: they complete truncated calls.
+            # Calls that the parser adds at the end of the turn are dropped, since they complete truncated calls.
             last = parser.finish_streaming() if hasattr(parser, "finish_streaming") else None
             streamed.content += (last.content or "") if last is not None else ""
-        except Exception as error:  # a parser may raise anything
+        except Exception as error:  # a parser may raise any exception
             streamed.error = error
         return streamed
 
@@ -147,12 +147,12 @@ class VllmCallReader:
             start, end = end, min(end + len(decoder.feed([token_id])), len(text))
             if end > begin or start >= begin:
                 yield text[max(start, begin) : end], [token_id]
-        if end < len(text):  # an incomplete character
+        if end < len(text):  # the text after the last id ends with an incomplete character
             yield text[max(end, begin) :], []
 
     def _parser(self, tools: Sequence[Any]) -> Any:
         parser = self._parser_class(self._vocabulary, tools)
-        if hasattr(parser, "skip_reasoning_parsing"):  # the reasoning was removed before
+        if hasattr(parser, "skip_reasoning_parsing"):  # the reasoning is no longer in the text
             parser.skip_reasoning_parsing = True
         return parser
 

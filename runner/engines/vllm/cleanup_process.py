@@ -27,7 +27,7 @@ _FOLDER: Final = "/dev/shm/"
 _SHARED_MEMORY: Final = (f"{_FOLDER}psm_", f"{_FOLDER}vllm_")  # name prefixes of Python, and of vLLM's CPU workers
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
 _RUNS, _ENDED = b"r", b"e"  # messages to the cleanup process
-_SECONDS: Final = 1.0  # between two scans
+_SECONDS: Final = 1.0  # seconds between two scans
 _ORPHAN_SECONDS: Final = 60.0  # orphans detect the end of their parent within a second, unless the machine is very busy
 
 
@@ -64,7 +64,7 @@ class CleanupProcess:
         self._pipe.close()
 
     def _tell(self, word: bytes) -> None:
-        with suppress(BrokenPipeError, ValueError):  # it was killed or dismissed
+        with suppress(BrokenPipeError, ValueError):  # the cleanup process was killed or dismissed
             self._pipe.write(word)
 
 
@@ -104,7 +104,7 @@ def shared_memory_of(pid: int) -> set[str]:
 def _mapped(pid: int) -> Iterator[str]:
     with suppress(OSError):
         for line in _read(f"/proc/{pid}/maps").splitlines():
-            last = line.rpartition(" ")[2]  # for unlinked memory in use this is "(deleted)"
+            last = line.rpartition(" ")[2]  # unlinked memory in use has "(deleted)" after its path
             if last.startswith(_SHARED_MEMORY):
                 yield last.removeprefix(_FOLDER)
 
@@ -135,7 +135,7 @@ def _run(owner: str, folder: str) -> None:
     while is_alive(owner):
         if starts:
             _scan(owner, folder, processes, memory)
-        if not hears:  # the pipe was closed, but the owner may still run
+        if not hears:  # the owner closed the pipe, but may still run
             time.sleep(_SECONDS)
         elif select.select([0], [], [], _SECONDS)[0]:
             word = os.read(0, 1)
@@ -150,7 +150,7 @@ def _run(owner: str, folder: str) -> None:
         time.sleep(_SECONDS)
     # Python's resource tracker, if alive, frees its own entries first, and warns about missing ones.
     time.sleep(_SECONDS)
-    # Other children of the owner that started during the engine's start have the mark too, and may have memory.
+    # Other children of the owner have the variable too if they started during the engine's start, and may use memory.
     used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
     for name in memory - used:
         Path(_FOLDER, name).unlink(missing_ok=True)

@@ -88,7 +88,7 @@ def is_fast(dtype: str) -> bool:
 
     asked = getattr(torch.ops.mkldnn, _ASKED.get(dtype, ""), None)
     if asked is None or not torch.backends.mkldnn.is_available():
-        return True  # unknown: keep vLLM's choice
+        return True  # if this is unknown, vLLM's choice is kept
     if not asked():
         return False
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
@@ -117,8 +117,8 @@ def machine_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
         groups: the folder of Linux's control groups.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of version 2 and 1
-        with suppress(OSError, ValueError):  # "max": without a limit
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups of version 2 and 1
+        with suppress(OSError, ValueError):  # ValueError for "max", which means no limit
             memory = min(memory, int((groups / limit).read_text()))
     return memory
 
@@ -139,7 +139,7 @@ def _stored(config: Mapping[str, Any]) -> str:
     """Return the dtype of the checkpoint; in a multimodal model it is in the text part."""
     for part in _parts(config):
         name = part.get("dtype") or part.get("torch_dtype")
-        if isinstance(name, Mapping):  # one for each part
+        if isinstance(name, Mapping):  # a dict with one dtype for each part
             name = name.get("text_config") or name.get("")
         if isinstance(name, str):
             name = name.removeprefix("torch.")

@@ -107,7 +107,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         self._starting: VllmProcess | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # In addition to the given paths, which the header of a run contains.
+        # Absolute paths are added to the given ones, which the header of a run contains.
         paths = absolute_paths(self.model, self.given.get("tokenizer"))
         return {**self.__dict__, "_template": sendable_template(self._template), "_paths": {**self._paths, **paths}}
 
@@ -231,7 +231,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         """Let the engine compare its own scores around each update, if this vLLM can score while turns are held."""
         try:
             can = await llm.engine_core.call_utility_async(turn_hold.CAN_HOLD_TURNS)
-        except Exception:  # vLLM may raise anything for an unknown call
+        except Exception:  # vLLM may raise any exception for an unknown call
             can = False
         if not can:
             return
@@ -239,7 +239,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             self.vllm.score_while_paused, vocabulary=self.vocabulary, context=self.context, dtype=self.vllm.dtype
         )
         config = llm.vllm_config.model_config
-        derived = config.is_moe or config.has_inner_state  # models with packed or fused copies, which a reload may miss
+        derived = config.is_moe or config.has_inner_state  # their packed or fused copies may outlive a reload
         wanted = derived if self._reload_check is None else self._reload_check
         self.vllm.reload_check = wanted and llm.vllm_config.load_config.load_format in _FILE_FORMATS
 
@@ -318,7 +318,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot answer, with the cause.
+            EngineDead: the engine cannot answer; the message has the cause.
         """
         self.vllm.require_alive()
         try:

@@ -55,7 +55,7 @@ def check_llm(llm: Any) -> None:
     """Check that an object is an `AsyncLLM`.
 
     Raises:
-        BadOption: it is not.
+        BadOption: the object is not an `AsyncLLM`.
     """
     missing = [name for name in ("add_request", "abort", "vllm_config", "errored") if not hasattr(llm, name)]
     if missing:
@@ -82,7 +82,7 @@ def check_sampling(llm: Any, sampling: Sampling) -> None:
     """Check that the `AsyncLLM` supports a sampling.
 
     Raises:
-        BadOption: it does not; the message names the field and the needed argument.
+        BadOption: the sampling is not supported; the message names the field and the needed argument.
     """
     most = llm.vllm_config.model_config.max_logprobs
     if sampling.logprobs and 0 <= most < sampling.logprobs:
@@ -96,7 +96,7 @@ def check_constraint(llm: Any, constraint: Constraint) -> None:
     """Check that a grammar does not make the `AsyncLLM` corrupt its memory.
 
     Raises:
-        BadOption: it would; the message has the needed argument.
+        BadOption: the grammar would corrupt its memory; the message has the needed argument.
     """
     config = llm.vllm_config
     if _bare_on_cpu(llm) and config.model_config.get_vocab_size() % WORD_BITS:
@@ -113,8 +113,8 @@ class ExternalProcess(VllmProcess):
         """Return the `AsyncLLM`.
 
         Raises:
-            BadOption: it was started with unsupported arguments.
-            EngineDead: it is dead.
+            BadOption: the `AsyncLLM` was started with unsupported arguments.
+            EngineDead: the `AsyncLLM` is dead.
         """
         llm, config = self.llm, self.llm.vllm_config
         if llm.errored:
@@ -190,7 +190,7 @@ class ExternalRuntime(VllmRuntime):
 
     def __init__(self, process: VllmProcess, llm: Any, weights: VllmWeights, *, version: str, **named: Any) -> None:
         super().__init__(process, llm, weights, version=version, **named)
-        if not self.stamps_itself:  # only the owner has the version
+        if not self.stamps_itself:  # only the owner has the version of the weights
             self.versions, self._ages = [""], {"": 0}
         self.adapters = ExternalAdapters(llm, process.model, self.answered)
         process.stats = ExternalStats(self._streams())
@@ -212,7 +212,7 @@ class ExternalRuntime(VllmRuntime):
         await self.answered("pause()", self._until_sent())
 
     async def resume(self) -> None:
-        """Only the gate was closed, and it opens by itself."""
+        """Do nothing: `pause` closed only the gate, which opens by itself."""
 
     async def check_weights(self, given: Any) -> Any:
         _not_ours("update_weights()", "its owner exchanges the weights; sampled ids record their version")

@@ -116,6 +116,6 @@ class OwnScores:
 
 
 def _became_broken(before: Sequence[float], now: Sequence[float]) -> bool:
-    # Infinity that was there before is the model's own: some models mask ids.
+    # An infinite score that was there before is not a fault, since some models mask ids.
     new = np.asarray(now)
     return bool((~np.isfinite(new) & (new != np.asarray(before))).any())

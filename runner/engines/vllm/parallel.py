@@ -139,7 +139,7 @@ def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
     if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
     bound = os.environ.get(BINDING) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    # Another OpenMP library than the one of GNU has other variables.
+    # The variables are those of GNU's OpenMP library; other libraries have other variables.
     other_openmp = re.search(r"libi?omp", os.environ.get("LD_PRELOAD", ""))
     if other_openmp or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", bound):
         return {}
@@ -179,7 +179,7 @@ def ranks_of(llm: Any) -> int:
 def stale_tensors(changed: Sequence[Mapping[str, bool]]) -> dict[int, list[str]]:
     """Return the tensors that a worker kept in an update although other workers exchanged theirs, by worker.
 
-    A worker that kept all its tensors is included, also if no other one has tensors of their names.
+    A worker that kept all its tensors is included, even if no other worker has tensors with these names.
 
     Args:
         changed: for each worker, whether each of its tensors changed.

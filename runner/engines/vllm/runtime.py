@@ -34,8 +34,8 @@ __all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
 ABORT_SECONDS = 2.0
 """Seconds that the shielded end of a request may take."""
 
-_FIRST_VERSION = "0"  # for a vLLM without weight versions
-_LISTEN_SECONDS = 0.2  # between checks for vLLM's death during a call
+_FIRST_VERSION = "0"  # used for a vLLM without weight versions
+_LISTEN_SECONDS = 0.2  # seconds between checks for vLLM's death during a call
 
 _log = logger_for("engines")
 _NUMBERS = itertools.count()  # across engines, since several may share one vLLM
@@ -51,7 +51,7 @@ class VllmRequest(OpenRequest, Protocol):
 
 
 class VllmRuntime(ModelRuntime[VllmRequest]):
-    """State of vLLM from start to stop; a request is inside until its stream is left."""
+    """State of vLLM from start to stop. A request counts as inside until its stream is left."""
 
     adapters: VllmAdapters
     workers = 1
@@ -129,7 +129,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
 
     async def drop(self, collector: Any) -> None:
         """End a request, finished or not; unread output stays in the collector."""
-        # By vLLM's own id, which is unique, not by our name.
+        # The abort uses vLLM's own id, which is unique, and not the request's name.
         await self.llm.abort(collector.request_id, internal=True)
 
     @property
@@ -141,7 +141,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.WAIT:
-            # The wait is here: vLLM's own wait keeps queued requests, which would then have two weight versions.
+            # This is not vLLM's own wait, which keeps queued requests: they would then have two weight versions.
             await self.answered("pause()", self._until_sent())
         # Shielded, since vLLM needs a step for it: a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
@@ -153,12 +153,12 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             # The cache is kept: vLLM fails to clear it while a session is idle, and stays paused.
             await self.answered("pause()", self.llm.pause_generation(mode=mode.value, clear_cache=False))
             if mode is not PauseMode.ABORT or self.sent_all:
-                break  # otherwise a request was on its way and arrived after the cut
+                break  # otherwise a request arrived in vLLM after the abort, so abort again
         if mode is not PauseMode.KEEP:
             self.process.stats.clear()  # a scheduler without steps keeps its old counts
 
     async def resume(self) -> None:
-        # Shielded: otherwise vLLM could run while its state here is paused, and be updated under its requests.
+        # Shielded, since vLLM could otherwise run while its state here is paused, and be updated during requests.
         with anyio.CancelScope(shield=True):
             await self.answered("resume()", self.llm.resume_generation())
 
@@ -166,7 +166,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return await self.answered("update_weights()", self.weights.check(given))
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        if not self._changed:  # the values of the start
+        if not self._changed:  # note the tensors of the start for the comparison
             await self._note_tensors()
         # After a partial load vLLM has neither the old nor the new weights, and would fail at its next step.
         advice = ". Start the engine again: part of its weights may be the old ones"
@@ -289,7 +289,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
     async def _scored_in_steps(self, ids: Sequence[int], rank: int) -> list[float]:
         """Return the log-probabilities of the ids at `STEP_PLACES`, each computed in a step after its prompt.
 
-        A request for each of them, so that all are computed in two steps.
+        Each id has its own request, so that all ids are computed in two steps.
         """
         how, collectors = replace(Sampling.defaults(), max_tokens=2, temperature=1.0, ignore_eos=True), list[Any]()
         try:
@@ -320,8 +320,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return self.death_error(None, why)
 
     async def reset_prefix_cache(self) -> None:
-        # Without the first argument vLLM drops nothing while a request runs, and returns False. Without the second one
-        # a connector keeps the keys and values that it moved out of vLLM's cache.
+        # Without the first argument, vLLM drops nothing while a request runs, and returns False. Without the second
+        # one, a connector keeps the keys and values that it moved out of vLLM's cache.
         moved = moves_keys(self.llm.vllm_config)
         reset = self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=moved)
         if not await self.answered("reset_prefix_cache()", reset):
@@ -337,7 +337,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """Release memory; on a CPU vLLM only pauses."""
         # After a partial sleep it is unknown which memory is released.
         with self._ended_by_failure("it could not be put to sleep"):
-            await self._pause(PauseMode.ABORT)  # also turns that an earlier pause kept
+            await self._pause(PauseMode.ABORT)  # this also ends turns that an earlier pause kept
             if self.own_scores is not None and not self.asleep:
                 await self._check_reload(self.own_scores)  # ids cannot be scored while the engine sleeps
             await self.answered("sleep()", self.llm.sleep(level))
@@ -345,7 +345,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
     async def wake(self, tags: Collection[str]) -> None:
         with self._ended_by_failure("it could not be woken"):
             await self.answered("wake()", self.llm.wake_up(list(tags)))
-            # After the last part of its memory vLLM resumes by itself; only the trainer may resume it.
+            # vLLM resumes by itself once all of its memory is awake, but only the trainer may resume it.
             await self._pause(PauseMode.ABORT)
 
     async def profile(self, *, on: bool) -> None:
@@ -401,7 +401,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             tasks.start_soon(self._until_death, tasks.cancel_scope)
             try:
                 answers.append(await call)
-            except Exception as error:  # vLLM may raise anything
+            except Exception as error:  # vLLM may raise any exception
                 failure = error
             tasks.cancel_scope.cancel()
         if answers:

@@ -22,7 +22,7 @@ class Rate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: deque[tuple[float, int]] = deque()  # (start, count) of a tenth of a second
+        self._buckets: deque[tuple[float, int]] = deque()  # (start, count) of each interval of `_BUCKET_SECONDS`
 
     def add(self, count: int) -> None:
         if not count:
@@ -142,7 +142,7 @@ class SchedulerStats:
 
         count = self
 
-        # A subclass: without one vLLM adds its Prometheus logger, which fills histograms for every token.
+        # A subclass, since vLLM otherwise adds its Prometheus logger, which fills histograms for every token.
         class Logger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not typed
             def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
                 self.engine_indexes = engine_indexes

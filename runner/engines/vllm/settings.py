@@ -66,7 +66,7 @@ class VllmSettings:
     environment: dict[str, str]
     """Environment variables of vLLM's processes."""
     chosen: dict[str, Any]
-    """Part of both that the user did not give."""
+    """Part of arguments and environment that the user did not give."""
 
 
 def choose_settings(
@@ -95,10 +95,10 @@ def choose_settings(
     if dtype is not None and not gives_dtype(given):
         given = {name: value for name, value in given.items() if name != "dtype"}
         ours["dtype"] = dtype
-    if given.get("reasoning_parser"):  # vLLM sets it in the same argument
+    if given.get("reasoning_parser"):  # vLLM puts the reasoning parser into the same argument
         ours.pop("structured_outputs_config")
     chosen = {name: value for name, value in ours.items() if name not in given and name in known}
-    # A forked process would inherit locks of our threads, and would not load the parent watch.
+    # A forked process would inherit locks of this process's threads, and would not load the parent watch.
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | (_cpu_variables(given) if cpu else {})
     environment = {name: value for name, value in wanted.items() if name not in os.environ} | alone
     return VllmSettings({**chosen, **given}, environment, {**chosen, **environment})
@@ -140,7 +140,7 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
         "extra_args": dict(request.extra) or None,
     }
     if request.scores_prompt:
-        arguments["prompt_logprobs"] = 0  # only of the prompt's own ids
+        arguments["prompt_logprobs"] = 0  # only the log-probabilities of the prompt's own ids
     if "stream_interval" in known:
         arguments["stream_interval"] = 1 if request.acts_on_deltas else stream_interval
     if "skip_clone" in known:  # they are made for this request only
@@ -189,7 +189,7 @@ def cache_constraint_checks(kind: type[Any]) -> type[Any]:
         key = None if constraint is None else tuple(vars(constraint).items())
         try:
             after = valid.get(key)
-        except TypeError:  # it contains a list or a dict
+        except TypeError:  # the constraint contains a list or a dict, which is not hashable
             key = after = None
         if after is not None:
             vars(constraint).update(after)

@@ -26,8 +26,8 @@ from runner.errors import BadWeights
 __all__ = ["SharedWeights", "form_of"]
 
 _NAME = "deltarunner-weights"
-_MAX_PARTS = 512  # per call; the limit of Linux is 1,024
-_BATCH_BYTES = 32 * 1024**2  # per write call, and per step of the check for NaN
+_MAX_PARTS = 512  # buffers per call; Linux allows 1,024
+_BATCH_BYTES = 32 * 1024**2  # bytes per write call, and per step of the check for NaN
 _EXPONENTS = {
     "float64": ("int64", 0x7FF0_0000_0000_0000),
     "float32": ("int32", 0x7F80_0000),
@@ -89,7 +89,7 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     """Return the form of a torch tensor or a numpy array.
 
     Raises:
-        BadWeights: it is neither, or has no data in this process.
+        BadWeights: the value is neither of these, or has no data in this process.
     """
     import torch
 
@@ -106,8 +106,8 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-# Not with the library, whose `serialize` takes all tensors at once: 1,026 MiB for a file of 512 MiB, here 64 MiB. Its
-# `serialize_file` renames a temporary file, which does not work for a file without a name.
+# Written without the library, whose `serialize` needs memory for all tensors at once: 1,026 MiB for a file of 512 MiB,
+# against 64 MiB here. Its `serialize_file` renames a temporary file, which does not work for a file without a name.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
     """Return the header and the order of the tensors: by dtype, the widest first, so that all are aligned."""
     order = sorted(forms, key=lambda name: (-_width(forms[name].dtype), forms[name].dtype))
@@ -157,7 +157,7 @@ def _write(descriptor: int, parts: list[memoryview]) -> None:
 def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorForm]) -> str | None:
     """Return the first tensor with a NaN or an infinity, whose exponent bits are all set.
 
-    With numpy, since torch's threads would wait for the engine's.
+    The check uses numpy, since torch's threads would wait for the engine's threads.
     """
     memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     for dtype, group in itertools.groupby(forms.items(), key=lambda item: item[1].dtype):

@@ -102,7 +102,7 @@ def _unexpected(record: logging.LogRecord) -> bool:
 
 
 _CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # names of vLLM's processes
-_WEIGHTS_SHARE = 0.7  # of a CPU machine's memory for weights; the cache takes up to a sixth
+_WEIGHTS_SHARE = 0.7  # share of a CPU machine's memory for weights; the cache takes up to a sixth
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 """Variables with libraries to load. vLLM changes them for its processes, and programs that an environment starts later
@@ -114,7 +114,7 @@ def require_vllm() -> None:
     """Check that vLLM is installed, before anything is downloaded.
 
     Raises:
-        BadModel: it is not installed.
+        BadModel: vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise BadModel(
@@ -125,9 +125,9 @@ def require_vllm() -> None:
 
 @contextmanager
 def import_of_vllm() -> Iterator[None]:
-    """Suppress vLLM's warnings and send its log to stderr while it is imported in this block.
+    """Suppress vLLM's warnings, and send its log to stderr, while vLLM is imported in this block.
 
-    Blocks, also while another engine starts.
+    Blocks, and first waits until no other engine is starting.
     """
     with _VARIABLES, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,8 +159,8 @@ class VllmProcess:
     cleanup: CleanupProcess | None = None
     """Process that removes leftovers if this process is killed together with the engine's."""
     _memory: set[str] = field(default_factory=set)  # shared memory of the cores after their start
-    _given_up: bool = False  # set on the event loop, read by the starting thread
-    _thread: WorkerThread | None = None  # where vLLM was started
+    _given_up: bool = False  # set by the event loop, and read by the starting thread
+    _thread: WorkerThread | None = None  # the thread that started vLLM
     _others: list[BaseProcess] | None = None  # vLLM's processes before the start; set during it
 
     async def start(self) -> Any:
@@ -209,7 +209,7 @@ class VllmProcess:
     @property
     def has_lost_a_core(self) -> bool:
         """True if an engine core ended; vLLM reports it only after it ended the others."""
-        # Also by vLLM's record: it detects an end by a pipe, which closes before there is an exit code.
+        # vLLM's own record is checked too: it detects an end by a pipe, which closes before there is an exit code.
         return self._first_lost is not None or any(core.exitcode is not None for core in self.cores)
 
     @property
@@ -226,7 +226,7 @@ class VllmProcess:
         first = self._first_lost
         core = next((core for core in self.cores if core.name == first or (first is None and core.exitcode)), None)
         if core is not None:
-            core.join(_STOP_SECONDS)  # it ended, but the exit code may be missing yet
+            core.join(_STOP_SECONDS)  # the process ended, but may have no exit code yet
         if core is None or not core.exitcode:
             return "its process left no reason; see the log"
         rank = parent_watch.rank_named(core.name)
@@ -250,7 +250,7 @@ class VllmProcess:
                     self.cleanup.engine_started()
             except BadInput:
                 raise
-            except Exception as error:  # vLLM may raise anything about the model or its arguments
+            except Exception as error:  # vLLM may raise any exception about the model or its arguments
                 cause = parent_watch.read_failure(self.folder.failures) or one_line(error)
                 if "triton" in cause and self.given.get("enable_lora"):
                     cause = f"vLLM has adapters on experts only for GPUs; leave out enable_lora on a CPU ({cause})"
@@ -258,23 +258,23 @@ class VllmProcess:
             finally:
                 started = self._started()
                 cores = [each for each in started if each.name.startswith(_CORE)]
-                self.cores, self._others = sorted(cores, key=lambda core: core.name), None  # by rank
+                self.cores, self._others = sorted(cores, key=lambda core: core.name), None  # sorted by rank
                 self._memory = self._mapped()
                 if self.llm is None:
-                    _end(started)  # in case vLLM missed one
+                    _end(started)  # vLLM may not have ended all of its processes
                 if self._given_up:
                     self._stop()
 
     def _construct(self) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of vLLM
+            warnings.simplefilter("ignore")  # vLLM's warnings
             with _environment(_log_variables()), _kept(_LOADED):  # read when vLLM is imported
                 arguments = self._arguments()
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
             assert self.settings is not None
-            # First, since the start of the tracker unblocks SIGINT.
+            # Started before SIGINT is blocked, since the start of the tracker unblocks it.
             resource_tracker.ensure_running()
             with _environment(self._variables(self.settings.environment)), _kept(_LOADED), _no_interrupts():
                 if self._given_up:
@@ -323,7 +323,7 @@ class VllmProcess:
             parent_watch.FAILURES: str(self.folder.failures),
             SOCKETS: str(self.folder.path),
         }
-        if allowed := os.environ.get("VLLM_PLUGINS"):  # a list of allowed plugins, without ours
+        if allowed := os.environ.get("VLLM_PLUGINS"):  # a list of allowed plugins that lacks ours
             ours["VLLM_PLUGINS"] = ",".join(
                 [allowed, *(each.ENTRY_POINT for each in (parent_watch, spin_wait_patch, grammar_patch))]
             )
@@ -335,11 +335,11 @@ class VllmProcess:
         if self.llm is not None:
             named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
             self.llm.shutdown(**named)
-        # If it still starts: without its processes vLLM's constructor fails and cleans up.
+        # If vLLM is still starting, its constructor fails without these processes, and cleans up.
         for process in self._started():
             process.kill()
         for process in self.cores:
-            process.join(_STOP_SECONDS)  # otherwise it stays a zombie until this process ends
+            process.join(_STOP_SECONDS)  # a process that is not joined stays a zombie until this process ends
         release(memory)
         if self.folder is not None:
             self.folder.remove()

@@ -67,7 +67,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             raise StopAsyncIteration
         try:
             return await self._read()
-        except Exception as error:  # an error in the collector ended vLLM's output loop
+        except Exception as error:  # the collector has the error that ended vLLM's output loop
             raise self._died(error) from error
 
     async def _read(self) -> Delta:
@@ -77,7 +77,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         # As in vLLM's own `generate()`: available output is read without a task switch.
         output = collector.get_nowait() or await collector.get()
         if self.request.scores_prompt and self.prompt_logprobs is None:
-            self.prompt_logprobs = list(output.prompt_logprobs.logprobs)  # flat, without the prompt's first id
+            self.prompt_logprobs = list(output.prompt_logprobs.logprobs)  # a flat list, without the prompt's first id
         completion = output.outputs[0]
         ids = completion.token_ids
         self.sent += len(ids)
@@ -108,7 +108,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return Finish(reason, stop, versions, output.num_cached_tokens)
 
     def _without_the_impossible(self, delta: Delta) -> Delta:
-        """Drop ids from the first NaN on: if no id can be sampled, vLLM returns id 0 with NaN and fails."""
+        """Drop the ids from the first NaN on. If no id can be sampled, vLLM returns id 0 with NaN, and then fails."""
         logprobs, finish = delta.logprobs or (), delta.finish
         end = next((index for index, logprob in enumerate(logprobs) if math.isnan(logprob)), None)
         if end is None or finish is None:
@@ -124,7 +124,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
                 await self._runtime.drop(self._collector)
                 while self.finish is None:
                     self.rest.append(await self._read())
-            except Exception as error:  # do not mask the exception in flight
+            except Exception as error:  # this must not replace the exception in flight
                 self._died(error)
         if self.finish is None:
             self.finish = Finish(FinishReason.ABORT, versions=self._unstamped())

@@ -14,7 +14,7 @@ from runner.errors import BadWeights
 
 __all__ = ["compare_tied", "equal_in_folder", "equal_in_memory", "equal_in_source"]
 
-_PART_BYTES: Final = 64 << 20  # of each tensor of a folder that are in memory at a time
+_PART_BYTES: Final = 64 << 20  # part of a folder's tensor that is in memory at a time
 
 
 def compare_tied(
@@ -37,7 +37,7 @@ def compare_tied(
         given_as: the source of the weights, for the error.
 
     Raises:
-        BadWeights: they differ.
+        BadWeights: output layer and embedding differ.
     """
     for head, embedding in _pairs(forms, model, config):
         if forms[head].shape != forms[embedding].shape or not equal(head, embedding):

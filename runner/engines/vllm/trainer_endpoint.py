@@ -1,4 +1,4 @@
-"""Trainer end of vLLM's weight transfer in this process: in threads, beside the receiver's steps on the loop."""
+"""Trainer end of vLLM's weight transfer in this process. It runs in threads, the receiver's steps on the event loop."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _WeightSyncClient:
         self._call(self._receiver.step, TransferStep.LOAD, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        # The caller of the update records the version.
+        # The version is recorded by the caller of the update.
         self._call(self._receiver.step, TransferStep.FINISH)
 
     def _call(self, call: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> None:
@@ -129,12 +129,12 @@ def forms_of_source(source: Any) -> dict[str, TensorForm]:
     """Return the tensor forms that a trainer's source announces. Blocks.
 
     Raises:
-        BadWeights: it does not announce them.
+        BadWeights: the source does not announce its tensors.
     """
     try:
         metadata = source.metadata()
         return {one.name: TensorForm(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in metadata}
-    except Exception as error:  # a trainer's code may raise anything; nothing changed yet
+    except Exception as error:  # a trainer's code may raise any exception; no weight has changed yet
         raise BadWeights(
             f"LocalTransfer(source=...) is {type(source).__name__}, which does not list its tensors "
             f"({worker_error(error)}): give vLLM's ModuleSource(model)."

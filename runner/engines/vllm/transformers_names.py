@@ -15,7 +15,7 @@ from runner.errors import BadWeights
 
 __all__ = ["CheckpointSource", "compare_with_checkpoint", "tied_names", "to_checkpoint_names"]
 
-_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # of most models
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # used by most models
 
 
 def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -47,10 +47,10 @@ def compare_with_checkpoint(
         model: the checkpoint of the engine's start.
         config: transformers' configuration of the model.
         given_as: the source of the weights, for the error.
-        remedy: the caller's way to give them under the names of the checkpoint.
+        remedy: how the caller can give them under the names of the checkpoint, for the error.
 
     Raises:
-        BadWeights: they do not fit.
+        BadWeights: the weights do not fit.
     """
     import torch
 

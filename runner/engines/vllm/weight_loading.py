@@ -76,7 +76,7 @@ class VllmWeights:
         """Return the checkpoint of the engine's start.
 
         Raises:
-            BadWeights: it is missing.
+            BadWeights: the checkpoint is missing.
         """
         await self.prepare()
         assert self._checkpoint is not None
@@ -107,7 +107,7 @@ class VllmWeights:
                 f"the weights are {type(given).__name__}: give a folder, a mapping of names to tensors (a state "
                 f"dict), a WeightTransfer or a LocalTransfer.{state}"
             )
-        made: list[CheckedWeights] = []  # an idle thread keeps its last result, and so the memory
+        made: list[CheckedWeights] = []  # not the thread's result, which an idle thread would keep in memory
         await anyio.to_thread.run_sync(lambda: made.append(check(given, model)))
         return made.pop()
 
@@ -141,7 +141,7 @@ class VllmWeights:
                 await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checked.folder)})
         except EngineError:
             raise
-        except Exception as error:  # vLLM's workers may raise anything
+        except Exception as error:  # vLLM's workers may raise any exception
             raise EngineError(worker_error(error)) from error
         finally:
             checked.close()
@@ -149,7 +149,7 @@ class VllmWeights:
     # --- checks
 
     def _refuse_stale_copies(self) -> None:
-        """Check that nothing of the old weights would stay: keys in a connector, or packed copies on a CPU."""
+        """Check that nothing from the old weights would stay, such as keys in a connector or packed copies on a CPU."""
         config = self._llm.vllm_config
         if keeping := list(_connectors_that_keep(getattr(config, "kv_transfer_config", None))):
             raise BadWeights(
@@ -174,7 +174,7 @@ class VllmWeights:
         try:
             folder = read_folder(_model_folder(self._llm.vllm_config))
             self._signature = _signature(folder.folder)
-        except (BadWeights, OSError, ValueError) as error:  # the hub raises both kinds
+        except (BadWeights, OSError, ValueError) as error:  # the Hugging Face hub raises both
             return BadWeights(
                 f"the weights of {self._name!r} cannot be exchanged: the checkpoint to compare with is missing: {error}"
             )

@@ -65,8 +65,8 @@ class VllmTransfers:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._joined: Mapping[str, Any] | None = None  # init info of the joined external trainer
-        self._trainer: TrainerEndpoint | None = None  # vLLM's trainer end, if it is in this process
+        self._joined: Mapping[str, Any] | None = None  # init info of the external trainer that was joined
+        self._trainer: TrainerEndpoint | None = None  # vLLM's trainer end, if the trainer is in this process
 
     async def check(self, transfer: Transfer, model: Checkpoint) -> None:
         """Check the announced tensors, and connect both ends if needed.
@@ -79,7 +79,7 @@ class VllmTransfers:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, RelayedTransfer):
             self._compare(transfer.announced.forms, model, name)
-            if transfer.init is not None:  # otherwise the relay joined them before
+            if transfer.init is not None:  # with a relay, both ends were joined before
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
             await self._check_local(name, transfer, model)
@@ -127,7 +127,7 @@ class VllmTransfers:
             raise EngineError(f"the trainer sent nothing for {transfer.seconds:g} s")
 
     async def _check_devices(self, name: str) -> None:
-        """Check that trainer and workers have different GPUs: on one H200, NCCL delivered wrong values on a shared one.
+        """Check that trainer and workers have different GPUs. On a shared H200, NCCL delivered wrong values.
 
         Raises:
             BadWeights: a worker has the trainer's GPU.
@@ -137,7 +137,7 @@ class VllmTransfers:
             return
         try:
             devices = await call_all_workers(self._llm, "device_name")
-        except Exception:  # vLLM may raise anything; another worker extension does not have the method
+        except Exception:  # vLLM may raise any exception; another worker extension does not have the method
             return
         if own in {device.removeprefix(_UUID_PREFIX) for device in devices}:
             raise BadWeights(
@@ -147,7 +147,7 @@ class VllmTransfers:
 
     async def _meet(self, name: str, seconds: float, join: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._joined = None
-        if self._trainer is not None:  # it may hold the port of the next one
+        if self._trainer is not None:  # the old end may hold the port of the next one
             trainer, self._trainer = self._trainer, None
             await trainer.close()
         try:
@@ -157,7 +157,7 @@ class VllmTransfers:
             raise BadWeights(
                 f"{name}: engine and trainer did not connect within {seconds:g} s: check that both use the same address"
             ) from error
-        except Exception as error:  # vLLM may raise anything; no weight changed
+        except Exception as error:  # vLLM may raise any exception; no weight has changed
             raise BadWeights(f"{name}: engine and trainer did not connect: {worker_error(error)}") from error
 
     async def _join(self, init: Mapping[str, Any]) -> None:

@@ -53,8 +53,8 @@ def _fill(bitmask: Any, size: int) -> None:
 def patch_rotary_embeddings() -> None:
     """Patch the rotary embeddings of this process to rotate every head; has to come before the model is created.
 
-    vLLM's CPU kernel (seen with 0.32.0) takes the head dimension of a query of shape [ids, heads, size] for its ids,
-    and rotates by wrong positions. Multi-head latent attention (DeepSeek V2 and V3) passes such queries.
+    For a query of shape [ids, heads, size], vLLM's CPU kernel (seen with 0.32.0) treats the dimension of heads as that
+    of ids, and rotates by wrong positions. Multi-head latent attention (DeepSeek V2 and V3) passes such queries.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -78,8 +78,8 @@ def _flat(states: Any) -> Any:
 def patch_routers() -> None:
     """Patch the routers of this process to choose experts by their biased scores where experts have no groups.
 
-    vLLM's CPU router (seen with 0.32.0) ignores the bias there, so Ernie 4.5 computes with other experts, and new
-    values of its bias show nowhere. One group of all experts computes the same with the bias.
+    Without groups, vLLM's CPU router (seen with 0.32.0) ignores the bias, so Ernie 4.5 computes with other experts, and
+    new values of its bias have no effect. The patch uses one group of all experts, with which the bias is applied.
     """
     from vllm.model_executor.layers.fused_moe.router import cpu_router
 
@@ -176,7 +176,7 @@ def patch_lora_kernels() -> bool:
     if not masks(lora_ops):
         for name in _KERNELS:
             masked = _masked(getattr(lora_ops, name))
-            for module in (lora_ops, punica_cpu):  # the second imported them by name
+            for module in (lora_ops, punica_cpu):  # the second module imported the kernels by name
                 setattr(module, name, masked)
     return masks(lora_ops) and masks(punica_cpu)
 

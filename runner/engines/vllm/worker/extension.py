@@ -77,7 +77,7 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         adapters = self.model_runner.lora_manager._adapter_manager
         adapter = adapters.get_adapter(key)
         used = {id(adapters._get_lora_layer_weights(adapter, module)) for module in adapters.modules}
-        # Fused experts are stacked from entries below their own name, which stay in the adapter.
+        # Fused experts are stacked from entries whose names begin with theirs. These entries stay in the adapter.
         parts = tuple(f"{module}." for module in adapters.modules)
         return [
             module
@@ -144,4 +144,4 @@ if parent_watch.started_by_engine():  # not in a process that only imports this 
     with suppress(ImportError):
         patch_routers()
     with suppress(ImportError):
-        patch_rotary_embeddings()  # before the model: its layers keep the method that they find
+        patch_rotary_embeddings()  # has to come before the model, whose layers keep the method that they find

@@ -70,7 +70,7 @@ class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the tensors. VLLM's own method also waits for an accelerator, which a CPU does not have."""
+        """Load the tensors. The method of vLLM itself also waits for an accelerator, which a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
@@ -94,7 +94,7 @@ class FileTransferInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not ty
 
     backend: ClassVar[str] = FILE_BACKEND
     folder: str
-    """An existing folder, where the weights are written: as large as they are."""
+    """An existing folder for the weights, with room for all of them."""
 
 
 class FileTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed

@@ -29,7 +29,7 @@ class ForcedIds(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not ty
             raise ValueError(f'extra_args={{"force": {ids!r:.80}}}: give a list of token ids')
 
     def is_argmax_invariant(self) -> bool:
-        return False  # otherwise greedy requests would not be forced
+        return False  # required so that greedy requests are forced too
 
     def new_req_logits_processor(self, params: Any) -> Any:
         ids = _forced(params)
@@ -40,7 +40,7 @@ def _forced(params: Any) -> Any:
     return (params.extra_args or {}).get("force", ())
 
 
-# By the number of sampled ids, not of calls, since a preempted request is sampled again.
+# The position is the number of sampled ids, not that of calls, since a preempted request is sampled again.
 def _leave_one(ids: list[int], sampled: list[int], logits: Any) -> Any:
     """Set all logits of a row, shape [vocabulary], but that of the next forced id to minus infinity."""
     if len(sampled) < len(ids):

@@ -41,10 +41,10 @@ PARENT = "DELTARUNNER_ENGINE_PARENT"
 FAILURES = "DELTARUNNER_ENGINE_FAILURES"
 """Environment variable with the file in which a process of the engine notes its fatal error."""
 
-_RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names are equal in all ranks
-_SECONDS = 1.0  # between checks for the parent
+_RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names do not differ between ranks
+_SECONDS = 1.0  # seconds between checks for the parent
 _THREAD = "deltarunner-orphan-watch"
-_FATAL = ("WorkerProc", "EngineCore")  # begin of vLLM's log messages for a failed process
+_FATAL = ("WorkerProc", "EngineCore")  # beginnings of vLLM's log messages for a failed process
 
 
 def own_process_name() -> str:
@@ -82,7 +82,7 @@ def watch_parent() -> None:
 
 def _meet_in(folder: str | None) -> None:
     """Put the file by which the workers of a core connect into the engine's folder too."""
-    network = sys.modules.get("vllm.utils.network_utils")  # imported by the second call, and used later
+    network = sys.modules.get("vllm.utils.network_utils")  # the second call imports the module, which is used later
     if folder is not None and hasattr(network, "tempfile"):
         vars(network)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
 

@@ -43,11 +43,11 @@ def _begin(model: Any) -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     if not gc.get_freeze_count():
-        gc.freeze()  # as vLLM does on GPUs: the collection at the end looks at the second model alone
+        gc.freeze()  # as vLLM does on GPUs, so that the collection at the end checks only the second model
     config = get_current_vllm_config()
     with _own_layer_names(config.compilation_config), set_default_torch_dtype(config.model_config.dtype):
         second = initialize_model(config, model_class=type(model))
-    # Not a submodule of the first one.
+    # Set in `vars`, so that the second model does not become a submodule of the first one.
     vars(model)["load_weights"] = second.load_weights
     vars(model)["_second_model"] = second
 
@@ -73,8 +73,8 @@ def _finish(model: Any, model_config: Any) -> None:
             copies.add(name, first_modules[name], module)
         copies.apply()
     del second, copies, first_modules, module
-    # Some layers of the second model are in reference cycles with what loads their weights, so only a collection frees
-    # them. By itself, none is due for many updates: new objects are counted, not their memory.
+    # Some layers of the second model are in reference cycles with their weight loaders, so only a collection frees
+    # them. An automatic one may come only after many updates, since Python counts new objects and not their memory.
     gc.collect()
 
 
@@ -159,7 +159,7 @@ class _Copies:
             self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
 
     def _keep_tensors(self, new: Any) -> None:
-        """Keep the tensors of the second model's layer as long as a handle of it: it has addresses of its scales."""
+        """Keep the tensors of the second model's layer as long as its handle, which has addresses of its scales."""
         if _is_handle(new):
             new.tensors = self._tensors
 
@@ -190,7 +190,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _refuse_weights(place: str, old: Any, new: Any) -> None:
-    """Check that an object that is not renewed holds no values of weights.
+    """Check that an object that is not renewed does not contain values of weights.
 
     Raises:
         RuntimeError: it may hold some, so the running model would keep those of the old weights.
@@ -227,7 +227,7 @@ def _is_handle(value: Any) -> bool:
 
 
 def _renewed(place: str, old: Any, new: Any) -> Any:
-    """Return a number, function or handle of the second model for the running one: without the second one's layers.
+    """Return a number, function or handle of the second model for the running one, free of the second model's layers.
 
     Raises:
         RuntimeError: it refers to layers of the second model, and the running model's function is another one.

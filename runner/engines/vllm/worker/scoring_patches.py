@@ -26,7 +26,7 @@ def patch_prompt_scores(model_runner: Any) -> None:
     punica = kinds[0].punica_wrapper
 
     def with_adapters(hidden_states: Any, *rest: Any, **named: Any) -> Any:
-        if not model_runner.num_prompt_logprobs:  # nearly every step
+        if not model_runner.num_prompt_logprobs:  # this is the case in nearly every step
             return {}
         with _logits_of_prompts(model_runner.model, punica, hidden_states):
             return compute(hidden_states, *rest, **named)
@@ -90,7 +90,7 @@ def patch_sampler(model_runner: Any) -> None:
     if hasattr(sample, "has_ids"):
         return
     scored: dict[str, Sequence[int]] = {}
-    """Ids of scored requests by request name, so that other steps cost nothing."""
+    """Ids of scored requests, by request name. While it is empty, steps cost nothing more."""
 
     def note_scored(scheduled: Any, *rest: Any, **named: Any) -> Any:
         for request in scheduled.scheduled_new_reqs:

@@ -44,7 +44,7 @@ def patch_spin_wait() -> None:
 
     def wait_at_the_socket(condition: Any, timeout_ms: int | None = None) -> None:
         condition.busy_loop_s = float("-inf")
-        # A message that was sent before this process listened is lost, so it has to check regularly.
+        # A message that was sent before this process listened is lost, so the process has to check regularly.
         wait(condition, _MAX_WAIT_MS if timeout_ms is None else min(timeout_ms, _MAX_WAIT_MS))
 
     vars(wait_at_the_socket)["sleeps"] = True

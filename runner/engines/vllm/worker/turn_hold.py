@@ -58,7 +58,7 @@ def _put_back(core: Any) -> None:
     scheduler.set_pause_state(PauseState.PAUSED_ALL)
     aside, came = core.turns_aside, scheduler.waiting
     del core.turns_aside
-    aside.remove_requests([turn for turn in aside if turn.is_finished()])  # turns that were cut during the hold
+    aside.remove_requests([turn for turn in aside if turn.is_finished()])  # drop turns that were cut during the hold
     for turn in list(came):
         aside.add_request(turn)
     scheduler.waiting = aside
