@@ -1,7 +1,7 @@
 """Problems of a tool's arguments, one clause each, for the model to read.
 
-Pydantic finds them for tools with type hints, jsonschema for tools with a schema. Neither can replace the other:
-pydantic refuses values that no schema excludes (3.0 for an int, an invalid date), and a schema is not a Python type.
+For tools with type hints pydantic finds the problems, for tools with a schema jsonschema. Both are needed: pydantic
+refuses values that no schema excludes (3.0 for an int, an invalid date), and a schema is not a Python type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["schema_problems", "typed_problems"]
 
-# Expected values by pydantic's error type, in words for a model. For other types, pydantic's message is used.
+# Expected values in words for a model, by pydantic's error type. Pydantic's own message is used for other types.
 _EXPECTED = {
     **dict.fromkeys(("int_type", "int_from_float"), "an integer"),
     "float_type": "a number",

@@ -33,7 +33,7 @@ def tool_of(index: int, schema: Any) -> Tool:
     """Return the tool with this index in a request.
 
     Raises:
-        BadOption: it is not a function with a name; the message names it.
+        BadOption: the tool is not a function with a name; the message names it.
     """
     if isinstance(schema, Tool):
         return schema

@@ -227,7 +227,7 @@ def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapte
 def _unfit(name: str, value: Any, adapter: TypeAdapter[dict[str, Any]]) -> list[str]:
     try:
         adapter.validate_json(json.dumps({name: value}, allow_nan=False), strict=True)
-    except ValueError as error:  # pydantic's error, or json's for infinity (a legal default)
+    except ValueError as error:  # an error of pydantic, or of json for infinity, which is a legal default
         errors = error.errors(include_url=False) if isinstance(error, ValidationError) else []
         return typed_problems(
             [one for one in errors if one["loc"][:1] == (name,) and one["type"] != "missing"], {name: value}
@@ -270,7 +270,7 @@ def _parameters_schema(
             schema.setdefault("description", notes[parameter.name])
         if parameter.default is not parameter.empty:
             schema.update(_default(parameter.default))
-    # Without additionalProperties, since validation refuses others, and the keyword would use tokens in every prompt.
+    # `additionalProperties` is left out: validation refuses others anyway, and the keyword uses tokens in every prompt.
     ordered = {"type": "object", "properties": properties}
     return ordered | {key: generated[key] for key in ("required", "$defs") if key in generated}
 

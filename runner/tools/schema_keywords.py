@@ -134,7 +134,7 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
 
 
 def _evaluates(conjunction: Conjunction) -> bool:
-    """Return whether a schema evaluates a value: what a condition or `not` looked at stays unevaluated."""
+    """Return whether a schema evaluates a value. A value that only a condition or `not` checks is not evaluated."""
     return any(not part.negated for part in conjunction)
 
 

@@ -55,7 +55,7 @@ def tool(
     """
 
     def mark(function: _FunctionT) -> _FunctionT:
-        given: object = function  # any object, if the author has no type checker
+        given: object = function  # without a type checker, an author may pass any object
         if not callable(given) and not isinstance(given, classmethod):
             raise BadEnvironment(f"@tool decorates a method, not {given!r:.40}; a name is given as @tool(name=...).")
         refuse_duplicate(function, "tool")
@@ -180,7 +180,7 @@ class Tool:
             raw: arguments as the model wrote them.
 
         Raises:
-            WrongArguments: they are invalid; the text explains it to the model.
+            WrongArguments: the arguments are invalid; the text explains the problems to the model.
         """
         checked = self._check(raw)
         if isinstance(checked, list):
@@ -197,7 +197,7 @@ class Tool:
 
 def with_call(tool: Tool, call: Callable[..., Any]) -> Tool:
     """Return the tool with another function, which must have the same parameters and be async if this one is."""
-    made = Tool.__new__(Tool)  # a signature is read once per class, not once per episode
+    made = Tool.__new__(Tool)  # the copy shares the signature, which is read once per class instead of once per episode
     for name in Tool.__slots__:
         setattr(made, name, getattr(tool, name))
     made.call = call

@@ -100,7 +100,7 @@ class NumberRange:
 
     @property
     def is_empty(self) -> bool:
-        """The range contains no number."""
+        """True if the range contains no number."""
         if self.low is None or self.high is None:
             return False
         return self.low > self.high or (self.low == self.high and (self.low_excluded or self.high_excluded))
@@ -189,7 +189,7 @@ class ValueShape:
 
     @property
     def is_empty(self) -> bool:
-        """No value satisfies it, judging by listed values and bounds only."""
+        """True if no value satisfies the shape, judging by listed values and bounds only."""
         if self.values is not None:
             return not self.values
         if self.kind == "number":
@@ -201,7 +201,7 @@ class ValueShape:
 
     @property
     def is_free(self) -> bool:
-        """Every value of its kind satisfies it."""
+        """True if every value of its kind satisfies the shape."""
         return self == ValueShape(self.kind)
 
     def member(self, name: str) -> Conjunction:
