@@ -120,7 +120,7 @@ class Bfcl(Environment):
             description=described["description"],
             parameters=_schema(described["parameters"]),
             raw=True,
-            checked=False,  # BFCL answers wrong arguments itself
+            checked=False,  # BFCL itself answers calls with wrong arguments
             parallel=False,  # calls of a turn change the same objects, in their order
         )
 

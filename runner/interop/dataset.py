@@ -25,7 +25,7 @@ ScoreOption: TypeAlias = str | Judge | Callable[[str, Task], Any]
 """The name of a scorer, a `judge()`, or a function of the reply's text and the task."""
 
 HASH_CHARS = 16
-"""Characters of an id that is made from a row's prompt and answer."""
+"""Length of an id that is a hash of a row's prompt and answer."""
 
 
 class Dataset(Environment):

@@ -247,7 +247,7 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     """Run the verifier of a task, and return its numbers; one of them is `reward`.
 
     Raises:
-        VerifierFailed: it wrote no reward, or something else than finite numbers.
+        VerifierFailed: the verifier wrote no reward, or values other than finite numbers.
     """
     cleaned = await sandbox.exec(["sh", "-c", _CLEAN, task.verifier_user], user="0", cwd="/")
     if not cleaned.ok or any([await _exists(sandbox, f"{LOG_FOLDER}/{name}") for name in REWARD_FILES]):
@@ -309,7 +309,7 @@ def read_json(content: str) -> dict[str, float]:
     """Return the numbers of a `reward.json`; one of them is `reward`.
 
     Raises:
-        ValueError: it is not an object of finite numbers.
+        ValueError: the content is not an object of finite numbers.
     """
     try:
         found = json.loads(content)

@@ -54,7 +54,7 @@ class Healthcheck:
 
     command: str
     retries: int
-    """Failures after which it has failed."""
+    """Number of failures after which the sandbox counts as broken."""
     interval_seconds: float
     """Time between two attempts."""
     start_seconds: float

@@ -23,8 +23,8 @@ from runner.tools.tool import Tool
 __all__ = ["McpDataset", "McpServers", "ServerOption"]
 
 ServerOption: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
-"""A command or a URL; a list of them; or a dict of them by name. Each may be a dict as in configuration files of
-clients, and all together may be such a file. In Python, anything that `mcp.Client` takes.
+"""A command or a URL; a list of them; or a dict of them by name. Each may also be a dict as in the configuration files
+of MCP clients, and one such file may contain all servers. In Python, anything that `mcp.Client` takes.
 """
 
 MAX_PAGES_COUNT = 1000
@@ -101,7 +101,7 @@ class McpServers:
                 argv = _split(server)
                 return self._process({"command": argv[0], "args": argv[1:]})
         except ValueError as error:
-            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # a mapping may contain keys
+            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # it may contain keys
             raise BadEnvironment(f"MCP server {name!r}: {shown}{error}.") from None
         if server is None or isinstance(server, bool | int | float | list | tuple):
             raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: give a command or a URL.")

@@ -192,7 +192,7 @@ class RowCondition:
         """Parse a condition.
 
         Raises:
-            BadOption: it has another form, or the regular expression is invalid.
+            BadOption: the text is not a condition, or its regular expression is invalid.
         """
         found = _CONDITION.fullmatch(text)
         if found is None:

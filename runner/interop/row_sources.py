@@ -67,7 +67,7 @@ def source_of(tasks: Any) -> RowSource:
 
     Raises:
         BadTask: the file is missing or has an unknown format.
-        BadOption: it is another object.
+        BadOption: `tasks` is another kind of object.
     """
     if isinstance(tasks, str) and tasks.startswith("hf:"):
         return _HubRows(tasks)

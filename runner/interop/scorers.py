@@ -198,7 +198,7 @@ def _equal_math(text: str, answer: str) -> float:
 
 
 def _math_library() -> Any:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # the library warns that its own time limits are off
     return importlib.import_module("math_verify")
 
 

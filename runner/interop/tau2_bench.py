@@ -169,7 +169,7 @@ class Tau2(Environment):
             system_prompt=simulator.system_prompt,
             prompt=_seen_by("user", self._said),
             tools=[self._tool(each, "user") for each in tools],
-            sampling=Sampling(temperature=0),  # as tau2's own users
+            sampling=Sampling(temperature=0),  # as tau2's own users do
         )
 
     def _tool(self, tool: Any, speaker: Speaker) -> Tool:
@@ -180,7 +180,7 @@ class Tau2(Environment):
             description=function["description"],
             parameters=function["parameters"],
             raw=True,
-            checked=False,  # tau2 answers wrong arguments itself
+            checked=False,  # tau2 itself answers calls with wrong arguments
             parallel=False,  # calls of a turn change one database, in their order
         )
 

@@ -176,7 +176,7 @@ class Verifiers(Environment):
             description=tool.description,
             parameters=tool.parameters,
             raw=True,
-            checked=False,  # verifiers answers wrong arguments itself
+            checked=False,  # verifiers itself answers calls with wrong arguments
         )
 
     async def _call(self, served: _ServedTool, arguments: Mapping[str, Any]) -> str:
