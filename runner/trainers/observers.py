@@ -131,7 +131,7 @@ class TrackioObserver(_Logged):
         self._run = self._trackio.init(**{"config": dict(about), "embed": False, **self._options})
 
     def group(self, group: Group) -> None:
-        if self._run is not None:  # otherwise its error is already a fault in the summary
+        if self._run is not None:  # the error of a failed start is already in the summary
             self._run.log(self.numbers(group))
 
     def ended(self, summary: Summary) -> None:
@@ -159,7 +159,7 @@ class WandbObserver(_Logged):
         self._run = self._wandb.init(**{"config": dict(about), **self._options})
 
     def group(self, group: Group) -> None:
-        if self._run is not None:  # otherwise its error is already a fault in the summary
+        if self._run is not None:  # the error of a failed start is already in the summary
             self._run.log(self.numbers(group))
 
     def ended(self, summary: Summary) -> None:

@@ -68,7 +68,7 @@ class TraceFinding:
     expected: tuple[int, ...]
     """The ids that were expected in their place."""
     shown: str
-    """Both around the first difference, as text and ids, for people."""
+    """Found and expected ids around the first difference, as text and ids, for people."""
 
 
 @dataclass(slots=True)
@@ -311,7 +311,7 @@ class _TraceCheck:
         if last in self._model.stop_ids:
             yield last, False
             return
-        if last in self._model.tokenizer.control_ids:  # a stop id of the trace's producer
+        if last in self._model.tokenizer.control_ids:  # the producer of the trace may have used it as a stop id
             yield last, False
         yield None, False
         yield None, True
@@ -404,11 +404,11 @@ def _or_none(bridger: Bridger, make: Callable[[Bridger], tuple[int, ...]]) -> tu
 
 
 def _without_nulls(message: Mapping[str, Any]) -> Message:
-    """A message without null fields, which clients dump into JSON. Templates may test if a field exists."""
+    """A message without the null fields that some clients send, since templates may test if a field exists."""
     shown = {name: value for name, value in message.items() if value is not None or name == "content"}
-    if "reasoning" in shown and "reasoning_content" not in shown:  # the name in newer servers
+    if "reasoning" in shown and "reasoning_content" not in shown:  # newer servers use this name
         shown["reasoning_content"] = shown.pop("reasoning")
-    return cast("Message", shown)  # `as_messages` checks it
+    return cast("Message", shown)  # `as_messages` checks the message
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -50,7 +50,7 @@ def list_of(where: str, fields: Mapping[str, Any], name: str) -> list[Any]:
     """Return a field that is a list.
 
     Raises:
-        BadBatch: it is not; the message names the place and the field.
+        BadBatch: the field is not a list; the message names the place and the field.
     """
     value = fields.get(name)
     if not isinstance(value, list):
@@ -76,7 +76,7 @@ def logprobs_of(where: str, fields: Mapping[str, Any], name: str, count: int) ->
     """Return a field with `count` log-probabilities.
 
     Raises:
-        BadBatch: it has another length, or a value is not finite or above 0.
+        BadBatch: the field has another length, or a value is not finite or above 0.
     """
     logprobs = list_of(where, fields, name)
     if len(logprobs) != count:
@@ -98,7 +98,7 @@ def mask_of(where: str, fields: Mapping[str, Any], name: str, count: int, ids: s
         ids: these ids, for messages.
 
     Raises:
-        BadBatch: it has another length or other values.
+        BadBatch: the field has another length or other values.
     """
     mask = list_of(where, fields, name)
     if len(mask) != count:

@@ -122,7 +122,7 @@ class _Rollouts:
     segments: SegmentChoice
     length: int | None
     _sent_step: int = field(default=0)
-    """The optimizer step whose weights the engine has: it starts with the weights that training starts with."""
+    """The optimizer step whose weights the engine has; 0 for those with which training starts."""
     _checked: bool = field(default=False)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class _Rollouts:
         return {
             "prompt_ids": [row.prompt_ids.tolist() for row in rows],
             "completion_ids": [row.response_ids.tolist() for row in rows],
-            # Without all of them, TRL computes its own.
+            # TRL computes its own log-probabilities if those of one row are missing.
             "logprobs": [row.logprobs.tolist() for row in rows] if all(map(_has_logprobs, rows)) else None,
             "env_mask": [row.mask.astype(int).tolist() for row in rows],
             "reward": [row.reward for row in rows],
@@ -153,7 +153,7 @@ class _Rollouts:
 
     def _check(self, trainer: Any) -> None:
         engine, tokenizer = self.player.engine, trainer.processing_class
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images and text
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of images and text contains the tokenizer
         if not isinstance(engine, Engine):
             raise BadOption(f"{type(engine).__name__} takes messages: TRL trains on ids; use an engine of token ids.")
         ours, theirs = engine.tokenizer.encode(_PROBE), tokenizer.encode(_PROBE, add_special_tokens=False)

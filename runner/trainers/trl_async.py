@@ -36,9 +36,10 @@ _STOP_SECONDS: Final = 30.0
 class RolloutWorker:
     """Plays groups in the background, for `AsyncGRPOTrainer(rollout_worker=)`.
 
-    Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes, those without
-    finite log-probabilities, and groups with fewer than two others give none. Groups are played ahead up to the
-    player's width, with weights that are older when they are trained on: give the player `Concurrency(episodes=)`.
+    Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes and episodes
+    without finite log-probabilities are left out, and so are groups in which fewer than two episodes remain. Groups are
+    played ahead up to the player's width. Their weights are older when they are trained on, so limit the width by
+    `Concurrency(episodes=)`.
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
@@ -112,7 +113,7 @@ class RolloutWorker:
                     self._put(RolloutSample(**fields))
                 if self._stopped.is_set():
                     return
-        except BaseException as error:  # given to the trainer by check_health
+        except BaseException as error:  # `check_health` raises the error in the trainer
             self._error = error
         finally:
             self._groups.close()

@@ -84,7 +84,7 @@ class VerifiersServer:
         self._own: dict[str, Task] | None = None
         self._players: dict[str, asyncio.Task[Player]] = {}
         self._playing: dict[str, int] = {}
-        self._started = 0  # players
+        self._started = 0  # number of players that were started
         self._running: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._socket: Any = None
         self._context: Any = None
@@ -97,7 +97,7 @@ class VerifiersServer:
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that is gone is an error, not a silent loss
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a client that is gone raises
         try:
             self._socket.bind(self.address)
         except zmq.ZMQError as error:
@@ -126,7 +126,7 @@ class VerifiersServer:
                 continue
             client, request_id, route, payload = frames
             key = client, request_id.decode(errors="replace")
-            # Known before it begins: a cancel may follow at once.
+            # The task is registered before it begins, since a cancellation may follow at once.
             task = asyncio.create_task(self._answer(client, request_id, route, payload))
             self._running[key] = task
             task.add_done_callback(lambda _, key=key: self._running.pop(key, None))  # type: ignore[misc]  # bound now
@@ -142,9 +142,9 @@ class VerifiersServer:
                 raise BadOption(f"the request is {given!r:.60}: give a map.")
             answer = {"success": True, "error": None, **await self._response(client, request_id, route, given)}
         except asyncio.CancelledError:
-            # A run that was cancelled is answered, too, so that brokers can count.
+            # A cancelled request is answered too, since brokers count answers.
             answer = _failure("Cancelled: rollout aborted")
-        except Exception as error:  # of this request alone
+        except Exception as error:  # the error affects only this request
             log.warning("a request failed: %s: %s", type(error).__name__, error)
             answer = _failure(f"{type(error).__name__}: {error}")
         await self._send(client, request_id, b"reply", answer)
@@ -245,7 +245,7 @@ class VerifiersServer:
     async def _start_player(self, url: str, model: str, template: Mapping[str, Any]) -> Player:
         options: dict[str, Any] = {**self._options}
         options["template_options"] = {**(options.get("template_options") or {}), **template}
-        if self._started:  # another engine's visits of a task begin again, and need other seeds
+        if self._started:  # each player counts visits of a task from 0, so later players need other seeds
             options["seed"] = derive_seed(options.get("seed", 0), "player", self._started)
         self._started += 1
         return await Player(self.environment, self._make_engine(url, model), **options).start()
@@ -257,7 +257,7 @@ class VerifiersServer:
 
     async def _close_player(self, key: str) -> None:
         starting = self._players.pop(key)
-        with suppress(Exception):  # its error was the answer to the requests that it had
+        with suppress(Exception):  # the error of a failed start was already sent as the answer to its requests
             player = await starting
             player.cancel()
             await player.aclose()

@@ -38,7 +38,7 @@ def trace_delta(trajectory: Trajectory, *, task: Mapping[str, Any], weights: Map
     Raises:
         BadBatch: a turn has no ids.
     """
-    trace_id = uuid.uuid4().hex  # ids of episodes are those of one player, and may occur again
+    trace_id = uuid.uuid4().hex  # an episode's id is unique only within its player
     nodes, calls = _nodes(trajectory)
     outcome = trajectory.outcome
     return {
@@ -101,7 +101,7 @@ def _errors(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _info(trajectory: Trajectory) -> dict[str, Any]:
-    """The facts that verifiers' schema has no field for."""
+    """Values for which verifiers' schema has no field."""
     turns = trajectory.turns
     kinds = {turn.number: turn.constraint.kind.value for turn in turns if turn.constraint is not None}
     return {
@@ -137,7 +137,7 @@ def _add_path(
 ) -> None:
     mask, ids = segment.log.mask(), segment.log.ids
     parent: int | None = None
-    done, end = 0, 0  # messages and ids that have a node
+    done, end = 0, 0  # numbers of messages and ids that already have a node
 
     def add(message: dict[str, Any], own: Sequence[int], trains: Sequence[bool], logprobs: Sequence[float]) -> None:
         nonlocal parent
