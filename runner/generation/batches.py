@@ -39,9 +39,9 @@ class BatchResults(Generic[T]):
                 ...
 
     Nothing is sampled before it is entered or iterated. Leaving the block ends pending rows, and returns when no
-    request is open. Without a block, `async for ... in generation.generate_async(batch)`, the rest ends as soon as this
-    object has no references, which is at once after a `break` or an exception, and with the block of the `Generation`
-    at the latest. With a reference, the iteration may be continued later.
+    request is open. Without a block, as in `async for ... in generation.generate_async(batch)`, pending rows end as
+    soon as this object has no references: at once after a `break` or an exception, and at the latest with the block of
+    the `Generation`. While there is a reference, the iteration may be continued later.
 
     Raises (from the iteration, after the last result):
         EngineError: rows failed for good, by their index, or the engine died.
@@ -173,15 +173,15 @@ class Generation:
         Args:
             batch: right-padded prompts, see `GenerationDatumSpec`.
             greedy: the most likely id each time, whatever the configuration is.
-            seed: makes this batch's samples reproducible, whatever was generated before. Otherwise they follow from the
-                configuration's seed and the number of batches so far; without that one, the engine chooses.
+            seed: makes this batch's samples reproducible, whatever was generated before. Without it, they depend on the
+                configuration's seed and the number of batches so far; without either seed, the engine chooses.
 
         Returns:
             Prompts and samples, see `GenerationOutputSpec`.
 
         Raises:
             BadBatch: the batch cannot be sampled from; names the row. Nothing was sampled.
-            BadControl: the engine sleeps. A paused one is waited for.
+            BadControl: the engine sleeps. The call waits for an engine that is paused.
             EngineError: a row failed for good, by its index. `generate_async` returns the others.
         """
         async with self.generate_async(batch, greedy, seed=seed) as results:
@@ -263,7 +263,7 @@ class Generation:
             await self.engine.finish_generation(level=1)
         return True
 
-    # ---
+    # --- shared by all forms of a batch
 
     def _results(self, batch: Batch[T], *, greedy: bool, seed: int | None) -> BatchResults[T]:
         setting = self._setting(greedy=greedy, seed=seed)

@@ -59,7 +59,7 @@ class GenerationConfig(TypedDict, total=False):
     bad_words: list[str] | None
     """Words that are not sampled, as `Sampling.bad_words`; default None."""
     colocated: ColocationConfig
-    """Sharing of accelerators with the trainer, in which `finish_generation` puts the engine to sleep; default not."""
+    """Sharing of accelerators with the trainer. If on, `finish_generation` puts the engine to sleep; off by default."""
     adapter: str | None
     """The name of a LoRA adapter of the engine; default None. This key is ours, not NeMo RL's."""
     seed: int | None
@@ -262,5 +262,5 @@ def _read(given: Mapping[str, Any], key: str) -> Any:
 def _checked(name: str, value: Any, kind: Any, fix: str) -> Any:
     try:
         return _adapter(kind).validate_python(value)
-    except ValidationError:  # the error's text is about pydantic, not about the trainer's configuration
+    except ValidationError:  # the text of pydantic's error does not name the trainer's key
         raise BadOption(f"{name} = {value!r:.80}: {fix}.") from None

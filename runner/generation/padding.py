@@ -30,7 +30,7 @@ def verify_right_padding(
         raise_error: raise the fault instead of returning it.
 
     Returns:
-        Whether it is so; otherwise the fault and its row.
+        (True, None) if all rows are right-padded; otherwise False, and the fault with its row.
 
     Raises:
         BadBatch: the fault, if `raise_error`; it is a ValueError.

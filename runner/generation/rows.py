@@ -126,7 +126,7 @@ class RunningRows:
         self._waiting = iter(rows)
         self._missing = len(rows)
         self._setting = setting
-        # Besides the rows inside the engine only enough wait to keep it full: ten thousand do not cost a task each.
+        # Only as many rows have a task as keep the engine full, so that ten thousand rows do not need a task each.
         self._width = min(len(rows), width_of(setting.engine))
         self._ready: deque[SampledRow] = deque()
         self._news = anyio.Event()
@@ -170,14 +170,14 @@ class RunningRows:
         """Cut pending rows, and return once no request is open."""
         self._closed = True
         self._scope.cancel()
-        # Without a limit: every stream that is left ends within a limit of its own.
+        # No time limit is needed here, since leaving a stream has its own limit.
         with anyio.CancelScope(shield=True):
             await self.over.wait()
 
     def abandon(self) -> None:
         """Cut pending rows soon: usable in any thread, at any point, and after the event loop is closed."""
         if not self.over.is_set():
-            with suppress(RuntimeError):  # of a closed loop, where nothing is sampled
+            with suppress(RuntimeError):  # the event loop is closed, so nothing is sampled any more
                 self._soon(self._scope.cancel)
 
     async def _work(self) -> None:
