@@ -101,7 +101,7 @@ def first_misfit(path: Path, header: Header) -> Difference | None:
     A run that is being written is checked as of one moment.
     """
     with storage_faults(path), closing(open_reader(path)) as connection:
-        connection.execute("BEGIN")  # every statement reads the file in the state of the first one
+        connection.execute("BEGIN")  # in one transaction, all statements read the same state of the file
         for statement, explanation in _MISFITS:
             row = connection.execute(f"{statement} LIMIT 1", {"group_size": header.group_size}).fetchone()
             if row is not None:

@@ -124,9 +124,9 @@ class _TrajectoryCheck:
         self._trajectory = trajectory
         self._chat = chat
         self._others = others
-        self._calls = 0  # number of calls so far on the path: a turn's calls are numbered after those before
+        self._calls = 0  # number of calls so far on the path, from which the numbers of a turn's calls follow
         self._made_calls: dict[tuple[str, int], tuple[int, int]] = {}
-        self._junction: Junction | None = None  # of the latest bridge
+        self._junction: Junction | None = None  # the junction of the latest bridge
         self._done: list[_CheckedSegment] = []
         self._compare = Comparison(trajectory, chat.tokenizer.decode)
         self._retried = _played_again(trajectory)
@@ -141,7 +141,7 @@ class _TrajectoryCheck:
                 self._check_turns(part, self._check_first_prompt(part))
             self._done.append(part)
 
-    # --- what stands where
+    # --- layout
 
     def _check_layout(self, segment: Segment, turns: Sequence[Turn]) -> None:
         ids, length = segment.log.ids, len(segment.log)
@@ -323,7 +323,7 @@ class _TrajectoryCheck:
 
     def _made_junction(self, turn: Turn, before: Turn, inserted: int) -> Junction:
         junction = self._junction
-        if junction is None:  # a followed template's
+        if junction is None:  # no bridge was built, because the template was followed
             junction = followed_junction(self._chat, turn.log.ids, before, inserted)
         if before.dropped and self._chat.history.policy is not HistoryPolicy.FORK:
             junction = replace(junction, dropped=before.dropped, cause="stop_string")
@@ -345,7 +345,7 @@ class _TrajectoryCheck:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self._compare.differ(Kind.MESSAGE, f"the messages cannot be rendered: {type(error).__name__}: {error}")
 
-    # --- what was said
+    # --- texts of turns
 
     def _check_turns(self, part: _CheckedSegment, begun: _Begun) -> None:
         speech, begin, self._calls = -1, 0, begun.calls

@@ -124,7 +124,7 @@ class _Records:
         if not waits and not _same(stored, derived):
             self._differ(Kind.REWARD, "the reward is not the weighted sum of its parts", stored, derived)
 
-    # --- what belongs to each sampled id
+    # --- values of each sampled id
 
     def _check_logprobs(self, segment: Segment, turns: Sequence[Turn]) -> None:
         log = segment.log
@@ -209,7 +209,7 @@ class _Records:
         if turn.seed is not None and turn.seed != seed:
             self._differ(Kind.SEED, "the turn's seed does not follow from the episode's", turn.seed, seed)
         sampling, sampled = turn.sampling, turn.end - turn.start
-        if sampling is None:  # of a turn that no run sampled
+        if sampling is None:  # no run sampled this turn
             return
         if sampled > sampling.max_tokens:
             self._differ(Kind.TURN, "more ids were sampled than max_tokens", sampled, sampling.max_tokens)
