@@ -22,7 +22,7 @@ CALL_SECONDS: Final = 120.0
 """Time limit of a call that manages containers."""
 
 CALLS_AT_ONCE_COUNT: Final = 8
-"""Maximum number of concurrent calls that manage containers. More of them take longer than in sequence."""
+"""Maximum number of concurrent calls that manage containers. More concurrent calls take longer than a sequence."""
 
 CLIENT_END_SECONDS: Final = 3.0
 """Time for a client to end by itself before it is killed."""
@@ -100,7 +100,7 @@ def file_error(result: CallResult, path: str, what: str) -> OSError:
 
 
 class Output:
-    """An output of which the beginning and the end are kept, half of the limit each.
+    """An output whose beginning and end are kept, each up to half of the limit.
 
     Args:
         most_bytes: bytes that are kept.
@@ -157,10 +157,10 @@ class Output:
 
 
 class _FileOutput(Output):
-    """An output that is written to a file, up to a size.
+    """An output that is written to a file, up to a maximum size.
 
     Raises:
-        OSError: there is more, or no space.
+        OSError: the output is larger, or there is no space.
     """
 
     def __init__(self, file: IO[bytes], most_bytes: int) -> None:
@@ -263,7 +263,8 @@ class ContainerClient:
         self, arguments: Sequence[str], *, stdin: IO[bytes] | None, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a command. It has its own session, so that Ctrl-C in a terminal does not reach it."""
-        # Not by the event loop: uvloop leaves pipes open in processes that the client starts and that outlive it.
+        # Started without the event loop: uvloop leaves pipes open in processes that the client starts and that outlive
+        # the client.
         return subprocess.Popen(
             [*self.argv, *arguments],
             stdin=subprocess.DEVNULL if stdin is None else stdin,

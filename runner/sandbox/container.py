@@ -112,13 +112,13 @@ class ContainerSandbox:
         """Run a command, as in `Sandbox.exec`."""
         if isinstance(argv, str | bytes) or not argv or not all(isinstance(each, str) for each in argv):
             raise BadOption(f"exec({argv!r:.80}): give a list of strings, such as ['sh', '-c', 'ls'].")
-        if bool(self._damage):  # without `bool`, mypy would assume that it cannot change below
+        if bool(self._damage):  # without `bool`, mypy would assume that the value cannot change below
             return Executed(NOT_STARTED_CODE, "", f"{self._damage}\n", 0.0)
         command = _Command(self._client, self.name, argv, dict(env or {}), user, cwd, output_bytes)
         given = input.encode() if isinstance(input, str) else input
         try:
             ended_by = await command.run(seconds, given, self._end_inside)
-        except ValueError as error:  # a zero byte, which a model may write
+        except ValueError as error:  # the command contains a zero byte, which a model may write
             return Executed(NOT_STARTED_CODE, "", f"the command cannot be started: {error}\n", 0.0)
         except OSError as error:
             if error.errno != errno.E2BIG:
@@ -172,7 +172,7 @@ class ContainerSandbox:
         """Return the state of the container, and whether it ran out of memory.
 
         Raises:
-            SandboxGone: it does not exist.
+            SandboxGone: the container does not exist.
         """
         state = await self._client.call("container", "inspect", "--format", _STATE, self.name)
         if not state.ok:
@@ -186,7 +186,7 @@ class ContainerSandbox:
         """Start the container again if it ran out of memory.
 
         Raises:
-            SandboxGone: it does not exist, or was stopped from outside.
+            SandboxGone: the container does not exist, or was stopped from outside.
         """
         status, is_out_of_memory = await self._status()
         if status == "running" or self._damage:

@@ -68,7 +68,7 @@ class Containers:
             return
 
     async def _image(self, client: ContainerClient, options: SandboxOptions) -> str:
-        # Neither waiting for another build nor a build counts as time of the episode.
+        # A build, and the wait for another one, do not count as time of the episode.
         with Waiting():
             image, seconds = str(options.image), options.build_seconds
             return await find_image(client, image, options.folder, seconds=seconds, while_runs=self._watcher.ending)
@@ -114,7 +114,7 @@ class Containers:
     def _check_disk(self) -> None:
         try:
             free = shutil.disk_usage(self._root).free
-        except OSError:  # the engine is on another machine
+        except OSError:  # the folder does not exist here, since the engine is on another machine
             return
         if free < MIN_FREE_BYTES:
             raise SandboxFailed(

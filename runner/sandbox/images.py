@@ -76,7 +76,7 @@ async def _pull(client: ContainerClient, image: str, seconds: float, while_runs:
 
 
 async def _build(client: ContainerClient, folder: Path, tag: str, seconds: float, while_runs: WhileRuns) -> None:
-    # The label is that of docs/sandboxes.md for the removal of all of them.
+    # docs/sandboxes.md uses this label in the command that removes all images.
     arguments = ["build", "-t", tag, "--label", "deltarunner.image=1", "--force-rm", str(folder)]
     result = await client.call(*arguments, seconds=seconds, most_bytes=BUILD_OUTPUT_BYTES, while_runs=while_runs)
     if not result.ok:

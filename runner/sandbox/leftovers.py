@@ -199,7 +199,7 @@ class Watcher:
         if process is None:
             return
         assert process.stdin is not None
-        with suppress(OSError):  # it was killed
+        with suppress(OSError):  # the watcher was killed
             process.stdin.write(b"done\n")
             process.stdin.close()
         process.wait()

@@ -54,7 +54,7 @@ def listen_inside(pid: int, port: int) -> socket.socket:
 def _enter_namespace(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # `os.setns` exists from Python 3.12 on.
+        # Called in libc, since `os.setns` exists only from Python 3.12 on.
         library = ctypes.CDLL(None, use_errno=True)
         if library.setns(descriptor, NETWORK_NAMESPACE_BITS) != 0:
             code = ctypes.get_errno()

@@ -88,7 +88,7 @@ class Sandbox(Protocol):
 
         Args:
             argv: the command; no shell reads it: give `["sh", "-c", ...]` for one.
-            seconds: the time limit; None for none.
+            seconds: the time limit; None for no limit.
             input: its standard input; without it, the end of the file at once.
             env: further variables.
             user: the user; that of the sandbox by default.
@@ -109,7 +109,7 @@ class Sandbox(Protocol):
             most_bytes: the largest size.
 
         Raises:
-            OSError: it does not exist (`FileNotFoundError`), is not a regular file, or is too large.
+            OSError: the file does not exist (`FileNotFoundError`), is not a regular file, or is too large.
             SandboxGone: the sandbox does not exist any more.
         """
         ...
@@ -118,7 +118,7 @@ class Sandbox(Protocol):
         """Write a file. Missing folders are created.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
             SandboxGone: the sandbox does not exist any more.
         """
         ...
@@ -166,7 +166,7 @@ class Sandbox(Protocol):
         Several sockets may listen at one port; the caller closes each.
 
         Raises:
-            SandboxFailed: this sandbox cannot be listened in.
+            SandboxFailed: this sandbox does not support it.
         """
         ...
 
@@ -189,9 +189,9 @@ class SandboxOptions:
     network: str = "none"
     """"none", or "internet" for the default network of the provider."""
     tmpfs: Mapping[str, str] = field(default_factory=dict)
-    """Sizes of folders in memory, by path: `{"/work": "64m"}`; a full one refuses further bytes."""
-    env: Mapping[str, str] = field(default_factory=dict)
     """Sizes of folders in memory, by path: `{"/work": "64m"}`. A full folder refuses further bytes."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of all commands."""
     workdir: str | None = None
     """The working folder; that of the image by default."""
     user: str | None = None
@@ -240,7 +240,7 @@ class SandboxProvider(Protocol):
         """Return a context with a new sandbox, which is removed when the context is left.
 
         Raises:
-            SandboxFailed: it cannot be made.
+            SandboxFailed: the sandbox cannot be made.
         """
         ...
 
