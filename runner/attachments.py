@@ -47,7 +47,7 @@ class AttachmentKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """Something that an author attached to an episode, for readers; nothing is trained on it."""
+    """An artefact that an author attached to an episode for readers. It is not used in training."""
 
     name: str
     """The name for readers."""
@@ -127,7 +127,7 @@ def _json(value: Any, where: str) -> tuple[str, bytes]:
 
 def _image(value: Any, where: str) -> tuple[str, bytes]:
     save = getattr(value, "save", None)
-    if callable(save):  # an image of Pillow
+    if callable(save):  # an image object of Pillow
         buffer = io.BytesIO()
         save(buffer, format="PNG")
         value = buffer.getvalue()

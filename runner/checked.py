@@ -33,7 +33,7 @@ def whole(given: str, value: Any, *, least: int | None = None, most: int | None 
         otherwise: end of the message, such as ", or None for any age".
 
     Raises:
-        BadOption: it is not an integer, or out of bounds.
+        BadOption: the value is not an integer, or out of bounds.
     """
     if is_whole(value) and (least is None or value >= least) and (most is None or value <= most):
         return value
@@ -62,11 +62,11 @@ def number(
         least: minimum.
         above: exclusive minimum.
         most: maximum.
-        finite: whether infinity is refused.
+        finite: True to refuse infinity.
         otherwise: end of the message, such as ", or None for no limit".
 
     Raises:
-        BadOption: it is not a number, or out of bounds.
+        BadOption: the value is not a number, or out of bounds.
     """
     if is_number(value) and least <= value <= most and value > above and (math.isfinite(value) or not finite):
         return value

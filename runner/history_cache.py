@@ -1,4 +1,4 @@
-"""Caches what was read from recent histories, since clients send a history again and again."""
+"""Caches parsed recent histories, since clients send a history again and again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HistoryCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._recent: tuple[_CachedHistory[T], ...] = ()  # the latest first
+        self._recent: tuple[_CachedHistory[T], ...] = ()  # the most recent one comes first
 
     def read(self, items: Sequence[Any], read_item: Callable[[int, Any], T]) -> list[T]:
         """Read a history.

@@ -165,9 +165,9 @@ class AnsweredCalls:
     """
 
     def __init__(self) -> None:
-        self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # in order
-        self._numbers: dict[str, list[int]] = {}  # numbers per id; the next one last
-        self._latest: dict[str, CallIndex] = {}  # ids may be reused in every turn
+        self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # by number of the call, in the order of the calls
+        self._numbers: dict[str, list[int]] = {}  # numbers of the calls with each id; the next call is the last one
+        self._latest: dict[str, CallIndex] = {}  # the latest call with each id; clients may reuse ids in every turn
 
     def copied(self) -> AnsweredCalls:
         """Return a copy that can be continued separately."""

@@ -304,7 +304,7 @@ def _fetched_file(folder: Path, say: Say) -> Path:
 @contextmanager
 def _lock(path: Path, say: Say) -> Iterator[None]:
     with path.open("w") as file:
-        try:  # without waiting first, so that a process that has to wait can report why
+        try:  # the first attempt does not wait, so that a process that has to wait can report the reason
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another process is converting the demo model; waiting for it")

@@ -190,7 +190,7 @@ class Sampling(_LayeredOptions):
     """Name of the engine's LoRA adapter that samples the turn; None for the model itself."""
 
     def __post_init__(self) -> None:
-        # elsewhere None disables log-probabilities; here, that of the sampled id is always kept
+        # In other APIs None disables log-probabilities. Here, that of the sampled id is always kept.
         if self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         for name, row in _NUMBERS.items():
@@ -295,7 +295,7 @@ class Sampling(_LayeredOptions):
         read = request.get if isinstance(request, Mapping) else partial(getattr, request)
         found = [(name, read(theirs, None)) for theirs, name in _NAMES_IN_REQUESTS.items()]
         given: dict[str, Any] = {name: value for name, value in found if value is not None}
-        if given.get("top_k") == -1:  # off, as vLLM writes it
+        if given.get("top_k") == -1:  # vLLM's value for "off"
             given["top_k"] = 0
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)

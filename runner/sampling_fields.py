@@ -55,7 +55,7 @@ class SamplingField:
         """Check a number; other values are not checked.
 
         Raises:
-            BadOption: it has the wrong type or is out of bounds; the text begins with `given`.
+            BadOption: the number has the wrong type or is out of bounds; the text begins with `given`.
         """
         if self.number is not None:
             check: Any = checked.whole if self.number is int else checked.number

@@ -161,8 +161,8 @@ def as_score(value: Any, name: str, kind: str = "reward") -> Score:
     """A reward, or another kind of score, as a number.
 
     Raises:
-        TypeError: it is neither a number, a bool nor None.
-        ValueError: it is not finite.
+        TypeError: the value is neither a number, a bool nor None.
+        ValueError: the value is not finite.
     """
     if value is None:
         return None

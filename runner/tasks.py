@@ -68,7 +68,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         return made
     if kind is tuple:
         return tuple(_copied(each, known) for each in value)
-    with contextlib.suppress(Exception):  # copying runs code of the class
+    with contextlib.suppress(Exception):  # copying runs code of the class, which may raise any exception
         if _is_plain(kind) and hasattr(value, "__dict__"):
             made = known[id(value)] = copy.copy(value)
             vars(made).update((name, _copied(each, known)) for name, each in vars(value).items())

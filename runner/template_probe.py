@@ -50,9 +50,9 @@ PROBE_SECONDS = 10.0
 MEMORY_BYTES = 2 << 30
 """The address space of the probing process, in bytes."""
 
-_START_SECONDS = 60.0  # for Python to start on a busy machine; the template's own time counts from there
-_BUSY_FACTOR = 10  # on a busy machine a process may get a tenth of the time
-_LOOK_SECONDS = 0.1  # between two checks whether the caller still waits
+_START_SECONDS = 60.0  # time for Python to start on a busy machine; the template's own time begins after it
+_BUSY_FACTOR = 10  # on a busy machine, a process may get only a tenth of the processor time
+_LOOK_SECONDS = 0.1  # seconds between two checks if the caller still waits
 _profiles: dict[str, TemplateProfile] = {}
 
 
@@ -78,7 +78,7 @@ def probe(
             `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
 
     Raises:
-        UnusableTemplate: by `fault`; the message has the fix.
+        UnusableTemplate: the template cannot be used, for the reason in `fault`; the message has the fix.
     """
     request = request_of(template, options or {}, now or datetime.now())
     key = canonical_json(request)
@@ -135,7 +135,7 @@ def in_process(
         except subprocess.TimeoutExpired:
             process.kill()
             raise _endless(name, seconds, "") from None
-        except BaseException:  # the waiting caller is interrupted, and nothing else would end the process in time
+        except BaseException:  # the caller was interrupted, and nothing else would end the process in time
             process.kill()
             raise
     lines = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
@@ -166,7 +166,7 @@ def _answered(
         try:
             return process.communicate(asked, timeout=_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
-            asked = None  # written already
+            asked = None  # the request is written already
             if check_cancelled is not None:
                 check_cancelled()
             if time.monotonic() > deadline:
@@ -205,7 +205,7 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
     _say({"activity": "calls and thoughts"})
     answer = {"profile": profile.as_json(), "turn": learn_format(renderer).as_json()}
-    _say({"activity": "tools with arguments of all sorts"})  # also if it shows none: a run renders them too
+    _say({"activity": "tools with arguments of all sorts"})  # also if it shows none: a run renders them
     shown = template.renderer(renderer.options, renderer.now, fit_tools=None)
     unseen = [str(each) for each in unseen_arguments(shown.render_tool, ALL_SORTS)]
     if profile.carries_tools:
@@ -229,7 +229,7 @@ def _say(line: Mapping[str, Any]) -> None:
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary takes as much again
+    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs as much again
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     # The signal's default action ends this process, also inside a C function, and after the caller is gone. Processor
     # time counts: a busy machine must not make a template look endless, and a template cannot wait.

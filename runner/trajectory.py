@@ -194,12 +194,12 @@ class Turn:
     constraint: Constraint | None = None
     """The set of ids that could be sampled. Training on the turn must apply the same token mask."""
     tool_choice: ToolChoice = "auto"
-    """True if the turn may, must or must not call a tool, or the name of the tool that it must call."""
+    """"auto", "required" or "none": the turn may, must or must not call a tool. Other texts name a required tool."""
     cached_tokens: int | None = None
     """Number of ids of the prompt that the engine's prefix cache held; None if the engine does not report it."""
     junction: Junction | None = None
-    """The record of how the prompt was made from the turn before; None for the first turn, whose prompt was made from
-    nothing, also if it was replaced before."""
+    """The record of how the prompt was made from the turn before. None for the first turn, even if it was sampled
+    again, since its prompt follows no turn."""
     timings: Timings = field(default_factory=Timings)
     """The parts of the turn's time."""
     dropped: int = 0
@@ -275,7 +275,7 @@ class Turn:
     @property
     def top(self) -> TopLogprobs | None:
         """The data of `top_ids` and `top_logprobs` in flat arrays; None if none were requested or returned."""
-        # A turn without ids, as one that was cut at once, begins where the next one does.
+        # A turn without ids, such as one that was cut at once, starts at the same index as the next turn.
         return self.log.top_logprobs.get(self.start) if self.end > self.start else None
 
     @property

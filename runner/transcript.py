@@ -97,7 +97,7 @@ def messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Messa
     ends = [0, *(turn.end for turn in turns)]
     fresh = [turn.start > end for turn, end in zip(turns, ends, strict=False)]
     assistants = sum(message["role"] == "assistant" for message in seen)
-    given_assistants = assistants - sum(fresh)  # worked examples, or samples of an earlier segment
+    given_assistants = assistants - sum(fresh)  # such messages are worked examples, or samples of an earlier segment
     groups: list[list[Message]] = [[]]
     for message in seen:
         if message["role"] == "assistant":

@@ -45,10 +45,10 @@ class TurnAdmitted:
     """The engine admitted the request of the turn and starts to sample it."""
 
     handle: str
-    """Id of the turn for a client; "" where it has none."""
+    """Id of the turn for a client; "" if it has none."""
     prompt_ids: Sequence[int]
     calls_before: int = 0
-    """Number of calls that the message already has, where the turn continues one that was cut; else 0."""
+    """Number of calls that the message already has if the turn continues a cut one; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class IdsSampled:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
-    """Log-probability of each id in nats; None where the engine does not return them."""
+    """Log-probability of each id in nats; None if the engine does not return them."""
     top: TopLogprobs | None
-    """The most likely ids at each position; None where none were requested."""
+    """The most likely ids at each position; None if they were not requested."""
 
 
 TurnProgress: TypeAlias = TurnAdmitted | IdsSampled | TurnEvent

@@ -1,4 +1,4 @@
-"""The versions of installed distributions, this one's among them."""
+"""The versions of installed distributions, including deltarunner's own."""
 
 import functools
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,7 @@ __version__ = version("deltarunner")
 
 @functools.cache  # reading a distribution's metadata takes milliseconds, and it does not change during a process
 def installed_version(distribution: str) -> str | None:
-    """The version of a distribution, or None where it is not installed."""
+    """The version of a distribution; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
