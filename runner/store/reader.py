@@ -130,7 +130,7 @@ class RunFile:
 
     Raises:
         RunFileError: the file does not exist, is not a run file, or has an older format.
-        StorageFailed: it cannot be read.
+        StorageFailed: the file cannot be read.
         NewerRunFile: a newer version wrote it.
     """
 

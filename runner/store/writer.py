@@ -72,7 +72,7 @@ class RunWriter:
     Raises (when it is entered):
         ConfigurationChanged: the file holds a run of another configuration; the message lists the differences.
         NewerRunFile: a newer version wrote the file.
-        StorageFailed: it cannot be opened, is not a run file, or another process writes it.
+        StorageFailed: the file cannot be opened, is not a run file, or is written by another process.
     """
 
     def __init__(
@@ -195,11 +195,11 @@ class RunWriter:
         """Store the trajectories of one episode's agents; return once they are committed.
 
         Args:
-            trajectories: all of one episode; none of them may change before the call returns.
+            trajectories: all trajectories of one episode, which must not change before the call returns.
             retry: True if this attempt is repeated, so it is not a result of the run.
 
         Raises:
-            StorageFailed: they are not in the file; earlier commits are safe.
+            StorageFailed: the trajectories are not in the file; earlier commits are safe.
         """
         if trajectories:
             await self._commit(episode_commit(trajectories, retry=retry))
