@@ -145,7 +145,7 @@ class Driver:
 
     @property
     def _placed_count(self) -> int:
-        """Number of workers with a machine, whether their engines run or not."""
+        """Number of workers with a machine, including those whose engines do not run yet."""
         return sum(handle.placed for handle in self._handles.values())
 
     async def _next_change(self) -> None:

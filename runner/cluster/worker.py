@@ -177,7 +177,7 @@ class Worker(EngineProcess):
         """Return once `keep_run` has entered the engines of the run's other agents.
 
         Raises:
-            BadInput, EngineError: one of them cannot be entered here, or the run cannot be read.
+            BadInput, EngineError: one of the engines cannot be entered here, or the run cannot be read.
         """
         run = self._runs.setdefault(number, WorkerRun())
         await run.entered.wait()

@@ -286,7 +286,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot answer, with the cause.
+            EngineDead: the engine cannot answer; the message has the cause.
         """
 
     @abstractmethod
@@ -312,7 +312,7 @@ class Engine(BaseEngine):
         """Check that the engine can enforce a constraint, before an episode starts.
 
         Raises:
-            BadOption: it cannot; the message has the fix.
+            BadOption: the engine cannot enforce it; the message has the fix.
         """
 
     async def score(
@@ -402,7 +402,7 @@ class Engine(BaseEngine):
             as_sampled: True if the scores depend on a sampling or a grammar.
 
         Raises:
-            BadControl: it does not; the message names an engine that does.
+            BadControl: this engine does not support it; the message names an engine that does.
         """
         raise BadControl(f"score(): {type(self).__name__} has no log-probabilities of given ids; a VllmEngine has.")
 
@@ -447,7 +447,7 @@ class ModelEngine(Engine, Generic[RuntimeT]):
         """Check that the engine can answer, as far as is known without a request.
 
         Raises:
-            EngineDead: it cannot answer, with the cause.
+            EngineDead: the engine cannot answer; the message has the cause.
         """
         self.entered_runtime.require_alive()
 

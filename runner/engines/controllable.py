@@ -234,7 +234,7 @@ class Controllable:
                 difference.
 
         Raises:
-            BadWeights: it has ids outside of the vocabulary, or too many ids.
+            BadWeights: the proof has ids outside of the vocabulary, or too many ids.
             BadControl: the engine cannot score, or it is quantized and the difference by quantization was not measured.
         """
         raise BadControl(f"a proof of weights is scored token by token, and {type(self).__name__} takes messages.")

@@ -35,7 +35,7 @@ def server_address(given: str, *, engine: str, option: str, example: str) -> Spl
         example: an address, for errors.
 
     Raises:
-        BadOption: it is not an HTTP address, or holds a user name, a password or a query.
+        BadOption: the text is not an HTTP address, or contains a user name, a password or a query.
     """
     parts = urlsplit(given)
     if parts.username is not None or parts.password is not None or parts.query:
@@ -92,7 +92,7 @@ class HttpRuntime(Generic[ServerT]):
         """Check that the server can be used, as far as is known without a request.
 
         Raises:
-            EngineDead: it cannot be used, with the cause.
+            EngineDead: the server cannot be used; the message has the cause.
         """
         if self._death is not None:
             raise self.death_error("")
@@ -131,7 +131,7 @@ class HttpRuntime(Generic[ServerT]):
         """Return when the server answers. A failed connection is retried.
 
         Raises:
-            EngineDead: it does not answer.
+            EngineDead: the server does not answer.
         """
         self.require_alive()
         for attempt in itertools.count(1):

@@ -97,7 +97,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Check that requests can be answered, as far as is known without a request.
 
         Raises:
-            EngineDead: they cannot, with the cause.
+            EngineDead: requests cannot be answered; the message has the cause.
         """
 
     def close(self, request: RequestT) -> None:
@@ -278,7 +278,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Compare new weights with the model while the engine runs.
 
         Raises:
-            BadWeights: they do not fit; the message names the tensor.
+            BadWeights: the weights do not fit; the message names the tensor.
         """
 
     @abstractmethod
@@ -297,7 +297,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Check that `sleep` is possible, before anything changes.
 
         Raises:
-            BadControl: it is not; the message has the reason.
+            BadControl: `sleep` is not possible; the message has the reason.
         """
 
     @abstractmethod
@@ -400,7 +400,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
             by_pass = await self.score_while_paused(proof.ids)
         except RequestRejected as error:
             raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
-        for scored, scores in by_pass.items():  # prompts first
+        for scored, scores in by_pass.items():  # scores of prompts come first
             figures, why = self.proofs.compare(proof, scores, self.dtype, in_steps=scored.in_steps)
             if why:
                 where = f" of its data-parallel rank {scored.rank}" if len(self.gate.ranks) > 1 else ""
@@ -458,7 +458,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         """Compare new weights with the model while the engine runs; return the argument for `load_weights`.
 
         Raises:
-            BadWeights: they do not fit; the message names the tensor.
+            BadWeights: the weights do not fit; the message names the tensor.
         """
 
     @abstractmethod

@@ -49,7 +49,7 @@ async def ensure_running(engine: BaseEngine) -> AsyncIterator[None]:
     waits for the others.
 
     Raises:
-        BadOption: it runs on another event loop.
+        BadOption: the engine runs on another event loop.
         EngineError, BadInput: the engine does not start.
     """
     while (entered := _ENTERED.get(engine)) is not None:

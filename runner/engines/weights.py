@@ -57,7 +57,7 @@ SAFETENSORS_NAMES = {name: code for code, name in _DTYPES.items()}
 _TIED = "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "position_ids")
 _HEADER_BYTES = 100_000_000  # limit of the safetensors library
-_MAX_NAMED_TENSORS = 3  # in one error
+_MAX_NAMED_TENSORS = 3  # tensors that one error names
 _REQUIRED = ("names", "dtype_names", "shapes")
 
 
@@ -264,7 +264,7 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str
     Floats of any width may replace each other, other dtypes have to be equal.
 
     Raises:
-        BadWeights: they do not; the message names the first wrong tensors.
+        BadWeights: the weights do not fit; the message names the first wrong tensors.
     """
     missing = [name for name in model.forms if name not in given and not model.optional(name)]
     unknown = [name for name in given if name not in model.forms and not model.optional(name)]

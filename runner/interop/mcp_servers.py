@@ -50,8 +50,8 @@ class McpServers:
 
     Args:
         servers: a command or a URL, a list of them, or a dict of them by name. Each may also be a dict with `command`,
-            `args`, `env` and `cwd`, or with `url` and `headers`. A file or a dict with `mcpServers`, as clients have
-            it, holds all of them. `${NAME}` in `env` and `headers` is a variable of this process.
+            `args`, `env` and `cwd`, or with `url` and `headers`. A file or a dict with `mcpServers`, as in clients,
+            contains all servers. `${NAME}` in `env` and `headers` is a variable of this process.
         prefix: begin each tool's name with the server's name and an underscore. Without it, two tools of the same name
             are refused. Servers of a list are called "1", "2", ...
 

@@ -56,7 +56,7 @@ class OpenEnv(Environment):
             description: its description for the model.
             instructions: the beginning of the prompt.
             episodes: the number of tasks; each has its own seed.
-            reset: arguments of the environment's reset, beside the seed.
+            reset: arguments of the environment's reset, in addition to the seed.
 
         Raises:
             BadOption: the URL is invalid.

@@ -71,7 +71,7 @@ def function_schema(
     Args:
         function: the function; the first parameter of a method is skipped.
         where: name of the function in errors, such as "Calculator.add".
-        method: whether it is an unbound method.
+        method: True for an unbound method.
         namespace: additional names for its annotations.
         description: replaces the description of the docstring.
 

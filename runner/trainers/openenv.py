@@ -29,7 +29,7 @@ SCHEMA_VERSION: Final = 1
 
 
 def training_trace(trajectory: Trajectory, *, header: Header | None = None) -> dict[str, Any]:
-    """Return a trajectory as the fields of OpenEnv's `TrainingTrace`; each turn is one of its turns.
+    """Return a trajectory as the fields of OpenEnv's `TrainingTrace`; each turn becomes a turn of the trace.
 
     Turns that were retried or left out, and all turns of a failed episode, have mask 0. Weight versions, temperature,
     constraint and segment are in `metadata`. The reward is not part of a trace.

@@ -129,7 +129,7 @@ class _Rollouts:
         step = int(trainer.state.global_step)
         if not self._checked:
             self._check(trainer)
-            # A resumed training has played at most so many visits of a task.
+            # A resumed training has played at most this many visits of a task.
             ranks = trainer.accelerator
             self.player.player.share_visits(ranks.process_index, ranks.num_processes, skip=step * len(prompts))
             if self.sends_weights and step == self._sent_step:
@@ -235,7 +235,7 @@ class _Rollouts:
             )
         computed = trainer.args.temperature
         sampled = {float(each) for each in row.temperatures[row.mask]}
-        # A greedy turn has log-probabilities at temperature 1, and is not a sample of them.
+        # A greedy turn has log-probabilities at temperature 1, but is not a sample from that distribution.
         sampled |= {0.0 for turn in trajectory.turns if turn.sampling is not None and turn.sampling.temperature == 0}
         if row.mask.any() and not np.allclose(list(sampled), computed, rtol=1e-5):
             raise BadBatch(

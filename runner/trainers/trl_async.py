@@ -45,7 +45,7 @@ class RolloutWorker:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
         tasks: the tasks, played again and again in this order.
         rule: the advantages of a group.
-        samples: maximum number of samples that wait for the trainer; no group is begun while so many wait.
+        samples: maximum number of samples that wait for the trainer; no group is begun while this many wait.
 
     Raises:
         BadOption: there are no tasks, or `samples` is below 1.

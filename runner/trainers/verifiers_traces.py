@@ -71,7 +71,7 @@ def trace_summary(delta: Mapping[str, Any]) -> dict[str, Any]:
 def episode_head(
     trajectories: Sequence[Trajectory], *, task: Mapping[str, Any], environment: str, number: str
 ) -> dict[str, Any]:
-    """Return the fields of an episode beside its traces.
+    """Return the fields of an episode other than its traces.
 
     Args:
         trajectories: the trajectories of its agents.

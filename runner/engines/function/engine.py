@@ -185,7 +185,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         """Check that the function supports a sampling.
 
         Raises:
-            BadOption: it does not; the message names the field.
+            BadOption: the function does not support it; the message names the field.
         """
         for feature in TokenFeature:
             value = getattr(sampling, feature.value, None)
@@ -202,7 +202,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         """Check that the function enforces grammars.
 
         Raises:
-            BadOption: it does not.
+            BadOption: the function does not enforce grammars.
         """
         if TokenFeature.CONSTRAINT not in self.takes:
             raise _no_constraints(f"a turn under a grammar ({constraint.kind.value})")

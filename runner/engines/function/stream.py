@@ -124,8 +124,8 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._fail(self._runtime.death_error(error))
         except EngineError as error:
             self._fail(error)
-        except Exception as error:  # the function may raise anything
-            if not self._cut:  # after a cut, clean-up code may raise
+        except Exception as error:  # the function may raise any exception
+            if not self._cut:  # clean-up code may raise after a cut
                 self._fail(EngineError(f"{self.request.name}: generate() raised {one_line(error)}"), cause=error)
         finally:
             if self._end is None and not self._cut and self._failure is None and self._last is None:

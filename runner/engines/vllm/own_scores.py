@@ -65,7 +65,7 @@ class OwnScores:
         self._last = None
 
     async def take(self) -> bool:
-        """Score the ids with the current weights, unless the last scores are of them.
+        """Score the ids with the current weights, unless the last scores are of these weights.
 
         Returns:
             False if the engine refuses; it is then not tried again.
