@@ -78,6 +78,7 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
 
     Raises:
         BadOption: PEFT is not installed.
+        BadWeights: PEFT has no adapter on these layers.
     """
     import torch
 
@@ -94,7 +95,10 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(1)
-    adapted = peft.get_peft_model(model, config).eval()
+    try:
+        adapted = peft.get_peft_model(model, config).eval()
+    except ValueError as error:  # such as the output of a Mamba layer, which the layer's kernel reads by itself
+        raise BadWeights(f"PEFT has no adapter on {kind}: {error}") from error
     try:
         of_adapter = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         tensors = {name: tensor.clone() for name, tensor in of_adapter.items()}

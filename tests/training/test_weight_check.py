@@ -16,7 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from runner import BadModel, BadOption, ProofFigures, ProofTolerance, WeightProof
+from runner import BadModel, BadOption, BadWeights, ProofFigures, ProofTolerance, WeightProof
 from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.engines.proof_history import ProofHistory
@@ -221,6 +221,15 @@ def test_adapter_covers_one_kind_and_leaves_the_model_as_it_was(tiny_llama: Any)
     assert {name: tensor.equal(first[name]) for name, tensor in tiny_llama.state_dict().items()} == dict.fromkeys(
         first, True
     )
+
+
+def test_layer_that_peft_refuses_is_named() -> None:
+    """PEFT refuses adapters on a Mamba layer's output, whose weight the layer's kernel reads by itself."""
+    config = transformers.FalconH1Config(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=100)
+    model = random_model(tiny_config(config, vocabulary=100))
+    (kind,) = (kind for kind in linear_kinds(model) if kind.endswith("mamba.out_proj"))
+    with pytest.raises(BadWeights, match=r"PEFT has no adapter on .*mamba.out_proj: "), adapter_on(model, kind):
+        pass
 
 
 def test_adapters_without_peft_are_refused(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

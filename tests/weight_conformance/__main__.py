@@ -191,7 +191,7 @@ def main() -> None:
     todo = [case for case in chosen if options.again or not is_current(results.get(case.key))]
     with ThreadPoolExecutor(options.jobs) as jobs:
         list(jobs.map(play_one, () if options.page_only else todo))
-    PAGE.write_text(page(results), encoding="utf-8")
+    PAGE.write_text(page(results, [case.key for case in cases() if not case.gpu]), encoding="utf-8")
 
 
 if __name__ == "__main__":

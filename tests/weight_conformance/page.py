@@ -27,8 +27,14 @@ In none of both were the ids of turns across the update compared with the weight
 """
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """The generated page, docs/weight-conformance.md."""
+def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
+    """The generated page, docs/weight-conformance.md.
+
+    Args:
+        results: the results so far, by case.
+        cases: the names of all cases.
+    """
+    not_yet = [key for key in cases if key not in results]
     played = {key: result["rows"] for key, result in results.items() if "rows" in result}
     not_run = {key: result["not_run"] for key, result in results.items() if "not_run" in result}
     verdicts = Counter(row["verdict"] for rows in played.values() for row in rows)
@@ -61,6 +67,10 @@ def page(results: Mapping[str, Any]) -> str:
                 if result.get("failure")
             ),
             *(f"- {key}: {_short(why)}" for key, why in not_run.items()),
+            "",
+            "## Not played on a CPU yet",
+            "",
+            *([f"{len(not_yet)} of {len(cases)} cases: {'; '.join(not_yet)}."] if not_yet else ["None."]),
             "",
         ]
     )
