@@ -15,6 +15,8 @@ async def main(engine: Engine) -> list[tuple[str, list[float]]]:
         async for group in run.groups():
             # A failed episode has no reward; it is left out, it does not count as 0.
             rewards = [t.reward for t in group.trajectories if t.reward is not None]
+            if not rewards:
+                continue  # every episode failed
             mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
             advantages.append((group.task.id, [(reward - mean) / (spread + 1e-3) for reward in rewards]))
             print(group.task.id, "rewards", rewards)
