@@ -43,8 +43,11 @@ RENDERABLE = {
 }
 """Minimum number of templates that render a scenario after a short past."""
 
-MISSED = dict.fromkeys(Scenario, 0) | {Scenario.SYSTEM: 1}
-"""Maximum number of them that are refused in spite of a right bridge."""
+MISSED = dict.fromkeys(Scenario, 0) | {Scenario.SYSTEM: 2, Scenario.AFTER_ANSWER: 1, Scenario.AFTER_REASONING: 1}
+"""Maximum number of them that are refused in spite of a right bridge.
+
+SingGuard writes the whole conversation into one message, so the begin of a turn is not known.
+"""
 
 
 @pytest.fixture(scope="module")

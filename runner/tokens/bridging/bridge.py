@@ -184,12 +184,11 @@ class Bridger:
         return bool(tail.repeated) and any(self.tokenizer.decode([each]) in tail.repeated for each in self.stop_ids)
 
     def _ends_early(self, tail: Tail) -> bool:
-        """True if the template writes a stop before the last words of the turn, or if this is not known."""
+        """True if the template writes a stop before the last words of the turn, or may do so."""
         shape = tail.shape
         if not tail.local or shape not in self._early:
             stops = [self.tokenizer.decode([each]) for each in self.stop_ids]
-            own = tail.own_text
-            self._early[shape] = own is None or any(own.count(stop) > tail.words.count(stop) for stop in stops)
+            self._early[shape] = any(tail.own_text.count(stop) > tail.words.count(stop) for stop in stops)
         return self._early[shape]
 
     def _check_real(self, tail: Tail, real: str, text: str) -> None:

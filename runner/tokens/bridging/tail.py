@@ -22,6 +22,9 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Further", "Tail"]
 
+MIN_TURN_BEGIN_CHARS = 4
+"""Minimum length of a text by which the begin of turns is found."""
+
 
 class Further(enum.StrEnum):
     """Further renders that a tail may need. Each is the name of an attribute of `Tail`."""
@@ -159,8 +162,11 @@ class Tail:
         return f"{turn.get('reasoning_content') or ''}{turn['content']}"
 
     @cached_property
-    def own_text(self) -> str | None:
-        """The text of the turn before the sentinel, with the model's words; None if its beginning is unknown."""
+    def own_text(self) -> str:
+        """The text of the turn before the sentinel, with the model's words.
+
+        If the begin of the turn is not known, text before the turn is included.
+        """
         renderer, tools = self._renderer, self._answered.tools
         text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
         for asking in (True, False):
@@ -168,13 +174,16 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        # The template changes the past for the new messages, so the turn begins at the last generation prompt.
-        turns = sum(message["role"] == "assistant" for message in self._history)
+        # The template writes the past otherwise for the new messages. Each turn begins with the generation prompt, or
+        # with the first part of it: some ask for reasoning, which past turns do not have.
         with suppress(Unbridgeable):
             begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))
-            if begin and text.count(begin) == turns:
+            turns = sum(message["role"] == "assistant" for message in self._history)
+            while len(begin) > MIN_TURN_BEGIN_CHARS and text.count(begin) < turns:
+                begin = begin[:-1]
+            if begin and text.count(begin) == turns and begin not in self.words:
                 return text.rpartition(begin)[2]
-        return None
+        return text
 
     # --- where the new contents stand
 
