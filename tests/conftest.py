@@ -185,6 +185,8 @@ def _turn(item: pytest.Item) -> int:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("engine"):
         engine_starts.fork_engines(forks=not item.get_closest_marker("spawned"))
+    else:
+        engine_starts.end_forking()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Final
 
 from runner.engines.vllm.start import import_of_vllm
 
-__all__ = ["fork_engines"]
+__all__ = ["end_forking", "fork_engines"]
 
 PRELOADED: Final = [
     "vllm.v1.engine.core",
@@ -49,6 +50,11 @@ def fork_engines(*, forks: bool) -> None:
     if not isinstance(utils.get_mp_context, _ChosenContext):
         coordinator.get_mp_context = utils.get_mp_context = _ChosenContext(utils.get_mp_context)
     utils.get_mp_context.forks = forks
+
+
+def end_forking() -> None:
+    """End the process that forks: tests of other things look for processes that are left."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # private, and by itself it ends with this process
 
 
 class _ChosenContext:
