@@ -79,7 +79,9 @@ async def test_a_pattern_that_never_ends_fails_and_blocks_no_loop(monkeypatch: p
 
     async with anyio.create_task_group() as group:
         group.start_soon(count)
-        with pytest.raises(VerifierFailed, match=r"score=regex: the scorer was killed: it took over 1 s or too much memory"):
+        with pytest.raises(
+            VerifierFailed, match=r"score=regex: the scorer was killed: it took over 1 s or too much memory"
+        ):
             await scorer.score("a" * 60 + "b", Task("t", "?"))
         group.cancel_scope.cancel()
     assert turns > 10
