@@ -19,7 +19,7 @@ help:
 	@echo "make test-interop  data sets and games of other projects play, with the real packages"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof trains three times"
 	@echo "make bench   the benchmarks; prints figures"
-	@echo "make weight-conformance  new weights of 40 architectures, tiny; writes docs/weight-conformance.md"
+	@echo "make weight-conformance  new weights of 43 architectures, tiny; writes docs/weight-conformance.md"
 	@echo "make screenshots  the pictures of the pages in docs/images; needs Chromium"
 	@echo "make docs    guides and reference as a site, in build/docs"
 	@echo "make release build the wheel and the source archive in dist, and check them; uploads nothing"
