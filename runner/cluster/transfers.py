@@ -399,7 +399,8 @@ class FleetTransfers:
             try:
                 updates[handle] = await handle.process.send("receive_weights", version, proof)
             except (WorkerLost, DeltarunnerError) as error:
-                dead.extend([error] if isinstance(error, EngineDead) else [])
+                if isinstance(error, EngineDead):
+                    dead.append(error)
                 transfer_group.lose(handle, error)
             else:
                 took(handle)
@@ -415,7 +416,7 @@ class FleetTransfers:
             await self._part()
         if failure and not was_lost:
             raise EngineError(f"{self._shares(version)}: {failure}. The others are replaced.")
-        if proof is not None and len(dead) == len(handles):
+        if proof is not None and dead and len(dead) == len(handles):
             raise dead[0]
         return updates
 

@@ -44,9 +44,9 @@ async def _measure() -> list[Figure]:
     async with Run(AsyncSums(EPISODE_COUNT), engine, concurrency=Concurrency(episodes=EPISODE_COUNT)) as run:
         empty = _resident()
         with collector_settings():
-            # The run sets no event for it.
-            while len(run.in_flight) < EPISODE_COUNT or engine.stats().sampled_tokens < EPISODE_COUNT:  # noqa: ASYNC110
-                await anyio.sleep(0.1)  # no event is set
+            enough = EPISODE_COUNT
+            while len(run.in_flight) < enough or engine.stats().sampled_tokens < enough:  # noqa: ASYNC110  # no event is set
+                await anyio.sleep(0.1)
             gc.collect()
             kilobytes = (_resident() - empty) / EPISODE_COUNT / 1000
             tokens = _token_bytes(engine) / EPISODE_COUNT / 1000
