@@ -89,7 +89,7 @@ def play_pair(pair: Pair, wanted: int = 200) -> Tally:
     played = [
         (made, verdict, detail)
         for made, (verdict, detail, _) in zip(cases, judgements, strict=True)
-        if verdict not in (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE)
+        if verdict not in (Verdict.NOT_APPLICABLE, Verdict.NO_EXACT_BRIDGE)
     ][:wanted]
     return Tally(
         pair,

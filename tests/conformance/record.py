@@ -27,7 +27,7 @@ LETTERS = {
     Verdict.EXACT: "e",
     Verdict.WRONG: "W",
     Verdict.REFUSED: "r",
-    Verdict.NO_RIGHT_ONE: "n",
+    Verdict.NO_EXACT_BRIDGE: "n",
     Verdict.NOT_APPLICABLE: "-",
 }
 

@@ -30,21 +30,29 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[
         "",
         "Written by `python -m tests.conformance --write`; a test compares it with a fresh run.",
         "",
-        f"{templates} chat templates of public models, {capable} of them tool-capable, play {len(outcomes)} cases:",
-        "twelve scenarios after three kinds of past. Each is bridged twice, after the turn as the vocabulary writes it",
-        "and after the same text in other ids. What must come out is read off a full render of the real conversation.",
+        "A *bridge* is the text between two turns of the model: new messages, and the start of its next turn.",
+        "This page shows for which chat templates, and in which situations, the bridge is exactly the template's text.",
         "",
-        "- *renderable*: the template renders the case, shows the turn and every new message after it, and asks for",
-        "  an answer. Tool-capable: it shows a call's argument and then the result.",
-        "- *bridged*: ids and text equal the template's own tail after the sampled stop, or, where that does not stand",
-        "  there, after the template's own close. The rest of them are cut turns, which have no stop.",
-        "- *refused*: no bridge was made, and the missing property is named. *Wrong*: anything else.",
-        "- *no right one*: the template renders the case, but repeats the turn, hides a message, moves the tools or",
-        "  never asks, so that any bridge would be wrong; each is refused by name, and none counts as renderable.",
+        f"{templates} chat templates of public models are tested, {capable} of them tool-capable, in",
+        f"{len(outcomes)} cases: twelve scenarios, each after three kinds of earlier conversation. Each case is played",
+        "twice: with the turn tokenized by the vocabulary, and with the same text in other token ids. The expected",
+        "text is taken from a render of the whole conversation.",
+        "",
+        "- *renderable*: the template renders the case, writes the turn and then every new message, and asks for an",
+        "  answer. A template is tool-capable if it writes the argument of a call and, after it, the result.",
+        "- *bridged*: the ids and the text of the bridge equal what the template writes after the turn.",
+        "- *after the stop*: bridged, and the template writes the stop token that was sampled.",
+        "- *after the end of the turn*: bridged, and the template ends the turn with another text than the stop token.",
+        "  The remaining bridged cases are cut turns, which have no stop token.",
+        "- *refused*: no bridge was made, and the error names the missing property.",
+        "- *wrong*: anything else.",
+        "- *no exact bridge*: the template renders the case, but it repeats the turn, leaves out a message, moves the",
+        "  tools or does not ask for an answer. Every bridge would be wrong. All these cases are refused by name, and",
+        "  they do not count as renderable.",
         "",
         _shares(outcomes),
         "",
-        "## By scenario and past",
+        "## By scenario and earlier conversation",
         "",
         *_table("scenario", rows),
         "",
@@ -56,9 +64,9 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[
         "",
         *_names("refusal", (o for o in outcomes if o.verdict is Verdict.REFUSED)),
         "",
-        "## No right one, by reason",
+        "## No exact bridge, by reason",
         "",
-        *_names("reason", (o for o in outcomes if o.verdict is Verdict.NO_RIGHT_ONE)),
+        *_names("reason", (o for o in outcomes if o.verdict is Verdict.NO_EXACT_BRIDGE)),
         "",
         "## Not applicable, by reason",
         "",
@@ -86,12 +94,12 @@ def faults(outcomes: Iterable[Outcome], tallies: Iterable[Tally] = ()) -> list[s
 
 
 _COLUMNS: dict[str, Callable[[Outcome], bool]] = {
-    "renderable": lambda o: o.verdict not in (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE),
+    "renderable": lambda o: o.verdict not in (Verdict.NOT_APPLICABLE, Verdict.NO_EXACT_BRIDGE),
     "bridged": lambda o: o.verdict is Verdict.EXACT,
-    "on the stop": lambda o: o.verdict is Verdict.EXACT and o.detail == "stop",
-    "by the fallback": lambda o: o.verdict is Verdict.EXACT and o.detail == "common_prefix",
+    "after the stop": lambda o: o.verdict is Verdict.EXACT and o.detail == "stop",
+    "after the end of the turn": lambda o: o.verdict is Verdict.EXACT and o.detail == "common_prefix",
     "refused": lambda o: o.verdict is Verdict.REFUSED,
-    "no right one": lambda o: o.verdict is Verdict.NO_RIGHT_ONE,
+    "no exact bridge": lambda o: o.verdict is Verdict.NO_EXACT_BRIDGE,
     "wrong": lambda o: o.verdict is Verdict.WRONG,
 }
 
@@ -106,7 +114,7 @@ def _table(first: str, rows: Sequence[tuple[str, Sequence[Outcome]]]) -> list[st
 
 
 def _pairs(tallies: Sequence[Tally]) -> list[str]:
-    lines = [_line(["vocabulary", "template", "bridged", "by the fallback", "refused", "wrong"])]
+    lines = [_line(["vocabulary", "template", "bridged", "after the end of the turn", "refused", "wrong"])]
     lines.append(_line(["---", "---", *["---:"] * 4]))
     rows = [
         (sum(t.anchors.values()), t.anchors.get("common_prefix", 0), sum(t.refused.values()), len(t.wrong))
@@ -119,10 +127,10 @@ def _pairs(tallies: Sequence[Tally]) -> list[str]:
 def _shares(outcomes: Sequence[Outcome]) -> str:
     counts = Counter(o.verdict for o in outcomes if o.tools)
     bridged, right = counts[Verdict.EXACT], counts[Verdict.EXACT] + counts[Verdict.REFUSED] + counts[Verdict.WRONG]
-    share, whole = bridged / right, bridged / (right + counts[Verdict.NO_RIGHT_ONE])
+    share, whole = bridged / right, bridged / (right + counts[Verdict.NO_EXACT_BRIDGE])
     return (
-        f"Of the tool-capable templates' cases {share:.2%} of those that have a right bridge are bridged, "
-        f"and {whole:.2%} of all that render."
+        f"Of the cases of tool-capable templates that have an exact bridge, {share:.2%} are bridged. "
+        f"Of all their cases that render, {whole:.2%} are bridged."
     )
 
 

@@ -53,13 +53,15 @@ def section(rows: Sequence[Shown]) -> list[str]:
     fitted = sorted((row for row in rows if row.fitted), key=lambda row: row.name.lower())
     everything = sum(not row.unseen for row in rows)
     return [
-        f"The {len(rows)} templates that show tools are given some with {len(KINDS)} kinds of arguments, from `str` to",
-        "recursive models and schemas of MCP servers. *Shown* means that every field, value and type is in the prompt.",
-        f"{len(rows) - len(fitted)} show all of them as the schemas are written. {len(fitted)} do not, and are given",
-        "[what they can show](chat-templates.md#tools-as-a-template-can-show-them):",
-        f"with that {everything} of {len(rows)} show all of them.",
+        f"{len(rows)} templates show tools. Each renders tools with {len(KINDS)} kinds of arguments, from `str` to",
+        "recursive models and schemas of MCP servers. A kind is *shown* if all its fields, values and types are in the",
+        "prompt.",
+        f"{len(rows) - len(fitted)} templates show all kinds with the schemas as they are written. The other",
+        f"{len(fitted)}, in the table, do not. They get rewritten schemas,",
+        "[which they can show](chat-templates.md#tools-as-a-template-can-show-them).",
+        f"With these, {everything} of {len(rows)} templates show all kinds.",
         "",
-        "| template | as written | as it is given |",
+        "| template | schemas as written | schemas as given |",
         "| --- | ---: | ---: |",
         *(f"| {row.name} | {row.written} | {len(KINDS) - _kinds_unseen(row)} |" for row in fitted),
         "",

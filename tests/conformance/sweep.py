@@ -28,7 +28,7 @@ class Verdict(enum.StrEnum):
     EXACT = "exact"
     WRONG = "wrong"
     REFUSED = "refused"
-    NO_RIGHT_ONE = "no right one"
+    NO_EXACT_BRIDGE = "no exact bridge"
     NOT_APPLICABLE = "not applicable"
 
 
@@ -160,7 +160,7 @@ def _not_applicable(made: Case, why: NotApplicable, bridger: Bridger, vocabulary
     try:
         bridge = bridger.bridge(list(made.history), list(made.new), list(made.tools), sampled=sampled, stop=None)
     except Unbridgeable as refusal:
-        return Judgement(Verdict.NO_RIGHT_ONE, str(why), refusal.property.value)
+        return Judgement(Verdict.NO_EXACT_BRIDGE, str(why), refusal.property.value)
     return Judgement(Verdict.WRONG, f"{why}, got {vocabulary.decode(bridge.ids)!r}")
 
 

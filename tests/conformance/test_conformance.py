@@ -143,7 +143,7 @@ def test_a_scenario_is_bridged_for_all_but_a_few_templates(outcomes: list[Outcom
 
 @pytest.mark.whole
 def test_templates_with_tools_are_bridged_in_99_of_100_cases(outcomes: list[Outcome]) -> None:
-    unbridgeable = (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE)
+    unbridgeable = (Verdict.NOT_APPLICABLE, Verdict.NO_EXACT_BRIDGE)
     renderable = [o for o in outcomes if o.tools and o.verdict not in unbridgeable]
     bridged = [o for o in renderable if o.verdict is Verdict.EXACT]
     assert len(bridged) >= 0.99 * len(renderable)
@@ -182,7 +182,7 @@ def test_a_bridge_that_is_not_the_templates_is_called_wrong(monkeypatch: pytest.
     assert {o.verdict for o in play(named("Qwen-Qwen2.5-7B-Instruct"))} <= {
         Verdict.WRONG,
         Verdict.NOT_APPLICABLE,
-        Verdict.NO_RIGHT_ONE,
+        Verdict.NO_EXACT_BRIDGE,
     }
 
 

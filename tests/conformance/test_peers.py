@@ -141,5 +141,5 @@ def test_same_text_of_a_template_is_right_if_the_schema_allows_it(types: dict[st
     text = write_calls(form, [WrittenCall(said.name, said.arguments, "")])
     read = Read("", [Call("f", {"a": "5"}, None)])
     assert judge(form, Trial(Kind.SCHEMAS, "", text, (said,), "", schemas), lambda _: read) is fault
-    strayed = Trial(Kind.OPEN_ARGUMENT, "", text, (said,), "", schemas)
-    assert judge(form, strayed, lambda _: read) is (fault or Fault.AS_WRITTEN)
+    deviating = Trial(Kind.OPEN_ARGUMENT, "", text, (said,), "", schemas)
+    assert judge(form, deviating, lambda _: read) is (fault or Fault.AS_WRITTEN)

@@ -142,22 +142,26 @@ def page(rows: Sequence[Row]) -> str:
         "Written by `python -m tests.conformance --formats --write`; tests compare it with a fresh run.",
         "",
         f"{_count(rows, models)} show tools, calls and results.",
-        "The format of calls and reasoning is learnt from renders of each template, and checked with other words:",
-        "every type of value, awkward strings, names with signs, no arguments, several calls, content beside them.",
-        "The written text must be in the render, character for character.",
+        "deltarunner learns the format of calls and reasoning from renders of each template. It then checks the format",
+        "with other calls: every type of value, awkward strings, names with punctuation, no arguments, several calls,",
+        "and content beside calls. The text that the format writes must be in the render, character for character.",
+        "",
+        "- *exact*: all calls are read exactly, with any values.",
+        "- *limited*: calls are read exactly, but for the limits that are listed under [traits](#traits).",
+        "- *refused*: calls cannot be read. The error names the property that is missing.",
+        "- *enforced*: the model can be made to write a call (`tool_choice=\"required\"`).",
+        "- *strict*: the arguments follow the tool's schema also where the model chooses whether to call.",
+        "- *streamed*: calls are read the same if the text arrives in pieces.",
+        "- *reasoning*: the template marks reasoning.",
         "",
         f"{_count(usable, models)} can be used with tools.",
-        f"{_count([row for row in rows if row.enforced], models)} can enforce a required call.",
-        f"{_count([row for row in rows if row.strict], models)} can enforce schemas in voluntary calls.",
-        f"{_count([row for row in rows if row.streamed], models)} are read the same in pieces.",
-        "",
-        "- *exact*: calls are read exactly, with any values.",
-        "- *limited*: the same, except for its traits.",
-        "- *refused*: calls cannot be read; the unmet property is named.",
+        f"{_count([row for row in rows if row.enforced], models)} are *enforced*.",
+        f"{_count([row for row in rows if row.strict], models)} are *strict*.",
+        f"{_count([row for row in rows if row.streamed], models)} are *streamed*.",
         "",
         "## By family, templates / models",
         "",
-        *table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "thoughts"], [
+        *table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "reasoning"], [
             (family, *_counts([row for row in rows if entries[row.template].family == family], models))
             for family in families
         ] + [("all", *_counts(rows, models))]),
@@ -176,9 +180,9 @@ def page(rows: Sequence[Row]) -> str:
             for missing, _ in Counter(row.missing for row in rows if row.missing).most_common()
         ]),
         "",
-        "## Reasoning, by its marks",
+        "## Marks of reasoning",
         "",
-        *table(["opens", "closes", "who opens it", "templates / models"], [
+        *table(["opening mark", "closing mark", "written by", "templates / models"], [
             (*_cells(thought), _share([row for row in rows if row.thought == thought], models))
             for thought, _ in Counter(row.thought for row in rows if row.thought).most_common()
         ]),

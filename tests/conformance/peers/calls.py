@@ -19,7 +19,7 @@ from runner.parsing.learning.probe_renders import FormatProber, ProbeCall
 from runner.parsing.turn_format import CallFormat, TurnFormat
 from tests.conformance.corpus import Entry, control_tokens_of
 from tests.conformance.peers.cases import PLAIN, Kind, Trial, schemas_of, written
-from tests.conformance.peers.deviations import strayed
+from tests.conformance.peers.deviations import deviating
 from tests.conformance.peers.groups import Group, grouped, turn_of
 from tests.conformance.peers.judging import SLIGHT, CallsReader, judge
 from tests.conformance.sweep import spread
@@ -103,7 +103,7 @@ def play(group: Group) -> CallRow:
     form = turn.calls
     assert form is not None, "only formats that can be read are played"
     tokens = tuple(control_tokens_of(entry))
-    trials = [*written(_prober(entry, turn), form), *strayed(form, tokens)]
+    trials = [*written(_prober(entry, turn), form), *deviating(form, tokens)]
     plain = [_plain(form, said) for said in PLAIN]
     readers = {OURS: our_calls(turn, tokens), **_fit(form, plain, dict(vllm_calls(tokens)))}
     faults = {name: _faults(form, trials, reader) for name, reader in readers.items()}

@@ -1,4 +1,4 @@
-"""The ways in which models stray from what their template writes, each made for a format from its own pieces."""
+"""Text that deviates from a template as models do, made for each format from its own pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.parsing.notations import Json, Nested, Python, Raw
 from runner.parsing.turn_format import CallFormat, LiteralText, TaggedArguments, WholeArguments
 from tests.conformance.peers.cases import Kind, Trial, schemas_of
 
-__all__ = ["strayed"]
+__all__ = ["deviating"]
 
 FIRST: Final = ProbeCall("look_up", {"query": "first one", "limit": 3})
 SECOND: Final = ProbeCall("refresh", {"hard": True})
@@ -25,7 +25,7 @@ WORDS: Final = "I look it up."
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
+class Deviation:
     """A text of a model, and its meaning."""
 
     text: str
@@ -33,21 +33,22 @@ class Stray:
     content: str = ""
 
 
-Make: TypeAlias = Callable[[CallFormat], Stray | None]
+Make: TypeAlias = Callable[[CallFormat], Deviation | None]
 
 
-def strayed(form: CallFormat, tokens: Collection[str]) -> Iterator[Trial]:
+def deviating(form: CallFormat, tokens: Collection[str]) -> Iterator[Trial]:
     """The deviations that this format can have, in a vocabulary that has these control tokens."""
     for kind, make in DEVIATIONS.items():
         if kind is Kind.SPELT and form.trigger not in tokens:
             continue
         try:
-            stray = make(form)
+            deviation = make(form)
         except Unwritable:
             continue
-        if stray is not None:
-            schemas = schemas_of(stray.calls or [FIRST])
-            yield Trial(kind, kind.value, stray.text, stray.calls, stray.content, schemas, spelt=kind is Kind.SPELT)
+        if deviation is not None:
+            schemas = schemas_of(deviation.calls or [FIRST])
+            text, calls, content = deviation.text, deviation.calls, deviation.content
+            yield Trial(kind, kind.value, text, calls, content, schemas, spelt=kind is Kind.SPELT)
 
 
 def _calls(form: CallFormat) -> tuple[ProbeCall, ...]:
@@ -92,11 +93,11 @@ def _mapped(form: CallFormat, change: Callable[[str], str]) -> CallFormat:
     )
 
 
-def _relaid(form: CallFormat, change: Callable[[str], str]) -> Stray | None:
+def _relaid(form: CallFormat, change: Callable[[str], str]) -> Deviation | None:
     """The calls with other literals, where that makes a difference."""
     calls = _calls(form)
     text = _write(_mapped(form, change), calls)
-    return Stray(text, calls) if text != _write(form, calls) else None
+    return Deviation(text, calls) if text != _write(form, calls) else None
 
 
 def _squeezed(literal: str) -> str:
@@ -111,20 +112,20 @@ def _spread(literal: str) -> str:
 # --- what stands around calls
 
 
-def _words_before(form: CallFormat) -> Stray:
+def _words_before(form: CallFormat) -> Deviation:
     calls = _calls(form)
-    return Stray(f"{WORDS}\n{_write(form, calls)}", calls, WORDS)
+    return Deviation(f"{WORDS}\n{_write(form, calls)}", calls, WORDS)
 
 
-def _words_after(form: CallFormat) -> Stray:
+def _words_after(form: CallFormat) -> Deviation:
     calls = _calls(form)
-    return Stray(f"{_write(form, calls)}\n\n{WORDS}", calls, WORDS)
+    return Deviation(f"{_write(form, calls)}\n\n{WORDS}", calls, WORDS)
 
 
-def _words_between(form: CallFormat) -> Stray | None:
+def _words_between(form: CallFormat) -> Deviation | None:
     if not _each_by_itself(form):
         return None
-    return Stray(f"{_write(form, [FIRST])}\n{WORDS}\n{_write(form, [SECOND])}", (FIRST, SECOND), WORDS)
+    return Deviation(f"{_write(form, [FIRST])}\n{WORDS}\n{_write(form, [SECOND])}", (FIRST, SECOND), WORDS)
 
 
 def _each_by_itself(form: CallFormat) -> bool:
@@ -133,21 +134,21 @@ def _each_by_itself(form: CallFormat) -> bool:
     return form.between is not None and bool(form.trigger) and "".join(form.between.split()) == "".join(own.split())
 
 
-def _twice(form: CallFormat) -> Stray | None:
+def _twice(form: CallFormat) -> Deviation | None:
     if not form.trigger:
         return None
     calls = _calls(form)
-    return Stray(f"{form.trigger}\n{_write(form, calls)}", calls)
+    return Deviation(f"{form.trigger}\n{_write(form, calls)}", calls)
 
 
-def _unopened(form: CallFormat) -> Stray | None:
+def _unopened(form: CallFormat) -> Deviation | None:
     """Without the mark that begins calls, which is all of the opening or a part of it."""
     if not form.trigger:
         return None
-    return Stray(_write(form, [FIRST]).replace(form.trigger, "", 1).lstrip(), (FIRST,))
+    return Deviation(_write(form, [FIRST]).replace(form.trigger, "", 1).lstrip(), (FIRST,))
 
 
-def _open_call(form: CallFormat) -> Stray | None:
+def _open_call(form: CallFormat) -> Deviation | None:
     """Without all that closes the last call but what its arguments end with."""
     calls, close = _calls(form), form.close.strip()
     kept = ""
@@ -155,17 +156,17 @@ def _open_call(form: CallFormat) -> Stray | None:
         kept = CutPoints().split(close)[0] if close else ""
     if not form.trigger or close == kept:
         return None
-    return Stray(_write(form, calls).rstrip().removesuffix(close) + kept, calls)
+    return Deviation(_write(form, calls).rstrip().removesuffix(close) + kept, calls)
 
 
-def _open_section(form: CallFormat) -> Stray | None:
+def _open_section(form: CallFormat) -> Deviation | None:
     calls, post = _calls(form), form.post.strip()
     text = _write(form, calls).rstrip()
     rest = text.rpartition(post)[2] if post else ""
-    return Stray(text.removesuffix(rest), calls) if rest.strip() else None
+    return Deviation(text.removesuffix(rest), calls) if rest.strip() else None
 
 
-def _open_argument(form: CallFormat) -> Stray | None:
+def _open_argument(form: CallFormat) -> Deviation | None:
     if not isinstance(form.arguments, TaggedArguments):
         return None
     shared = CutPoints().common_prefix([form.arguments.separator, form.arguments.tail]).rstrip()
@@ -173,20 +174,20 @@ def _open_argument(form: CallFormat) -> Stray | None:
         return None
     separator = form.arguments.separator.removeprefix(shared)
     form = dataclasses.replace(form, arguments=dataclasses.replace(form.arguments, separator=separator))
-    return Stray(_write(form, [FIRST]), (FIRST,))
+    return Deviation(_write(form, [FIRST]), (FIRST,))
 
 
-def _sections(form: CallFormat) -> Stray | None:
+def _sections(form: CallFormat) -> Deviation | None:
     if form.between is None or not form.trigger or _each_by_itself(form):
         return None
-    return Stray(f"{_write(form, [FIRST])}\n{_write(form, [SECOND])}", (FIRST, SECOND))
+    return Deviation(f"{_write(form, [FIRST])}\n{_write(form, [SECOND])}", (FIRST, SECOND))
 
 
-def _mentioned(form: CallFormat) -> Stray | None:
+def _mentioned(form: CallFormat) -> Deviation | None:
     if not form.trigger.strip():
         return None
     words = f"A call is begun by {form.trigger.strip()} and by nothing else."
-    return Stray(words, (), words)
+    return Deviation(words, (), words)
 
 
 # --- JSON
@@ -220,13 +221,13 @@ class _Spelt:
 def _json(spell: Callable[[Any], str], *calls: ProbeCall) -> Make:
     """A deviation in which JSON is spelt otherwise."""
 
-    def make(form: CallFormat) -> Stray | None:
+    def make(form: CallFormat) -> Deviation | None:
         said = calls or _calls(form)
         respelt = [_respelt(form, each, number, spell) for number, each in enumerate(said)]
         if None in respelt or (len(said) > 1 and form.between is None):
             return None
         text = form.begin + (form.between or "").join(filter(None, respelt)) + form.close
-        return Stray(text, said) if text != _write(form, said) else None
+        return Deviation(text, said) if text != _write(form, said) else None
 
     return make
 
@@ -234,7 +235,7 @@ def _json(spell: Callable[[Any], str], *calls: ProbeCall) -> Make:
 def _object(change: Callable[[CallFormat, dict[str, Any]], Any], *calls: ProbeCall) -> Make:
     """A deviation in which the object of a call is another one."""
 
-    def make(form: CallFormat) -> Stray | None:
+    def make(form: CallFormat) -> Deviation | None:
         if form.container is None or not form.container.arguments or len(form.container.arguments) > 1:
             return None
         return _json(lambda value: _dumped(form, change(form, value)), *calls)(form)
@@ -279,31 +280,31 @@ def _is_list(form: CallFormat) -> bool:
     return form.container is not None and form.begin.rstrip().endswith("[") and form.close.lstrip().startswith("]")
 
 
-def _together(form: CallFormat) -> Stray | None:
+def _together(form: CallFormat) -> Deviation | None:
     if form.container is None or not _each_by_itself(form) or _is_list(form):
         return None
     between = dataclasses.replace(form, between="\n")
-    return Stray(_write(between, (FIRST, SECOND)), (FIRST, SECOND))
+    return Deviation(_write(between, (FIRST, SECOND)), (FIRST, SECOND))
 
 
-def _listed(form: CallFormat) -> Stray | None:
+def _listed(form: CallFormat) -> Deviation | None:
     if form.container is None or not _each_by_itself(form) or _is_list(form):
         return None
     listed = dataclasses.replace(form, begin=f"{form.begin}[", between=", ", close=f"]{form.close}")
-    return Stray(_write(listed, (FIRST, SECOND)), (FIRST, SECOND))
+    return Deviation(_write(listed, (FIRST, SECOND)), (FIRST, SECOND))
 
 
-def _unlisted(form: CallFormat) -> Stray | None:
+def _unlisted(form: CallFormat) -> Deviation | None:
     if not _is_list(form):
         return None
     begin, close = form.begin.rstrip().removesuffix("["), form.close.lstrip().removeprefix("]")
-    return Stray(_write(dataclasses.replace(form, begin=begin, close=close), [FIRST]), (FIRST,))
+    return Deviation(_write(dataclasses.replace(form, begin=begin, close=close), [FIRST]), (FIRST,))
 
 
 # --- the other words
 
 
-def _literals(form: CallFormat) -> Stray | None:
+def _literals(form: CallFormat) -> Deviation | None:
     """`True` where the format has `true`, in arguments that are not JSON."""
     arguments = form.arguments
     if isinstance(arguments, WholeArguments):
@@ -314,7 +315,7 @@ def _literals(form: CallFormat) -> Stray | None:
     other: Json | Python = Python() if style.notation.encode(True) == "true" else Json()
     styles: Mapping[Any, Any] = {**arguments.styles, "boolean": dataclasses.replace(style, notation=other)}
     form = dataclasses.replace(form, arguments=dataclasses.replace(arguments, styles=styles))
-    return Stray(_write(form, [SECOND]), (SECOND,))
+    return Deviation(_write(form, [SECOND]), (SECOND,))
 
 
 def _compact(value: Any) -> str:

@@ -53,14 +53,14 @@ class Fault(enum.StrEnum):
     MORE = "makes up a call"
     NAME = "reads another name"
     KEYS = "loses or makes up an argument"
-    NULL = "reads null as words"
+    NULL = "reads null as a string"
     TYPE = "reads a value of another type"
     CUT = "cuts a string"
     VALUE = "reads another value"
     CONTENT_LOST = "loses content"
     CONTENT_MORE = "leaves marks in the content"
     ID = "loses the id"
-    AS_WRITTEN = "reads what the template writes so"
+    AS_WRITTEN = "reads the other call that the template writes in this way"
 
 
 SLIGHT: Final = frozenset({Fault.CONTENT_LOST, Fault.CONTENT_MORE, Fault.ID, Fault.AS_WRITTEN})

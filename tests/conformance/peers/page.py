@@ -21,16 +21,16 @@ ABOUT: Final = Path(__file__).with_name("vllm.json")
 """vLLM's version, and the names of its parsers."""
 
 BETTER: Final[Mapping[Kind, str]] = {
-    Kind.UNOPENED: "by choice: the trigger makes a call, and without it nothing is silently a call",
-    Kind.MENTIONED: "by choice: a mark sampled as its own token, or one that is not a token, makes a call, which is "
-    "reported as unreadable; in letters it is content",
-    Kind.OPEN_ARGUMENT: "by the template: it writes one string with the rest in this way",
-    Kind.WORDS_AFTER: "by choice: without a trigger, text is a call only if the turn ends with it",
-    Kind.FENCED: "not tolerated: the model reads that no value begins there",
-    Kind.TOGETHER: "not tolerated: the model reads that the close is missing",
-    Kind.LISTED: "not tolerated: the model reads that a call must be an object",
-    Kind.UNLISTED: "not tolerated: the model reads how calls begin; without a trigger, it is content",
-    Kind.SQUEEZED: "not tolerated: the words of the trigger are written without the space between them",
+    Kind.UNOPENED: "by choice: only the opening mark makes a call",
+    Kind.MENTIONED: "by choice: an opening mark makes a call if it is one token, or if the vocabulary has no token for "
+    "it; the model is told that the call cannot be read. The same mark in several tokens is content",
+    Kind.OPEN_ARGUMENT: "the template writes a string that contains the rest in the same way",
+    Kind.WORDS_AFTER: "by choice: in a format without an opening mark, text is a call only if the turn ends with it",
+    Kind.FENCED: "an error for the model: no value begins there",
+    Kind.TOGETHER: "an error for the model: the closing mark is missing",
+    Kind.LISTED: "an error for the model: a call must be an object",
+    Kind.UNLISTED: "an error for the model: how calls begin; in a format without an opening mark, it is content",
+    Kind.SQUEEZED: "not read: the opening mark has a space in it, which is missing",
 }
 """The reason for our reading, for every kind in which a parser of vLLM's reads better what some format has."""
 
@@ -84,7 +84,7 @@ def page(calls: Sequence[CallRow], thoughts: Sequence[ThoughtRow]) -> str:
     """The generated page."""
     read, unread = ([row for row in calls if (row.best is None) is none] for none in (False, True))
     return "\n".join([
-        "# vLLM's tool parsers beside ours",
+        "# vLLM's tool parsers compared with deltarunner",
         "",
         "Written by `python -m tests.conformance --peers --write`; tests compare it with a fresh run.",
         "",
@@ -96,91 +96,109 @@ def page(calls: Sequence[CallRow], thoughts: Sequence[ThoughtRow]) -> str:
         "",
         "## Kind by kind",
         "",
-        "Ours beside the best of vLLM's parsers for each format that one of them reads: how many trials each had",
-        "wrong, and in how many the other one was better.",
+        "For each format that at least one of vLLM's parsers reads, deltarunner is compared with the best of them: in",
+        "how many trials each reads wrong, and in how many one is better than the other.",
         "",
-        "As templates write:",
+        "Text as templates write it:",
         "",
         *table(_KINDS, _kinds(read, as_written=True)),
         "",
-        "As models stray:",
+        "Text that deviates from the template:",
         "",
         *table(_KINDS, _kinds(read, as_written=False)),
         "",
         "## Where a parser of vLLM's is better",
         "",
-        "In any format, with any of its parsers. `llama3_json` reads every JSON object of a text as a call, even in an",
-        "answer.",
+        "Each kind of trial in which some parser of vLLM's reads a format better. `llama3_json` reads every JSON",
+        "object as a call, also in an answer.",
         "",
-        *table(("kind", "parsers, with their formats", "ours"), _better(calls)),
+        *table(("kind", "parsers, each with its number of formats", "why deltarunner differs"), _better(calls)),
         "",
         "## Format by format",
         "",
-        "The template of most models stands for all that write alike. The best parser comes first; of what is right of",
-        "all, ours stands above and the best parser's below. Then who is right where they differ, and what the other",
-        "one does.",
+        "Templates with the same format are one row, under the template that most models have. The best parser of",
+        "vLLM's comes first. A cell with two lines counts the right readings: first deltarunner's, then those of the",
+        "best parser. The last two columns name the trials in which only one is right, and what the other one does.",
         "",
         *table(_FORMATS, map(_format, read)),
         "",
-        "## Read by no parser that was tried",
+        "## Formats that no tested parser reads",
         "",
-        "gpt-oss and Command have parsers among those that were not.",
+        "vLLM has parsers for gpt-oss and Command, but they were not tested.",
         "",
-        *table(("template", "templates / models", "one call", "as written", "strayed"), map(_unread, unread)),
+        *table(("template", "templates / models", "one call", "as written", "deviating"), map(_unread, unread)),
         "",
         "## Parser by parser",
         "",
-        "Share of right readings, over the formats of which it reads a plain call.",
+        "The right readings of each parser, in the formats of which it reads a plain call.",
         "",
-        *table(("parser", "formats", "the best for", "as written", "strayed", "wrong as written"), _parsers(calls)),
+        *table(_PARSERS, _parsers(calls)),
         "",
-        "## Thoughts",
+        "## Reasoning",
         "",
-        f"Both parsers find the end of a thought for the {len(thoughts)} ways in which templates mark it, gpt-oss left",
-        "out: turns with a thought and an answer, with one of them, cut, and with the marks in prose. Each of vLLM's",
-        "parsers was tried with the options that ask a template for thoughts, and without; the better counts.",
+        f"Templates mark reasoning in {len(thoughts)} ways, gpt-oss left out. The trials of each are turns with",
+        "reasoning and an answer, with only one of them, cut turns, and turns with the marks in ordinary text. Each of",
+        "vLLM's parsers was tested with and without the options that ask a template for reasoning. The better result",
+        "counts.",
         "",
         *table(_THOUGHTS, map(_thought, thoughts)),
         "",
     ])  # fmt: skip
 
 
-_KINDS: Final = ("kind", "trials", "ours wrong", "theirs wrong", "ours better", "theirs better", "what is wrong there")
+_KINDS: Final = (
+    "kind",
+    "trials",
+    "deltarunner wrong",
+    "vLLM wrong",
+    "deltarunner better",
+    "vLLM better",
+    "faults of the worse one",
+)
 _FORMATS: Final = (
     "template",
     "templates / models",
     "parsers",
     "as written",
-    "strayed",
-    "ours is right",
-    "theirs is right",
+    "deviating",
+    "only deltarunner is right",
+    "only vLLM is right",
 )
-_THOUGHTS: Final = ("a thought", "templates / models", "ours wrong", "parsers, the best first", "it has wrong", "which")
+_PARSERS: Final = ("parser", "formats", "best of vLLM in", "as written", "deviating", "wrong in text as written")
+_THOUGHTS: Final = (
+    "marks of reasoning",
+    "templates / models",
+    "deltarunner wrong",
+    "vLLM's parsers, the best first",
+    "the best wrong",
+    "which",
+)
 
 
 def _introduction(calls: Sequence[CallRow]) -> list[str]:
     about = json.loads(ABOUT.read_text(encoding="utf-8"))
     tried = sum(len(names.split(", ")) for names in about["tool_parsers"])
     return [
-        "vLLM reads tool calls with a parser that is chosen by name. Here the format of calls is learnt from the",
-        f"chat template. The {len(calls)} distinct formats of {_share(calls)} were read by both,",
-        f"with vLLM {about['vllm']}.",
+        "vLLM reads tool calls with a parser that the user chooses by name. deltarunner learns the format of calls",
+        f"from the chat template. Both read the {len(calls)} distinct formats of {_share(calls)}.",
+        f"The version of vLLM is {about['vllm']}.",
         "",
-        "- *as written*: every case of the check of learnt formats, some more about schemas and",
-        "  ids, and answers without a call. The text is the template's own.",
-        "- *strayed*: known deviations of models from their template, as far as a format can have them. Each one",
-        "  counts once, however frequent it is.",
-        "- A reading is right if it has **the original call**: names, arguments with their types, the exact content;",
-        "  or if the template writes the same text for what was read, and the schemas allow it. The tools' schemas",
-        "  have a type for every argument. If both are wrong, the one with the right calls is better.",
-        "- Parsers are called like in vLLM's server, for a complete turn, with a vocabulary of bytes and the control",
-        f"  tokens of the template. Each of {tried} that reads one plain call right was given everything, and the best",
-        "  is the one with the fewest faults.",
+        "- *as written*: text that the template itself writes. It includes all cases with which deltarunner checks a",
+        "  learnt format, some more about schemas and call ids, and answers without a call.",
+        "- *deviating*: known ways in which models deviate from their template, where the format can have them. Each",
+        "  way counts once, however often models do it.",
+        "- A reading is *right* if it returns the original call: names, arguments with their types, and the exact",
+        "  content. It is also right if the template writes the same text for the call that was read and the schemas",
+        "  allow that call. The tools' schemas have a type for every argument.",
+        "- If both readings are wrong, the one with the right calls is better.",
+        "- Parsers are called as in vLLM's server, for a complete turn. The vocabulary has all bytes and the control",
+        f"  tokens of the template. {tried} parsers were tested. A parser that reads one plain call of a format",
+        "  gets all trials of that format. The best parser is the one with the fewest faults.",
         "",
-        "Not tried:",
+        "Not tested:",
         "",
         *(f"- `{name}` {why}" for name, why in NOT_TRIED.items() if name in about["registered"]),
-        *(f"- `{name}` for thoughts: needs tokens that no template here has" for name in about["unfit"]),
+        *(f"- `{name}` for reasoning: needs tokens that no template here has" for name in about["unfit"]),
     ]
 
 
@@ -192,16 +210,16 @@ def _in_short(calls: Sequence[CallRow], read: Sequence[CallRow], unread: Sequenc
         groups = ([row for row, many in zip(read, more, strict=True) if sign(many)] for sign in _SIGNS)
         return what, *map(_formats, groups)
 
-    written, strayed = (_of_all(calls, OURS, as_written=as_written) for as_written in (True, False))
+    written, deviating = (_of_all(calls, OURS, as_written=as_written) for as_written in (True, False))
     return [
-        f"{_formats(unread)} are read by no parser that was tried. Of the others the best parser of vLLM's has",
+        f"No tested parser reads {_formats(unread)}. In the other formats, the best parser of vLLM's has",
         "",
         *table(
-            ("", "more wrong than ours", "as many", "fewer"),
-            [compared("as written", as_written=True), compared("strayed", as_written=False)],
+            ("", "more faults than deltarunner", "as many", "fewer"),
+            [compared("as written", as_written=True), compared("deviating", as_written=False)],
         ),
         "",
-        f"Ours reads {written} right as templates write them, and {strayed} that strayed.",
+        f"deltarunner reads {written} trials right as templates write them, and {deviating} that deviate.",
     ]
 
 
@@ -225,14 +243,17 @@ def _kinds(rows: Sequence[CallRow], *, as_written: bool) -> Iterator[Sequence[ob
             len(ours),
             len(theirs),
         )
-        counts = (_counted("theirs", [case.theirs for case in ours]), _counted("ours", [case.ours for case in theirs]))
+        counts = (
+            _counted("vLLM", [case.theirs for case in ours]),
+            _counted("deltarunner", [case.ours for case in theirs]),
+        )
         yield kind, trials, *(number or "" for number in numbers), "; ".join(filter(None, counts))
 
 
 def _counted(whose: str, faults: Sequence[Fault | None]) -> str:
     """The readers of these faults, and the number of each."""
     counted = ", ".join(f"{fault} {number}" for fault, number in Counter(faults).most_common())
-    return f"{whose} {counted}" if faults else ""
+    return f"{whose}: {counted}" if faults else ""
 
 
 def _better(calls: Sequence[CallRow]) -> Iterator[Sequence[object]]:

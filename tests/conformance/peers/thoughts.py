@@ -31,10 +31,10 @@ class Miss(enum.StrEnum):
     """The fault of a split."""
 
     RAISES = "raises"
-    THOUGHT_LOST = "drops the thought"
-    THOUGHT_SAID = "takes the thought for content"
+    THOUGHT_LOST = "drops the reasoning"
+    THOUGHT_SAID = "takes reasoning for content"
     CONTENT_LOST = "drops content"
-    CONTENT_THOUGHT = "takes content for thought"
+    CONTENT_THOUGHT = "takes content for reasoning"
     OTHER = "leaves or drops marks"
 
 
@@ -116,31 +116,31 @@ def _content_open(form: TurnFormat) -> str:
 
 
 def turns(form: TurnFormat) -> Iterator[Turn]:
-    """Turns of the format, and some in which models stray."""
+    """Turns of the format, and some that deviate from it."""
     thought = form.reasoning
     assert thought is not None
     opened, close, said = thought.opened_by_prompt, thought.close, _content_open(form)
     opening = "" if opened else f"{thought.open}\n"
     two = "First this.\n\nThen that."
-    yield Turn("a thought and an answer", f"{opening}Well.\n{close}\n\n{said}Yes.", "Well.", "Yes.")
+    yield Turn("reasoning and an answer", f"{opening}Well.\n{close}\n\n{said}Yes.", "Well.", "Yes.")
     yield Turn("paragraphs", f"{opening}{two}\n{close}\n\n{said}{two}", two, two)
-    yield Turn("an empty thought", f"{opening}\n{close}\n\n{said}Yes.", "", "Yes.")
-    yield Turn("a thought without an answer", f"{opening}Well.\n{close}", "Well.", "")
+    yield Turn("empty reasoning", f"{opening}\n{close}\n\n{said}Yes.", "", "Yes.")
+    yield Turn("reasoning without an answer", f"{opening}Well.\n{close}", "Well.", "")
     again = f"A thought ends with {close} here."
-    yield Turn("the close in the answer", f"{opening}Well.\n{close}\n\n{said}{again}", "Well.", again)
+    yield Turn("the closing mark in the answer", f"{opening}Well.\n{close}\n\n{said}{again}", "Well.", again)
     if thought.open:
         within = f"A thought begins with {thought.open} here."
-        yield Turn("the opening in the thought", f"{opening}{within}\n{close}\n\n{said}Yes.", within, "Yes.")
+        yield Turn("the opening mark in the reasoning", f"{opening}{within}\n{close}\n\n{said}Yes.", within, "Yes.")
     if thought.open or opened:
-        yield Turn("a thought that is cut", f"{opening}Well, it", "Well, it", "")
+        yield Turn("reasoning that is cut", f"{opening}Well, it", "Well, it", "")
     if opened and thought.open:
-        yield Turn("opened again", f"{thought.open}\nWell.\n{close}\n\n{said}Yes.", "Well.", "Yes.")
+        yield Turn("the opening mark again", f"{thought.open}\nWell.\n{close}\n\n{said}Yes.", "Well.", "Yes.")
     if not opened:
         yield Turn("an answer alone", f"{said}Yes.", "", "Yes.")
-        yield Turn("a close that nothing opened", f"{close}\n\n{said}Yes.", "", "Yes.")
+        yield Turn("a closing mark without an opening one", f"{close}\n\n{said}Yes.", "", "Yes.")
         if thought.open:
             prose = f"A thought begins with {thought.open} here."
-            yield Turn("the opening in the answer", f"{said}{prose}", "", prose)
+            yield Turn("the opening mark in the answer", f"{said}{prose}", "", prose)
 
 
 def play(group: Group) -> ThoughtRow:
