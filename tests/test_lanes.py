@@ -137,6 +137,7 @@ def test_exit():
 """
 
 
+@pytest.mark.whole
 def test_a_process_that_ends_says_where_and_nothing_of_ours_ends_it(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

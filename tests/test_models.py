@@ -128,6 +128,7 @@ def test_unwritable_environment_falls_back_to_the_users_cache(monkeypatch: pytes
     assert demo_model() == kept
 
 
+@pytest.mark.whole
 def test_a_conversion_that_fails_leaves_no_folder_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"no model")

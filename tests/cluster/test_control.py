@@ -180,7 +180,7 @@ def test_worker_that_waits_for_turns_is_never_late() -> None:
     VirtualClock().run(run)
 
 
-@pytest.mark.parametrize("joiners", [1, 6])
+@pytest.mark.parametrize("joiners", [pytest.param(1, marks=pytest.mark.whole), 6])
 def test_workers_catch_up_in_parallel_and_updates_do_not_wait(joiners: int) -> None:
     async def run() -> None:
         async with fleet((1, joiners + 1)) as (engine, launcher), engine:

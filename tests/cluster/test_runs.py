@@ -181,7 +181,7 @@ def test_episode_that_kills_its_workers_is_given_up_by_name() -> None:
     VirtualClock().run(run)
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.cases_in_turns(9)
 @pytest.mark.parametrize(
     ("workers", "places", "tasks", "group_size", "poison"),
     [

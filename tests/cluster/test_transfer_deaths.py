@@ -96,6 +96,7 @@ def test_hanging_worker_is_ended_after_the_grace_of_a_lost_one(at: str) -> None:
     by_virtual_time(run)
 
 
+@pytest.mark.whole
 def test_broadcast_that_hangs_in_the_trainer_is_sent_again() -> None:
     async def run() -> None:
         source = Parts(hangs=True)

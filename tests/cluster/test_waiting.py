@@ -67,7 +67,7 @@ def test_fleet_without_a_machine_ends_after_stall_seconds() -> None:
     VirtualClock().run(run)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_late_start_of_an_engine_may_take_as_long_as_the_first(workers: int) -> None:
     async def run() -> None:
         assert await play_on(workers, 600, 2000) == 60

@@ -166,6 +166,6 @@ ENGINES: dict[str, Any] = {
     "remote, a real one": pytest.param(
         remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.in_turns("unusual engines", 7, unit="remote")]
     ),
-    "vllm, external": pytest.param(external_vllm, marks=pytest.mark.engine("float32_engine")),
+    "vllm, external": pytest.param(external_vllm, marks=[pytest.mark.engine("float32_engine"), pytest.mark.whole]),
     "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),
 }

@@ -65,6 +65,7 @@ async def test_a_worker_that_keeps_its_old_weights_is_dismissed_by_name() -> Non
         assert "does not hold" in lost
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("kind", ["folder", *KINDS])
 async def test_fleet_ends_if_no_worker_passes_the_proof(kind: str) -> None:
     """Its successors would get the same weights, and die of the same proof."""
@@ -117,7 +118,7 @@ async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
         assert {each.version for each in engine.workers()} == {"1"}
 
 
-@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("updates", [pytest.param(False, marks=pytest.mark.whole), True])
 async def test_worker_that_joins_later_has_the_first_proof(updates: bool) -> None:
     """Its tolerance follows from its own weights at its start, as that of the others."""
     model, noise = Model(), [0.02, -0.02]

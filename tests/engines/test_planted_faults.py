@@ -27,7 +27,7 @@ def test_thirty_faults_are_planted() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("fault", sweeps.part(NAMES, 15))
+@pytest.mark.parametrize("fault", sweeps.part(NAMES, 30))
 def test_update_with_a_planted_fault_is_ended_by_its_proof(
     fault: str, float32_engine: PooledEngine, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

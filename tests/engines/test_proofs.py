@@ -416,6 +416,7 @@ def test_proof_waits_for_the_cache_of_the_real_engine(
     float32_engine.home.call(main)
 
 
+@pytest.mark.whole
 @pytest.mark.engine
 def test_a_turn_that_is_left_while_a_proof_is_scored_leaves_nothing(
     float32_engine: PooledEngine, hugging_face_model: Any

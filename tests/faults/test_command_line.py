@@ -92,7 +92,7 @@ def test_overlong_prompt_fails_alone_and_names_the_task(folder: Path) -> None:
     assert bad.error == "endless#0: 6019 ids do not fit the context of 2000"
 
 
-@pytest.mark.parametrize("what", ["another configuration", "a newer version"])
+@pytest.mark.parametrize("what", ["another configuration", pytest.param("a newer version", marks=pytest.mark.whole)])
 def test_a_run_file_that_does_not_fit_is_refused_and_left_as_it_is(folder: Path, what: str) -> None:
     file = folder / "run.db"
     assert deltarunner(folder, "run", "mine.py:Greeting", "--file", "run.db").returncode == 0

@@ -24,7 +24,7 @@ async def played(environment: Environment[Any], file: Path, **options: Any) -> d
     return stored(file)
 
 
-@pytest.mark.parametrize("environment", [Crowd, Rollouts])
+@pytest.mark.parametrize("environment", [pytest.param(Crowd, marks=pytest.mark.whole), Rollouts])
 async def test_results_are_identical_at_concurrency_1_8_and_64(tmp_path: Path, environment: type[Crowd]) -> None:
     narrow = await played(environment(), tmp_path / "1.db", concurrency=Concurrency(episodes=1, threads=1))
     assert len(narrow) == 24 * GROUP_SIZE * 3, "three agents in each episode"

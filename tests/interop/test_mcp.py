@@ -109,6 +109,7 @@ async def test_equal_names_are_refused_or_get_a_prefix(url: str) -> None:
     assert results(trajectory)[0] == "2"
 
 
+@pytest.mark.whole
 async def test_each_episode_has_a_connection_of_its_own_by_default() -> None:
     trajectories = await played([[call("count")], "done"], rows=ROWS, one_connection=False)
     assert [results(each) for each in trajectories] == [["1"]] * 3

@@ -229,6 +229,7 @@ async def test_an_episode_with_tools_is_played_and_verified(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 async def test_run_is_resumed_only_with_the_same_reader(tmp_path: Path) -> None:
     path = tmp_path / "run.db"

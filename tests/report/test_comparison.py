@@ -91,7 +91,7 @@ def test_clustered_differences_agree_with_statsmodels() -> None:
         assert (difference, error) == pytest.approx((case["difference"], case["error"]), rel=1e-9)
 
 
-@pytest.mark.parametrize("tasks", [12, 40])
+@pytest.mark.parametrize("tasks", [12, pytest.param(40, marks=pytest.mark.whole)])
 def test_interval_covers_the_truth_on_clustered_data(tasks: int) -> None:
     draw = random.Random(tasks)
     covered, rounds = 0, 2_000
@@ -129,6 +129,7 @@ def test_interval_of_one_run_covers_the_truth_on_clustered_data(tasks: int) -> N
     assert 0.93 <= covered / rounds <= 0.97
 
 
+@pytest.mark.whole
 def test_further_tasks_decide_as_often_as_promised() -> None:
     draw = random.Random(3)
     pilot = paired_difference("reward", [(0.0, draw.gauss(0.2, 1)) for _ in range(30)])

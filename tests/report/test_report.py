@@ -199,6 +199,7 @@ async def test_failed_tools_are_counted_and_shown(tmp_path: Path) -> None:
     assert "3, 2 of them failed" in CliRunner().invoke(app, ["show", str(file)]).output
 
 
+@pytest.mark.whole
 async def test_thousand_short_episodes_fit_in_three_megabytes(tmp_path: Path) -> None:
     path = await store(tmp_path / "many.db", [played(f"task{number}", turns=4) for number in range(1_000)])
     assert len(report(path).read_bytes()) < 3_000_000

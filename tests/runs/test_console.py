@@ -113,6 +113,7 @@ except KeyboardInterrupt:
         assert set(stored.outcomes()) == {Outcome.COMPLETED}
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize(
     "arguments",
     [

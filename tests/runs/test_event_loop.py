@@ -121,6 +121,7 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("nothing_frozen")
 def test_collector_is_tuned_while_playing_and_restored() -> None:
     seen = set()
@@ -321,6 +322,7 @@ HANGING = """
 """
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize(
     ("script", "code"),
     [

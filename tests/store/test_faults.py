@@ -45,7 +45,7 @@ def kill_after(process: subprocess.Popen[bytes], lines: int) -> list[int]:
     return [int(line) for line in announced if line.endswith(b"\n")]
 
 
-@pytest.mark.parametrize("at_once", [1, 32])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.whole), 32])
 def test_kill_9_loses_no_announced_episode(tmp_path: Path, at_once: int) -> None:
     path, episodes = tmp_path / "run.db", sweeps.times(3000, 1000)
     dice = random.Random(at_once)

@@ -302,7 +302,7 @@ on_event_loop(announce, Path(sys.argv[1]))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="there is no quota here")
-@pytest.mark.parametrize("size", [450_000, 700_000])
+@pytest.mark.parametrize("size", [450_000, pytest.param(700_000, marks=pytest.mark.whole)])
 def test_summary_follows_the_rows_after_a_full_disk(tmp_path: Path, size: int) -> None:
     file = tmp_path / "run.db"
     anyio.run(until_some_are_there, file)

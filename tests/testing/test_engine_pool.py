@@ -173,6 +173,7 @@ def test_one_of_several_workers_starts_models(pytester: pytest.Pytester) -> None
     run_apart(pytester, EACH, *TWO_WORKERS, "--dist", "loadfile", conftest=STAND_IN).assert_outcomes(passed=4)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("few_plugins")
 def test_second_worker_that_starts_a_model_fails_with_advice(pytester: pytest.Pytester) -> None:
     result = run_apart(pytester, EACH, *TWO_WORKERS, conftest=STAND_IN)

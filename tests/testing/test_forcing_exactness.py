@@ -76,6 +76,7 @@ TOLERANCE_NATS = 1e-3  # the two implementations were seen to differ by 4e-5
 Teacher = Callable[[Sequence[int]], list[float]]
 
 
+@pytest.mark.whole
 async def test_the_example_of_the_page_passes(forcible: VllmEngine) -> None:
     assert forcible.stop_ids == (STOP,)
     await NAMES["test_a_call_in_unusual_pieces_is_run"](forcible)

@@ -66,6 +66,7 @@ async def test_the_wrong_door():
     result.stdout.fnmatch_lines(["*play() is for a plain*write `await play_async(...)` here."])
 
 
+@pytest.mark.whole
 def test_plugin_works_in_xdist_workers(pytester: pytest.Pytester) -> None:
     again = "".join(ONE.replace("test_one", f"test_{number}") for number in range(4))
     run_apart(pytester, again, "-n", "2").assert_outcomes(passed=4)

@@ -191,6 +191,7 @@ def test_words_after_the_stop_of_a_late_message_prevent_a_bridge(count: int) -> 
     assert not _exact(seen)
 
 
+@pytest.mark.whole
 def test_many_of_the_drawn_conversations_get_a_bridge() -> None:
     # Else the test above would hold of anything.
     seen: Counter[str] = Counter()

@@ -53,7 +53,7 @@ def test_the_tool_capable_templates_are_354() -> None:
     assert len(ENTRIES) == 354
 
 
-@pytest.mark.parametrize("entry", sweeps.part(ENTRIES, 120), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", sweeps.part(ENTRIES, 354), ids=lambda entry: entry.name)
 def test_right_traces_of_a_template_have_no_finding(entry: Entry, tmp_path: Path) -> None:
     pairs = list(talks(entry))
     assert pairs

@@ -106,7 +106,7 @@ def assert_exact_under_masks(found: Difference) -> None:
     assert np.abs(found.unmasked[~constrained]).max(initial=0) < TOLERANCE_NATS
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_calculator_logprobs_equal_the_trainers(float32_engine: Any, compare: Compare, temperature: float) -> None:
     episodes = play_many(
@@ -231,6 +231,7 @@ def asked(engine: Any, name: str, constraint: Constraint, sampling: Sampling, **
     return GenerationRequest(name=name, prompt=question, sampling=settings, constraint=constraint, **fields)
 
 
+@pytest.mark.whole
 def test_grammar_logprobs_equal_the_trainers_in_any_batch(float32_engine: Any, compare: Compare) -> None:
     requests = [
         asked(

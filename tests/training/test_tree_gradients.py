@@ -176,6 +176,7 @@ def answers(folder: Path) -> Rows:
     return [row(prompt + tokenizer.encode(text, add_special_tokens=False).ids, len(prompt), random) for text in said]
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_the_demo_model_sees_the_tree_of_eight_answers(small_model_folder: Path) -> None:
     rows = answers(small_model_folder)

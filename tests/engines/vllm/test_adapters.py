@@ -205,6 +205,7 @@ def test_new_version_of_a_name_never_uses_old_caches(
     assert [home.lag(f"{base}+{each}") for each in (label, newer)] == [1, 0]
 
 
+@pytest.mark.whole
 def test_evicted_adapters_are_read_again_from_copies(
     home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
@@ -326,6 +327,7 @@ def spans(trajectory: Trajectory) -> list[Any]:
     return [span for segment in trajectory.segments for span in segment.log.versions]
 
 
+@pytest.mark.whole
 @pytest.mark.anyio
 async def test_engine_without_adapters_names_the_argument(engine: VllmEngine, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config()))

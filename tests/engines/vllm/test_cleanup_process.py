@@ -112,7 +112,7 @@ def kill_all(owner: int) -> list[psutil.Process]:
     return processes
 
 
-@pytest.mark.parametrize("state", ["it starts", "it runs"])
+@pytest.mark.parametrize("state", [pytest.param("it starts", marks=pytest.mark.whole), "it runs"])
 def test_killed_engine_leaves_nothing_and_others_are_untouched(folder: Path, state: str) -> None:
     with owner_of(folder, state) as (owner, (memory, of_another)):
         (cleanup,) = cleanup_processes(folder)
@@ -150,6 +150,7 @@ def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path)
         assert not folder.exists()
 
 
+@pytest.mark.whole
 def test_shared_memory_in_use_by_another_process_is_kept(folder: Path) -> None:
     with owner_of(folder) as (owner, (memory, _)):
         (cleanup,) = cleanup_processes(folder)
@@ -160,6 +161,7 @@ def test_shared_memory_in_use_by_another_process_is_kept(folder: Path) -> None:
         assert not folder.exists()
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(os.fsencode("\udcff") != b"\xff", reason="file names of this system are not bytes")
 def test_names_of_any_bytes_do_not_end_a_keeper(tmp_path: Path) -> None:
     folder = tmp_path / "of an engine \udcff"
@@ -228,6 +230,7 @@ def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
     assert not memory.exists()
 
 
+@pytest.mark.whole
 def test_dismissed_cleanup_process_keeps_the_folder(folder: Path) -> None:
     with owner_of(folder) as (owner, _):
         assert owner.stdin is not None

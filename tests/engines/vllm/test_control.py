@@ -117,6 +117,7 @@ def test_only_worker_is_inside_the_core_of_a_later_engine_too(on_engine: Any) ->
     on_engine(scenario)
 
 
+@pytest.mark.whole
 def test_keep_changes_no_id_even_after_a_cache_reset(on_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         prompts = [range(start, start + 100) for start in (1000, 2000, 3000)]

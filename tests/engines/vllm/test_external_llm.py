@@ -148,6 +148,7 @@ async def _read(engine: Engine, request: GenerationRequest) -> AsyncIterator[Del
             yield delta
 
 
+@pytest.mark.whole
 @pytest.mark.engine("float32_engine")
 def test_two_engines_over_one_llm_are_independent(float32_engine: PooledEngine) -> None:
     owner: Any = float32_engine.inner
@@ -231,6 +232,7 @@ async def test_seed_samples_equal_ids_as_the_owners_generate(owners_llm: Any) ->
         assert {delta.logprobs for delta in cooler} == {None}
 
 
+@pytest.mark.whole
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
@@ -271,6 +273,7 @@ async def test_controls_that_belong_to_the_owner_are_refused(owners_llm: Any) ->
         assert len(ids_of([delta async for delta in _read(engine, asked())])) == 24
 
 
+@pytest.mark.whole
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart

@@ -16,10 +16,10 @@ run(Calculator(questions=2), VllmEngine("smollm2-135m"))
 """
 
 
+@pytest.mark.whole
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.usefixtures("demo_model_folder")
-@pytest.mark.in_turns("starts and ends", 11)
 def test_script_without_a_main_guard_is_asked_to_add_one(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(SCRIPT)
