@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import inspect
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -29,6 +31,11 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.version import installed_version
 
 __all__ = ["check_resumable", "describe_configuration", "describe_run", "restore_choices"]
+
+_OTHERS_CODE: Final = frozenset({"runner", *sys.stdlib_module_names})
+"""The packages whose versions are recorded instead of their code."""
+
+_CODE_HASH_DIGITS: Final = 12
 
 BYTE_VOCABULARY_SIZE: Final = 256
 """The number of byte ids; the control tokens of a byte vocabulary follow them."""
@@ -57,6 +64,7 @@ def describe_run(environment: Environment[Any], engine: BaseEngine, options: Run
         },
         template=_template(engine, options.template_options),
         git=_git(environment) if options.file is not None else {},
+        code=_code(environment) if options.file is not None else {},
     )
 
 
@@ -195,6 +203,23 @@ def _git(environment: Environment[Any]) -> dict[str, Any]:
         return {}
     status = _ask_git(folder, "status", "--porcelain", "--", ".")
     return {"revision": revision, "dirty": None if status is None else bool(status)}
+
+
+def _code(environment: Environment[Any]) -> dict[str, str]:
+    parts = [environment, *environment.parts().values()]
+    classes = {cls.__module__: cls for part in parts for cls in reversed(type(part).__mro__)}
+    return {
+        module: hashlib.sha256(source).hexdigest()[:_CODE_HASH_DIGITS]
+        for module, cls in sorted(classes.items())
+        if module.partition(".")[0] not in _OTHERS_CODE and (source := _source_of(cls))
+    }
+
+
+def _source_of(cls: type) -> bytes:
+    try:
+        return Path(inspect.getfile(cls)).read_bytes()
+    except (TypeError, OSError):  # a class of an interactive shell has no source
+        return b""
 
 
 def _ask_git(folder: Path, *arguments: str) -> str | None:

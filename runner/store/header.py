@@ -44,6 +44,7 @@ _RULES: Final = (
     ("max_version_lag", OnChange.FREE),
     ("versions.*", OnChange.WARN),
     ("git.*", OnChange.WARN),
+    ("code.*", OnChange.WARN),
     ("platform", OnChange.WARN),
     ("*template.name", OnChange.FREE),
     ("*template.fingerprint", OnChange.FREE),  # follows from compared fields
@@ -166,6 +167,8 @@ class Header:
     """The operating system and the machine."""
     git: Mapping[str, Any] = field(default_factory=dict)
     """The git `revision` of the environment's folder and its `dirty` flag; empty outside a repository."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """A hash of each source file that defines the environment, by module; without deltarunner's own."""
     created: datetime
     """The time at which the run began."""
     format: int = FORMAT_VERSION
@@ -233,6 +236,8 @@ class Header:
 
 
 def _meaning(path: str, old: Mapping[str, Any]) -> OnChange:
+    if path.startswith("code.") and path not in old:
+        return OnChange.FREE  # the file is from before the code was recorded
     dtype = _DTYPE.fullmatch(path)
     if dtype is None:
         return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))

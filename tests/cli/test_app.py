@@ -156,6 +156,17 @@ def test_named_file_is_resumed_and_a_changed_seed_refused(folder: Path, capfd: p
         play("mine.py:Greeting", file=file, seed=1)
 
 
+def test_changed_code_of_the_environment_is_named_on_resume(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = folder / "mine.db"
+    assert play("mine.py:Greeting", file=file, episodes=2) == 0
+    assert play("mine.py:Greeting", file=file, episodes=3) == 0
+    assert "changed:" not in capfd.readouterr().out
+    source = folder / "mine.py"
+    source.write_text(source.read_text().replace('== "hi"', '== "hello"'))
+    assert play("mine.py:Greeting", file=file, episodes=4) == 0
+    assert "changed: code.mine: " in capfd.readouterr().out
+
+
 def test_json_is_one_line_on_stdout_and_everything_else_is_on_stderr(folder: Path) -> None:
     done = in_a_process(environment="mine.py:Greeting", json=True, show=1)
     document = json.loads(done.stdout)

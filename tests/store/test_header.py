@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from runner.interop.mixture import Mixture
 from runner.options import History, HistoryPolicy, Limits, Sampling
 from runner.runs.options import RunOptions
 from runner.runs.run_header import describe_run
@@ -154,6 +155,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         ),
         ({"concurrency": {"episodes": 8}}, {"concurrency": {"episodes": 64}}, "free: concurrency.episodes: 8 -> 64"),
         ({"git": {"revision": "a"}}, {"git": {"revision": "b"}}, 'warn: git.revision: "a" -> "b"'),
+        ({"code": {"mine": "a"}}, {"code": {"mine": "b"}}, 'warn: code.mine: "a" -> "b"'),
+        ({}, {"code": {"mine": "b"}}, 'free: code.mine: (not set) -> "b"'),
         ({"versions": {"python": "3.11"}}, {"versions": {"python": "3.12"}}, 'warn: versions.python: "3.11" -> "3.12"'),
         ({"clock": CLOCK}, {"clock": datetime(2027, 1, 1, tzinfo=UTC)}, "free: clock: "),
         ({"template": {"name": "a"}}, {"template": {"name": "b"}}, 'free: template.name: "a" -> "b"'),
@@ -213,11 +216,14 @@ class ServerProbe:
             "b": (1, 2),
         }
 
+    def parts(self) -> dict[str, Any]:
+        return {"": self}
+
     def bound_tools(self) -> list[Any]:
         return [SimpleNamespace(name="add", as_openai=lambda: {"type": "function", "function": {"name": "add"}})]
 
 
-def header_of(environment: object, now: datetime = CLOCK) -> Header:
+def header_of(environment: object, now: datetime = CLOCK, reward: str = "correct") -> Header:
     template = ChatTemplate("{{ messages }}", name="pythonic", variables={"eos_token": "<|im_end|>"})
     engine = SimpleNamespace(
         describe=lambda: {"kind": "scripted", "arguments": {"hf_token": "hf_123"}},
@@ -230,7 +236,7 @@ def header_of(environment: object, now: datetime = CLOCK) -> Header:
         group_size=4,
         seed=3,
         template_options={"enable_thinking": False},
-        weights={"correct": 2.0},
+        weights={reward: 2.0},
         history=History(policy=HistoryPolicy.FORK),
         file=Path("run.db"),
     )
@@ -272,6 +278,38 @@ def test_the_clock_of_a_run_prints_as_the_one_in_its_file_does() -> None:
     stored = Header.from_json(begun.to_json())
     assert begun.clock.strftime("%c %Z") == stored.clock.strftime("%c %Z")
     assert stored.clock.utcoffset() == timedelta(hours=-5)
+
+
+OF_ALL = """
+from runner import Environment, Task, reward
+
+class OfAll(Environment):
+    right = 0
+
+    def tasks(self):
+        return [Task(prompt="")]
+
+    @reward
+    def correct(self):
+        return float(self.right)
+"""
+
+
+def test_code_is_a_hash_of_each_file_that_defines_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_all.py").write_text(OF_ALL)
+    source = tmp_path / "of_one.py"
+    source.write_text("from of_all import OfAll\n\nclass OfOne(OfAll):\n    right = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from of_one import OfOne  # type: ignore[import-not-found]
+
+    first = header_of(OfOne()).code
+    assert first.keys() == {"of_all", "of_one"}
+    assert header_of(Mixture({"a": OfOne()}), reward="a.correct").code == first
+    source.write_text(source.read_text().replace("right = 1", "right = 2"))
+    second = header_of(OfOne()).code
+    assert [module for module in first if first[module] != second[module]] == ["of_one"]
 
 
 def test_no_secret_is_in_the_header_of_a_run() -> None:
