@@ -38,7 +38,7 @@ def test_list_names_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_table_of_the_readme_names_every_environment() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme.partition("## Environments and tasks that exist")[2].partition("\n## ")[0]
+    table = readme.partition("## Included environments")[2].partition("\n## ")[0]
     named = {line.split("`")[1].split()[0].partition(":")[0] for line in table.splitlines() if line.startswith("| `")}
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     bundled = set(declared["deltarunner.environments"])
