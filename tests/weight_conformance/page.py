@@ -12,18 +12,33 @@ __all__ = ["page"]
 
 INTRODUCTION: Final = """# Conformance of new weights
 
-Written by `make weight-conformance`; the results are those of `deltarunner check-weights --tiny` on a CPU, with random
-weights, two to four layers, and transformers in float32 as the reference. Each kind of tensor is changed by itself by
-`folder` and `state-dict`, and each kind of linear layer by `adapter`; the other ways change all tensors at once.
-[New weights](weights.md#which-tensors-arrive) explains the ways. The cases with *GPU* were played on one H200 by
-`--gpu`, with vLLM 0.32.0 and torch 2.11; their `transfer` is CUDA IPC.
+This page shows for which model architectures vLLM, as deltarunner uses it, loads new weights correctly. `make
+weight-conformance` writes it from the results of `deltarunner check-weights --tiny`.
 
-A cell has the number of rows that are right, and - where the way was not played. Any other verdict is named: *unseen*
-(the change moves scores by less than rounding does), *refused* (the reason is below), *wrong*.
-`after-sleep` on a CPU is an update while vLLM is paused, since it releases no memory there. In the cases with *older*,
-`transfer` sent equal weights twice, `twice` began with the first weights again, and `under-turns` did not check that
-turns ran across the update. In these and in those with *prompt*, ids were scored as a prompt alone, and not in steps.
-In none of both were the ids of turns across the update compared with the weights that sampled them.
+A *case* is an architecture, with an output layer that is tied to the embedding or not, in a number type. The model has
+random weights and two to four layers. The reference is transformers, which computes in float32. A case runs on a CPU,
+or, with *GPU* in its name, on one H200 with vLLM 0.32.0 and torch 2.11.
+
+A case has one row for each kind of tensor and each way of giving weights. The columns are
+[the ways](weights.md#which-tensors-arrive). `folder` and `state-dict` change each kind of tensor separately, and
+`adapter` each kind of linear layer. The other ways change all tensors at once, so they have one row.
+
+A number without a word is the number of *right* rows: the engine computes the log-probabilities of the reference with
+the new weights. The other verdicts are:
+
+- *wrong*: it computes other log-probabilities.
+- *unseen*: the change moves the log-probabilities by less than rounding does.
+- *refused*: the engine refuses such an update, or it does not start with adapters. The reason is below the table.
+- `-`: the way was not tested.
+
+Three notes about single cells:
+
+- On a CPU, `after-sleep` is an update while vLLM is paused, since vLLM releases no memory there. On the GPU, `transfer`
+  is CUDA IPC.
+- Cases with *prompt* were tested with an older check. It scored ids only in a prompt, and not in steps. It did not
+  compare the ids that turns sampled during an update with the weights of their version.
+- Cases with *older* were tested with a still older check. In addition, `transfer` sent equal weights twice, `twice`
+  began with the starting weights, and `under-turns` did not check that turns ran during the update.
 """
 
 
@@ -42,7 +57,7 @@ def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            f"{len(architectures)} architectures in {len(played)} cases: "
+            f"{len(architectures)} architectures were tested in {len(played)} cases. The verdicts of all rows: "
             + ", ".join(f"{verdicts[verdict]:,} {verdict}" for verdict in TensorVerdict if verdicts[verdict])
             + ".",
             "",
@@ -55,11 +70,15 @@ def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
             "",
             "## Wrong, unseen or refused",
             "",
+            "On a CPU, vLLM does not start with adapters for models with experts, since it needs Triton for these. The",
+            "wrong row is older than the check in `add_adapter` that refuses such an adapter.",
+            "",
             *_reasons(played),
             "",
             "## Not run",
             "",
-            "vLLM or transformers does not run these here, or both compute different things with the same weights.",
+            "These cases could not be tested: vLLM or transformers cannot run the model on this machine, or the two",
+            "compute different log-probabilities with the starting weights.",
             "",
             *(
                 f"- {key}, in part: {_short(result['failure'])}"
@@ -68,9 +87,9 @@ def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
             ),
             *(f"- {key}: {_short(why)}" for key, why in not_run.items()),
             "",
-            "## Not played on a CPU yet",
+            "## Not tested on a CPU yet",
             "",
-            *([f"{len(not_yet)} of {len(cases)} cases: {'; '.join(not_yet)}."] if not_yet else ["None."]),
+            *([f"{len(not_yet)} of the {len(cases)} cases on a CPU: {'; '.join(not_yet)}."] if not_yet else ["None."]),
             "",
         ]
     )
@@ -92,15 +111,16 @@ def _cell(rows: Sequence[Mapping[str, Any]], way: Way) -> str:
 
 
 def _reasons(played: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[str]:
-    found: dict[tuple[str, str, str], list[str]] = {}
+    """The rows that are not right: each verdict with its reason, and below it the cases with their tensors."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for key, rows in played.items():
         for row in rows:
             if row["verdict"] != TensorVerdict.RIGHT:
-                found.setdefault((key, row["verdict"], _short(row["reason"])), []).append(
-                    f"{row['tensor']} ({row['way']})"
-                )
-    for (key, verdict, reason), tensors in found.items():
-        yield f"- {key}, {verdict}: {', '.join(f'`{tensor}`' for tensor in tensors)}{f': {reason}' if reason else ''}"
+                cases = found.setdefault((row["verdict"], _short(row["reason"])), {})
+                cases.setdefault(key, []).append(f"`{row['tensor']} ({row['way']})`")
+    for (verdict, reason), cases in sorted(found.items(), key=lambda item: list(TensorVerdict).index(item[0][0])):
+        yield f"- *{verdict}*{f': {reason}' if reason else ''}"
+        yield from (f"    - {key}: {', '.join(tensors)}" for key, tensors in cases.items())
 
 
 def _short(reason: str) -> str:
