@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tests.conformance.real import Tally
 from tests.conformance.scenarios import Past, Scenario
@@ -12,6 +12,44 @@ from tests.conformance.shown import Shown, section
 from tests.conformance.sweep import Outcome, Verdict
 
 __all__ = ["faults", "page"]
+
+INTRODUCTION: Final = """# Conformance of the token bridge
+
+Written by `python -m tests.conformance --write`; a test compares it with a fresh run.
+
+A model samples a turn. Then messages are added, such as the result of a tool, and the model samples its next turn. The
+*bridge* has the token ids between these two turns: the rest of the text that ends the first turn, the new messages, and
+the text that begins the next turn ([details](chat-templates.md#prompt-sampled-bridge)). This page shows for which chat
+templates, and in which situations, the bridge is exactly what the template writes.
+
+{templates} chat templates of public models are tested in {cases} cases. {capable} of these templates are
+*tool-capable*: if there are tools, they write the argument of a call and, after it, the result. A case is one of twelve
+scenarios after one of three kinds of earlier conversation. In some scenarios the turn is *cut*: it ended at a limit,
+before the model sampled a stop token. The kinds of earlier conversation are:
+
+- *short*: one user message.
+- *turns*: a system message, a question, an answer, and the next question.
+- *rounds*: questions that were answered with tool calls. Only tool-capable templates have these cases.
+
+Each case is played twice: with the turn in the token ids that the tokenizer makes of its text, and with the same text
+in other token ids, which a model may sample too. All templates use one test vocabulary. The expected text is taken from
+a render of the whole conversation.
+
+The columns of the tables are:
+
+- *renderable*: the template renders the case, writes the turn and then every new message, and asks for an answer. Each
+  renderable case is bridged, refused or wrong.
+- *bridged*: the ids and the text of the bridge equal what the template writes after the turn.
+- *after the stop*: bridged. The template ends the turn with the stop token that was sampled, and the bridge begins
+  after this token.
+- *after the end of the turn*: bridged. The template ends the turn with another text than the stop token, and the bridge
+  begins after this text. The remaining bridged cases are cut turns, which have no stop token.
+- *refused*: no bridge was made, and the error names the missing property.
+- *no exact bridge*: the template renders the case, but it repeats the turn, leaves out a message, moves the tools or
+  does not ask for an answer. Every bridge would be wrong. All these cases are refused with an error that names the
+  reason, and they are not counted as renderable.
+- *wrong*: a bridge was made that is not exact.
+"""
 
 
 def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[Shown]) -> str:
@@ -26,30 +64,7 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[
     templates = len({o.template for o in outcomes})
     capable = len({o.template for o in outcomes if o.tools})
     return "\n".join([
-        "# Conformance of the token bridge",
-        "",
-        "Written by `python -m tests.conformance --write`; a test compares it with a fresh run.",
-        "",
-        "A *bridge* is the text between two turns of the model: new messages, and the start of its next turn.",
-        "This page shows for which chat templates, and in which situations, the bridge is exactly the template's text.",
-        "",
-        f"{templates} chat templates of public models are tested, {capable} of them tool-capable, in",
-        f"{len(outcomes)} cases: twelve scenarios, each after three kinds of earlier conversation. Each case is played",
-        "twice: with the turn tokenized by the vocabulary, and with the same text in other token ids. The expected",
-        "text is taken from a render of the whole conversation.",
-        "",
-        "- *renderable*: the template renders the case, writes the turn and then every new message, and asks for an",
-        "  answer. A template is tool-capable if it writes the argument of a call and, after it, the result.",
-        "- *bridged*: the ids and the text of the bridge equal what the template writes after the turn.",
-        "- *after the stop*: bridged, and the template writes the stop token that was sampled.",
-        "- *after the end of the turn*: bridged, and the template ends the turn with another text than the stop token.",
-        "  The remaining bridged cases are cut turns, which have no stop token.",
-        "- *refused*: no bridge was made, and the error names the missing property.",
-        "- *wrong*: anything else.",
-        "- *no exact bridge*: the template renders the case, but it repeats the turn, leaves out a message, moves the",
-        "  tools or does not ask for an answer. Every bridge would be wrong. All these cases are refused by name, and",
-        "  they do not count as renderable.",
-        "",
+        INTRODUCTION.format(templates=templates, cases=f"{len(outcomes):,}", capable=capable),
         _shares(outcomes),
         "",
         "## By scenario and earlier conversation",
@@ -60,23 +75,31 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[
         "",
         *_table("family", by_family),
         "",
-        "## Refused, by name",
+        "## Refused cases by missing property",
         "",
-        *_names("refusal", (o for o in outcomes if o.verdict is Verdict.REFUSED)),
+        "[Why there is no bridge](chat-templates.md#why-there-is-no-bridge) explains these properties.",
         "",
-        "## No exact bridge, by reason",
+        *_names("missing property", (o for o in outcomes if o.verdict is Verdict.REFUSED)),
+        "",
+        "## Cases without an exact bridge by reason",
         "",
         *_names("reason", (o for o in outcomes if o.verdict is Verdict.NO_EXACT_BRIDGE)),
         "",
-        "## Not applicable, by reason",
+        "## Cases that are left out, by reason",
+        "",
+        "In these cases the template raises an error, or its render does not show where the turn ends. The tables",
+        "above leave them out.",
         "",
         *_names("reason", (o for o in outcomes if o.verdict is Verdict.NOT_APPLICABLE)),
         "",
-        "## What models are shown of arguments",
+        "## Tool arguments that templates show",
         "",
         *section(shown),
         "",
         "## Real vocabularies",
+        "",
+        "The same scenarios with the vocabularies of models, and with natural and unusual texts: code, tags, many",
+        "scripts, emoji. Each pair of a vocabulary and a template has 200 renderable cases.",
         "",
         *_pairs(tallies),
         "",
@@ -120,7 +143,9 @@ def _pairs(tallies: Sequence[Tally]) -> list[str]:
         (sum(t.anchors.values()), t.anchors.get("common_prefix", 0), sum(t.refused.values()), len(t.wrong))
         for t in tallies
     ]
-    lines += [_line([t.pair.vocabulary, t.pair.template, *row]) for t, row in zip(tallies, rows, strict=True)]
+    for tally, (bridged, after_end, refused, wrong) in zip(tallies, rows, strict=True):
+        why = f"{refused} ({', '.join(tally.refused)})" if refused else 0
+        lines.append(_line([tally.pair.vocabulary, tally.pair.template, bridged, after_end, why, wrong]))
     return [*lines, _line(["all", "", *(sum(column) for column in zip(*rows, strict=True))])]
 
 
