@@ -31,23 +31,24 @@ class CallLimitation(enum.StrEnum):
 DESCRIPTIONS: Final[Mapping[CallLimitation, str]] = {
     CallLimitation.UNTYPED: "Strings are written without quotes: 5 and '5' look alike, so the tool's schema decides "
     "the type.",
-    CallLimitation.CLOSING_IN_STRING: "A string that contains the complete end of the calls ends them.",
-    CallLimitation.ONE_CALL: "The template writes one call per turn; it drops or garbles further parallel calls.",
-    CallLimitation.BARE: "No marker starts a call: text is a call if it names a tool and the turn ends with it. "
+    CallLimitation.CLOSING_IN_STRING: "If a string contains the complete end of the calls, the calls end there.",
+    CallLimitation.ONE_CALL: "The template writes one call per turn; it leaves out further parallel calls, or "
+    "writes them wrongly.",
+    CallLimitation.BARE: "No mark starts a call: text is a call if it names a tool and the turn ends with it. "
     "Strict arguments need a required call.",
-    CallLimitation.CONTENT_DROPPED: "The template drops text beside calls from the history.",
-    CallLimitation.CONTENT_BEHIND: "The template writes text beside calls after the calls.",
+    CallLimitation.CONTENT_DROPPED: "The template leaves out the text that a turn has beside its calls.",
+    CallLimitation.CONTENT_BEHIND: "The template writes the text that a turn has beside its calls after the calls.",
     CallLimitation.NAME_IN_ID: "The name of a call is written only in its id, so ids stay as the model wrote them.",
-    CallLimitation.QUOTED_UNESCAPED: "Quoted strings have no escapes: the text after a quote decides whether it ends "
-    "the string.",
+    CallLimitation.QUOTED_UNESCAPED: "A quote inside a string is not escaped: the text after a quote decides whether "
+    "the string ends there.",
     CallLimitation.NO_ARGUMENTS_UNWRITABLE: "The template writes calls without arguments in a form that cannot be "
     "read.",
-    CallLimitation.SOME_TYPES_UNWRITABLE: "The template drops values of some types, or writes them in an unknown "
+    CallLimitation.SOME_TYPES_UNWRITABLE: "The template leaves out values of some types, or writes them in an unknown "
     "format.",
-    CallLimitation.SOME_VALUES_REFUSED: "The template raises on some arguments, such as null.",
-    CallLimitation.MARKS_IN_STRING: "A string that contains a marker of the format may be cut there, or not be read.",
-    CallLimitation.END_IN_STRING: "A string that contains its own end marker can be read, but required and strict "
-    "calls cannot write one.",
-    CallLimitation.CONTENT_INSIDE: "The template writes text beside calls inside the call section, where only calls "
-    "are read.",
+    CallLimitation.SOME_VALUES_REFUSED: "The template raises an error for some arguments, such as null.",
+    CallLimitation.MARKS_IN_STRING: "A string that contains a mark of the format may be cut there, or not be read.",
+    CallLimitation.END_IN_STRING: "A string that contains its own end mark can be read, but required and strict "
+    "calls cannot contain such a string.",
+    CallLimitation.CONTENT_INSIDE: "The template writes the text that a turn has beside its calls between the marks "
+    "of the calls, where only calls are read.",
 }

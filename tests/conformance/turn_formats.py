@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from runner.parsing.call_grammar import enforceable
 from runner.parsing.call_reader import Schemas
@@ -17,7 +17,7 @@ from runner.parsing.harmony import HarmonyStream, read_harmony
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.learning.format_check import differences
 from runner.parsing.learning.learnt_format import FormatVerdict, learn_format
-from runner.parsing.learning.probe_renders import FormatProber
+from runner.parsing.learning.probe_renders import FormatProber, FormatRequirement
 from runner.parsing.limitations import DESCRIPTIONS
 from runner.parsing.streaming import TurnStream
 from runner.parsing.turn_format import TurnFormat
@@ -29,6 +29,43 @@ from tests.conformance.sweep import spread
 __all__ = ["RECORD", "Row", "learn", "learn_all", "page", "recorded", "table", "write"]
 
 RECORD = Path(__file__).with_name("turn_formats.txt")
+
+BETWEEN_MARKS: Final = " .. "
+"""Separator in `Row.thought`; a mark may contain spaces."""
+
+INTRODUCTION: Final = """# Tool calls and reasoning by template
+
+Written by `python -m tests.conformance --formats --write`; tests compare it with a fresh run.
+
+A chat template writes the calls of an assistant turn in a format of its own. deltarunner learns this format from
+renders: texts that the template writes for given messages. It then checks the format with other calls: every type of
+value, strings with quotes, line breaks and code, names with punctuation, no arguments, several calls, and text beside
+calls. In each of these checks, the text that deltarunner writes for a call must be in the render, character for
+character.
+
+{all} show tools, calls and results. This page has the results for
+these templates. The words of the results are:
+
+- *exact*: deltarunner reads all calls exactly, with any values.
+- *limited*: it reads calls exactly, apart from the limits that the [traits](#traits) of the template describe.
+- *refused*: it cannot read the calls. An environment with tools is refused, and the error names the missing property.
+- *enforced*: the model can be forced to write a call (`tool_choice="required"`).
+- *strict*: the model may choose between text and a call. The arguments of its calls then always follow the schema of
+  the tool (`@tool(strict=True)`).
+- *streamed*: calls are read in the same way if the text arrives in pieces.
+- *reasoning*: the template writes marks around reasoning. A *mark* is a fixed text of a format, such as `<think>` or
+  `<tool_call>`.
+"""
+
+MEANINGS: Final[Mapping[str, str]] = {
+    FormatRequirement.SHOWN: "The template writes the name and the arguments of a call.",
+    FormatRequirement.SEPARABLE: "The begin and the end of a call can be found in the text.",
+    FormatRequirement.VALUES: "Each type of value is written in a form that can be read.",
+    FormatRequirement.REPEATED: "A second call is written like the first one.",
+    FormatRequirement.INVERTED: "The calls that the template writes are read back with the same values.",
+    FormatRequirement.BOUNDED: "The format can be learnt with a limited number of renders.",
+}
+"""The meaning of each property that a template needs, so that its calls can be read."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +83,8 @@ class Row:
     traits: tuple[str, ...]
     missing: str
     thought: str
-    """The marks around a thought, and the author of the opening one; "" if none is shown."""
+    """The opening mark of reasoning, the closing mark, and the author of the opening mark, with `BETWEEN_MARKS` between
+    them; "" if the template shows no reasoning."""
 
     @classmethod
     def of(cls, entry: Entry) -> Self:
@@ -63,7 +101,7 @@ class Row:
             calls is not None and streams(entry, learnt.format),
             tuple(learnt.limitations),
             learnt.missing or "",
-            f"{thought.open} {thought.close} {opened}".strip() if thought else "",
+            BETWEEN_MARKS.join([thought.open, thought.close, opened]) if thought else "",
         )
 
     def line(self) -> str:
@@ -137,29 +175,16 @@ def page(rows: Sequence[Row]) -> str:
     usable = [row for row in rows if row.verdict != FormatVerdict.REFUSED]
     families = sorted({entries[row.template].family for row in rows}, key=str.lower)
     return "\n".join([
-        "# Tool calls and reasoning by template",
-        "",
-        "Written by `python -m tests.conformance --formats --write`; tests compare it with a fresh run.",
-        "",
-        f"{_count(rows, models)} show tools, calls and results.",
-        "deltarunner learns the format of calls and reasoning from renders of each template. It then checks the format",
-        "with other calls: every type of value, awkward strings, names with punctuation, no arguments, several calls,",
-        "and content beside calls. The text that the format writes must be in the render, character for character.",
-        "",
-        "- *exact*: all calls are read exactly, with any values.",
-        "- *limited*: calls are read exactly, but for the limits that are listed under [traits](#traits).",
-        "- *refused*: calls cannot be read. The error names the property that is missing.",
-        "- *enforced*: the model can be made to write a call (`tool_choice=\"required\"`).",
-        "- *strict*: the arguments follow the tool's schema also where the model chooses whether to call.",
-        "- *streamed*: calls are read the same if the text arrives in pieces.",
-        "- *reasoning*: the template marks reasoning.",
-        "",
-        f"{_count(usable, models)} can be used with tools.",
-        f"{_count([row for row in rows if row.enforced], models)} are *enforced*.",
-        f"{_count([row for row in rows if row.strict], models)} are *strict*.",
+        INTRODUCTION.format(all=_count(rows, models)),
+        f"{_count(usable, models)} can be used with tools: they are *exact* or *limited*.",
+        f"{_count([row for row in rows if row.enforced], models)} are *enforced*,",
+        f"{_count([row for row in rows if row.strict], models)} are *strict*, and",
         f"{_count([row for row in rows if row.streamed], models)} are *streamed*.",
         "",
-        "## By family, templates / models",
+        "## Results by family",
+        "",
+        "A cell has the number of templates and, after the slash, the number of models that use them. An empty cell",
+        "means 0.",
         "",
         *table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "reasoning"], [
             (family, *_counts([row for row in rows if entries[row.template].family == family], models))
@@ -168,21 +193,25 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "## Traits",
         "",
-        *table(["trait", "templates / models", "what it means"], [
+        "`deltarunner check-template` prints the traits of a template.",
+        "",
+        *table(["trait", "templates / models", "meaning"], [
             (trait, _share([row for row in rows if trait in row.traits], models), sentence)
             for trait, sentence in DESCRIPTIONS.items()
         ]),
         "",
-        "## Refused, by property",
+        "## Refused templates by missing property",
         "",
-        *table(["property", "templates / models"], [
-            (missing, _share([row for row in rows if row.missing == missing], models))
+        *table(["missing property", "templates / models", "meaning"], [
+            (missing, _share([row for row in rows if row.missing == missing], models), MEANINGS[missing])
             for missing, _ in Counter(row.missing for row in rows if row.missing).most_common()
         ]),
         "",
         "## Marks of reasoning",
         "",
-        *table(["opening mark", "closing mark", "written by", "templates / models"], [
+        "If the prompt has the opening mark, the model begins with its reasoning and writes only the closing mark.",
+        "",
+        *table(["opening mark", "closing mark", "the opening mark is written by", "templates / models"], [
             (*_cells(thought), _share([row for row in rows if row.thought == thought], models))
             for thought, _ in Counter(row.thought for row in rows if row.thought).most_common()
         ]),
@@ -191,8 +220,8 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _cells(thought: str) -> tuple[str, str, str]:
-    *opening, closing, who = thought.split(" ")
-    return (f"`{' '.join(opening)}`" if opening else "nothing"), f"`{closing}`", f"the {who}"
+    opening, closing, who = thought.split(BETWEEN_MARKS)
+    return (f"`{opening}`", f"`{closing}`", f"the {who}") if opening else ("none", f"`{closing}`", "")
 
 
 def _counts(rows: Sequence[Row], models: dict[str, int]) -> list[str]:
@@ -206,7 +235,7 @@ def _share(rows: Sequence[Row], models: dict[str, int]) -> str:
 
 
 def _count(rows: Sequence[Row], models: dict[str, int]) -> str:
-    return f"{len(rows)} templates of {sum(models[row.template] for row in rows):,} models"
+    return f"{len(rows)} templates ({sum(models[row.template] for row in rows):,} models)"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

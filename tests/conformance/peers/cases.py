@@ -22,21 +22,21 @@ class Kind(enum.StrEnum):
 
     STRINGS = "strings"
     MARKS = "a mark of the format in a string"
-    CLOSING = "the whole end of the calls in a string"
+    CLOSING = "the complete end of the calls in a string"
     SCALARS = "numbers and booleans"
     NULL = "null"
     NESTED = "lists and objects"
-    SCHEMAS = "schemas beyond one plain type"
+    SCHEMAS = "schemas with several types, references or no type"
     NO_ARGUMENTS = "no arguments"
     ARGUMENTS = "many arguments"
-    NAMES = "names and keys with punctuation"
+    NAMES = "names of tools and arguments with punctuation"
     CALLS = "several calls"
     CONTENT = "content beside calls"
     IDS = "the id of a call"
     ANSWERS = "an answer without a call"
 
     SQUEEZED = "no white space between marks"
-    SPREAD = "line breaks around tags"
+    SPREAD = "line breaks between tags"
     WORDS_BEFORE = "text before the call"
     WORDS_AFTER = "text after the call"
     WORDS_BETWEEN = "text between two calls"
@@ -46,25 +46,25 @@ class Kind(enum.StrEnum):
     OPEN_SECTION = "the section not closed"
     OPEN_ARGUMENT = "an argument not closed"
     SECTIONS = "a section for each call"
-    TOGETHER = "two objects in one pair of marks"
-    LISTED = "a list in one pair of marks"
-    UNLISTED = "an object in place of a list"
+    TOGETHER = "two calls in one pair of marks"
+    LISTED = "a list of calls in one pair of marks"
+    UNLISTED = "one call without the list around it"
     COMPACT = "compact JSON"
     INDENTED = "indented JSON"
-    ESCAPED = "JSON in ASCII"
+    ESCAPED = "JSON with `\\u` escapes"
     PYTHON = "Python's literals instead of JSON's"
     LITERALS = "`true` instead of `True`, or the reverse"
-    COMMA = "a trailing comma"
+    COMMA = "a trailing comma in the JSON"
     LINE_BREAK = "a line break inside a JSON string"
     FENCED = "a Markdown fence around the JSON"
-    DOUBLED = "doubled braces"
+    DOUBLED = "doubled braces around the JSON"
     REORDERED = "the arguments before the name"
-    MORE_MEMBERS = "an unknown key"
+    MORE_MEMBERS = "additional keys beside the name and the arguments"
     OTHER_KEY = "`parameters` instead of `arguments`, or the reverse"
-    AS_TEXT = "the arguments as a string of JSON"
-    LEFT_OUT = "no key for the arguments of a call without any"
-    MENTIONED = "an answer that contains the opening mark"
-    SPELT = "an answer that contains the opening mark in several tokens"
+    AS_TEXT = "the arguments as JSON in a string"
+    LEFT_OUT = "a call without arguments and without their key"
+    MENTIONED = "an answer with the opening mark"
+    SPELT = "an answer with the opening mark, spelled in several tokens"
 
     @property
     def is_written(self) -> bool:
@@ -94,8 +94,8 @@ class Trial:
 NOT_TRIED: Final[Mapping[str, str]] = {
     "cohere_command3": "needs the package cohere_melody",
     "cohere_command4": "needs the package cohere_melody",
-    "hf": "needs a response template in the tokenizer's files",
-    "openai": "needs the vocabulary of openai_harmony, which it fetches over the network",
+    "hf": "needs a response template in the files of the tokenizer",
+    "openai": "needs the vocabulary of openai_harmony, which that package downloads",
     "openai_gptoss": "is a part of `openai`",
 }
 """The names of vLLM's parsers that are not tried, and why."""
@@ -174,7 +174,7 @@ _SCHEMAS: Final[Sequence[tuple[str, Any, Mapping[str, Any]]]] = (
     ("an integer, or null", 7, {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
     ("one of two types", 7, {"type": ["integer", "boolean"]}),
     ("one of three integers", 2, {"enum": [1, 2, 3]}),
-    ("an object behind a reference", {"x": 7, "open": True}, {"$ref": "#/$defs/Place"}),
+    ("an object by reference", {"x": 7, "open": True}, {"$ref": "#/$defs/Place"}),
     ("an object whose members have types", {"x": 7, "open": True}, _DEFINITIONS["Place"]),
     ("a list of integers", [1, 2], {"type": "array", "items": {"type": "integer"}}),
     ("no type, an integer", 7, {}),

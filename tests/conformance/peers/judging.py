@@ -46,21 +46,21 @@ CallsReader: TypeAlias = Callable[[Trial], Read]
 class Fault(enum.StrEnum):
     """The fault of a reading."""
 
-    RAISES = "raises"
+    RAISES = "raises an error"
     LOST = "reads no call"
     ERROR = "reads a call with an error"
-    FEWER = "loses a call"
-    MORE = "makes up a call"
+    FEWER = "drops a call"
+    MORE = "invents a call"
     NAME = "reads another name"
-    KEYS = "loses or makes up an argument"
+    KEYS = "drops or invents an argument"
     NULL = "reads null as a string"
     TYPE = "reads a value of another type"
     CUT = "cuts a string"
     VALUE = "reads another value"
-    CONTENT_LOST = "loses content"
+    CONTENT_LOST = "drops content"
     CONTENT_MORE = "leaves marks in the content"
-    ID = "loses the id"
-    AS_WRITTEN = "reads the other call that the template writes in this way"
+    ID = "drops the id"
+    AS_WRITTEN = "reads another call for which the template writes the same text"
 
 
 SLIGHT: Final = frozenset({Fault.CONTENT_LOST, Fault.CONTENT_MORE, Fault.ID, Fault.AS_WRITTEN})

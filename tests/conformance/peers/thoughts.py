@@ -30,12 +30,12 @@ Split: TypeAlias = Callable[[str, str], tuple[str, str]]
 class Miss(enum.StrEnum):
     """The fault of a split."""
 
-    RAISES = "raises"
+    RAISES = "raises an error"
     THOUGHT_LOST = "drops the reasoning"
     THOUGHT_SAID = "takes reasoning for content"
     CONTENT_LOST = "drops content"
     CONTENT_THOUGHT = "takes content for reasoning"
-    OTHER = "leaves or drops marks"
+    OTHER = "leaves a mark in the text, or drops one from it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def marks(form: TurnFormat) -> str:
     if thought is None or form.harmony:
         return ""
     who = "the prompt" if thought.opened_by_prompt else "the model"
-    opening = f"`{thought.open}` .. `{thought.close}`" if thought.open else f".. `{thought.close}`"
-    return f"{opening}, opened by {who}" + (f", then `{_content_open(form)}`" if _content_open(form) else "")
+    opening = f"`{thought.open}` by {who}" if thought.open else "no opening mark"
+    return f"{opening}, `{thought.close}`" + (f", then `{_content_open(form)}`" if _content_open(form) else "")
 
 
 def single_marks(form: TurnFormat) -> list[str]:
