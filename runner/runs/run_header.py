@@ -35,7 +35,7 @@ __all__ = ["check_resumable", "describe_configuration", "describe_run", "restore
 _OTHERS_CODE: Final = frozenset({"runner", *sys.stdlib_module_names})
 """The packages whose versions are recorded instead of their code."""
 
-_CODE_HASH_DIGITS: Final = 12
+_CODE_HASH_LENGTH: Final = 12
 
 BYTE_VOCABULARY_SIZE: Final = 256
 """The number of byte ids; the control tokens of a byte vocabulary follow them."""
@@ -209,7 +209,7 @@ def _code(environment: Environment[Any]) -> dict[str, str]:
     parts = [environment, *environment.parts().values()]
     classes = {cls.__module__: cls for part in parts for cls in reversed(type(part).__mro__)}
     return {
-        module: hashlib.sha256(source).hexdigest()[:_CODE_HASH_DIGITS]
+        module: hashlib.sha256(source).hexdigest()[:_CODE_HASH_LENGTH]
         for module, cls in sorted(classes.items())
         if module.partition(".")[0] not in _OTHERS_CODE and (source := _source_of(cls))
     }
