@@ -54,7 +54,7 @@ class SharedLimiters:
             del self._limiters[key]
 
     def _release(self, held: tuple[int, int]) -> None:
-        if held not in self._leases:  # it was refused
+        if held not in self._leases:  # it was refused or revoked
             return
         limiter, scope = self._leases.pop(held)
         if held in limiter.statistics().borrowers:

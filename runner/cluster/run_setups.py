@@ -99,7 +99,7 @@ class RunSetups:
             raise BadEnvironment("; ".join(failures))
 
 
-_PLACEHOLDER_ERROR = "every worker asks an engine of its own here, and this process has none."
+_PLACEHOLDER_ERROR = "every worker asks an engine of its own here, and this process has no engine."
 
 
 def placeholder_for(known: OtherKnown) -> BaseEngine:
@@ -127,7 +127,7 @@ class _Placeholder(BaseEngine):
         """Return at once: nothing here can fail."""
 
     def describe(self) -> dict[str, Any]:
-        """The description by the first worker."""
+        """Return the description that the first worker reported."""
         return dict(self._description)
 
 

@@ -468,7 +468,10 @@ def _for_ranks(info: Any, ranks: int) -> Any:
 
 
 def _on_a_free_port(info: Any) -> Any:
-    """The same on a free port, if its own is taken: an earlier connection's threads may hang. Blocks."""
+    """Return the same address with a free port if its port is taken. Blocks the thread.
+
+    Threads of an earlier connection may hang, and keep the port.
+    """
     port = getattr(info, "master_port", None)
     if port is None:
         return info

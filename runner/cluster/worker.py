@@ -252,7 +252,7 @@ class Worker(EngineProcess):
         return [f"worker {self.number}: {run.failure}"] if run.failure is not None else []
 
     async def drain(self, number: int) -> None:
-        """Note that no further episode of this run begins."""
+        """Set the `draining` event of a run, since the driver starts no further episode of it."""
         if number in self._runs:
             self._runs[number].shared.endpoints.draining.set()
 
@@ -424,10 +424,10 @@ class Worker(EngineProcess):
         self._caught = snapshot
 
     async def _prove_first_weights(self, snapshot: FleetSnapshot) -> None:
-        """Measure the differences that rounding causes, as the other workers did, before new weights are loaded.
+        """Measure the differences that rounding causes before new weights are loaded, as the other workers did.
 
         Raises:
-            BadWeights: the engine started with other weights than those workers, and would play with them.
+            BadWeights: the engine started with other weights than the other workers, and there was no update since.
         """
         for proof in snapshot.first_proofs:
             try:

@@ -47,7 +47,7 @@ class Blocker:
 
     @property
     def advice(self) -> str:
-        """The fix for its author."""
+        """Advice for the author of the code."""
         if self.thread:
             return "it computes; threads are for code that waits: move it to anyio.to_process.run_sync"
         if self.leaving:

@@ -162,7 +162,9 @@ class Application:
     async def _dispatch(self, scope: Mapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
         host = headers.get("host", "").lower()
         if host not in self.hosts and not (self._any_address and _is_address(host)):
-            raise Refused(Reason.FORBIDDEN, "this host is not the endpoint's own: use its base_url.")
+            raise Refused(
+                Reason.FORBIDDEN, "the Host header is not an address of this endpoint: use the endpoint's base_url."
+            )
         keys, path = _keys_and_path(scope["path"], headers)
         method = scope["method"]
         if path in ("", "/") and method in ("GET", "HEAD"):  # some clients test this way if a server is running

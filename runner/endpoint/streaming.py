@@ -139,7 +139,8 @@ async def until_gone(
     """Wait until the client disconnects, and cancel the scope of an unfinished answer."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    # A server sends this event after the answer too, so the task needs no cancellation, which is more expensive.
+    # A server also sends this event after the answer. So this task ends by itself, and need not be cancelled, which
+    # would take longer.
     if not connection.over:
         connection.gone = True
         scope.cancel()

@@ -184,35 +184,38 @@ class AnswerWriter(ABC):
             return b""
         return self.write_ids(sampled.token_ids, sampled.logprobs, sampled.top)
 
-    # --- how it is written
+    # --- parts of a stream
 
     @abstractmethod
     def write_begin(self) -> bytes:
-        """Return the beginning of a stream."""
+        """Return the bytes that begin a stream."""
 
     @abstractmethod
     def write_reasoning(self, text: str) -> bytes:
-        """Return a further piece of reasoning."""
+        """Return the bytes of a further piece of reasoning."""
 
     @abstractmethod
     def write_text(self, text: str) -> bytes:
-        """Return a further piece of text."""
+        """Return the bytes of a further piece of text."""
 
     @abstractmethod
     def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
-        """Return a tool call, the `index`-th one of the answer."""
+        """Return the bytes of a tool call, the `index`-th one of the answer."""
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
-        """Return further sampled ids, if the client requested them. Their text may be sent before or after them."""
+        """Return the bytes of further sampled ids, if the client requested them.
+
+        Their text may be sent before or after them.
+        """
         return b""
 
     @abstractmethod
     def write_end(self, answered: Answered) -> bytes:
-        """Return the end of a stream."""
+        """Return the bytes that end a stream."""
 
     @abstractmethod
     def write_refusal(self, refused: Refused) -> bytes:
-        """Return the end of a stream that has no answer."""
+        """Return the bytes that end a stream without an answer."""
 
     @abstractmethod
     def whole(self, answered: Answered) -> bytes:

@@ -300,7 +300,7 @@ def compare_scores(
 
 
 def largest_differences(before: ScoresByPass, now: ScoresByPass) -> dict[ScoredPass, float]:
-    """Return the largest difference between the scores before and now, by pass."""
+    """Return the largest difference between the scores before and now, for each pass."""
     largest = {}
     for each in now:
         old, new = np.asarray(before[each]), np.asarray(now[each])
@@ -315,13 +315,13 @@ def has_moved(before: ScoresByPass, now: ScoresByPass, noise: float) -> bool:
 
 
 def shows_arrival(figures: ProofFigures) -> bool:
-    """Return whether certainly more than half of the trainer's change shows."""
+    """Return True if certainly more than half of the trainer's change is in the scores."""
     share, error = figures.arrived, figures.arrived_error
     return share is not None and error is not None and share - MISSING_STANDARD_ERRORS * error > SHOWN_SHARE
 
 
 def number_types(proof: WeightProof) -> tuple[str | None, str | None]:
-    """Return the number types of computation and weights. Proofs are compared only if these are equal."""
+    """Return the number types of computation and weights. Proofs with other number types are not compared."""
     return proof.dtype, proof.weights_dtype
 
 

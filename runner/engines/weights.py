@@ -140,7 +140,7 @@ class WeightTransfer:
 
 
 def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
-    """Read the tensor forms of a folder of safetensors, from the headers only. Blocks.
+    """Read the tensor forms of a folder of safetensors, from the headers only. Blocks the thread.
 
     Raises:
         BadWeights: the folder does not exist, or a file is missing, truncated or damaged; the message names file and

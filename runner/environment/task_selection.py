@@ -30,7 +30,7 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
         source: tasks, or the path of a JSONL file.
         task_class: the class of the tasks of a file.
         most: select the first `most` tasks; None for all.
-        only: select the task with this id; a missing one raises after the last task.
+        only: select the task with this id; if there is no such task, an error is raised after the last task.
     """
     if isinstance(source, str | Path):
         source = read_tasks(Path(source), task_class)
@@ -40,7 +40,7 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
     chosen = kind(source, most, only)
     if hasattr(source, "finished"):
         chosen.finished = source.finished
-    return chosen  # type: ignore[no-any-return]  # one of the two
+    return chosen  # type: ignore[no-any-return]  # a selection of one of the two kinds
 
 
 def check_ahead(

@@ -126,7 +126,7 @@ class EpisodeState:
         return any(_says(turn, message) for conversation in self.conversations.values() for turn in conversation.turns)
 
 
-# Classes, since every turn enters both and a generator takes three times as long.
+# These blocks are classes, since every turn enters both, and a generator takes three times as long.
 
 
 class NumberOfTurn:

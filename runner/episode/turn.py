@@ -200,7 +200,7 @@ def _constraint(
         field = given.kind.value if settings.schema is None else "schema"
         raise BadOption(
             f"tool_choice={tool_choice!r} and Sampling({field}=...) both constrain the same turn: "
-            f"give generate(tool_choice='none') where the text itself is constrained."
+            f"use generate(tool_choice='none') for turns with Sampling({field}=...)."
         )
     constraint = enforced or given
     if constraint is not None:

@@ -140,7 +140,7 @@ class TurnEventParser:
                 self._send(ToolCalled(self._call(event)))
 
     def _note(self, events: Iterable[Event]) -> None:
-        """Count the calls in events of earlier turns."""
+        """Number the calls of earlier turns again. Their events were already sent."""
         for event in events:
             if not isinstance(event, ReasoningPiece | ContentPiece):
                 self._call(event)

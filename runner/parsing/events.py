@@ -29,7 +29,7 @@ class ContentPiece:
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call that was read completely, or could not be read. In the second case, its error has the reason."""
+    """A call that was read completely, or that could not be read. `call.error` has the reason in the second case."""
 
     call: ReadCall
 
@@ -49,9 +49,9 @@ class TurnReading:
 class EventCollector:
     """Collects events from a reader, and holds back white space until more text follows it.
 
-    The joined reasoning pieces equal the reasoning. The joined content pieces equal the content: with calls, its parts
-    are stripped and joined by line breaks. White space at the start of a turn may be emitted before a later call shows
-    that it does not count.
+    The joined reasoning pieces equal the reasoning, and the joined content pieces equal the content. In a turn with
+    calls, each part of the content is stripped, and line breaks join the parts. White space at the start of a turn may
+    already be emitted when a later call shows that it is not part of the content.
     """
 
     def __init__(self, *, stripped: bool = False, calls: bool = True) -> None:
@@ -124,7 +124,10 @@ class EventCollector:
 
 
 class StateReader:
-    """Reads the text of a turn piece by piece. The current state consumes text and returns the rest for the next."""
+    """Reads the text of a turn piece by piece.
+
+    The current state consumes text, and returns the rest for the next state.
+    """
 
     def __init__(self, collector: EventCollector, state: Callable[[str], str]) -> None:
         """Begin a turn in a state."""
@@ -135,7 +138,7 @@ class StateReader:
 
     @property
     def reading(self) -> TurnReading:
-        """The parts of the text so far; at the end of the turn, those of reading the complete text at once."""
+        """The parts of the text so far. At the end of the turn they equal the parts of the complete text."""
         return self._collector.reading
 
     def feed(self, text: str) -> list[Event]:

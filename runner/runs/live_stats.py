@@ -55,14 +55,14 @@ MAX_WAITING_SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class WaitingEpisode:
-    """An episode with the thing it waits for."""
+    """An episode that waits."""
 
     id: str
 
     turns: int
 
     activity: str
-    """A description of what it waits for."""
+    """A description of the thing that the episode waits for."""
 
     seconds: float
 

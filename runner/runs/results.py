@@ -62,7 +62,8 @@ class Results:
         # Without a reader, only the run file stores it.
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for trajectory in shown:
-                # The source comes first: it chooses the next task by its results, and the reader may be slow.
+                # The task source comes first, since it chooses the next task by these results, and the reader may be
+                # slow.
                 await self._feed.finished(trajectory)
                 await self._announce_to.send(QueuedResult(trajectory, trajectory is shown[-1], missing))
 

@@ -194,7 +194,7 @@ class CallResult:
 
     @property
     def error(self) -> str:
-        """The end of its errors, or of its output if there are none."""
+        """The end of the command's standard error, or of its output if there is no such text."""
         if self.code == -1:
             return "it did not end in time"
         return output_tail(self.stderr.strip() or self.stdout)
@@ -204,7 +204,7 @@ class ContainerClient:
     """The command line of podman or docker, with the options that come before each command.
 
     Args:
-        argv: such as `["podman", "--root", "/data"]`.
+        argv: the command, such as `["podman", "--root", "/data"]`.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ async def _pull(client: ContainerClient, image: str, seconds: float, while_runs:
     result = await client.call("pull", "-q", image, seconds=seconds, while_runs=while_runs)
     if not result.ok:
         raise SandboxFailed(
-            f"image {image!r}: it is not on this machine and cannot be pulled; give the name of an image that is, or a "
+            f"image {image!r}: it is not on this machine and cannot be pulled; give the name of a local image, or a "
             f"folder with a Dockerfile: {result.error}"
         )
 

@@ -3,7 +3,8 @@
 A tokenizer searches the whole text for its added tokens, whatever the source of a part. Here the library itself
 searches the text with masked content, so that its rules apply (longest first, white space swallowed, single words,
 normalised forms). A mark that no text contains replaces each token found. The marked text is encoded in one pass by a
-twin tokenizer: the same model, normaliser and pre-tokenizer, with no added tokens but the marks and the words.
+twin tokenizer. The twin has the same model, normaliser and pre-tokenizer, and only the marks and the words as added
+tokens.
 
 Words: some vocabularies list words that the model learnt among their added tokens, such as runs of spaces, HTML tags,
 and reserved names. Such words have no control function, and are encoded in the same way everywhere.
@@ -90,8 +91,8 @@ class AddedTokens:
 
     Args:
         tokenizer: the library's tokenizer.
-        model: the twin's model, if the tokenizer's own model encodes plain text as control tokens.
-        visible: the effect of the normaliser on a text that decoding does not revert.
+        model: the model of the twin tokenizer, if the tokenizer's own model encodes plain text as control tokens.
+        visible: applies those changes of the normaliser to a text that decoding does not revert.
         words: names of added tokens that are words of the model, white space among them.
     """
 
@@ -109,7 +110,8 @@ class AddedTokens:
         self._visible = visible
         names = [token.content for _, token in self._control]
         self._normalizer = tokenizer.normalizer
-        # Normalised tokens are found in normalised text, so the text for the twin must be normalised first.
+        # Added tokens with `normalized` are matched in normalised text, so text is normalised before the twin encodes
+        # it.
         self._normalizes_first = _changes_text(self._normalizer) and any(token.normalized for _, token in self._control)
         matched = [self._normalizer.normalize_str(name) for name in names] if self._normalizes_first else []
         self._borders = Borders({*names, *map(visible, names), *matched})
@@ -209,7 +211,7 @@ class AddedTokens:
         return "".join((*parts, self._normalized(stretch + text[end:], before)))
 
     def _normalized(self, stretch: str, before: str) -> str:
-        """Return `stretch` normalised as the twin expects it. `before` is put in front if it begins with a mark."""
+        """Return `stretch` normalised for the twin, with `before` in front if `stretch` begins with a mark."""
         if not self._normalizes_first or not stretch:
             return stretch
         text: str = self._normalizer.normalize_str(stretch)
@@ -231,7 +233,7 @@ class AddedTokens:
 
     @functools.cached_property
     def _twin(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
-        """The twin, and the meaning of its ids for added tokens."""
+        """The twin tokenizer, and the tokenizer's id for each of the twin's ids of added tokens."""
         twin = tokenizers.Tokenizer(self._model or self._tokenizer.model)
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:

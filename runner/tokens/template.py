@@ -174,7 +174,7 @@ class Renderer:
             raise TemplateRaised(f"template {self.template.name!r} never ends on these messages") from error
         except MemoryError:
             raise
-        # A template raises its own refusals, and any error that its expressions run into.
+        # A template raises its own refusals, and its expressions may raise any error.
         except Exception as error:
             raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
 
@@ -195,13 +195,13 @@ class Renderer:
 
     @property
     def fits_tools(self) -> bool:
-        """True if parts of a tool's arguments that the template does not show are written in another form."""
+        """True if tools are rewritten, since the template would not show some parts of their arguments."""
         return self.as_written is not None
 
     def written(self) -> str:
         """The template's own text: its source, the values of its variables, and a render.
 
-        The render has texts that the source only assembles, such as "<|" + role + "|>".
+        The render contains texts that the source does not contain as a whole, such as "<|" + role + "|>".
         """
         values = (value for value in self.context.values() if isinstance(value, str))
         return "\n".join([self.template.text, *values, self.rendered()])

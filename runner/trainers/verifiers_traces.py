@@ -101,7 +101,7 @@ def _errors(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _info(trajectory: Trajectory) -> dict[str, Any]:
-    """Values for which verifiers' schema has no field."""
+    """Return the values for which the schema of verifiers has no field."""
     turns = trajectory.turns
     kinds = {turn.number: turn.constraint.kind.value for turn in turns if turn.constraint is not None}
     return {
@@ -115,7 +115,7 @@ def _info(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _nodes(trajectory: Trajectory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The nodes of all segments, each a path from a root of its own, and the calls."""
+    """Return the nodes and the calls of all segments. The nodes of a segment are a path with its own root."""
     nodes: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     trained = not lacks_logprobs(trajectory)

@@ -258,7 +258,7 @@ class TrainingBatch:
     def top_logprobs(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return the `count` most likely ids at each trained position and their log-probabilities, sorted.
 
-        They are not cached, since they are `count` times as large as all other arrays together.
+        The result is not cached, since it is `count` times as large as all other arrays together.
 
         Args:
             count: ids per position, at most the n of `Sampling(logprobs=n)` of every trained turn.
@@ -268,7 +268,7 @@ class TrainingBatch:
             [sequences, length, count].
 
         Raises:
-            BadBatch: a trained turn has fewer; the message names it.
+            BadBatch: a trained turn has fewer ids per position; the message names the turn.
             BadOption: `count` is below 1.
         """
         whole(f"count={count!r}", count, least=1)
@@ -280,8 +280,8 @@ class TrainingBatch:
     def routed_experts(self) -> NDArray[np.int16]:
         """Return the experts that computed each id, for a trainer that uses the same routing as the engine.
 
-        They are not cached, since they are much larger than all other arrays together. The last sampled id of a
-        sequence was not computed by the engine, and has none.
+        The result is not cached, since it is much larger than all other arrays together. The engine did not compute
+        the last sampled id of a sequence, so this id has no experts.
 
         Returns:
             Shape [sequences, length, layers, experts of each id], int16, -1 without experts.

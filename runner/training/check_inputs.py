@@ -23,7 +23,7 @@ _GB_BYTES: Final = 1e9
 
 
 def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
-    """Check that the main memory suffices for an engine, its update, and the model in transformers. Blocks.
+    """Check that the main memory suffices for an engine, its update, and the model in transformers. Blocks the thread.
 
     Transformers holds the model in float32, and a copy of its first values. For an engine in half precision, the proof
     needs another copy with rounded values. On a CPU the engine is in main memory, with a second model while weights are

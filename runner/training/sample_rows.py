@@ -314,7 +314,10 @@ def _masks(row: TrainingRow, mask: NDArray[np.bool_], first: int, end: int) -> S
 
 
 def _empty(trajectory: Trajectory, failed: str, pad_id: int, limit: _Limit) -> SampleRow:
-    """The row of a trajectory without a trained id: the last segment is the prompt, and one padding id the response."""
+    """Return the row of a trajectory without a trained id.
+
+    Its prompt is the last segment, and its response is one padding id.
+    """
     ids = list(trajectory.segments[-1].log.ids) if trajectory.segments else []
     ids = ids[len(ids) - limit.kept(len(ids), 1)[0] :]
     return SampleRow(

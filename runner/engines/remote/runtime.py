@@ -165,8 +165,8 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             # The time limit was reached, so a request arrived after the cut.
 
     async def resume(self) -> None:
-        # Shielded, since the server could otherwise run while its state here is paused, and an update could change its
-        # weights during its requests.
+        # Shielded: after a cancellation, the server could run although this engine is marked as paused. An update could
+        # then change the weights during requests.
         with anyio.CancelScope(shield=True):
             await self._call_control(self.dialect.resume())
         self._resumed.set()

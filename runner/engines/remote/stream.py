@@ -198,14 +198,14 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
     def _delta(self, piece: Piece, finish: Finish | None = None) -> Delta:
         ids = array("i", piece.ids)
         if piece.logprobs is not None and len(piece.logprobs) != len(ids):
-            raise ValueError(f"{len(piece.logprobs)} log-probabilities of {len(ids)} ids")
+            raise ValueError(f"{len(piece.logprobs)} log-probabilities for {len(ids)} ids")
         if not self.sent and ids:
             self._runtime.retries.succeeded()
         self.sent += len(ids)
         self._runtime.sampled += len(ids)
         masks = None if piece.side is None else piece.side.masks
         if masks is not None and len(masks) != len(ids):
-            raise ValueError(f"sampling masks of {len(masks)} positions of {len(ids)} ids")
+            raise ValueError(f"{len(masks)} sampling masks for {len(ids)} ids")
         logprobs = piece.logprobs if self._exact or piece.processed else None
         return Delta(ids, logprobs, finish, piece.top, piece.side)
 

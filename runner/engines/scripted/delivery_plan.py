@@ -269,7 +269,7 @@ def _rng(call: ModelCall) -> random.Random:
 def _noise(seed: int) -> list[float]:
     """Draw log-probabilities once per seed.
 
-    Each turn starts at another position, since drawing again would cost more than the turn.
+    Each turn reads them from another position, since drawing them again would cost more than the turn.
     """
     rng = random.Random(seed)
     return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE_COUNT))).tolist()
@@ -279,7 +279,7 @@ def given(name: str, top: TopLogprobs | Sequence[Mapping[int, float]], count: in
     """Return the `count` most likely ids of each position from a reply.
 
     Raises:
-        RequestRejected: the reply has fewer; `name` is the request's name.
+        RequestRejected: the reply has fewer ids per position; the message begins with `name`, the request's name.
     """
     fewest = top.count if isinstance(top, TopLogprobs) else min(map(len, top), default=count)
     if fewest < count:
@@ -291,7 +291,11 @@ def given(name: str, top: TopLogprobs | Sequence[Mapping[int, float]], count: in
 
 
 def synthetic_top(ids: Sequence[int], logprobs: Sequence[float], count: int, vocabulary: int) -> TopLogprobs:
-    """Return synthetic rows: half of the rest of each sampled id goes to the next id of the vocabulary, and so on."""
+    """Return synthetic rows, one for each sampled id.
+
+    The next id of the vocabulary has half of the probability that the sampled id leaves, the id after it a quarter, and
+    so on.
+    """
     rows = []
     for token_id, logprob in zip(ids, logprobs, strict=True):
         left = -math.expm1(logprob)

@@ -37,7 +37,7 @@ class RecordedReplies(ScriptedModel):
 
     def __init__(self, run: Path | RecordedRun) -> None:
         self._run = run
-        # Seed and reply by a digest of the prompt, which is long; ids stay packed.
+        # Pairs of seed and reply, by the digest of their prompt, since prompts are long. The ids stay packed.
         self._said: dict[bytes, list[tuple[int | None, Reply]]] = {}
 
     async def open(self) -> None:

@@ -47,10 +47,10 @@ class AdapterRules:
 
 
 def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
-    """Copy an adapter to a new folder, in memory if there is room. Blocks.
+    """Copy an adapter to a new folder, in memory if there is room. Blocks the thread.
 
     Raises:
-        BadOption: tensors without a configuration, or a folder with one.
+        BadOption: tensors are given without a configuration, or a folder is given with one.
         BadWeights: the folder does not exist, or has no adapter.
     """
     if isinstance(given, Mapping):
@@ -89,8 +89,8 @@ def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) 
 
     if not isinstance(config, Mapping):
         raise BadOption(
-            "add_adapter(tensors, config=...): tensors come with what adapter_config.json would hold, at least "
-            "r, lora_alpha and target_modules: a dict, such as LoraConfig(...).to_dict()."
+            "add_adapter(tensors, config=...): tensors need a configuration: give a dict with the entries of "
+            "adapter_config.json, at least r, lora_alpha and target_modules, such as LoraConfig(...).to_dict()."
         )
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):

@@ -163,7 +163,7 @@ def _delete_all(folders: set[Path]) -> None:
 
 
 def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
-    """Return the rules of this vLLM for this model. Blocks."""
+    """Return the rules of this vLLM for this model. Blocks the thread."""
     from vllm.lora.peft_helper import PEFTHelper
 
     highest = config.lora_config.max_lora_rank

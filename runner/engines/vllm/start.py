@@ -202,14 +202,15 @@ class VllmProcess:
         return (self.folder and read_phase(self.folder.phase)) or "starting its processes"
 
     def kill(self) -> None:
-        """Kill the engine cores; vLLM notices, and every request ends with an error."""
+        """Kill the engine cores. vLLM detects this, and every request ends with an error."""
         for process in self.cores:
             process.kill()
 
     @property
     def has_lost_a_core(self) -> bool:
-        """True if an engine core ended; vLLM reports it only after it ended the others."""
-        # vLLM's own record is checked too: it detects an end by a pipe, which closes before there is an exit code.
+        """True if an engine core ended. vLLM reports this only after it has ended the other cores."""
+        # vLLM's own record is checked too. vLLM detects the end of a core by a pipe, which closes before the core has
+        # an exit code.
         return self._first_lost is not None or any(core.exitcode is not None for core in self.cores)
 
     @property

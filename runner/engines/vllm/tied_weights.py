@@ -77,7 +77,10 @@ def equal_in_memory(one: Any, other: Any) -> bool:
 
 
 def equal_in_folder(folder: WeightFolder, one: str, other: str) -> bool:
-    """Return whether two tensors of one shape have equal values; only a part of them is in memory. Blocks."""
+    """Return True if two tensors of one shape have equal values. Blocks the thread.
+
+    Only a part of the tensors is in memory.
+    """
     from safetensors import safe_open
 
     shape = folder.forms[one].shape
@@ -95,7 +98,7 @@ def equal_in_folder(folder: WeightFolder, one: str, other: str) -> bool:
 
 
 def equal_in_source(source: Any, one: str, other: str) -> bool:
-    """Return whether two tensors of vLLM's `WeightSource` have equal values. Blocks.
+    """Return whether two tensors of vLLM's `WeightSource` have equal values. Blocks the thread.
 
     A trainer of several processes counts as unequal: its source gathers the tensors in all of them at once.
     """

@@ -126,7 +126,7 @@ def worker_error(error: BaseException) -> str:
 
 
 def forms_of_source(source: Any) -> dict[str, TensorForm]:
-    """Return the tensor forms that a trainer's source announces. Blocks.
+    """Return the tensor forms that a trainer's source announces. Blocks the thread.
 
     Raises:
         BadWeights: the source does not announce its tensors.

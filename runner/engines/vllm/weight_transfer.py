@@ -40,7 +40,7 @@ def trainer_gpu() -> str | None:
 
 
 def fitting_source(transfer: LocalTransfer, model: Checkpoint, config: Any) -> tuple[Any, dict[str, TensorForm]]:
-    """Return a trainer's source with the tensor names of the checkpoint, and the forms of its tensors. Blocks.
+    """Return a trainer's source with the tensor names of the checkpoint, and its tensor forms. Blocks the thread.
 
     Args:
         transfer: the transfer.

@@ -163,7 +163,7 @@ def _found(
     span = shape.find(text, said, prober.id_of(said, number), start)
     if span is None:
         raise UnlearnableFormat(
-            FormatRequirement.SEPARABLE, "a call could not be found in what the template wrote of it"
+            FormatRequirement.SEPARABLE, "a call could not be found in the text that the template wrote for it"
         )
     return span
 
@@ -186,7 +186,7 @@ def _several(prober: FormatProber, shape: _CallShape, one: CallSpan) -> tuple[tu
 
 
 def _counted(spans: Sequence[CallSpan]) -> tuple[Piece, ...]:
-    """Return the common pieces of all calls, with a slot for their numbers."""
+    """Return the pieces that all calls share, with a slot at the place of the call's number."""
     pieces = spans[0].pieces
     if all(span.pieces == pieces for span in spans):
         return pieces

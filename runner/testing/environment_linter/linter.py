@@ -406,9 +406,10 @@ _PASS_COUNT: Final = 20
 
 
 def with_delays(tools: list[Tool], *, later_first: bool) -> list[Tool]:
-    """The tools, with every second concurrent call delayed: the later one, or the earlier one with `later_first`.
+    """Return the tools with a delay in every second concurrent call.
 
-    Calls still start in order, and run undelayed up to their first await.
+    Of two calls, the later one is delayed, or the earlier one with `later_first`. Calls still start in order, and run
+    without a delay up to their first await.
     """
     number = count(int(later_first))
     return [_with_delay(tool, number) if tool.is_async and tool.parallel else tool for tool in tools]

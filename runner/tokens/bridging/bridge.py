@@ -211,11 +211,12 @@ class Bridger:
     def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _BridgeStart:
         index = tail_ids.find_in_close({stop})
         if index is not None:
-            # Text between the words and the stop may begin the next message. Then the stop is that message's.
+            # Text between the turn's words and the stop may be the beginning of the next message. Then this stop
+            # belongs to the next message.
             if not tail.after_call and self.tokenizer.decode(tail_ids.ids[:index]).strip() and self._ends_early(tail):
                 raise _words_after_end()
             return _BridgeStart(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
-        # Some models write the template's close and then stop with another token. The close is not added again then.
+        # Some models write the template's close and then stop with another token. Then the close is not added again.
         closed = tail_ids.end_of_sampled_close(sampled[:-1])
         if closed is not None:
             return _BridgeStart(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
@@ -232,7 +233,7 @@ class Bridger:
                 Property.STOP_IN_TAIL,
                 f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
             )
-        # A blank content is found too early, before the template's own close; an altered content is not found at all.
+        # A blank content is found too early, before the template's own close. An altered content is not found at all.
         if name in self.tokenizer.decode(ids) and (not tail.border or name in tail.text[: tail.border]):
             raise Unbridgeable(
                 Property.STOP_IN_TAIL,
@@ -333,7 +334,7 @@ class Bridger:
     def _encoded(self, text: str, spans: tuple[Span, ...]) -> array[int]:
         return array("i", self.tokenizer.encode(text, spans))
 
-    # --- control text in what was said
+    # --- control text in contents
 
     def _control_text(self, tail: Tail) -> Sequence[Span] | None:
         """The spans of control text in contents of a tail; None if they look like the template's own text."""
@@ -364,5 +365,5 @@ def _words_after_end() -> Unbridgeable:
     return Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
 
 
-# Authors write system messages, and a model's own control tokens were sampled as such.
+# The author writes system messages, and control tokens of a model's turn were sampled as control tokens.
 _TRUSTED = frozenset({"system", "developer", "assistant"})

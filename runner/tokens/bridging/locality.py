@@ -1,9 +1,9 @@
 """Locality: if a template is proven not to look back, the tail is rendered without the earlier history.
 
 The stand-in for a history is its beginning (a system message and the first question) and the turn itself. A proof from
-the template's source (`runner.tokens.lookback`) shows that its tail equals the tail of the whole history, for all
-histories at once. Without a proof, the whole history is rendered at every turn. Decisions depend only on the
-conversation itself, not on other conversations or their order.
+the template's source (`runner.tokens.lookback`) shows that the tail of the stand-in equals the tail of the whole
+history, for all histories at once. Without a proof, the whole history is rendered at every turn. Decisions depend only
+on the conversation itself, not on other conversations or their order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _ShapeToProve:
 
 
 class Locality:
-    """Creates tails, from a stand-in for the history if that is proven to be equal. Any thread may call it."""
+    """Creates tails, from a stand-in for the history if the result is proven to be equal. Any thread may call it."""
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
@@ -78,7 +78,7 @@ class Locality:
             short.complete()
             return short
         tail = self.whole_tail(answered, kind.asked)
-        # A proof about words applies to messages with only the usual fields, as a stand-in has them.
+        # A proof about words applies only to messages with the usual fields. A stand-in has no other fields.
         if kind.words_matter or stand_in is None:
             tail.real = self._real(answered.history, answered)
         return tail
@@ -98,7 +98,7 @@ class Locality:
     # --- tails
 
     def _short(self, kind: _ShapeToProve, answered: AnsweredTurn, stand_in: Sequence[Message] | None) -> Tail | None:
-        """The tail of the stand-in; None if there is no stand-in, or its end needs the whole history."""
+        """Return the tail of the stand-in; None if there is no stand-in, or the tail needs the whole history."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
         # If some pasts may make a template raise, the whole history is rendered at turns 1, 2, 4, 8 and so on. This
@@ -127,16 +127,16 @@ class Locality:
         return proves
 
     def _real(self, rendered: Sequence[Message], answered: AnsweredTurn) -> str | None:
-        """The render of a conversation without a sentinel; None if the template raises on its words."""
+        """Return the render of a conversation without a sentinel; None if the template raises on its words."""
         try:
             return self._renderer.render([*rendered, *answered.new], answered.tools)
-        except Unbridgeable:  # raised for the words themselves; the sentinel is used instead
+        except Unbridgeable:  # the template raises on the words themselves, so the sentinel replaces them
             return None
 
     def _question(self, answered: AnsweredTurn) -> _Question:
         return _Question(self._template, answered.shape, self._renderer.renderer, answered.tools)
 
-    # --- what is learnt of a shape
+    # --- properties of a shape
 
     def _bridgeable_kind(self, answered: AnsweredTurn) -> _ShapeToProve:
         shape = answered.shape
@@ -162,13 +162,13 @@ class Locality:
     def _hidden_message(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
         """Find a new message that the template does not show.
 
-        Markers replace contents, since "u" or "0" occurs anywhere.
+        Each content is a marker here, since a short content such as "0" could also occur elsewhere in the render.
         """
         markers = words(len(shape.new))
         tail = self._example(shape, tools, markers)
         for each, word in zip(shape.new, markers, strict=True):
             if tail is not None and not each.empty and word not in tail.text:
-                why = f"the template hides what a message of the {each.role} role says there"
+                why = f"the template hides the content of a message of the {each.role} role there"
                 return Unbridgeable(Property.CONTENT_SHOWN, why)
         return None
 
@@ -210,12 +210,12 @@ class Locality:
             return None
 
 
-# --- proofs, each made once in a process
+# --- proofs, each computed once per process
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """The input of a proof. Two are equal if template and shape are equal."""
+    """The input of a proof. Two inputs are equal if their templates and shapes are equal."""
 
     template: tuple[object, ...]
     """Identity of the template, its options and its clock."""
@@ -233,10 +233,10 @@ def _key_of(renderer: Renderer) -> tuple[object, ...]:
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _proven(asked: _Question) -> tuple[Lookback, bool]:
-    """Two results: if the past can change tails of a shape, and if the turn's words can."""
+    """Return whether the past can change tails of a shape, and whether the turn's words can change them."""
     proofs = Proofs(asked.renderer)
     past, words_matter = proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
-    # The words themselves are then checked in the stand-in, which must treat them as the whole history does.
+    # The words are then checked in the stand-in. This is valid only if the past does not change how words are shown.
     if words_matter and past is not Lookback.POSSIBLE and proofs.past_matters_to_words(asked.shape, asked.tools):
         past = Lookback.POSSIBLE
     return past, words_matter

@@ -76,9 +76,9 @@ class PromptRenderer:
     def check_asks(self, text: str, messages: Sequence[Message], render: RenderAsking) -> None:
         """Check that a render ends where the model's words begin.
 
-        Most templates end as after a plain question. Otherwise, the generation prompt may follow the last content. Or
-        the template has none, or another one in the history: then the render has a longer common prefix with a render
-        that has an answer than with one that has a question.
+        Most templates end with the generation prompt of a plain question. Otherwise, another generation prompt may
+        follow the last content. A template may also have no generation prompt, or another one in the history. Then the
+        render must still agree with the render of an answer where the render of a question already differs.
 
         Args:
             text: the render, or the part of it that contains `messages`.
@@ -92,7 +92,7 @@ class PromptRenderer:
         self._check_doubled(behind)
         if end <= first_mismatch(text, render(messages, False)) < len(text):
             return
-        # The generation prompt does not follow. The text there may still be the beginning of an answer in the history.
+        # No generation prompt follows. The text may still be the beginning of an answer as the history shows it.
         answer = _behind(messages, ANSWER, render)
         if behind.startswith(answer.rstrip()):
             return
@@ -106,10 +106,10 @@ class PromptRenderer:
         )
 
     def asks_as_usual(self, text: str, last: Message) -> bool:
-        """True if the generation prompt of a plain question is at the end, exactly once, after the `last` message.
+        """True if the text ends with the generation prompt of a plain question, after the `last` message.
 
         Raises:
-            Unbridgeable: it is there twice.
+            Unbridgeable: the text ends with this generation prompt twice.
         """
         asked = self.generation_prompt
         if not asked or not text.endswith(asked):

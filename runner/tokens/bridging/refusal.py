@@ -13,8 +13,8 @@ class Property(enum.StrEnum):
     TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
     SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show its text or calls
     TURN_STAYS_BEHIND = "marker_in_tail"  # the model's words would occur again after the turn
-    TOOLS_STAY = "tools_move"  # tools are printed after the turn, so those in the prompt are at the wrong place
-    # the system message is printed after the turn, so that of the prompt is at the wrong place
+    TOOLS_STAY = "tools_move"  # tools are printed after the turn, so the prompt has them at the wrong place
+    # the system message is printed after the turn, so the prompt has it at the wrong place
     SYSTEM_STAYS = "system_moves"
     CONTENT_LOCATED = "content_not_located"  # control text of a content cannot be distinguished from the template's own
     CONTENT_SHOWN = "content_missing"  # the render does not show a new message
@@ -22,7 +22,7 @@ class Property(enum.StrEnum):
     STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the next one
     CLOSE_KNOWN = "close_not_found"  # a cut turn: the position of the template's close is unknown
     REASONING_CLOSED = "reasoning_open"  # the turn was cut inside its reasoning
-    TEXT_KEPT = "text_not_kept"  # encoding and decoding the tail returns another text
+    TEXT_KEPT = "text_not_kept"  # the tail is another text after encoding and decoding
     PROMPTS_ANSWER = "generation_prompt_missing"  # the render does not end with a generation prompt
     OPENED_ONCE = "assistant_opened_twice"  # the generation prompt occurs twice
     TURNS_SAMPLED = "assistant_in_new"  # an assistant message that was not sampled was appended

@@ -207,13 +207,14 @@ class Evaluator(NodeVisitor, ABC):
 
     def visit_Filter(self, node: nodes.Filter) -> Value:
         if node.name in _LAZY:
-            # The abstract value is a list, which differs from a generator unless that is read at once.
-            raise NotFollowed("a generator that is kept, which is true and can be read once")
+            # The abstract value is a list. A generator differs from a list unless it is read at once: it is always
+            # true, and can be read only once.
+            raise NotFollowed("a generator that is not read at once")
         return self._filtered(node)
 
     def _filtered(self, node: nodes.Filter) -> Value:
         if node.node is None:
-            raise NotFollowed("a filter of nothing")
+            raise NotFollowed("a filter without an operand")
         return self._filter(node, self._read(node.node) if node.name in _READERS else self.visit(node.node))
 
     def _read(self, node: nodes.Node) -> Value:
@@ -232,7 +233,7 @@ class Evaluator(NodeVisitor, ABC):
 
     def _arguments(self, node: Any) -> tuple[list[Value], dict[str, Value]]:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise NotFollowed("arguments that are not spelt out")
+            raise NotFollowed("arguments given by * or **")
         return [self.visit(each) for each in node.args], {each.key: self.visit(each.value) for each in node.kwargs}
 
     # --- calls
@@ -260,14 +261,14 @@ class Evaluator(NodeVisitor, ABC):
             return self._new_namespace(arguments, keywords)
         everything = (*arguments, *keywords.values())
         if isinstance(callee, jinja2.Undefined):
-            raise RenderRaised("what is called is undefined")
+            raise RenderRaised("the called value is undefined")
         if is_concrete(callee) and all(map(is_concrete, everything)) and callable(callee):
             return self._transfer.concrete(lambda: callee(*arguments, **keywords))
         return self._transfer.of("call", callee, *everything, *keywords)
 
     def _new_namespace(self, arguments: Sequence[Value], keywords: dict[str, Value]) -> NamespaceOf:
         if not all(isinstance(each, dict) for each in arguments):
-            raise NotFollowed("a namespace of what is not known")
+            raise NotFollowed("a namespace of unknown values")
         self._namespaces += 1
         names: dict[str, Value] = {}
         for each in (*arguments, keywords):

@@ -61,7 +61,7 @@ class Unknown(Abstract):
     """Any value: the past or the last turn's words may decide it. It is the top of the lattice."""
 
     may_end: bool = False
-    """True if the end of the turn's words may be in it."""
+    """True if the value may contain the end of the turn's words."""
     text: bool = False
     """True if it is a string."""
     nonempty: bool = False
@@ -81,7 +81,7 @@ class Symbol(Abstract):
     base: UnknownCount | None = None
     """The base that a position among messages counts from; the number then depends on the past."""
     may_end: bool = False
-    """True if the end of the turn's words may be in it."""
+    """True if the value may contain the end of the turn's words."""
 
 
 Condition: TypeAlias = Symbol | Unknown
@@ -274,11 +274,11 @@ class Loop(Abstract):
     attributes: Mapping[str, Value] = field(hash=False)
 
 
-# --- what a value is
+# --- properties of a value
 
 
 def is_text(value: Value) -> bool:
-    """True if it is certainly a string."""
+    """True if the value is certainly a string."""
     return isinstance(value, str | Text) or (isinstance(value, Unknown | Symbol) and value.text)
 
 
@@ -295,7 +295,7 @@ def has_effects(value: Value) -> bool:
 
 
 def is_independent(value: Value) -> bool:
-    """True if neither the past nor the words of the last turn decide it."""
+    """True if the value depends neither on the past nor on the words of the last turn."""
     match value:
         case Symbol():
             return value.base is None
@@ -310,7 +310,7 @@ def is_independent(value: Value) -> bool:
 
 
 def may_hold_end(value: Value) -> bool:
-    """True if the end of the turn's words may be in it."""
+    """True if the value may contain the end of the turn's words."""
     match value:
         case Unknown() | Symbol():
             return value.may_end
