@@ -72,12 +72,12 @@ def align(
 ) -> RequestAlignment:
     """Find the turn that a request continues from.
 
-    System messages are changed to what the template supports, which `systems` returns: joined at the beginning if it
-    takes only one, and with `system_as_user`, later ones become user messages.
+    System messages are changed to a form that the template supports, as `systems` describes it. They are joined at the
+    beginning if the template takes only one. With `system_as_user`, later ones become user messages.
 
     The last handle that the client sends back selects a turn, if the content up to there confirms it. If that fails,
     the deepest turn before the first difference is chosen. Without a handle it is the deepest turn that the content
-    leads to; of several, prefer the same label, then the latest.
+    leads to. Of several such turns, one with the same label is preferred, then the latest.
 
     Raises:
         BadMessage: an item is not a message, or there is nothing to answer.

@@ -1,4 +1,4 @@
-"""Answers requests with whole histories, from an external agent loop, with the conversations of an episode.
+"""Answers requests of an external agent loop. Each has a whole history, which a conversation of the episode continues.
 
 The caller may be any task of the event loop, or a thread that uses `anyio.from_thread`. A task of the episode answers
 the request, so that the clocks and limits of the episode apply.
@@ -106,7 +106,7 @@ class ChatService:
         """The conversations that requests started, in that order."""
         self._episode = episode
         self._open_thread = open_thread
-        self._own: set[ConversationState] = set()  # cached, since there may be a thousand
+        self._own: set[ConversationState] = set()  # the same as a set, since an episode may have a thousand
         self._histories = HistoryTree()
         self._numbered = 0
         self._tools: dict[str, _UsableTools] = {}
@@ -159,7 +159,7 @@ class ChatService:
         try:
             if self._group is not None:
                 await self._hand_over(request, self._group)
-            elif self._episode.limits.clock.is_over_this_task():  # usually the clock of a tool
+            elif self._episode.limits.clock.is_over_this_task():  # this task runs under the clock, usually in a tool
                 await self._serve(request)
             else:
                 raise self._is_over()
@@ -175,7 +175,7 @@ class ChatService:
                 request.record.seconds = time.perf_counter() - request.began
         if request.error is not None:
             raise request.error
-        assert request.turn is not None  # otherwise there is an error
+        assert request.turn is not None  # a request without a turn has an error, which was raised
         if request.request_node is not None and request.record is not None:
             request.record.delivery = Delivery.DELIVERED
             request.request_node.gone = False
@@ -189,7 +189,7 @@ class ChatService:
         """
         chat = self._episode.shared.chat_of(MAIN)
         if not isinstance(chat, ChatModel):
-            raise BadMessage("the server of messages that answers here counts tokens itself, with each answer")
+            raise BadMessage("this engine takes messages, and only its server counts tokens, with each answer")
         offered = await self._tools_of(chat_call.tools)
         await self._read_ahead(chat_call.messages)
         read = self._histories.reader.read(chat_call.messages)

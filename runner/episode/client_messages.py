@@ -256,8 +256,9 @@ def several_systems(messages: Sequence[ReadMessage]) -> bool:
 def as_taken(messages: Sequence[ReadMessage], takes: SystemSupport, *, system_as_user: bool) -> list[ReadMessage]:
     """Return a history with system messages that the template supports.
 
-    Those at the beginning are joined if it takes only one. With `system_as_user`, later ones become user messages, and
-    so do all if it takes none. If it takes no two user messages in a row, they are merged with the next one.
+    System messages at the beginning are joined if the template takes only one. With `system_as_user`, later ones become
+    user messages; if the template takes no system message, all of them do. If the template takes no two user messages
+    in a row, each new one is merged with the user message next to it.
     """
     begin = next((index for index, each in enumerate(messages) if each.role != "system"), len(messages))
     first, rest = list(messages[:begin]), list(messages[begin:])
@@ -272,7 +273,7 @@ def as_taken(messages: Sequence[ReadMessage], takes: SystemSupport, *, system_as
 
 
 def _without_rows(messages: Sequence[ReadMessage]) -> list[ReadMessage]:
-    """Return the history with each of these system messages merged into the next or previous user message."""
+    """Return the history with each former system message merged into the user message next to it."""
     made: list[ReadMessage] = []
     for message in messages:
         before = made[-1] if made else None

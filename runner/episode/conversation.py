@@ -129,8 +129,8 @@ def open_conversation(
 ) -> Conversation:
     """Open the conversation of a new agent; see `Episode.conversation` for the arguments.
 
-    The `prompt` is as `as_messages` returns it. The conversation is `counted` if the run's sampling and limits apply:
-    None for all that are trained.
+    The `prompt` is as `as_messages` returns it. `counted` is True if the run's sampling and limits apply to the
+    conversation; with None, they apply if it is trained.
     """
     if train and name in episode.shared.other_models:
         raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
@@ -236,7 +236,7 @@ class Conversation:
     async def _generate(self, sinks: TurnSinks, sampling: Sampling | None, tool_choice: ToolChoice | None) -> Turn:
         with self._speaking():
             return await take_turn(self._state, self._state.cursor, sampling, tool_choice, sinks=sinks)
-        # Reached only after `close`: the cancelled scope swallows its own cancellation.
+        # `close` cancelled the scope, which swallows its own cancellation. Other cases do not get here.
         raise self._is_over()
 
     @asynccontextmanager
@@ -334,8 +334,8 @@ class Conversation:
         """Replace the history.
 
         Added messages are appended. Without the agent's last message, that turn is sampled again from its exact prompt
-        ids. Any other history is rendered again. The latter two start a segment at the next `generate`, mask 0
-        throughout.
+        ids. Any other history is rendered again. In the latter two cases, the next `generate` begins a segment, whose
+        prompt has loss mask 0.
 
         Args:
             messages: the new whole history; None keeps it.
@@ -367,8 +367,8 @@ class Conversation:
             name: the agent of the branch.
             turn: the turn of this conversation to continue from; None for the current state, with messages that were
                 added since.
-            tools: the tools of the branch; None for the same. With others everything is rendered again, since templates
-                print them.
+            tools: the tools of the branch; None for the same. With other tools everything is rendered again, since
+                templates print them.
             train: train on the turns of the branch.
             sampling: takes precedence over the run's and the class's; None for that of this conversation.
 

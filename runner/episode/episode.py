@@ -91,8 +91,8 @@ class Episode:
         """
         if not self._state.exit_stack_open:
             raise RuntimeError(
-                "episode.exit_stack can be entered in setup() only: what is opened later, in a tool for one, belongs "
-                "to another task; open it with `async with` where it is used."
+                "episode.exit_stack can be entered in setup() only: a context that is opened later, such as in a tool, "
+                "belongs to another task; open it with `async with` where it is used."
             )
         return self._state.exit_stack
 

@@ -86,8 +86,8 @@ class EpisodeLimits:
         if self._scoring:
             if counted:
                 raise RuntimeError(
-                    f"agent {agent!r} is what was played, and the play is over: what it says now would be no part of "
-                    f"it. Ask another agent: self.episode.conversation('judge')."
+                    f"agent {agent!r} has played, and the play is over: its next turn would not be part of the play. "
+                    f"Ask another agent: self.episode.conversation('judge')."
                 )
             return
         if self.silenced_by is not None:

@@ -225,8 +225,8 @@ class MessageTurn:
         calls_before = 0 if before is None else before.calls
         answered = len(segment.messages)
         segment.messages.extend(queued)
-        # Not earlier: a prompt that the server did not accept stays queued, as do messages that were added during the
-        # request.
+        # Messages leave the queue only now. A prompt that the server did not accept stays queued, and so do messages
+        # that were added during the request.
         del cursor.queued[: len(queued)]
         parsed = answer.as_parsed()
         turn = Turn(

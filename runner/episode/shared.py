@@ -193,10 +193,10 @@ class RunShared:
     def limiter(self, name: str, limit: int) -> Limiter:
         """Return the run's limiter of that name, for `Episode.limiter`."""
         if limit < 1:
-            raise BadOption(f"limiter({name!r}, {limit}): at least one must get in.")
+            raise BadOption(f"limiter({name!r}, {limit}): give a limit of at least 1.")
         if name not in self._limiters:
             self._limiters[name] = limit, self.make_limiter(name, limit)
         before, limiter = self._limiters[name]
         if before != limit:
-            raise BadOption(f"limiter({name!r}, {limit}): it was opened with {before} before; use one limit.")
+            raise BadOption(f"limiter({name!r}, {limit}): an earlier call had the limit {before}; use one limit.")
         return limiter

@@ -265,8 +265,8 @@ def _recorded(
     if prompt.taken_back is not None:
         _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
-    # Not earlier: a prompt that the engine did not admit stays queued, as do messages that were added during the
-    # request.
+    # Messages leave the queue only now. A prompt that the engine did not admit stays queued, and so do messages that
+    # were added during the request.
     del cursor.queued[: prompt.queued]
     turn = Turn(
         agent=turn_context.conversation.name,

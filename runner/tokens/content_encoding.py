@@ -62,18 +62,21 @@ def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
 
 
 class Borders:
-    """Test if a text, together with its neighbours, could be part of one of some names."""
+    """Tests if a text could be part of a name, together with the text next to it."""
 
     def __init__(self, names: Iterable[str]) -> None:
         names = [name for name in names if name]
         self._joined = "\0".join(names)
-        # The end of a text is compared from right to left, so these are reversed.
+        # The end of a text is compared from right to left, so the beginnings of names are reversed.
         self._heads = frozenset(name[:end][::-1] for name in names for end in range(1, len(name)))
         self._tails = frozenset(name[start:] for name in names for start in range(1, len(name)))
         self._longest = max(map(len, names), default=1)
 
     def touched_by(self, text: str) -> bool:
-        """True if `text` is inside a name, or shares an end with one; white space at its ends is ignored."""
+        """True if `text` is inside a name, begins with the end of one, or ends with the beginning of one.
+
+        White space at both ends of `text` is ignored.
+        """
         bare = text.strip()
         if any(form and form in self._joined for form in (text, bare)):
             return True
@@ -128,7 +131,7 @@ class AddedTokens:
         self._marks = [*self._control, *self._cut]
 
     def near(self, text: str) -> bool:
-        """True if `text` contains an added token, or a part of one that its neighbours may complete."""
+        """True if `text` contains an added token, or a part of one that adjacent text may complete."""
         return any(self._found(form) or self._borders.touched_by(form) for form in {text, self._visible(text)})
 
     def encode(self, text: str, content: Content) -> list[int]:
@@ -171,7 +174,7 @@ class AddedTokens:
             yield begin, end
 
     def _between(self, text: str, found: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        """The words between the control tokens `found` that are also cut out: index, start, stop."""
+        """The words that are also cut out, between the control tokens `found`: index, start, stop."""
         taken: list[tuple[int, int]] = []
         for _, start, stop in found:  # two neighbours may have swallowed the same white space
             begin = max(start, taken[-1][1]) if taken else start
@@ -283,7 +286,7 @@ _SPACE_WRITTEN = "\u2581"
 
 
 def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
-    """Return a model with the same ids that never encodes plain text as one of `names`; None if the given one does not.
+    """Return a model with the same ids that encodes no plain text as one of `names`; None if the given model does not.
 
     A model that learnt control tokens as words, as Unigram models do, produces them even without added tokens. The
     `settings` are the model's part of a tokenizer.json.

@@ -85,14 +85,14 @@ class TokenLog:
         """Append the most likely ids for newly sampled ids of the turn that begins at `start`."""
         known = self.top_logprobs.get(start)
         if known is None:
-            self.top_logprobs[start] = top.part(0, len(top))  # a copy, since it grows
+            self.top_logprobs[start] = top.part(0, len(top))  # a copy, since the stored one grows
         else:
             known.extend(top)
 
     def append_side(self, start: int, side: SideData) -> None:
         """Append side data for newly sampled ids of the turn that begins at `start`.
 
-        Experts are kept for positions that no earlier turn has, since each turn of an engine has those of its prompt.
+        An engine returns the experts of the whole prompt with every turn. Only the experts of new positions are kept.
         """
         known = self.side_data.setdefault(start, SideData())
         if side.masks is not None:

@@ -1,4 +1,4 @@
-"""NeMo RL's prefix replacement on three lists of ids. It is refused by name if the ids show that it would corrupt."""
+"""NeMo RL's prefix replacement on three lists of ids. A refusal has a name, and prevents corrupt ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PrefixResult(enum.StrEnum):
     FIRST_TURN = "first_turn"
     """The model has not sampled anything yet; the template's ids are used unchanged."""
     JOINED = "joined"
-    """The model's own ids, followed by the template's from the close of the last turn on."""
+    """The model's own ids, followed by the template's ids from the close of the last turn on."""
     NO_EOS = "no_eos"
     """The template closes no turn with an EOS, so the place to join is unknown."""
     SECOND_STOP = "second_stop"
@@ -27,7 +27,7 @@ class PrefixResult(enum.StrEnum):
     TURN_WITHOUT_IDS = "turn_without_ids"
     """The template closes a turn that the model's ids lack: an assistant turn without ids, or an EOS in a message."""
     HISTORY_SHRUNK = "history_shrunk"
-    """A turn in the model's ids is not in the template's any more, or is not closed with an EOS there."""
+    """A turn of the model's ids is missing in the template's ids, or has no EOS there."""
     HISTORY_EDITED = "history_edited"
     """Earlier text has changed."""
 
@@ -61,8 +61,8 @@ def replace_prefix_tokens(
     """Return the template's ids with the history as the model saw and sampled it, not as the template encodes it again.
 
     The model's ids stay bit for bit. The EOS that close turns in the template's prefix are counted, and the template's
-    ids after that many follow. The model's own last EOS replaces the template's; a turn that was cut before an EOS gets
-    the template's.
+    ids after the same number of EOS follow. If the model's ids end with an EOS, it replaces the template's EOS. A turn
+    that was cut before an EOS is closed with the template's EOS.
 
     Two cases are visible only with `sampled`:
 
@@ -84,7 +84,7 @@ def replace_prefix_tokens(
         model_prefix_token_ids: prompt and generation so far, as the engine had them; empty before the first turn.
         template_prefix_token_ids: the template's ids up to the last assistant turn, that turn included.
         template_token_ids: the template's ids of everything, generation prompt included.
-        eos_token_id: the id that closes a turn in the template; of several, each counts as any other.
+        eos_token_id: the id that closes a turn in the template; several ids count alike.
         stop_ids: ids that may have ended the model's turn; those that are not an EOS are refused at its end.
         sampled: 1 for each of the model's ids that was sampled, else 0, as in `TokenLog.mask`; shape
             [len(model_prefix_token_ids)]. Every id with 0 must then be in the template's ids too, bit for bit. If the
@@ -167,7 +167,7 @@ def _miscounted(
 
 
 def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) -> PrefixReplacement | None:
-    """Check each turn of the prefix against the whole; a template may leave ids of it out, and nothing else."""
+    """Check each turn of the prefix against the whole. The only allowed change is that the template leaves ids out."""
     turns = list(_turns(prefix, eos))
     for number, (turn, again) in enumerate(zip(turns, _turns(everything, eos), strict=False)):
         if turn == again or _is_subsequence(again, turn):
@@ -197,7 +197,7 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
 def _lost(
     model: list[int], sampled: Sequence[int], render: list[int], name: str, eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """Find the first position where `render` lacks ids that were not sampled. A sampled turn between may differ."""
+    """Find the first position where `render` lacks ids that were not sampled. Sampled turns between them may differ."""
     position, cut = 0, False  # cut: a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):
         stretch = model[begin:end]

@@ -37,8 +37,8 @@ __all__ = [
 View: TypeAlias = Mapping[str, Any]
 """A message in OpenAI's form; unlike in a conversation, content may be null and arguments may be text."""
 
-# Each begins and ends with letters that no word of a language does, and none is part of another. They have no signs,
-# which templates escape inside JSON.
+# Each word begins and ends with letters as no word of a language does. No word is part of another one. The words have
+# no signs, since templates escape signs inside JSON.
 ASKED, ANSWERED, AGAIN = "zqquestionz", "zqanswerz", "zqagainz"
 THOUGHT, TOLD, RETURNED = "zqthoughtz", "zqtoldz", "zqreturnedz"
 TOOL, KEY, VALUE = "zqtoolz", "zqkeyz", "zqvaluez"

@@ -95,7 +95,7 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
 
 def needs_fitting(render: RenderTool) -> bool:
     """True if the template leaves out parts of arguments of the usual kinds, as their author wrote them."""
-    if all(word in (render(ALL_SORTS) or "") for word in SHOWN_IN_ALL):  # it writes the schema itself
+    if all(word in (render(ALL_SORTS) or "") for word in SHOWN_IN_ALL):  # the template writes the schema unchanged
         return False
     unseen = unseen_arguments(render, ALL_SORTS)
     return bool(unseen) and not _shows_no_name(unseen)
@@ -128,7 +128,7 @@ def _undescribed(**more: str) -> dict[str, Any]:
 
 
 def _described(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same with an empty description for arguments without one, since some templates raise otherwise."""
+    """Return the schema with an empty description for arguments without one, since some templates raise otherwise."""
     described = {
         name: {**each, "description": each.get("description", "")} if isinstance(each, Mapping) else each
         for name, each in parameters["properties"].items()
@@ -145,7 +145,7 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     written = ToolsForm.WRITTEN
 
     def order(form: ToolsForm) -> tuple[bool, int, bool]:
-        """Of two that show as much, prefer the one that shows at least the type that a reference leads to."""
+        """Prefer forms that leave out least. Of equal ones, prefer one that shows at least the type of a reference."""
         raises = any(each.part is ArgumentPart.ALL for each in unseen[form])
         return raises, len(unseen[form]), bool(unseen[form]) and form is written
 
@@ -161,7 +161,7 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     bare = any(each.part is ArgumentPart.ALL for each in left)
     schema = noted(given, parameters, name, bare=bare)
     if bare and render({**parameters, "properties": {name: schema}, "required": []}) is None:
-        return {**schema, "type": "string"}  # the template raises on its type alone, such as an object without fields
+        return {**schema, "type": "string"}  # the template raises on the bare type, such as an object without fields
     return schema
 
 
@@ -245,7 +245,7 @@ _NAMES_OF_KEYWORDS: Final = frozenset(
 
 
 def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...]) -> bool:
-    """True if a template skips a field for its name: the render does not depend on what the field is."""
+    """True if a template skips a field because of its name, so that the render does not depend on the field."""
     if steps[-1] not in _NAMES_OF_KEYWORDS:
         return False
     renders = set[str | None]()
@@ -257,7 +257,7 @@ def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...
 
 
 def hidden_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of the arguments that a template skips: those with certain names, and those without one."""
+    """Return the schema of the arguments that a template skips: those with certain or without names."""
     properties = parameters.get("properties")
     names = [each for each in properties if each in _NAMES_OF_KEYWORDS] if isinstance(properties, Mapping) else []
     hidden = [name for name in names if _is_hidden(render, _only(parameters, name), ("properties", name))]
@@ -279,7 +279,7 @@ def _hidden_keywords(render: RenderTool, parameters: Mapping[str, Any]) -> list[
 
 
 def _only(parameters: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of the schema with only this one of its arguments."""
+    """Return a copy of the schema with only this argument."""
     alone: dict[str, Any] = copy.deepcopy({**parameters, "properties": {name: parameters["properties"][name]}})
     alone["required"] = [each for each in parameters.get("required") or () if each == name]
     return alone
@@ -294,14 +294,14 @@ _SINGLE: Final = {
     **dict.fromkeys(("additionalProperties", "unevaluatedProperties"), ".*"),
     **dict.fromkeys(("then", "else"), ""),
 }
-"""Keywords with one schema, each with what it adds to the name of a place."""
+"""Keywords with one schema, each with the text that it adds to the name of a place."""
 _NAMED: Final = ("properties", "patternProperties")
 _FURTHER: Final = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
 """Keywords that describe members without a name of their own."""
 
 
 def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen: set[str]) -> Iterator[_Place]:
-    """The fields, values and types of a schema, at the place where each is written."""
+    """Yield the places of all fields, values and types of a schema."""
     node = _at(whole, steps)
     if not isinstance(node, Mapping):
         return
@@ -376,7 +376,7 @@ def _marked(
 ) -> tuple[dict[str, Any], dict[str, _Place | None]]:
     """Return the schema with marks for fields and values, and the place of each mark; None for the argument itself."""
     marked, marks = copy.deepcopy(schema), dict[str, _Place | None]()
-    # Values first and inner fields before outer ones, since a new field name changes the path to what is in it.
+    # Values come first, and inner fields before outer ones, since a new field name changes the path to its contents.
     for number, place in enumerate(sorted(places, key=lambda place: -len(place.steps))):
         owner = _at(marked, place.steps[:-1])
         if place.part is ArgumentPart.VALUE:
@@ -426,11 +426,11 @@ _OTHERS: Final = {
 
 
 def _with_another(schema: dict[str, Any], place: _Place) -> dict[str, Any] | None:
-    """Return the schema with another type, or another value where a mark would not be one; None for other parts."""
+    """Return the schema with another type, or with another value if a mark is not allowed; None for other parts."""
     changed = copy.deepcopy(schema)
     owner = _at(changed, place.steps[:-1])
     if place.part is ArgumentPart.VALUE and not _can_be_marked(value := owner[place.steps[-1]]):
-        # Of the same type, which a template may show alone.
+        # The other value has the same type, since a template may show only the type.
         owner[place.steps[-1]] = not value if isinstance(value, bool) else type(value)({"zqotherz": 9_170_000})
         return changed
     if place.part is not ArgumentPart.TYPE:

@@ -40,7 +40,7 @@ class SamplingMasks:
         return masks
 
     def extend(self, other: SamplingMasks) -> None:
-        """Append the positions of another one."""
+        """Append the positions of other masks."""
         self.counts.extend(other.counts)
         self.ids.extend(other.ids)
 
@@ -90,10 +90,10 @@ class RoutedExperts:
         Raises:
             ValueError: the array has another shape, or a number that does not fit into int16.
         """
-        import numpy as np  # here, since users without such data should not import it
+        import numpy as np  # imported here, since most users have no such data
 
         if values.ndim != 3 or not values.shape[1] * values.shape[2]:
-            raise ValueError(f"routed experts of shape {values.shape}; it is [positions, layers, experts of each id]")
+            raise ValueError(f"routed experts of shape {values.shape}; give [positions, layers, experts of each id]")
         if values.size and not -1 <= int(values.min()) <= int(values.max()) < 1 << 15:
             raise ValueError(f"routed experts from {values.min()} to {values.max()}; they are 0 to 32767")
         experts = array("h")
@@ -101,7 +101,7 @@ class RoutedExperts:
         return cls(start, values.shape[1], values.shape[2], experts)
 
     def part(self, start: int, end: int) -> RoutedExperts:
-        """Return the positions from `start` to `end`, exclusive, as far as they are there; a copy."""
+        """Return the positions from `start` to `end`, exclusive, as far as they exist; a copy."""
         first, width = max(start, self.start), self.layers * self.top
         some = slice((first - self.start) * width, max(0, min(end, self.end) - self.start) * width)
         return replace(self, start=first, experts=self.experts[some])
@@ -123,5 +123,5 @@ class SideData:
     """The experts of the positions of the prompt and the turn, set at the end of a turn; None without."""
 
     def part(self, start: int, end: int) -> SideData:
-        """Return that of the sampled ids `start` to `end`, exclusive; the experts stay whole."""
+        """Return the side data of the sampled ids `start` to `end`, exclusive, with the experts of all positions."""
         return SideData(None if self.masks is None else self.masks.part(start, end), self.experts)

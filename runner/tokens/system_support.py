@@ -14,7 +14,7 @@ __all__ = ["TAKES_ALL", "SystemSupport", "system_support"]
 
 _FURTHER: Final = ("zqfurtherz", "zqbesidesz")
 _MORE: Final[Sequence[Message]] = [{"role": "system", "content": text} for text in _FURTHER]
-"""Two more, since some templates show the first two alone."""
+"""Two more messages, since some templates show only the first two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class SystemSupport:
     """A template's support for system messages."""
 
     one: bool
-    """True if it shows a system message at the beginning, also while the result of a tool stands last."""
+    """True if it shows a system message at the beginning, also if the last message is the result of a tool."""
     several: bool
     """True if it shows three of them there, in their order."""
     user_rows: bool
@@ -50,7 +50,7 @@ def system_support(renderer: Renderer) -> SystemSupport:
 
 
 def _lasts(renderer: Renderer) -> bool:
-    """False if a tool result in the last place hides the system message and not the question, as in Mistral Nemo's."""
+    """False if a tool result in the last place hides the system message but not the question, as in Mistral Nemo."""
     try:
         text = renderer.render([SYSTEM, QUESTION, CALL, result()], tools=TOOLS)
     except TemplateRaised:

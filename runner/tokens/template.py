@@ -76,7 +76,7 @@ class ChatTemplate:
                 f"template {str(name_or_path)!r} cannot be read ({error}): "
                 f"give one of the bundled names ({names}) or the path of a .jinja file"
             ) from error
-        _compile(text, str(name_or_path))  # only compiled: rendering waits until the template was seen to end
+        _compile(text, str(name_or_path))  # not rendered before a probe has shown that rendering ends
         return cls(text, name=str(name_or_path))
 
     @property
@@ -100,7 +100,7 @@ class ChatTemplate:
         """Return a renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
 
         With `fit_tools` the parts of a tool's arguments that the template does not show are written in another form.
-        None does so if the template leaves out parts of usual schemas.
+        With None, this is done if the template leaves out parts of usual schemas.
         """
         written = Renderer(self, dict(options or {}), now or datetime.now())
         fit = _needs_fitting(written) if fit_tools is None else fit_tools
@@ -139,7 +139,8 @@ class Renderer:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "context", context)
-        # The instance is frozen for others; here it renders itself to find the form that its template needs.
+        # The instance is frozen, and changes only here: trial renders show the form of messages that its template
+        # needs.
         for text_arguments, null_content in _FORMS:
             object.__setattr__(self, "text_arguments", text_arguments)
             object.__setattr__(self, "null_content", null_content)
@@ -171,7 +172,9 @@ class Renderer:
                 add_generation_prompt=generation_prompt,
             )
         except RecursionError as error:
-            raise TemplateRaised(f"template {self.template.name!r} never ends on these messages") from error
+            raise TemplateRaised(
+                f"template {self.template.name!r} calls itself without end on these messages"
+            ) from error
         except MemoryError:
             raise
         # A template raises its own refusals, and its expressions may raise any error.
@@ -294,8 +297,9 @@ def _raise_exception(message: str) -> None:
 
 
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)
-# `_PLAIN_JSON.encode` makes such an encoder at every call. Without a search for values in themselves, which raise too.
-_encode_json = json.encoder.c_make_encoder(  # type: ignore[attr-defined]  # it is there, and unknown to its type stubs
+# `_PLAIN_JSON.encode` would create such an encoder at every call. This encoder does not search for values that contain
+# themselves, since these raise in any case.
+_encode_json = json.encoder.c_make_encoder(  # type: ignore[attr-defined]  # missing in the type stubs
     None, _PLAIN_JSON.default, json.encoder.encode_basestring, None, ": ", ", ", False, False, True
 )
 

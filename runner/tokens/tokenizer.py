@@ -155,7 +155,7 @@ class VocabularyTokenizer:
         self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the cache out: it cannot be sent to another process, as tokenizers of a fleet's workers are."""
+        """Leave out the cache, which cannot be sent to another process. A fleet sends tokenizers to its workers."""
         return {name: value for name, value in vars(self).items() if name != "_shared"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -237,7 +237,7 @@ class VocabularyTokenizer:
             return self._added.encode(without_surrogates(text), content)
         try:
             return self._encoded(text)
-        except TypeError:  # lone surrogates, which are rare: only here is the text searched for them
+        except TypeError:  # caused by lone surrogates, which are rare, so they are replaced only after an error
             return self._encoded(without_surrogates(text))
 
     def _encoded(self, text: str) -> list[int]:
@@ -297,12 +297,13 @@ class _Splitter:
 def _splitter(added: Iterable[tokenizers.AddedToken]) -> _Splitter | None:
     """Return a function that splits a text before control tokens, so that its parts are encoded by themselves.
 
-    The library cuts such a token out of a text before it looks at what is beside it. That holds for a token which is
-    found as it is written, takes no white space, and neither overlaps nor is part of another one. It begins with a
-    sign: a token before it may take white space, or may be none where a letter follows. None without such a token.
+    The library cuts such a token out of a text before it reads the adjacent text. This is true of a token that is found
+    as it is written, takes no white space, and neither overlaps nor is part of another one. The token must begin with a
+    sign, since a token before it may take white space, or may not be found if a letter follows. The result is None
+    without such a token.
     """
     plain = {token.content: _is_plain(token) for token in added}
-    # Not pair by pair, since some vocabularies have a thousand tokens.
+    # Names are not compared in pairs, since some vocabularies have a thousand tokens.
     tails = {name[start:] for name, is_plain in plain.items() for start in range(is_plain, len(name))}
     insides = "\0".join(name[is_plain:] for name, is_plain in plain.items())
     names = frozenset(
@@ -312,7 +313,7 @@ def _splitter(added: Iterable[tokenizers.AddedToken]) -> _Splitter | None:
     )
     if not names:
         return None
-    # The two-character ones first, since one of a single character begins others too.
+    # Beginnings of two characters come first, since a beginning of one character may also begin them.
     beginnings = sorted({name[:2] for name in names}, key=len, reverse=True)
     sizes = {each: sorted({len(name) for name in names if each.startswith(name[:2])}) for each in beginnings}
     return _Splitter(names, sizes, re.compile("|".join(map(re.escape, beginnings))))
@@ -417,6 +418,6 @@ def _reduced(normalizer: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return _normalizer_of, (json.loads(normalizer.__getstate__()),)
 
 
-# The library cannot unpickle these: their constructors need arguments.
+# The library cannot unpickle these normalisers, since their constructors need arguments.
 for _kind in (tokenizers.normalizers.Precompiled, tokenizers.normalizers.Replace):
     copyreg.pickle(_kind, _reduced)

@@ -34,16 +34,16 @@ Schema: TypeAlias = Mapping[str, Any]
 
 
 class ToolsForm(enum.StrEnum):
-    """The form of an argument's schema for a template. Each form changes what the previous one does, and more."""
+    """The form of an argument's schema for a template. Each form makes the changes of the previous one, and more."""
 
     WRITTEN = "written"  # as their author wrote them
-    FLAT = "flat"  # references in place, X for X or null, `enum` for `const`, a type beside each `enum`
+    FLAT = "flat"  # targets for references, X for "X or null", `enum` for `const`, and a type for each `enum`
     ONE_OF = "one_of"  # the same, with `oneOf` for `anyOf`
-    MERGED = "merged"  # the same, with one schema for every union: lists of types, all the fields, all the values
+    MERGED = "merged"  # the same, with one schema for every union: it has all types, fields and values
 
 
 _MAX_NODES: Final = 2000
-"""Maximum number of schemas in one tool once references are in place; the rest becomes a bare type."""
+"""Maximum number of schemas in one tool once targets replace references; the rest becomes a bare type."""
 
 _REWRITTEN: Final = frozenset(
     {"$ref", "$defs", "definitions", "anyOf", "oneOf", "allOf", "const", "enum", "prefixItems"}
@@ -58,9 +58,9 @@ def parameters_in(form: ToolsForm, parameters: Schema) -> Schema:
 
 
 def current(schema: Any) -> Any:
-    """Return a schema with tuples, dependencies and dynamic references as in dialect 2020-12; as it is without these.
+    """Return a schema with tuples, dependencies and dynamic references as in dialect 2020-12, or an unchanged one.
 
-    Dynamic references become plain ones, which is all that a single schema needs.
+    Dynamic references become plain ones. A single schema needs no others.
     """
     if isinstance(schema, list):
         several = [current(each) for each in schema]
@@ -160,7 +160,7 @@ class _Listing:
 
 
 def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str, Any]:
-    """Return the schema of an argument with all of it in its description, for a template that shows it nowhere else.
+    """Return an argument's schema with a description that contains the schema, for a template that does not show it.
 
     Args:
         given: the schema in the form for the template.
@@ -188,7 +188,7 @@ _SCALARS: Final = ("string", "integer", "number", "boolean")
 
 
 def _is_plain(schema: Any) -> bool:
-    """True if no form changes anything of it."""
+    """True if no form changes the schema."""
     if isinstance(schema, Mapping):
         if not _REWRITTEN.isdisjoint(schema) or isinstance(schema.get("type"), list):
             return False
@@ -298,7 +298,7 @@ class _Rewriting:
         reference = schema["$ref"]
         beside = {key: value for key, value in schema.items() if key != "$ref"}
         target = resolved(reference, self.written)
-        if target is None:  # of another document, whose content is not known
+        if target is None:  # a reference to another document, whose content is not known
             return dict(schema)
         if reference in self.within or self.nodes > _MAX_NODES:
             # A schema that refers to itself is shown once, and within itself as its type.

@@ -79,11 +79,11 @@ class IdUse(enum.StrEnum):
     """A template's use of the ids of calls."""
 
     UNREAD = "unread"
-    """It neither shows nor checks them."""
+    """The template neither shows nor checks ids."""
     READ = "read"
-    """It shows them, or refuses some."""
+    """The template shows ids, or refuses some."""
     COUNTED = "counted"
-    """It shows calls by their number in the turn, and results by their ids, which must match."""
+    """The template shows calls by their number in the turn, and results by their ids, which must match."""
 
 
 def id_use(renderer: Renderer) -> IdUse:

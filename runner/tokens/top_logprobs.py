@@ -23,7 +23,7 @@ class TopLogprobs:
     ids: array[int] = field(default_factory=lambda: array("i"))
     """The ids, one position after the other, shape [positions * count], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """The log-probability of each in nats, minus infinity for one that could not be sampled; float32."""
+    """The log-probability of each id in nats, minus infinity for an id that could not be sampled; float32."""
 
     def __len__(self) -> int:
         return len(self.ids) // self.count
@@ -60,7 +60,7 @@ class TopLogprobs:
 
     def id_rows(self) -> NDArray[np.int32]:
         """The ids, shape [positions, count], int32; a copy."""
-        import numpy as np  # here, since users without such arrays should not import it
+        import numpy as np  # imported here, since most users read no such arrays
 
         return np.array(self.ids, dtype=np.int32).reshape(-1, self.count)
 

@@ -52,8 +52,8 @@ class AnsweredTurn:
     def stand_in(self) -> list[Message] | None:
         """Return the beginning of the history and the turn, if they are enough for a bridge; otherwise None.
 
-        They are enough if each message has only the usual fields, and no new one refers to a message that would be left
-        out.
+        They are enough if each message has only the usual fields, and no new message refers to a message that would be
+        left out.
         """
         beginning, turn = _beginning(self.history), self.turn
         if not beginning or "name" in turn:
@@ -109,7 +109,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
 
 
 def _beginning(history: Sequence[Message]) -> Sequence[Message]:
-    """The first question and a system message before it, neither empty nor named; empty for any other beginning."""
+    """The first question, and a system message before it. Empty if one of them is missing, empty or has a name."""
     length = 2 if history[0]["role"] == "system" else 1
     begun = history[:length]
     if len(history) <= length or begun[-1]["role"] != "user":

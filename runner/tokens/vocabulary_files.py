@@ -13,7 +13,7 @@ import tokenizers
 __all__ = ["VocabularyFiles", "read_vocabulary_files"]
 
 Named: TypeAlias = str | tokenizers.AddedToken
-"""A token by its name alone, which makes it special, or with its flags."""
+"""A token with its flags, or the name of a special token."""
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -35,7 +35,7 @@ class VocabularyFiles:
     legacy: bool = True
     """True if tokenizer_config.json lists no tokens.
 
-    Then those of tokenizer.json are the list, and come before others.
+    Then the tokens of tokenizer.json are used, and come before others.
     """
 
     @property
@@ -76,7 +76,7 @@ def read_vocabulary_files(folder: Path) -> VocabularyFiles:
 
 
 def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
-    """Tokens without a name of both files; either may name them."""
+    """Tokens of both files that have no name, or names by which either file lists them."""
     given = [each.get("extra_special_tokens") for each in (settings, further)]
     named = {name: token for each in given if isinstance(each, dict) for name, token in each.items()}
     own = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")

@@ -77,12 +77,12 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
     await asking.acquire(0, 0)
     await asking.acquire(0, 1, run=OTHER_RUN)
     assert asking.answers == {(0, 0): True, (0, 1): True}
-    with pytest.raises(BadOption, match=r"limiter\('door', 2\): it was opened with 1 before"):
+    with pytest.raises(BadOption, match=r"limiter\('door', 2\): an earlier call had the limit 1"):
         await asking.limiter_service.acquire(RUN, "door", 2, 1, 0)
     await asking.limiter_service.close_run(RUN)
     await asking.acquire(1, 1, limit=2)
     assert asking.answers[1, 1], "a limiter of this name may be another one now"
-    with pytest.raises(BadOption, match="it was opened with 1 before"):
+    with pytest.raises(BadOption, match="an earlier call had the limit 1"):
         await asking.limiter_service.acquire(OTHER_RUN, "door", 2, 1, 2)
     await asking.settled(asking.limiter_service.release(0, 0))  # of the limiter that is no more
 

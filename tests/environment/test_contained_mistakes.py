@@ -252,7 +252,7 @@ async def test_limiter_with_0_places_is_env_error() -> None:
 
     trajectory = await play(Shut(), "Yes")
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "at least one must get in" in trajectory.error
+    assert "give a limit of at least 1" in trajectory.error
 
 
 async def test_task_with_a_non_string_answer_is_refused_by_id() -> None:

@@ -285,7 +285,7 @@ async def test_a_trained_agent_cannot_speak_while_it_is_scored() -> None:
 
     trajectory = await play(Adds, lambda turn: "Yes")
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "is what was played, and the play is over" in trajectory.error
+    assert "has played, and the play is over" in trajectory.error
     assert len(trajectory.turns) == 1
 
 

@@ -160,7 +160,7 @@ class Bridger:
             raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
         text = self.tokenizer.decode(start.ids)
         if tail.holds_marker(text) or self._repeats(tail):
-            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
+            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats the turn's words after its end")
         if tail.real is not None:
             self._check_real(
                 tail, tail.real, tail.text if thinking else self._with_close(tail, tail_ids.ids, start.ids)

@@ -84,7 +84,7 @@ class Rendering:
         return found
 
     def check_visible(self, index: int, source: str) -> None:
-        """Check that a message is shown if its content occurs in any text: white space, roles, words of `source`.
+        """Check that the render shows a message whose content is white space, a role or a word of `source`.
 
         A template may leave out an empty message now and show it later; a bridge would then lack it.
 

@@ -39,7 +39,7 @@ class AlignmentKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A new history compared with the stored one. It equals stored[:index] + `appended`."""
+    """A new history compared with the stored one. The new history equals stored[:index] + `appended`."""
 
     kind: AlignmentKind
     """The relation between the two histories."""

@@ -174,7 +174,7 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        # The template writes the past otherwise for the new messages. Each turn begins with the generation prompt, or
+        # The new messages change how the template writes the past. Each turn begins with the generation prompt, or
         # with the first part of it: some ask for reasoning, which past turns do not have.
         with suppress(Unbridgeable):
             begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))

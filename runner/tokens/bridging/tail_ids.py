@@ -189,7 +189,7 @@ class TailIds:
         return cut
 
     def _is_close(self, token_id: int, at: int) -> bool:
-        """True if the control token at this position is there whatever follows, and does not open the next turn."""
+        """True if the control token here is independent of later messages, and does not open the next turn."""
         if token_id not in self._tokenizer.control_ids or token_id in self._closes.generation_prompt:
             return False
         if token_id == self._closes.of_user:
@@ -211,7 +211,7 @@ class TailIds:
 
 
 def _end_of_call(ending: str, said: str) -> int | None:
-    """Return the length of the part of a call's `ending` that `said` has; None if that is unknown."""
+    """Return the length of the part of a call's `ending` that `said` contains; None if unknown."""
     # A part that begins inside a mark could also occur in the mark that opens a call.
     borders = [0, *(match.end() for match in _MARK_BORDER.finditer(ending))]
     # Compare the end of `said`, since an earlier call may be closed.
