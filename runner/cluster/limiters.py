@@ -31,7 +31,7 @@ class SharedLimiters:
         limiter = self._limiters.setdefault((run, name), anyio.CapacityLimiter(limit))
         if limiter.total_tokens != limit:
             raise BadOption(
-                f"limiter({name!r}, {limit}): it was opened with {limiter.total_tokens} before; use one limit."
+                f"limiter({name!r}, {limit}): an earlier call had the limit {limiter.total_tokens}; use one limit."
             )
         held = worker, lease
         with anyio.CancelScope() as scope:
