@@ -68,5 +68,5 @@ def must_be(path: str, expected: Sequence[str], got: str) -> str:
 
 
 def not_finite() -> str:
-    """A clause: a number is infinite or none at all, which JSON cannot hold."""
+    """A clause: a number is infinite or NaN, which JSON cannot hold."""
     return "numbers must be finite"

@@ -84,7 +84,7 @@ class TemplateReport:
 
     @property
     def missing(self) -> list[AppendVerdict]:
-        """Appends that an environment with tools needs and that are not exact."""
+        """Appends that an environment with tools needs, but that are not exact."""
         return [each for each in self.verdicts if each.kind.needed and each.result is not Exactness.EXACT]
 
     @property

@@ -329,7 +329,7 @@ class Driver:
         return True
 
     def has_weights(self, handle: WorkerHandle, version: str) -> None:
-        """Note that a worker has the weights of this version. If it did not play before, it plays from now on."""
+        """Record that a worker has the weights of this version. If it did not play before, it plays from now on."""
         if handle.gone.is_set():
             return  # it died after it had answered, and its slot may have a new worker
         handle.version = version
@@ -474,7 +474,7 @@ class Driver:
 
     @asynccontextmanager
     async def listening(self, listener: Callable[[], None], on_event: Callable[[str], None]) -> AsyncIterator[None]:
-        """Call the first listener when workers come or go, and the second one with a description of it."""
+        """Call the first listener when workers come or go, and the second one with a description of the change."""
         token = object()
         self._width_listeners[token], self._event_listeners[token] = listener, on_event
         try:

@@ -39,7 +39,7 @@ StreamEvent: TypeAlias = Delta | Ended | DeltarunnerError | None
 
 @dataclass(eq=False, slots=True)
 class Deltas:
-    """Deltas with nothing but ids and log-probabilities, in their order.
+    """Deltas that have only ids and log-probabilities, in their order.
 
     They are stored as columns, since there are thousands of them, and objects take several times as long to send and to
     read.
@@ -138,7 +138,7 @@ class _HostClient:
     """Set when the buffer has events."""
     streams: dict[int, anyio.CancelScope] = field(default_factory=dict)
     cut: dict[int, float] = field(default_factory=dict)
-    """Streams that were cut before they began or after they ended, and when."""
+    """Streams that were cut before they began or after they ended, with the time of the cut."""
     sessions: dict[int, Session] = field(default_factory=dict)
 
     def tell(self, number: int, event: StreamEvent) -> None:
@@ -162,9 +162,9 @@ class EngineHost(EngineProcess):
 
     def _note_request(self, client_name: str) -> _HostClient:
         if client_name not in self._clients:
-            raise EngineDead(f"it did not hear of this process for {SILENT_SECONDS:g} s, and let it go")
+            raise EngineDead(f"it received no request of this process for {SILENT_SECONDS:g} s, and dropped it")
         now = anyio.current_time()
-        # Of each pause at most two intervals count, since a suspended process cannot receive requests.
+        # At most two intervals of a pause count, since a suspended process cannot receive requests.
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
         self._last_request = now
         client = self._clients[client_name]
@@ -214,7 +214,7 @@ class EngineHost(EngineProcess):
         return client.sessions[sent.session]
 
     async def cut(self, client_name: str, number: int) -> None:
-        """Leave a stream, in whatever state it is."""
+        """Leave a stream, in any state."""
         client = self._clients.get(client_name)
         if client is None:
             return

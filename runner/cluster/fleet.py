@@ -154,15 +154,15 @@ class Fleet:
         return min((slot.free_at for slot in self.slots if slot.is_empty), default=math.inf)
 
     def mark_ready(self, slot: WorkerSlot, width: int) -> None:
-        """Note that the slot's worker is ready to play this many episodes at once."""
+        """Mark the slot's worker as ready to play this many episodes at once."""
         slot.state, slot.width = WorkerSlotState.READY, width
 
     def waits(self, slot: WorkerSlot) -> None:
-        """Note that the slot's worker cannot play before the next update of the weights."""
+        """Mark the slot's worker as unable to play before the next update of the weights."""
         slot.state = WorkerSlotState.WAITING
 
     def lost(self, slot: WorkerSlot, now: float) -> list[Assignment]:
-        """Note that the slot's worker is gone, and return its episodes. Each may be added again."""
+        """Mark the slot's worker as gone, and return its episodes. Each may be added again."""
         lost = list(slot.assignments)
         for assignment in lost:
             self._release_slot(assignment)
@@ -178,7 +178,7 @@ class Fleet:
         return lost
 
     def not_placed(self, slot: WorkerSlot, now: float) -> None:
-        """Note that no machine had room for the slot's worker. It is tried again later."""
+        """Record that no machine had room for the slot's worker. The worker is tried again later."""
         slot.state, slot.free_at = WorkerSlotState.UNPLACED, now + UNPLACED_RETRY_SECONDS
 
     # --- episodes

@@ -41,7 +41,7 @@ class FleetPlayer:
         self.run = run
         self.shared = shared
         self.deaths: Counter[tuple[str, int, int]] = Counter()
-        """Number of workers lost under each unfinished episode, by task, visit and index."""
+        """Number of workers that were lost while they played each unfinished episode, by task, visit and index."""
         self._width = width
         self._listener: Callable[[int], None] | None = None
 
@@ -61,7 +61,7 @@ class FleetPlayer:
             self._listener(self._width or max(1, self.driver.fleet.width))
 
     def drain(self) -> None:
-        """Note that no further episode begins."""
+        """Notify the workers that no further episode begins."""
         self.driver.drain(self.run)
 
 
@@ -116,7 +116,7 @@ class FleetAttempt:
                 await self._play_on(self._handle)
         except WorkerLost as lost:
             assert self._handle is not None, "it was there"
-            # After any failure there, the worker cannot be trusted, so the next attempt must use another worker.
+            # After any failure on a worker, its state is unknown, so the next attempt must use another worker.
             self._handle.dismiss(str(lost))
             await self._handle.gone.wait()
             self._trajectories = self._lost(lost, self._handle)

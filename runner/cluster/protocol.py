@@ -80,10 +80,10 @@ class EngineKnown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherKnown:
-    """The same for an engine of another agent, which each worker enters."""
+    """The properties of an engine of another agent, which each worker enters."""
 
     ids: EngineKnown | None
-    """None for an engine that takes messages."""
+    """The properties for token ids; None for an engine that takes messages."""
     places: int
     context: int
     description: Mapping[str, Any]
@@ -125,13 +125,13 @@ class RunSpec:
     """The class; each worker constructs its own object."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     options: RunOptions
-    """Without tasks and file, which belong to the driver."""
+    """The options of the run without tasks and file, which belong to the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
     trajectories: list[Trajectory]
-    """One for each agent. Their tasks are left out, since the driver has them."""
+    """The trajectory of each agent. Their tasks are left out, since the driver has them."""
     faults: list[str]
     permanent: bool
     """True if another attempt would end in the same way."""

@@ -61,7 +61,7 @@ class RunSetups:
                 handle.process.send("close_run", self._number)
 
     async def _entered(self, driver: Driver, number: int) -> Mapping[str, OtherKnown]:
-        """Let the workers enter the engines, and return the descriptions by one worker."""
+        """Let the workers enter the engines, and return the descriptions from one worker."""
 
         async def enter(handle: WorkerHandle) -> None:
             handle.process.send("keep_run", number, self._packed, None)

@@ -37,7 +37,7 @@ class _Meeting:
     ranks: Mapping[WorkerHandle, int]
     """The workers that are connected, and the number of ranks of each."""
     ranked: bool
-    """True if they form one communication group, which breaks when one of them is lost."""
+    """True if the workers form one communication group, which breaks when one of them is lost."""
 
     def is_of(self, handles: Collection[WorkerHandle]) -> bool:
         """True if a transfer reaches exactly these workers."""
@@ -56,7 +56,9 @@ class FleetTransfers:
         self._driver = driver
         self._met: _Meeting | None = None
         self._trainer: TrainerEndpoint | None = None
-        self._checkpoint: tuple[Checkpoint, Any] | None = None  # of the workers' model, with its configuration
+        self._checkpoint: tuple[Checkpoint, Any] | None = (
+            None  # the checkpoint of the workers' model, with its configuration
+        )
         self._source: Any = None
         self._transfer_group = TransferGroup(())
         self._compared: tuple[str, frozenset[WorkerHandle]] = "", frozenset()
@@ -380,7 +382,7 @@ class FleetTransfers:
         if not sends:
             return None
         self.forget()
-        # Not cancelled half-way: partly sent weights could neither be used nor be restored.
+        # A transfer is not cancelled half-way, since partly sent weights could neither be used nor be restored.
         updates = await to_its_end(partial(self._send, transfer, version, took, proof))
         return [replace(update, pause_seconds=pauses.get(handle, 0.0)) for handle, update in updates.items()]
 
@@ -461,7 +463,7 @@ class FleetTransfers:
 
 
 def _for_ranks(info: Any, ranks: int) -> Any:
-    """A trainer's init info for this many ranks of workers and its own."""
+    """Return a trainer's init info for this many ranks of workers and the trainer's own rank."""
     if is_dataclass(info) and not isinstance(info, type) and hasattr(info, "world_size"):
         return replace(info, world_size=1 + ranks)
     return info

@@ -185,7 +185,7 @@ class Worker(EngineProcess):
             raise run.failure
 
     async def others_known(self, number: int) -> dict[str, OtherKnown]:
-        """The properties of those engines that a driver needs, by agent; empty if they were not entered."""
+        """The properties of the entered engines that a driver needs, by agent; empty if they were not entered."""
         run = self._runs.get(number, WorkerRun())
         return {
             name: OtherKnown(
@@ -277,8 +277,8 @@ class Worker(EngineProcess):
             key: EpisodeKey = pickle.loads(packed)
         except Exception as error:
             raise BadTask(
-                f"{self.name} cannot read a task that was sent to it ({error}): what a task holds has to be importable "
-                "on every machine."
+                f"{self.name} cannot read a task that was sent to it ({error}): the classes of its values have to be "
+                "importable on every machine."
             ) from error
         return key
 
@@ -448,8 +448,8 @@ class Worker(EngineProcess):
 
 
 async def _read(given: Any) -> Any:
-    """Return a value of the driver, read from its reference if it is one."""
-    # In a thread: it may come from another machine, and episodes continue during that time.
+    """Return a value of the driver. If it is a reference, read the value from there."""
+    # In a thread, since the value may come from another machine, and episodes continue during that time.
     return await anyio.to_thread.run_sync(given.read) if isinstance(given, StoredObject) else given
 
 

@@ -46,7 +46,7 @@ class WorkerHandle:
     """A worker of the fleet, as its driver sees it."""
 
     number: int
-    """Never used for another worker of the fleet."""
+    """The number of the worker, which no other worker of the fleet gets."""
     slot: WorkerSlot
     process: WorkerProcess
     info: WorkerInfo | None = None

@@ -24,7 +24,7 @@ def cancellation_is_asked_for() -> bool:
 
 
 def forget_native_cancellation() -> None:
-    """Clear the effect of `asyncio.Task.cancel()` on the current task. Later scopes would count it as their own."""
+    """Clear the effect of `asyncio.Task.cancel()` on the current task. Later scopes would take it for their own."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # another event loop than asyncio's

@@ -178,7 +178,7 @@ class Workers:
             self._slots.release_on_behalf_of(owner)
 
     async def call_beside(self, job: Job, thread: WorkerThread | None = None) -> Any:
-        """Make a call without the limit: in this thread, or in an additional one."""
+        """Make a call without the limit: in `thread`, or in an additional one if it is None."""
         self.running[id(job)] = job
         try:
             await self._run(job, thread)

@@ -93,7 +93,7 @@ class Adapters:
             version.turns -= 1
 
     def lag(self, version: str) -> int:
-        """Return how many newer versions the adapter of this weight version has; 0 for one without an adapter."""
+        """Return the number of newer versions of the adapter in this weight version; 0 without an adapter."""
         _, adapter, number = base_and_adapter(version)
         return max(0, self._newest.get(adapter, number) - number)
 
@@ -105,7 +105,9 @@ class Adapters:
         """Add an adapter, or a new version of it, and return its label."""
         newest = self._newest.get(name, 0)
         if number is not None and number <= newest:
-            raise BadOption(f"add_adapter({name!r}, number={number}): there was a {name}@{newest} already.")
+            raise BadOption(
+                f"add_adapter({name!r}, number={number}): {name}@{newest} exists already: give a higher number."
+            )
         version = AdapterVersion(_checked(name), number or newest + 1, next(self._keys), _folder(given))
         await self.load(version, given, config)
         self._retire(name)

@@ -242,10 +242,10 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """Create a handle for one conversation; `close_session` frees its room.
+        """Create a handle for one conversation; `close_session` frees its room in the cache.
 
         Args:
-            late: True if its first request goes before the first requests of new episodes.
+            late: True if its first request is admitted before the first requests of new episodes.
             beside: another session of the same episode; both then use the same data-parallel rank.
         """
         return Session(late=late, affinity=affinity_beside(beside))

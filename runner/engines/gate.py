@@ -106,7 +106,7 @@ class AdmissionGate:
         """Size of the KV cache in ids."""
         self._block = block
         self._ranks = [_Rank(number) for number in range(ranks)]
-        self._unbound: _Queue = OrderedDict()  # late requests of episodes without a rank
+        self._unbound: _Queue = OrderedDict()  # late requests of episodes that have no rank yet
         self._first: _Queue = OrderedDict()
         self._arrivals = count()
         self._failure: Callable[[], Exception] | None = None

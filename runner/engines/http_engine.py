@@ -39,7 +39,7 @@ def server_address(given: str, *, engine: str, option: str, example: str) -> Spl
     """
     parts = urlsplit(given)
     if parts.username is not None or parts.password is not None or parts.query:
-        raise BadOption(f"{engine}({option}=): an address is kept in run files; give what is secret as api_key=.")
+        raise BadOption(f"{engine}({option}=): an address is kept in run files; give secrets as api_key=.")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
         raise BadOption(f"{engine}({option}={given!r}): give the server's address, such as {example}.")
     return parts
@@ -53,7 +53,8 @@ class ErrorTexts:
     """
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        # Not shorter ones: errors contain short words by chance, such as "none", which stands for no key.
+        # Shorter secrets are not masked, since errors contain short words by chance, such as "none", which means no
+        # key.
         self._secrets = [secret for secret in secrets if len(secret) > 4]
 
     def masked(self, text: str) -> str:

@@ -28,7 +28,7 @@ class FailureKind(enum.StrEnum):
     SERVER = "server"
     """The server failed: any other 5xx, or an error within an answer."""
     GARBAGE = "garbage"
-    """The answer violates the server's protocol."""
+    """The answer does not follow the server's protocol."""
     REFUSED = "refused"
     """The key is not accepted, the path or model does not exist, or payment is required: 401 to 404."""
     TOO_LONG = "too_long"

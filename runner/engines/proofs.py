@@ -33,7 +33,7 @@ MISSING_STANDARD_ERRORS: Final = 4.0
 SHOWN_SHARE: Final = 0.5
 """A change counts as shown if certainly more than this share of it arrived."""
 MAX_ERROR: Final = 0.125
-"""Maximum standard error of a share that is used."""
+"""A share with a larger standard error is not used."""
 MIN_SIGNAL: Final = 4.0
 """Minimum size of the change, as a multiple of the rounding in a half-precision trainer. Rounding in the reference
 makes the share look smaller than it is.
@@ -144,7 +144,7 @@ class WeightProof:
             )
         if len(logprobs) < MIN_SCORES:
             raise BadWeights(
-                f"WeightProof: {len(ids)} ids prove nothing; give some hundred, {MIN_SCORES + 1} at least."
+                f"WeightProof: {len(ids)} ids prove nothing; give a few hundred, at least {MIN_SCORES + 1}."
             )
         wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-3))
         if len(wrong):
@@ -304,7 +304,9 @@ def largest_differences(before: ScoresByPass, now: ScoresByPass) -> dict[ScoredP
     largest = {}
     for each in now:
         old, new = np.asarray(before[each]), np.asarray(now[each])
-        difference = np.abs(np.subtract(new, old, out=np.zeros(len(new)), where=old != new))  # infinity may stay
+        difference = np.abs(
+            np.subtract(new, old, out=np.zeros(len(new)), where=old != new)
+        )  # the scores may stay infinite
         largest[each] = float(np.where(np.isnan(difference), np.inf, difference).max())
     return largest
 

@@ -351,10 +351,10 @@ class ModelRuntime(EngineRuntime[RequestT]):
         return WeightUpdate(checked.version, *seconds, figures, self.moved)
 
     async def exchange(self, checked: Any, version: str, proof: WeightProof | None = None) -> ProofFigures | None:
-        """Load new weights and return to the earlier state. An engine that paused only for this resumes.
+        """Load new weights and return to the earlier state. The engine resumes if it was paused only for this.
 
         Returns:
-            The figures of the proof; None without a proof, or if the proof waits for the cache to wake.
+            The figures of the proof; None without a proof, or if the cache sleeps, so that `wake` scores it.
 
         Raises:
             EngineDead: the weights could not be loaded, or their proof does not hold.
@@ -492,5 +492,5 @@ class ModelRuntime(EngineRuntime[RequestT]):
 
     def ended_by(self, why: str) -> EngineError:
         """End the engine for this reason, and return the error that every request receives."""
-        # Not abstract, since an engine that cannot score never receives a proof.
+        # This method is not abstract, since an engine that cannot score never receives a proof.
         raise NotImplementedError(f"{type(self).__name__} scores ids and has to implement ended_by()")

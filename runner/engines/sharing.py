@@ -88,7 +88,7 @@ async def _host(engine: BaseEngine) -> AsyncIterator[None]:
             entered.started.set()
             try:
                 yield
-                # In a loop: another user may arrive before this task runs.
+                # The wait is a loop, since another user may arrive before this task runs.
                 while entered.guests:
                     entered.left = anyio.Event()
                     await entered.left.wait()

@@ -67,7 +67,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         runtime.requests[self] = None
         self._inside = True
         try:
-            # Not earlier: weights and adapters can change while it waits at the gate.
+            # Chosen only now, since weights and adapters can change while the request waits at the gate.
             self._adapter = runtime.adapters.take(request.name, request.sampling.adapter)
             self._stamps = VersionStamps(runtime.version, self._adapter)
             await self._begin()
@@ -77,7 +77,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         return self
 
     def _check(self) -> None:
-        """Refuse before the gate what the engine would refuse after it."""
+        """Refuse a request before the gate if the engine would refuse it after the gate."""
         runtime, request = self._runtime, self.request
         runtime.require_alive()
         if not 0 < len(request.prompt) < runtime.context:

@@ -44,7 +44,7 @@ def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    # Keeps the memory alive while a view exists; the tensor itself could get other memory.
+    # This keeps the memory alive while a view exists, since the tensor itself could get other memory.
     memory.owner = tensor.untyped_storage()
     return np.frombuffer(memory, np.uint8)
 

@@ -25,7 +25,7 @@ __all__ = [
     "read_folder",
 ]
 
-# (files, index of the files that count); the first pair with a file is used, as in vLLM.
+# Pairs of file pattern and index of the files in use. The first pair with a file is used, as in vLLM.
 _LAYOUTS = (
     ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
     ("*.safetensors", "model.safetensors.index.json"),
@@ -111,9 +111,9 @@ class LocalTransfer:
     info: Any
     """vLLM's `NCCLTrainerInitInfo` or `IPCTrainerInitInfo`: the backend, and how both ends connect."""
     source: Any
-    """VLLM's `WeightSource`, such as `ModuleSource(model)`; another object needs a new connection."""
+    """A `WeightSource` of vLLM, such as `ModuleSource(model)`; another object needs a new connection."""
     seconds: float = 600.0
-    """Seconds after which an end that is silent counts as gone."""
+    """Seconds without data after which an end counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class _SourceTask:
     async def _run(self) -> None:
         try:
             await self._answer_requests()
-        except (Exception, BaseExceptionGroup) as raised:  # at its end, or by a task group that it keeps open
+        except (Exception, BaseExceptionGroup) as raised:  # of the source, or of a task group that it keeps open
             error: BaseException | None = raised
             if isinstance(error, BaseExceptionGroup):
                 _, error = error.split((GeneratorExit, anyio.get_cancelled_exc_class()))

@@ -60,9 +60,9 @@ class TaggedArgumentReader:
 
         Args:
             text: output of the model.
-            at: begin of the arguments.
+            at: position at which the arguments begin.
             schema: JSON schema of the tool's parameters.
-            whole: whether the text is complete.
+            whole: True if the text is complete.
 
         Raises:
             Unreadable: the arguments cannot be read; the message is a clause with the reason.
@@ -205,7 +205,7 @@ class TaggedArgumentReader:
 
     @cached_property
     def _after(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """By close of a style, patterns of the text after an unquoted value: the complete one and its own end."""
+        """Patterns of the text after an unquoted value, by close of its style: the complete text, and its own end."""
         form = self.format
         patterns: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {}
         for close in {style.close for style in form.styles.values() if isinstance(style.notation, AS_TEXT)}:
@@ -221,14 +221,14 @@ def _is_unusual(name: str) -> bool:
 
 
 class _Typed(NamedTuple):
-    """A value without quotes that is also valid as a string."""
+    """A value without quotes that may also be a string."""
 
     value: Any
     text: str
 
 
 def _settled(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Decide for values that may also be strings: they are strings only if nothing else fits the schema.
+    """Choose the types of values that may also be strings. They are strings only if no other type fits the schema.
 
     The types of one argument can depend on another one, as in `oneOf`. A list or an object is never read as a string,
     so that the model receives the error in it.
@@ -268,7 +268,7 @@ def read_object(text: str, at: int) -> tuple[Mapping[str, Any], int]:
     """Return arguments that are one object, or the JSON text of one, and the position after them.
 
     Raises:
-        Unreadable: they are neither.
+        Unreadable: the arguments are none of these.
     """
     value, end = read_literal(text, at)
     return as_object(value), end
@@ -278,7 +278,7 @@ def as_object(arguments: Any) -> Mapping[str, Any]:
     """Return arguments as an object; they may be an object, the JSON text of one, or missing.
 
     Raises:
-        Unreadable: they are neither.
+        Unreadable: the arguments are none of these.
     """
     if isinstance(arguments, str) and arguments.strip():
         text = arguments

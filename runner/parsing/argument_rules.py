@@ -163,7 +163,7 @@ class _TaggedRules:
                 raise self._unwritable(key)
 
     def _rest(self, named: int) -> Rest | None:
-        """Return a rule for unnamed arguments if the schema describes them or requires more than it names."""
+        """Return a rule for unnamed arguments if the schema describes them or requires more than the named ones."""
         others = [each for _, each in self.shape.of_patterns]
         if any(part.has_additional for part in self.shape.objects) or self.shape.least > named:
             others.append(self.shape.others)

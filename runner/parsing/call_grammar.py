@@ -50,13 +50,13 @@ def constraint(
         form: format of the calls.
         tools: tools that may be called.
         tool_choice: "auto", "none", "required" or the name of a tool.
-        parallel: whether a turn may have several calls.
+        parallel: True if a turn may have several calls.
         thought: reasoning that may precede the calls; reasoning that the prompt opens must be closed first.
         control_tokens: texts of the format that are single ids. Only those ids match them, never their letters.
         stops: control tokens that end a turn; the grammar ends before the first one.
 
     Raises:
-        BadOption: a call is required and no tool is allowed, or none that can be called.
+        BadOption: a call is required, and no tool is allowed or can be called.
     """
     allowed = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
     if tool_choice == "none" or (tool_choice == "auto" and not (form.trigger and allowed)):
@@ -229,7 +229,7 @@ def _mark_of(rules: Rules, mark: str) -> str:
 
 
 def _alike(mark: str, trigger: str, tokens: Mapping[str, int]) -> bool:
-    """Return whether both marks are control tokens or neither is, and neither begins with the other.
+    """Return True if both marks are control tokens or both are text, and neither begins with the other.
 
     One part of a structural tag can only wait for marks of one kind.
     """
@@ -271,7 +271,7 @@ def _thought(rules: Rules, close: str) -> str:
 
 
 def _calls(rules: Rules, form: CallFormat, signatures: Signatures, many: bool) -> str:
-    """Return an expression for a section of calls after its begin."""
+    """Return an expression for the rest of a section of calls, after its opening text."""
     arguments = ArgumentRules(rules, form)
     call = rules.add("call", either(_call(rules, form, arguments, *signature) for signature in signatures))
     more = f" ({rules.written(form.between)} {call})*" if many and form.between is not None else ""

@@ -61,7 +61,7 @@ def _fitting(form: TurnFormat, call: ToolCallMessage, own: Collection[str], take
     named = form.calls is not None and form.calls.id_pieces is not None
     for number in itertools.count(0 if named else _FIRST_FOREIGN_INDEX):
         numbered = _numbered(form, call, number)
-        # A model that puts the tool's name in an id counts all calls together, whatever their tools.
+        # A model that puts the tool's name in an id counts the calls of all tools together.
         if numbered["id"] not in taken and not (named and any(each.endswith(f":{number}") for each in taken)):
             taken.add(numbered["id"])
             return numbered

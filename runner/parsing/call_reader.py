@@ -201,7 +201,7 @@ class CallReader:
 
     @property
     def _by_name(self) -> bool:
-        """Only the name of a tool distinguishes a call from other text, since an object may be an answer."""
+        """True if only a tool's name distinguishes a call from other text, since an object may also be an answer."""
         return not isinstance(self.format.arguments, TaggedArguments)
 
     def may_begin(self, text: str, before: str, schemas: Schemas | None, *, whole: bool) -> tuple[int, bool]:

@@ -21,9 +21,9 @@ class Unreadable(ValueError):
 def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
     """Return the value at `start`, and the position after it.
 
-    White space before it is skipped. Beside JSON this accepts common deviations: `True` and `None`, single quotes,
-    Python's escapes, line breaks in strings, tuples, keys without quotes, a plus before a number, and a trailing comma.
-    Other numbers than those of JSON are refused, since `007` and `1_2` may be meant as text.
+    White space before the value is skipped. In addition to JSON, common deviations are accepted: `True` and `None`,
+    single quotes, Python's escapes, line breaks in strings, tuples, keys without quotes, a plus before a number, and a
+    trailing comma. Other numbers than those of JSON are refused, since `007` and `1_2` may be meant as text.
 
     Raises:
         Unreadable: no value begins there.
@@ -64,7 +64,7 @@ def _no_constant(text: str) -> Any:
 
 # The standard library's decoder, since orjson turns integers of more than 64 bits into floats.
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
-_SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # it is there, and unknown to its type stubs
+_SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # missing in the type stubs
 _SPACE: Final = re.compile(r"\s*")
 _IN_NUMBERS: Final = re.compile(r"[\d_.]")
 _LIKE_A_NUMBER: Final = re.compile(r"[-+]?\.?\d(?:[eE][-+]|[\w.])*")

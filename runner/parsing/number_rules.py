@@ -210,7 +210,7 @@ def _fractions_between(low: Decimal, low_excluded: bool, high: Decimal, high_exc
     places = max(len(lows), len(highs), 1)
     least, greatest = int(lows.ljust(places, "0") or 0), int(highs.ljust(places, "0") or 0)
     found: list[str] = []
-    # Between the bounds are whole steps of the bounds' last place. Any digits may follow each step.
+    # The last decimal place of the bounds divides the range into steps. Any digits may follow each step.
     first = least + 1 if low_excluded else least
     if first <= greatest - 1:
         found += [
@@ -220,7 +220,7 @@ def _fractions_between(low: Decimal, low_excluded: bool, high: Decimal, high_exc
         found.append(f' "." {literal(str(least).zfill(places))} "0"{{0,6}} [1-9] [0-9]{{0,4}}')
     if not high_excluded:
         found.append(f' "." {literal(highs)} "0"{{0,8}}' if highs else ' ("." "0"{1,8})?')
-    # Shorter forms of these steps.
+    # These are the shorter forms of the same steps.
     for length in range(places):
         step = 10 ** (places - length)
         lower, upper = -(-first // step), (greatest - (1 if high_excluded else 0)) // step

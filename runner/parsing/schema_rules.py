@@ -151,7 +151,7 @@ class SchemaRules:
     def _written(self, text: str) -> str:
         """Return an expression for text that the user named.
 
-        Its control text is plain text; that of the dialect may be tokens.
+        Control text in it is plain text; control text of the dialect may be tokens.
         """
         return self._rules.written(text) if self._dialect.signs_are_tokens else literal(text)
 
@@ -268,7 +268,7 @@ class SchemaRules:
         if open_ended:
             written = self.value(shape.others, depth + 1, inner)
             if values:
-                # Validation checks which of them apply to a name.
+                # Validation checks which of these patterns apply to a name.
                 self._left_out.add(path, ("patternProperties",))
                 written = either([written, *(rule for _, rule in values)])
             pairs.append(f"{self._other_key(shape, path)} {self._signs(self._dialect.colon)} {written}")
@@ -322,7 +322,7 @@ class SchemaRules:
                 choices += [self._written(self._key(name, 0)) for name in each.values if name not in shape.named]
                 continue
             if meets_named:
-                # Otherwise a named member could be written twice, or against other keywords.
+                # Otherwise a named member could be written twice, or violate other keywords.
                 self._left_out.add(path, ("propertyNames",))
                 choices.append(self._unnamed_key(shape, path))
                 continue

@@ -113,7 +113,7 @@ def _free_sign(text: str) -> str:
 
 
 def _once(text: str, sign: str) -> str:
-    """Return the text without single signs, and with each doubled sign as one."""
+    """Return the text without single signs; a doubled sign becomes a single one."""
     return re.sub(f"{sign}({sign})?", lambda match: match[1] or "", text)
 
 

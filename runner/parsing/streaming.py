@@ -211,7 +211,7 @@ class _Section:
                 self._before = ""
 
     def _last_signs(self) -> str:
-        """Return the end of the kept text, long enough for the end of a call."""
+        """Return the last characters of the kept text: enough to contain the end of a call."""
         signs = ""
         for part in reversed(self._parts):
             signs = part[-END_LENGTH:] + signs

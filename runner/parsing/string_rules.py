@@ -108,7 +108,7 @@ class JsonCharacters:
         return [*found, *(f"{backslash} {unit.format(backslash=backslash)}" for unit in units)]
 
     def but(self, names: Collection[str]) -> str:
-        """Return an expression for any text except these."""
+        """Return an expression for any text except these texts."""
         return text_but(names, self._rules, self.text, self.choices)
 
     def at_most(self, most: int, quote: str) -> str:

@@ -35,7 +35,7 @@ class Slot(enum.StrEnum):
 
     NAME = "name"
     ARGUMENTS = "arguments"
-    ID = "id"  # of the call, as in its message
+    ID = "id"  # id of the call, as in its message
     INDEX = "index"  # number of the call in its turn
 
 

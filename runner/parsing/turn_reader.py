@@ -13,7 +13,7 @@ from runner.parsing.turn_format import ReasoningFormat, TurnFormat
 __all__ = ["USUAL", "TurnReader", "ends_in_thought", "split_thought"]
 
 USUAL: Final = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
-"""Marks of most reasoning models, for templates that do not show reasoning. No answer begins with them."""
+"""Marks of most reasoning models, for templates that do not show reasoning. No answer begins with such a mark."""
 
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict

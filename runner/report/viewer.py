@@ -73,7 +73,7 @@ class RunView:
         return " ".join(map(str, tuple(rows[0])))
 
     def refresh(self, seen: str, *, wait: float = 0.0) -> None:
-        """Compute the results in a thread, if the file has changed and the last time was long enough ago."""
+        """Compute the results in a thread, if the file has changed and the last computation was long enough ago."""
         with self._lock:
             if self._computing is None and seen != self._seen and time.monotonic() >= self._next:
                 self._computing = threading.Thread(target=self._compute, args=(seen,), daemon=True)

@@ -49,7 +49,7 @@ class Results:
         self._state = state
         self._feed = feed
         self._groups_of = groups_of
-        self._waiting: dict[tuple[str, int], OpenGroup] = {}  # kept for the next iteration if one ends early
+        self._waiting: dict[tuple[str, int], OpenGroup] = {}  # kept for the next iteration if an iteration ends early
         self._announce_to, self._announced = anyio.create_memory_object_stream[QueuedResult](width)
 
     # --- from the episodes
@@ -120,7 +120,7 @@ class Results:
                     groups = await self._groups_of(task.trajectories)
                     wanted = [group for group in groups if full is None or group.has_spread]
                     self._state.summary.flat += len(groups) - len(wanted)
-                    # Not earlier: a task that begins before its groups are judged may not be needed.
+                    # Only now, since this may begin another task, which is not needed if these groups suffice.
                     self._state.quota.end(full=bool(wanted))
                     for group in wanted:
                         yield group

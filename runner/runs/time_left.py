@@ -132,7 +132,7 @@ class TimeLeftEstimator:
 
 @dataclass(frozen=True, slots=True)
 class _Remaining:
-    """Mean and variance of the number of turns left of an episode."""
+    """Mean and variance of the number of turns that an episode has left."""
 
     mean: float
     variance: float
@@ -143,7 +143,7 @@ _BEYOND_LONGEST: Final = _Remaining(1.0, 1.0)
 
 
 def _remaining_turns(survival: Sequence[float]) -> list[_Remaining]:
-    """The number of turns left of an episode, by its turns so far."""
+    """The number of turns that an episode has left, by its turns so far."""
     remaining = [_BEYOND_LONGEST] * len(survival)
     first = second = 0.0  # sums over k of the shares, and of k times the shares
     for k in reversed(range(len(survival))):

@@ -169,7 +169,7 @@ def _written_top(top: TopLogprobs) -> dict[str, Any]:
     return {
         "top_count": top.count,
         "top_ids": _packed(top.ids),
-        "top_logprobs": " ".join(f"{value:.4f}" for value in top.logprobs),  # "-inf" among them
+        "top_logprobs": " ".join(f"{value:.4f}" for value in top.logprobs),  # may contain "-inf"
     }
 
 

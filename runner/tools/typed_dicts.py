@@ -1,4 +1,4 @@
-"""Replacement of `typing.TypedDict` in type hints: below Python 3.12, pydantic only accepts typing_extensions' own."""
+"""Replacement of `typing.TypedDict` in type hints: below Python 3.12, pydantic needs that of typing_extensions."""
 
 from __future__ import annotations
 

@@ -246,12 +246,12 @@ class _Rollouts:
 
 
 def _of_main(task: Task, count: int, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """The trajectories of `main`, one for each of `count` episodes: TRL needs a row for each prompt."""
+    """The trajectories of `main`, one for each of `count` episodes, since TRL needs a row for each prompt."""
     played = [each for each in trajectories if each.agent == MAIN]
     if len(played) != count:
         raise BadBatch(
-            f"task {task.id!r}: in {counted(count - len(played), 'episode')} of {count}, only other agents than 'main' "
-            "took a turn. TRL needs a row for each prompt, which is that of 'main': let it sample in each episode."
+            f"task {task.id!r}: in {counted(count - len(played), 'episode')} of {count}, agent 'main' took no turn. "
+            "TRL needs a trajectory of 'main' for each prompt: let 'main' sample in each episode."
         )
     return played
 

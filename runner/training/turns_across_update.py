@@ -59,7 +59,7 @@ async def turns_across_update(engine: Engine, update: Callable[[], Awaitable[Any
         The turns with enough ids of both weights for a comparison, one at least.
 
     Raises:
-        BadOption: no turn has so many.
+        BadOption: no turn has enough ids of both weights.
     """
     crossed, updated = list[CrossingTurn](), anyio.Event()
     begun = [anyio.Event() for _ in range(TURN_COUNT)]
@@ -72,8 +72,8 @@ async def turns_across_update(engine: Engine, update: Callable[[], Awaitable[Any
         updated.set()
     if not crossed:
         raise BadOption(
-            f"no turn had {MIN_SCORES} ids of the old and as many of the new weights: all ended with the context of "
-            f"{engine.context} ids; give a larger max_model_len."
+            f"no turn had {MIN_SCORES} ids of the old weights and {MIN_SCORES} of the new ones: all turns ended at the "
+            f"context of {engine.context} ids; give a larger max_model_len."
         )
     return crossed
 

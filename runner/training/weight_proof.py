@@ -144,7 +144,7 @@ def _checked_ids(model: Any, ids: Sequence[int]) -> list[int]:
         raise BadWeights(f"weight_proof(ids=): {error}; give token ids, whole numbers.") from None
     if len(plain) <= MIN_SCORES:
         raise BadWeights(
-            f"weight_proof(): {len(plain)} ids prove nothing; give some hundred, {MIN_SCORES + 1} at least."
+            f"weight_proof(): {len(plain)} ids prove nothing; give a few hundred, at least {MIN_SCORES + 1}."
         )
     count = _id_count(model)
     wrong = next((each for each in plain if each < 0 or (count is not None and each >= count)), None)

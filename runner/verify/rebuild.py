@@ -330,7 +330,7 @@ class _TrajectoryCheck:
         return junction
 
     def _followed(self, part: _CheckedSegment, before: Turn, messages: Sequence[Message]) -> Ids:
-        """The render of everything after the turn, if a template is followed."""
+        """Return the ids after the turn in a render of everything, for a run whose prompts follow the template."""
         bridger, tools = self._chat.bridger, part.segment.tools
         whole = self._made(Kind.BRIDGE, lambda: bridger.first_prompt(messages, tools))
         self._compare.ids(Kind.BRIDGE, part.segment.log.ids[: before.end], whole[: before.end], 0)

@@ -41,7 +41,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_address_that_is_not_of_ray_is_refused_at_once(ray: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(ray_connection, "CONNECT_SECONDS", 0.2 if what == "silent" else 10)
     with listening(ANSWERS[what]) as address:
-        message = rf"RayEngines\(address='{address}'\): no cluster of Ray at '{address}': what listens there is not Ray"
+        message = rf"RayEngines\(address='{address}'\): no cluster of Ray at '{address}': the server there is not Ray"
         with pytest.raises(BadOption, match=message):
             Connection().enter(object(), who="RayEngines", address=address)
 

@@ -111,7 +111,7 @@ class Silent(Plain):
 )
 def test_silent_main_agent_is_one_clear_error(size: int, prompts: int, fault: str) -> None:
     engine = recording("Yes")
-    said = rf"task 't0': in {fault}, only other agents than 'main' took a turn"
+    said = rf"task 't0': in {fault}, agent 'main' took no turn"
     with BackgroundPlayer(Silent, engine, group_size=size) as player, pytest.raises(BadBatch, match=said):
         rollout_func(player, tasks=TASKS)(["t0"] * prompts, Trainer(engine))
 

@@ -92,4 +92,4 @@ def test_update_without_turns_of_both_weights_proves_nothing(
     """These turns are over before the update."""
     (row,) = check_with([TorchEngine(small_llama, takes=1)], small_llama, [Way.UNDER_TURNS], tmp_path, monkeypatch).rows
     assert row.verdict is TensorVerdict.REFUSED
-    assert "no turn had 8 ids of the old and as many of the new weights" in row.reason
+    assert "no turn had 8 ids of the old weights and 8 of the new ones" in row.reason

@@ -102,7 +102,7 @@ def test_a_dtype_that_torch_does_not_compute_in_is_refused(model: Any, dtype: st
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([], "0 ids prove nothing; give some hundred, 9 at least"),
+        ([], "0 ids prove nothing; give a few hundred, at least 9"),
         (range(5), "5 ids prove nothing"),
         ([*range(20), 10**6], r"does not have the id 1000000; its ids are 0 to \d+"),
         ([*range(20), -1], "does not have the id -1"),

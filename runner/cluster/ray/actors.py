@@ -21,7 +21,7 @@ __all__ = ["EngineActor", "HostActor", "Surroundings", "WorkerActor", "ray_modul
 
 
 def ray_module() -> Any:
-    # Not at the top, since it takes a second; as Any, since its types lack some of its own options.
+    # Imported here, since the import takes a second. Typed as Any, since its type stubs lack some of its options.
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -40,7 +40,7 @@ class Surroundings:
     """Base of relative paths; "" if Ray has provided a folder."""
 
     def enter(self) -> None:
-        """Set this process up like the driving one, as far as the files exist here."""
+        """Use the search path and the folder of the driving process here, as far as they exist on this machine."""
         sys.path.extend(folder for folder in self.search if folder not in sys.path and os.path.isdir(folder))
         if os.path.isdir(self.folder):
             os.chdir(self.folder)

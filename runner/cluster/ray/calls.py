@@ -89,14 +89,14 @@ class RayWorker:
         try:
             self._take.remote(self._name, calls)
             self._sent += 1
-        except Exception:  # Ray's, for a value that it cannot pickle
+        except Exception:  # raised by Ray for a value that it cannot pickle
             for call in calls:
                 self._send_alone(call)
         if self._answers and not self._is_fetching:
             self._fetch_answers()
 
     def _is_disconnected(self) -> bool:
-        """True if other code has closed the connection; all that is pending is lost then."""
+        """True if other code has closed the connection. All pending calls are lost then."""
         if self._connected():
             return False
         self._lose(WorkerLost("other code of this process called ray.shutdown()"))
@@ -116,7 +116,7 @@ class RayWorker:
         self._is_fetching = True
         try:
             future = self._request_answers()
-        except Exception as error:  # Ray's, if the process has disconnected
+        except Exception as error:  # raised by Ray if the process has disconnected
             self._lose(WorkerLost(f"it cannot be called any more: {error}"))
             return
         future.add_done_callback(self._on_answers)
@@ -136,11 +136,11 @@ class RayWorker:
                 self._lose(error)
         else:
             for number, packed in future.result():
-                if (answer := self._answers.pop(number, None)) is None:  # its caller has given up
+                if (answer := self._answers.pop(number, None)) is None:  # the caller no longer waits for the result
                     continue
                 try:
                     answer.set_result(pickle.loads(packed))
-                except Exception as error:  # of a class that cannot be imported here
+                except Exception as error:  # a result of a class that cannot be imported here
                     _fail(answer, WorkerLost(f"what it gave cannot be read here: {error}"))
             self._is_fetching = False
             if self._answers:
@@ -152,7 +152,7 @@ class RayWorker:
             return
         try:
             future = self._request_answers()
-        except Exception:  # Ray's, if the process has disconnected
+        except Exception:  # raised by Ray if the process has disconnected
             return
         future.add_done_callback(self._on_reason)
 
@@ -238,7 +238,7 @@ def _how(report: str) -> str:
             return f": {signal.Signals(-number).name}" if number < 0 else f" with exit code {number}"
         except ValueError:
             return f" with exit code {number}"
-    if "connection error" in report:  # only the kernel ends a process without a message
+    if "connection error" in report:  # a process that ends without a message was ended by the kernel
         return ": it was killed (SIGKILL, as by the kernel where memory is short) or crashed; its log may say more"
     return ""
 
@@ -275,7 +275,7 @@ async def _exit_reason(error: BaseException) -> str:
     if not isinstance(error, ActorDiedError) or error.actor_id is None:
         return ""
     get = importlib.import_module("ray.experimental.internal_kv")._internal_kv_get
-    with anyio.move_on_after(EXIT_REASON_SECONDS), suppress(Exception):  # Ray's, if the process has disconnected
+    with anyio.move_on_after(EXIT_REASON_SECONDS), suppress(Exception):  # raised by Ray if the process has disconnected
         found = await anyio.to_thread.run_sync(get, _exit_reason_key(error.actor_id), abandon_on_cancel=True)
         return "" if found is None else found.decode()
     return ""
@@ -292,7 +292,7 @@ class Raised:
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By class and text: its cause may not be picklable, and is not needed there.
+        # The error is sent as class and text, since its cause may not be picklable, and is not needed there.
         return _raised, (type(self.error), str(self.error))
 
 

@@ -255,7 +255,7 @@ class Connection:
         Args:
             user: an object that uses the connection until it leaves.
             who: the name of the user in errors.
-            address: of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
+            address: address of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
 
         Raises:
             BadOption: the cluster does not exist, or this process is connected to another one.
@@ -376,7 +376,7 @@ def _require_listener(who: str, given: str | None, address: str) -> None:
     with peer:
         # With TLS only Ray itself can check the listener.
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false") and not _speaks_http2(peer):
-            raise BadOption(f"{_nowhere(who, given, address)}: what listens there is not Ray. {RIGHT_ADDRESS}")
+            raise BadOption(f"{_nowhere(who, given, address)}: the server there is not Ray. {RIGHT_ADDRESS}")
 
 
 def _require_head(who: str, address: str) -> None:

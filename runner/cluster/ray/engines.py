@@ -35,8 +35,8 @@ class RayEngines(FleetEngine):
         engine: the engine of each worker, not entered.
         workers: the number of workers; or the minimum to begin with and the maximum, such as (8, 64). Further workers
             start when machines are added.
-        address: of a running Ray cluster, or "auto"; by default the one that this process is connected to, RAY_ADDRESS,
-            or a new one on this machine.
+        address: address of a running Ray cluster, or "auto"; by default the one that this process is connected to,
+            RAY_ADDRESS, or a new one on this machine.
         cpus: number of CPUs that a worker takes from Ray's count.
         gpus: number of GPUs of a worker; by default as many as the arguments of its engine and of the engines of other
             agents need, and none if the cluster has none.
@@ -128,21 +128,21 @@ class RayEngine(HostedEngine):
 
     Use it for judges and simulated users that many workers share, or as the model of environments that cannot move. The
     process that enters the engine starts and ends it; the workers of a run use the same one. Requests are sent one by
-    one, and deltas of all streams come back in one batch per tick. Its weights cannot be updated from here.
+    one, and deltas of all streams come back in one batch per tick. The weights of this engine cannot be updated.
 
     Args:
         engine: the engine of the process, not entered.
-        address: of a running Ray cluster, or "auto"; by default the one that this process is connected to, RAY_ADDRESS,
-            or a new one on this machine.
-        cpus: number of CPUs that it takes from Ray's count.
+        address: address of a running Ray cluster, or "auto"; by default the one that this process is connected to,
+            RAY_ADDRESS, or a new one on this machine.
+        cpus: number of CPUs that the process takes from Ray's count.
         gpus: number of GPUs; by default as many as the engine's arguments need, and none if the cluster has none.
         runtime_env: passed to Ray, for a machine that does not see this one's files.
-        stall_seconds: seconds that it may wait for a machine with room.
+        stall_seconds: seconds that the process may wait for a machine with room.
 
     Raises (when it is entered):
         BadOption: Ray is not installed, or the cluster is missing or too small.
         BadModel, EngineError: the engine does not start.
-        EngineDead: no machine had room for it.
+        EngineDead: no machine had room for the process.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ HEAD_SECONDS: Final = 5.0
 """Seconds between two checks of the cluster's head, and the time that one may take."""
 
 SESSION_SECONDS: Final = 0.1
-"""Seconds between two comparisons of the session, each of which takes some 10 us."""
+"""Seconds between two comparisons of the session, each of which takes about 10 us."""
 
 HEADLESS_SECONDS: Final = 40.0
 """Seconds without a head after which it counts as dead. Ray ends this process after a minute, without a message."""
@@ -48,7 +48,7 @@ class RayLauncher:
 
     Args:
         who: the name of the user in errors.
-        address: of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
+        address: address of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
         cpus: number of CPUs that each worker takes from Ray's count.
         gpus: number of GPUs; None for `engine_gpus` if the cluster has any, since this machine may have none.
         engine_gpus: number of GPUs that each engine needs if there are any.
@@ -117,7 +117,7 @@ class RayLauncher:
     def _connect(self) -> None:
         CONNECTION.enter(self, who=self._who, address=self._address)
         ray, self._session, self._session_seen = ray_module(), RaySession.current(), -math.inf
-        # Only for actors started here: other code of this process may use other environments.
+        # This applies only to actors started here, since other code of this process may use other environments.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
         self._head = ray.get_runtime_context().gcs_address
         there = ray.cluster_resources()

@@ -150,7 +150,7 @@ class _GenerateReader(_VllmReader):
         ids = choice["token_ids"] or ()
         content = (choice["logprobs"] or {}).get("content") or () if ids else ()
         if [each["token_id"] for each in content] != list(ids):
-            raise ValueError("the log-probabilities are not those of the ids")
+            raise ValueError("the log-probabilities are of other ids")
         rows = ({each["token_id"]: _logprob(each["logprob"]) for each in one["top_logprobs"]} for one in content)
         return ids, (each["logprob"] for each in content), rows
 

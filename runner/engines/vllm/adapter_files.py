@@ -58,7 +58,7 @@ def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
     if not isinstance(given, str | os.PathLike):
         raise BadWeights(f"give a folder, or a mapping of names to tensors, not {type(given).__name__}.")
     if config is not None:
-        raise BadOption(f"add_adapter(config=...) goes with tensors; a folder has its own, in {_CONFIG}.")
+        raise BadOption(f"add_adapter(config=...) is for tensors, and a folder has {_CONFIG}: leave config out.")
     folder = Path(given).expanduser()
     _check_folder(folder)
     kept = _new_folder((folder / _TENSORS).stat().st_size)
@@ -216,7 +216,7 @@ def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
     names = (f".{name}." for name in rules.forms)
     if (rules.quantized or rules.composite) and any(f".{ends}." in name for name in names):
         return None
-    raise BadWeights(f"{rules.model} has no module {module!r}{_inner(module, rules)}: vLLM would leave it out.")
+    raise BadWeights(f"{rules.model} has no module {module!r}{_inner(module, rules)}: vLLM would ignore these tensors.")
 
 
 def _inner(module: str, rules: AdapterRules) -> str:

@@ -45,7 +45,7 @@ class VllmAdapters(Adapters):
         self._rules: AdapterRules | None = None
         self._masked = False
         self._folders: set[Path] = set()
-        weakref.finalize(self, _delete_all, self._folders)  # deletes the copies of an engine that was never left
+        weakref.finalize(self, _delete_all, self._folders)  # deletes the copies even if the engine is never left
 
     def request(self, version: AdapterVersion | None) -> Any:
         """Return the argument `lora_request` of vLLM's `add_request`."""
@@ -71,7 +71,7 @@ class VllmAdapters(Adapters):
             raise
 
     async def _mask(self) -> None:
-        """Patch the kernels before the first adapter is loaded, so that they apply none to turns without an adapter."""
+        """Patch the kernels before the first adapter is loaded, so that they do not change turns without an adapter."""
         if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
             return
         try:
@@ -131,7 +131,7 @@ class VllmAdapters(Adapters):
         except EngineError as error:
             _log.warning("the adapter %r: not checked for modules that vLLM ignores: %s", version.name, error)
             return []
-        # A stage of pipeline parallelism applies the modules of its own layers alone.
+        # A stage of pipeline parallelism applies only the modules of its own layers.
         return sorted(set.intersection(*map(set, of_workers)))
 
     async def unload(self, version: AdapterVersion) -> None:

@@ -118,7 +118,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def release(names: Iterable[str]) -> None:
-    """Free shared memory of a killed owner; Python would do it at its own end, with a warning."""
+    """Free shared memory of a killed owner. Otherwise Python's resource tracker frees it at its end, with a warning."""
     for name in names:
         with suppress(FileNotFoundError):
             memory = SharedMemory(name)

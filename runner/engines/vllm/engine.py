@@ -222,7 +222,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             await self._compare_updates(llm)
 
     def _samples_plainly(self, config: Any) -> bool:
-        """Return whether ids that are sampled at temperature 1 have the model's own log-probabilities."""
+        """Return True if ids sampled at temperature 1 have the model's own log-probabilities."""
         mode = str(getattr(config.model_config, "logprobs_mode", "processed_logprobs"))
         own = "logits_processors" not in self.given
         return own and mode.endswith("logprobs") and config.speculative_config is None

@@ -61,7 +61,7 @@ def check_llm(llm: Any) -> None:
     if missing:
         raise BadOption(
             f"VllmEngine.over({type(llm).__name__}): it has no {missing[0]}; give a vLLM AsyncLLM, such as "
-            "AsyncLLM.from_engine_args(AsyncEngineArgs(...)). Of another engine, make a TokenEngine."
+            "AsyncLLM.from_engine_args(AsyncEngineArgs(...)). For another engine, write a TokenEngine."
         )
 
 

@@ -31,7 +31,7 @@ from runner.logs import logger_for
 __all__ = ["OwnScores"]
 
 SAMPLE_SIZE: Final = 64
-"""Number of scored ids; a few are enough to find both faults."""
+"""Number of scored ids; a few are enough to find a fault."""
 
 _log = logger_for("engines")
 
@@ -116,6 +116,6 @@ class OwnScores:
 
 
 def _became_broken(before: Sequence[float], now: Sequence[float]) -> bool:
-    # An infinite score that was there before is not a fault, since some models mask ids.
+    # A score that was infinite before is not a fault, since some models mask ids.
     new = np.asarray(now)
     return bool((~np.isfinite(new) & (new != np.asarray(before))).any())

@@ -158,7 +158,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             self.process.stats.clear()  # a scheduler without steps keeps its old counts
 
     async def resume(self) -> None:
-        # Shielded, since vLLM could otherwise run while its state here is paused, and be updated during requests.
+        # Shielded: after a cancellation, vLLM could run although this engine is marked as paused. An update could then
+        # happen during requests.
         with anyio.CancelScope(shield=True):
             await self.answered("resume()", self.llm.resume_generation())
 
@@ -166,7 +167,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return await self.answered("update_weights()", self.weights.check(given))
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        if not self._changed:  # note the tensors of the start for the comparison
+        if not self._changed:  # store the tensors of the start for the comparison
             await self._note_tensors()
         # After a partial load vLLM has neither the old nor the new weights, and would fail at its next step.
         advice = ". Start the engine again: part of its weights may be the old ones"

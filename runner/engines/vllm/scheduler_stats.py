@@ -114,7 +114,7 @@ class SchedulerStats:
         self.tell()
 
     def clear(self) -> None:
-        """Reset the counts after all requests were ended, since a scheduler without steps does not report it."""
+        """Reset the counts after all requests were ended, since a scheduler without steps does not report that."""
         for counts in (self._running, self._queued):
             counts.update(dict.fromkeys(counts, 0))
         self._usage = dict.fromkeys(self._usage, 0.0)

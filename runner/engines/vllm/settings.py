@@ -48,8 +48,8 @@ _EVERYWHERE: dict[str, Any] = {
 }
 # vLLM's own defaults are small and depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-# The fastest measured on two CPU cores: the smallest block of a CPU recomputes least, and compilation does not pay off.
-# A short first step computes the shared part of few prompts, and the others find it in the cache.
+# These were the fastest values on two CPU cores: the smallest block of a CPU recomputes least, and compilation does not
+# pay off. A short first step computes the shared part of few prompts, and the others find it in the cache.
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "block_size": 32, "enforce_eager": True}
 
 _SAME_FIELDS = sampling_names(vllm=True)

@@ -129,7 +129,7 @@ def _width(dtype: str) -> int:
     return size
 
 
-# Few large calls instead of one per tensor: each call releases the GIL, and then waits to get it back.
+# A few large calls replace one call per tensor, since each call releases the GIL and then waits to get it back.
 
 
 def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:

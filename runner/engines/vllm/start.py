@@ -137,7 +137,7 @@ def import_of_vllm() -> Iterator[None]:
 
 @dataclass(slots=True)
 class VllmProcess:
-    """VLLM's engine and its processes, from start to stop."""
+    """The engine and the processes of vLLM, from start to stop."""
 
     model: ResolvedModel
     given: Mapping[str, Any]

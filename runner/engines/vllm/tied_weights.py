@@ -27,7 +27,7 @@ def compare_tied(
 ) -> None:
     """Check that an output layer equals the embedding where both are given and the model ties them.
 
-    VLLM ignores one of them, so a difference would be lost.
+    vLLM ignores one of them, so a difference would be lost.
 
     Args:
         forms: forms of the given tensors.

@@ -109,7 +109,7 @@ def _accepted(prober: FormatProber, said: ProbeCall, style: IdStyle) -> bool:
 def _asked(prober: FormatProber, *calls: ProbeCall, **more: Any) -> str:
     text = prober.turn(*calls, **more)
     if text is None:
-        raise UnlearnableFormat(FormatRequirement.SHOWN, "the template refuses a call that it is asked to show")
+        raise UnlearnableFormat(FormatRequirement.SHOWN, "the template raises on a history with a call")
     return text
 
 
@@ -145,7 +145,7 @@ def _notation(prober: FormatProber, find: FindCall) -> Notation:
     if span is None:
         raise UnlearnableFormat(
             FormatRequirement.VALUES,
-            "lists, objects and quotes in a call's arguments are written neither as JSON nor as Python has them",
+            "lists, objects and quotes in a call's arguments are written neither as JSON nor as in Python",
         )
     for notation in object_notations(span.before_arguments):
         if notation.encode(RICH) == span.arguments:
@@ -153,7 +153,7 @@ def _notation(prober: FormatProber, find: FindCall) -> Notation:
         if isinstance(notation, Json) and JsonText(notation).encode(RICH) == span.arguments:
             return JsonText(notation)
     raise UnlearnableFormat(
-        FormatRequirement.VALUES, "the object of a call's arguments is written neither as JSON nor as Python has it"
+        FormatRequirement.VALUES, "the object of a call's arguments is written neither as JSON nor as in Python"
     )
 
 
@@ -226,7 +226,7 @@ def _ends_of_turn(prober: FormatProber) -> str:
 
 
 def _after_call(shape: _CallShape, text: str | None, one: CallSpan, prober: FormatProber) -> str | None:
-    """Return the text after the call of `one` when results follow it."""
+    """Return the text after the call in `one` if results follow the call."""
     said = shape.probes[0]
     # If calls have no id, an id after a call belongs to the result.
     call_id = prober.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
@@ -284,7 +284,7 @@ def _front(prober: FormatProber, shape: _CallShape, before: str, turn_ends: str)
         return begin, None, None
     begin = shared if len(shared) < len(begin) or not begin else begin
     after_content = in_between[: len(in_between) - len(begin)]
-    # Content in its own turn is not beside the calls.
+    # Content in its own turn is not in the turn of the calls.
     own_turn = any(mark in after_content for mark in marks.split(turn_ends) if marks.is_tag(mark))
     return begin, None if own_turn else after_content, None
 

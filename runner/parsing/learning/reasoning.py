@@ -166,7 +166,7 @@ def _opened(prober: FormatProber, opening: str) -> bool:
 
 
 def _holds(prober: FormatProber, thought: _Thought, learnt: ReasoningFormat) -> bool:
-    """Return True if other reasoning is written between the same marks."""
+    """Return True if the template writes other reasoning between the same marks."""
     text = thought.render(prober, OTHER_THOUGHT, OTHER_ANSWER)
     if text is None:
         return False

@@ -123,7 +123,7 @@ _SAID: Final[Mapping[ValueType, str]] = {
 
 
 def _ends(prober: FormatProber, behind: str) -> tuple[str, str | None]:
-    """Return the text after the last value, and the text that replaces the arguments of a call without any."""
+    """Return the text after the last value, and the text of a call without arguments in place of them."""
     text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None

@@ -92,7 +92,7 @@ class NullContent(enum.StrEnum):
     ACCEPTED = "accepted"
     RAISES = "raises"
     WRITTEN = "written"  # as the word None
-    NEEDED = "needed"  # calls are shown only beside it
+    NEEDED = "needed"  # calls are shown only with null content
 
 
 class SystemPosition(enum.StrEnum):

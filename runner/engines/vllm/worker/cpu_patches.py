@@ -176,7 +176,7 @@ def patch_lora_kernels() -> bool:
     if not masks(lora_ops):
         for name in _KERNELS:
             masked = _masked(getattr(lora_ops, name))
-            for module in (lora_ops, punica_cpu):  # the second module imported the kernels by name
+            for module in (lora_ops, punica_cpu):  # the second module has imported the kernels by name
                 setattr(module, name, masked)
     return masks(lora_ops) and masks(punica_cpu)
 

@@ -37,7 +37,7 @@ def patch_prompt_scores(model_runner: Any) -> None:
 
 @contextmanager
 def _logits_of_prompts(model: Any, punica: Any, hidden_states: Any) -> Iterator[None]:
-    """In this block the model's logits for rows of `hidden_states` use each row's adapter."""
+    """A block in which the model's logits for rows of `hidden_states` use each row's adapter."""
     compute_logits = model.compute_logits
     row_bytes = hidden_states.stride(0) * hidden_states.element_size()
 
@@ -55,7 +55,7 @@ def _logits_of_prompts(model: Any, punica: Any, hidden_states: Any) -> Iterator[
 
 @contextmanager
 def _adapters_of(punica: Any, first: int, count: int) -> Iterator[None]:
-    """In this block the wrapper uses the adapters of these rows of the batch for logits."""
+    """A block in which the wrapper uses the adapters of these rows of the batch for logits."""
     wanted = punica._token_lora_indices[first : first + count].clone()
     before, length = punica._sampler_indices[:count].clone(), punica.indices_len[1]
     punica._sampler_indices[:count] = wanted
