@@ -268,7 +268,7 @@ def read_object(text: str, at: int) -> tuple[Mapping[str, Any], int]:
     """Return arguments that are one object, or the JSON text of one, and the position after them.
 
     Raises:
-        Unreadable: the arguments are none of these.
+        Unreadable: the arguments have another form.
     """
     value, end = read_literal(text, at)
     return as_object(value), end
@@ -278,7 +278,7 @@ def as_object(arguments: Any) -> Mapping[str, Any]:
     """Return arguments as an object; they may be an object, the JSON text of one, or missing.
 
     Raises:
-        Unreadable: the arguments are none of these.
+        Unreadable: the arguments have another form.
     """
     if isinstance(arguments, str) and arguments.strip():
         text = arguments
