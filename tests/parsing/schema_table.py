@@ -38,83 +38,89 @@ _STRING: Final = {"type": "string"}
 _ARRAY: Final = {"type": "array"}
 
 PROBES: Final[dict[str, Probe]] = {
-    "type": Probe({"type": "integer"}, True, "lists of types too; an integer is written without a point"),
-    "enum": Probe({"enum": ["x", "y"]}, "z", "beside any other keyword"),
+    "type": Probe({"type": "integer"}, True, "also a list of types; an integer is written without a decimal point"),
+    "enum": Probe({"enum": ["x", "y"]}, "z", "also beside any other keyword"),
     "const": Probe({"const": "x"}, "z"),
-    "$ref": Probe({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}, True, "with what stands beside it"),
+    "$ref": Probe({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}, True, "with the keywords beside it"),
     "$dynamicRef": Probe(
-        {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", "type": "integer"}}}, True, "is read as `$ref`"
+        {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", "type": "integer"}}}, True, "treated like `$ref`"
     ),
     "allOf": Probe({"allOf": [{"type": "integer"}, {"minimum": 1}]}, 0),
     "anyOf": Probe(
         {**_OBJECT, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]},
         {},
-        "up to 64 combinations of all that applies to one value",
+        "up to 64 combinations of the alternatives that apply to one value",
     ),
     "oneOf": Probe(
         {**_OBJECT, "oneOf": [{"required": ["b"]}, {"required": ["c"]}]},
         {"b": 1, "c": 1},
-        "the same; that no second one fits is enforced where `not` is",
+        "as `anyOf`; that no second alternative fits is enforced where `not` is enforced",
     ),
     "not": Probe(
         {**_OBJECT, "properties": {"b": {}}, "not": {"required": ["b"]}},
         {"b": 1},
-        "of types, bounds, lengths, names and listed values; else checked",
+        "enforced for types, bounds, lengths, names and listed values; otherwise checked",
     ),
-    "if": Probe({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}}, 7, "where `not` is"),
+    "if": Probe(
+        {"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}}, 7, "enforced where `not` is enforced"
+    ),
     "then": Probe({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}}, 7),
     "else": Probe({"type": "integer", "if": {"minimum": 5}, "else": {"maximum": 2}}, 3),
-    "minimum": Probe({**_NUMBER, "minimum": 1}, 0, "bounds with an exponent are checked"),
+    "minimum": Probe({**_NUMBER, "minimum": 1}, 0, "bounds with an exponent, or of 10^15 and more, are checked"),
     "maximum": Probe({**_NUMBER, "maximum": 1}, 2),
     "exclusiveMinimum": Probe({**_NUMBER, "exclusiveMinimum": 1}, 1),
     "exclusiveMaximum": Probe({**_NUMBER, "exclusiveMaximum": 1}, 1),
     "multipleOf": Probe(
-        {**_NUMBER, "multipleOf": 0.5}, 0.3, "enforced for integers between bounds that are less than 256 apart"
+        {**_NUMBER, "multipleOf": 0.5}, 0.3, "enforced only for integers between bounds that are less than 256 apart"
     ),
-    "minLength": Probe({**_STRING, "minLength": 2}, "x", "up to 16, with a `maxLength` up to 64"),
+    "minLength": Probe({**_STRING, "minLength": 2}, "x", "enforced up to 16, or up to 64 if there is a `maxLength`"),
     "maxLength": Probe(
-        {**_STRING, "maxLength": 2}, "xyz", "up to 64, since each character takes 10 to 20 ms to compile"
+        {**_STRING, "maxLength": 2},
+        "xyz",
+        "enforced up to 64, since compiling the grammar takes 10 to 20 ms for each character",
     ),
     "pattern": Probe(
         {**_STRING, "pattern": "^[a-c]+$"},
         "d",
-        "one pattern, without a length; no look-around, no back reference, no repetition above 128",
+        "enforced for one pattern without a length; not with look-around, back references, or repetitions above 128",
     ),
     "format": Probe(
         {**_STRING, "format": "date"},
         "soon",
-        "`date`, `time`, `date-time`, `uuid`, `ipv4`, `email`; no format is checked afterwards",
+        "enforced: `date`, `time`, `date-time`, `uuid`, `ipv4`, `email`; no format is checked",
     ),
     "prefixItems": Probe(
-        {**_ARRAY, "prefixItems": [{"type": "integer"}]}, [True], "no further items, unless `items` says so"
+        {**_ARRAY, "prefixItems": [{"type": "integer"}]}, [True], "no further items, unless `items` allows them"
     ),
     "items": Probe({**_ARRAY, "items": {"type": "integer"}}, [1, True]),
-    "minItems": Probe({**_ARRAY, "items": {}, "minItems": 2}, [1], "up to 4096"),
-    "maxItems": Probe({**_ARRAY, "items": {}, "maxItems": 1}, [1, 2], "up to 4096"),
+    "minItems": Probe({**_ARRAY, "items": {}, "minItems": 2}, [1], "enforced up to 4096"),
+    "maxItems": Probe({**_ARRAY, "items": {}, "maxItems": 1}, [1, 2], "enforced up to 4096"),
     "uniqueItems": Probe({**_ARRAY, "items": {}, "uniqueItems": True}, [1, 1]),
     "contains": Probe({**_ARRAY, "contains": {"const": 5}}, [1]),
     "minContains": Probe(
-        {**_ARRAY, "contains": {"const": 5}, "minContains": 2}, [5, 1], "the number of items is enforced"
+        {**_ARRAY, "contains": {"const": 5}, "minContains": 2},
+        [5, 1],
+        "enforced is only that the list has this number of items",
     ),
     "maxContains": Probe({**_ARRAY, "contains": {"const": 5}, "maxContains": 1}, [5, 5]),
     "unevaluatedItems": Probe(
         {**_ARRAY, "prefixItems": [{}], "unevaluatedItems": {"type": "integer"}},
         [1, True],
-        "not beside `contains` or `not`",
+        "not enforced beside `contains` or `not`",
     ),
     "properties": Probe(
         {**_OBJECT, "properties": {"b": {"type": "integer"}}}, {"b": True}, "in the order of the schema"
     ),
-    "required": Probe({**_OBJECT, "required": ["b"]}, {}, "names that `properties` has not too"),
+    "required": Probe({**_OBJECT, "required": ["b"]}, {}, "also names that are not in `properties`"),
     "additionalProperties": Probe(
         {**_OBJECT, "additionalProperties": {"type": "integer"}},
         {"b": True},
-        "without it, an object that has `properties` has no others",
+        "without this keyword, an object with `properties` has no other members",
     ),
     "patternProperties": Probe(
         {**_OBJECT, "patternProperties": {"^b": {"type": "integer"}}, "additionalProperties": False},
         {"b": True},
-        "several, beside others, or one that matches a named member with a schema of its own: names are checked",
+        "names are only checked if there are several patterns, other members, or a pattern that matches a name of `properties`",
         wrong_arguments={"c": 1},  # the name
     ),
     "propertyNames": Probe(
@@ -123,10 +129,10 @@ PROBES: Final[dict[str, Probe]] = {
     "minProperties": Probe(
         {**_OBJECT, "properties": {"b": {}, "c": {}}, "minProperties": 1},
         {},
-        "up to some 30 named properties; checked where two or more others are needed, since a key may be written twice",
+        "enforced up to some 30 names in `properties`; checked if two or more other members are needed, since a key may be written twice",
     ),
     "maxProperties": Probe(
-        {**_OBJECT, "properties": {"b": {}, "c": {}}, "maxProperties": 1}, {"b": 1, "c": 1}, "the same"
+        {**_OBJECT, "properties": {"b": {}, "c": {}}, "maxProperties": 1}, {"b": 1, "c": 1}, "as `minProperties`"
     ),
     "dependentRequired": Probe(
         {**_OBJECT, "properties": {"b": {}, "c": {}}, "dependentRequired": {"b": ["c"]}}, {"b": 1}
@@ -137,7 +143,7 @@ PROBES: Final[dict[str, Probe]] = {
     "unevaluatedProperties": Probe(
         {**_OBJECT, "anyOf": [{"properties": {"b": {}}}], "unevaluatedProperties": False},
         {"c": 1},
-        "of one alternative at a time",
+        "considers one alternative at a time",
     ),
 }
 
@@ -161,7 +167,7 @@ def keywords() -> set[str]:
 
 def table() -> list[str]:
     """Return the lines of the table."""
-    lines = ["| keyword | " + " | ".join(NOTATIONS) + " | an answer | |", "|---" * (len(NOTATIONS) + 3) + "|"]
+    lines = ["| keyword | " + " | ".join(NOTATIONS) + " | an answer | limits |", "|---" * (len(NOTATIONS) + 3) + "|"]
     for keyword, probe in PROBES.items():
         cells = [_of_call(form_of(name), keyword, probe) for name in NOTATIONS.values()]
         lines.append(f"| `{keyword}` | " + " | ".join([*cells, _of_answer(keyword, probe), probe.remark]) + " |")
