@@ -62,7 +62,7 @@ class Kind(enum.StrEnum):
     MORE_MEMBERS = "additional keys beside the name and the arguments"
     OTHER_KEY = "`parameters` instead of `arguments`, or the reverse"
     AS_TEXT = "the arguments as JSON in a string"
-    LEFT_OUT = "a call without arguments and without their key"
+    LEFT_OUT = "a call without arguments that leaves out their key"
     MENTIONED = "an answer with the opening mark"
     SPELT = "an answer with the opening mark, spelled in several tokens"
 

@@ -100,7 +100,7 @@ def page(calls: Sequence[CallRow], thoughts: Sequence[ThoughtRow]) -> str:
         f"These tables are about the {len(read)} formats that at least one of vLLM's parsers reads. In each format,",
         "deltarunner is compared with the best parser. *Wrong* is the number of trials that a reader reads wrong,",
         "*better* the number of trials in which its reading is better. The last column has the faults of the other",
-        "reading in these trials.",
+        "reading in these trials. An empty cell means 0.",
         "",
         "Text as templates write it:",
         "",
