@@ -1,6 +1,6 @@
 """deltarunner: many multi-turn agent episodes at once against vLLM in the same process, with exact token ids.
 
-All public names are imported from this package. Each is loaded on first use, so importing the package is cheap.
+All public names are imported from this package. Each name is loaded on first use, so importing the package is cheap.
 `__init__.pyi` lists the names and their modules.
 """
 

@@ -42,7 +42,7 @@ class AttachmentKind(enum.StrEnum):
     IMAGE = "image"
     """PNG, JPEG, GIF or WebP."""
     FILE = "file"
-    """Any bytes."""
+    """Other bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Attachment:
 
     @property
     def text(self) -> str:
-        """The content of a text or of JSON; of another kind, a description."""
+        """The content of a text or of JSON; a description of any other kind."""
         if self.kind in (AttachmentKind.TEXT, AttachmentKind.JSON):
             return self.data.decode("utf-8", "surrogatepass")
         return f"{self.media_type}, {len(self.data):,} bytes"
@@ -92,7 +92,7 @@ def make_attachment(name: str, turn: int, **content: Any) -> Attachment:
     Args:
         name: its name for readers.
         turn: the number of turns so far.
-        content: `text`, `json`, `image` or `file`; those that are None do not count.
+        content: `text`, `json`, `image` or `file`; values of None do not count.
 
     Raises:
         BadOption: there is not exactly one content, it has another type, is too large or cannot be read.
@@ -144,7 +144,7 @@ def _file(value: Any, where: str) -> tuple[str, bytes]:
 
 
 def _bytes(value: Any, where: str) -> bytes:
-    """The bytes, or those of the file at a path; no more than can be kept are read."""
+    """The given bytes, or the bytes of the file at a path. No more bytes are read than can be kept."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str | os.PathLike):

@@ -18,7 +18,7 @@ class UnknownReference(BadMessage):
 
     Args:
         given: the id.
-        is_item: True if it is the id of an item; False for that of an earlier response.
+        is_item: True if it is the id of an item, False if it is the id of an earlier response.
     """
 
     def __init__(self, given: str, *, is_item: bool) -> None:
@@ -94,7 +94,7 @@ class Tolerated(enum.StrEnum):
     CALLS_LEFT_OUT = "calls_left_out"
     """Some calls of a turn are missing, but the ids of others name the turn."""
     CALLS_RENAMED = "calls_renamed"
-    """A call has another name of its tool, but an id that names the turn and the same arguments."""
+    """A call names another tool, but has an id that names the turn, and the same arguments."""
     ARGUMENTS_CUT = "arguments_cut"
     """The arguments of a call are no longer a JSON object; if its id names a turn, that turn's arguments are used."""
     ARGUMENTS_RESPELT = "arguments_respelt"
@@ -201,7 +201,7 @@ class ChatRequest:
     parent_agent: str = ""
     """Agent of the turn that it continues; "" if it continues none."""
     parent_turn: int | None = None
-    """Number of that turn."""
+    """Number of the turn that it continues."""
     tolerated: tuple[Tolerated, ...] = ()
     """Tolerated differences, by name."""
     volatile: int = 0

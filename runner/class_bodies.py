@@ -41,6 +41,6 @@ def refuse_duplicate(method: Any, decorator: str) -> None:
             if before is not method and any(hasattr(getattr(before, "__func__", before), mark) for mark in _MARKS):
                 raise BadEnvironment(
                     f"{qualified} is defined twice in its class, the second time with @{decorator}; Python would keep "
-                    f"the last one alone: rename one of them."
+                    f"only the last one: rename one of them."
                 )
             return

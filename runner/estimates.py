@@ -31,7 +31,7 @@ class Mean:
 
     The episodes of one task are not independent: they share its difficulty. With the sum S and the number n of the
     values of each of G tasks, and N values in all with the mean m, the standard error is `sqrt(G / (G - 1) * sum((S - n
-    * m) ** 2)) / N`. Where each task has one value, this is the ordinary one.
+    * m) ** 2)) / N`. If each task has one value, this is the ordinary standard error.
 
     All sums are exact, so the figures do not depend on the order of the values.
     """
@@ -138,7 +138,7 @@ def pass_all_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
 
 
 def _mean_over_groups(solved: Mapping[tuple[int, int], int], k: int, chosen: Callable[[int, int], int]) -> float | None:
-    """The mean share of the samples of k episodes that `chosen` counts, over the groups of at least k episodes."""
+    """The mean share of samples of k episodes that `chosen` counts, over the groups of at least k episodes."""
     groups = sum(count for (n, _), count in solved.items() if n >= k)
     if not groups:
         return None
@@ -149,7 +149,7 @@ def _mean_over_groups(solved: Mapping[tuple[int, int], int], k: int, chosen: Cal
 
 
 def student_t_p_value(t: float, degrees: float) -> float:
-    """The two-sided p-value of a t statistic: the probability of one at least as far from 0."""
+    """The two-sided p-value of a t statistic: the probability of a statistic at least as far from 0."""
     if math.isinf(t):
         return 0.0
     return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
@@ -157,7 +157,7 @@ def student_t_p_value(t: float, degrees: float) -> float:
 
 @lru_cache(maxsize=1024)  # comparisons request a few numbers of tasks again and again
 def student_t_quantile(confidence: float, degrees: float) -> float:
-    """The t below which the absolute value of a t statistic is with this probability, such as 1.96 for 0.95."""
+    """The bound below which a t statistic's absolute value is with this probability, such as 1.96 for 0.95."""
     low, high = 0.0, 1.0
     while student_t_p_value(high, degrees) > 1 - confidence:
         high *= 2

@@ -55,8 +55,8 @@ class HistoryCache(Generic[T]):
     ) -> list[T]:
         """Read a history in which the result for an item may depend on earlier items.
 
-        Reading begins after the last complete result before the first item that differs. Results after a complete one
-        do not depend on items before it.
+        Reading begins after the last complete result before the first item that differs. Results after a complete
+        result do not depend on items before it.
         """
         before = self._similar_to(items)
         same = min(len(before.items), len(items))
@@ -101,7 +101,7 @@ class _CachedHistory(Generic[T]):
     def is_similar(self, items: Sequence[Any]) -> bool:
         """Return True if a history is probably this one, extended, cut, or with marks on other items.
 
-        Two neighbouring items near the end are compared, since a single one, such as "Continue.", may be equal in any
+        Two neighbouring items near the end are compared, since a single item, such as "Continue.", may be in any
         history.
         """
         end = min(len(self.items), len(items))
@@ -120,7 +120,7 @@ class _Spelled:
     def __eq__(self, other: object) -> bool:
         return self._json == canonical_json(other)
 
-    __hash__ = None  # type: ignore[assignment]  # equal values may have other JSON, and none is a key
+    __hash__ = None  # type: ignore[assignment]  # equal values may have other JSON, and no value is a key
 
 
 _PLAIN: Final = frozenset({str, type(None), list, dict})

@@ -1,6 +1,6 @@
 """The logger `deltarunner`, with a child for each package; silent until a program or `--log-level` turns it on.
 
-Warnings that a result may be wrong are the exception: they are on stderr then.
+Only warnings that a result may be wrong are printed on stderr before that.
 """
 
 from __future__ import annotations

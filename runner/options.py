@@ -135,14 +135,14 @@ class Sampling(_LayeredOptions):
     min_tokens: int = UNSET
     """Minimum number of ids of a turn, at most `max_tokens`; 0 by default, which is off.
 
-    Up to this number, stop ids are not sampled and stop strings do not end the turn.
+    Before this number is reached, stop ids are not sampled, and stop strings do not end the turn.
     """
     temperature: float = UNSET
     """Temperature that logits are divided by; 0 is greedy. 1 by default."""
     top_p: float = UNSET
     """Probability mass that nucleus sampling keeps; 1 by default, which is off."""
     top_k: int = UNSET
-    """Number of most likely ids to keep; 0 by default, which is off."""
+    """Number of most likely ids that are kept; 0 by default, which is off."""
     min_p: float = UNSET
     """Fraction of the most likely id's probability below which an id is dropped; 0 by default, which is off."""
     repetition_penalty: float = UNSET
@@ -241,7 +241,7 @@ class Sampling(_LayeredOptions):
             return
         if not isinstance(words, tuple | list) or not all(isinstance(word, str) and word.strip() for word in words):
             raise BadOption(
-                f"Sampling(bad_words={words!r:.80}): give a tuple of strings, none of them empty or white space alone."
+                f"Sampling(bad_words={words!r:.80}): give a tuple of strings, none of them empty or only white space."
             )
 
     def shortened(self, max_tokens: int) -> Self:
@@ -286,8 +286,8 @@ class Sampling(_LayeredOptions):
         """Return the sampling of a trainer's request.
 
         Args:
-            request: a mapping, or an object with attributes, in the names of vLLM or SGLang. Fields that are None, and
-                those that concern the client's own request, such as `n` and `logprobs`, are ignored.
+            request: a mapping, or an object with attributes, in the names of vLLM or SGLang. Fields that are None are
+                ignored, as are fields about the client's own request, such as `n` and `logprobs`.
 
         Raises:
             BadOption: a value is out of its range.
@@ -337,7 +337,7 @@ class Limits(_LayeredOptions):
     close_seconds: float | None = UNSET
     """Seconds for `close()`, for the exit stack, and for each of its exits that runs in a thread; 30 by default."""
     stall_seconds: float | None = UNSET
-    """Seconds after which an engine has failed that admitted a request and sends nothing; 120 by default."""
+    """Seconds after which an engine that admitted a request and sends nothing counts as failed; 120 by default."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "tokens", "context"):

@@ -47,7 +47,7 @@ class SamplingField:
     help: str | None = None
     """Help text of its option of `deltarunner run`; None if it has no option."""
     option: str | None = None
-    """Name of the option, if it differs from that of the field."""
+    """Name of the option, if it differs from the name of the field."""
     metavar: str | None = None
     """Form of the option's value, if it is not just a number or a text."""
 

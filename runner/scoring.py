@@ -111,14 +111,14 @@ def collect_scorers(cls: type) -> tuple[Scorer, ...]:
     """The scorers of a class in the order they are written, base classes first.
 
     Raises:
-        BadEnvironment: one has a wrong signature, or is overridden by a method without decorator.
+        BadEnvironment: a scorer has a wrong signature, or is overridden by a method without a decorator.
     """
     found: dict[str, Scorer] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             scorer = getattr(value, _MARK, None)
             if scorer is not None:
-                # By the attribute's name, since several methods created by one function have the same name.
+                # Scorers have the attribute's name, since several methods created by one function have the same name.
                 found[name] = dataclasses.replace(scorer, name=name)
                 _check_signature(base, found[name], value)
             elif name in found:
@@ -167,7 +167,7 @@ def as_score(value: Any, name: str, kind: str = "reward") -> Score:
     if value is None:
         return None
     try:
-        number = float(value)  # also a bool, and a number of numpy or torch
+        number = float(value)  # also true of a bool, and of a number of numpy or torch
     except (TypeError, ValueError):
         raise TypeError(f"{name} returned {value!r:.80}; return a number, a bool or None") from None
     if isinstance(value, str):
@@ -182,7 +182,7 @@ def as_metrics(value: Any, name: str) -> dict[str, float]:
 
     Raises:
         TypeError: a value is neither a number, a bool nor None, or a key is not a string.
-        ValueError: one is not finite.
+        ValueError: a value is not finite.
     """
     several = {name: value}
     if isinstance(value, Mapping):
@@ -212,9 +212,9 @@ def scores_by_agent(value: Any, name: str, trained: Sequence[str]) -> dict[str, 
 
 
 def weighted_sum(rewards: Mapping[str, Score], scorers: tuple[Scorer, ...]) -> Score:
-    """The weighted sum of the rewards; None without rewards, or if one is unknown."""
+    """The weighted sum of the rewards; None without rewards, or if a reward is unknown."""
     weights = {scorer.name: scorer.weight for scorer in scorers}
     if not rewards or any(value is None for value in rewards.values()):
         return None
-    # fsum, so that the sum does not depend on the order of the rewards.
+    # The sum of `fsum` does not depend on the order of the rewards.
     return math.fsum(weights[name] * value for name, value in rewards.items() if value is not None)

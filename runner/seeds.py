@@ -14,7 +14,7 @@ def derive_seed(*parts: str | int) -> int:
     Python's `hash` would differ from process to process.
     """
     texts = list(map(str.encode, map(str, parts)))
-    # With their lengths, so that ("ab", "c") and ("a", "bc") are not the same bytes.
+    # The parts are hashed with their lengths, so that ("ab", "c") and ("a", "bc") are not the same bytes.
     pairs = chain.from_iterable(zip(map(len, texts), texts, strict=True))
     digest = hashlib.blake2b(b"%d:%b" * len(texts) % tuple(pairs), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # the run file and Parquet hold signed integers of 64 bits

@@ -43,7 +43,7 @@ def deep_copy(value: T) -> T:
     return made
 
 
-# Only these types: objects of subclasses may have mutable attributes.
+# Only these exact types, since objects of subclasses may have mutable attributes.
 _UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
 
 

@@ -205,7 +205,7 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
     _say({"activity": "calls and thoughts"})
     answer = {"profile": profile.as_json(), "turn": learn_format(renderer).as_json()}
-    _say({"activity": "tools with arguments of all sorts"})  # also if it shows none: a run renders them
+    _say({"activity": "tools with arguments of all sorts"})  # also if it shows no tools: a run renders them
     shown = template.renderer(renderer.options, renderer.now, fit_tools=None)
     unseen = [str(each) for each in unseen_arguments(shown.render_tool, ALL_SORTS)]
     if profile.carries_tools:
@@ -229,10 +229,10 @@ def _say(line: Mapping[str, Any]) -> None:
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs as much again
+    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs as much memory again
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    # The signal's default action ends this process, also inside a C function, and after the caller is gone. Processor
-    # time counts: a busy machine must not make a template look endless, and a template cannot wait.
+    # The signal's default action ends this process, also inside a C function, and after the caller is gone. The limit
+    # is one of processor time, so that a template does not look endless on a busy machine. A template cannot wait.
     signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     _speaking.out = True
     try:

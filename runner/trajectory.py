@@ -54,7 +54,7 @@ class Outcome(enum.StrEnum):
     TIME_LIMIT = "time_limit"
     """The episode took longer than `Limits.seconds`."""
     ENV_ERROR = "env_error"
-    """The environment failed, or an untrained agent of it."""
+    """The environment failed, or one of its untrained agents."""
     TOKEN_ERROR = "token_error"
     """There is no exact prompt: the template lacks what a bridge needs."""
     ENGINE_ERROR = "engine_error"
@@ -112,8 +112,8 @@ class Timings:
         self.environment += other.environment
 
 
-# These have a short `repr`, whatever they hold. Python shows a task's result with the task, and asyncio does so at the
-# end of every run: all ids, once for each turn, took seconds for long runs.
+# The following classes have a short `repr`. Python shows a task's result with the task, and asyncio does so at the end
+# of every run. A `repr` with all ids, once for each turn, took seconds for long runs.
 
 
 @dataclass(slots=True, repr=False)
@@ -285,7 +285,7 @@ class Turn:
         Shape [sampled, n] with the n of `Sampling(logprobs=n)`, which is 0 if none were requested or returned. The
         sampled id is among them if it is one of the n most likely.
         """
-        import numpy as np  # here, since users without such arrays should not import it
+        import numpy as np  # imported here, since most users read no such arrays
 
         top = self.top
         return np.empty((self.end - self.start, 0), np.int32) if top is None else top.id_rows()
@@ -350,7 +350,7 @@ class Trajectory:
     limit: str = ""
     """The field of `Limits` that fired, or "max_tokens", or ""."""
     limit_agent: str = ""
-    """The agent of that limit, or ""."""
+    """The agent that reached `limit`, or ""."""
     reason: str = ""
     """The argument of `Episode.end(reason)`."""
     error: str = ""
@@ -364,7 +364,7 @@ class Trajectory:
     seconds: float = 0.0
     """Seconds that the episode was alive."""
     waited: float = 0.0
-    """Seconds of these that its turns waited for a place in the engine."""
+    """The part of `seconds` in which its turns waited for a place in the engine."""
     thread: str = ""
     """The name that its seeds follow from, if it got its own only at the end, as threads of `Episode.chat` do;
     otherwise ""."""
@@ -425,7 +425,7 @@ class Group:
 
     @property
     def has_spread(self) -> bool:
-        """True if two of its rewards differ, as 32-bit numbers: with equal rewards a group has no gradient."""
+        """True if two of its rewards differ as 32-bit numbers. A group with equal rewards has no gradient."""
         return len(set(array("f", (each.reward for each in self.trajectories if each.reward is not None)))) > 1
 
     def __repr__(self) -> str:

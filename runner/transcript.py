@@ -92,7 +92,7 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
 
 
 def messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Message]]:
-    """The messages before each turn: none if a turn continued one that was cut."""
+    """The messages before each turn; empty for a turn that continued a cut one."""
     seen = segment.messages[: len(segment.messages) - segment.unseen]
     ends = [0, *(turn.end for turn in turns)]
     fresh = [turn.start > end for turn, end in zip(turns, ends, strict=False)]
@@ -111,7 +111,7 @@ def messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Messa
 
 
 def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
-    """The contents of the messages and the template's text around them; content that it changed counts as its own."""
+    """The contents of the messages and the template's text around them. Changed content counts as the template's."""
     if text is None:
         for message in messages:
             yield Span(message["role"], message["content"] + _calls_text(message.get("tool_calls", ())))
@@ -132,7 +132,7 @@ def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
 def _find(content: str, text: str, start: int) -> tuple[str, int]:
     """Return a message's content as found in `text`, and its position; -1 if not found.
 
-    Ids cannot encode half a surrogate pair, and templates strip white space: the content is also looked for without
+    Ids cannot encode half a surrogate pair, and templates strip white space: the content is also searched for without
     them.
     """
     sayable = without_surrogates(content)

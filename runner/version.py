@@ -8,7 +8,7 @@ __all__ = ["__version__", "installed_version"]
 __version__ = version("deltarunner")
 
 
-@functools.cache  # reading a distribution's metadata takes milliseconds, and it does not change during a process
+@functools.cache  # cached, since reading a distribution's metadata takes milliseconds
 def installed_version(distribution: str) -> str | None:
     """The version of a distribution; None if it is not installed."""
     try:

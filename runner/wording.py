@@ -27,7 +27,7 @@ EMPTY_RESULT: Final = "(empty)"
 
 
 def unknown_tool(name: str, known: Iterable[str]) -> str:
-    """The model called a tool that is not there."""
+    """The model called a tool that does not exist."""
     names = ", ".join(known)
     return f"There is no tool named {name}. " + (f"The tools are: {names}." if names else "There are no tools.")
 
@@ -63,7 +63,7 @@ def not_a_parameter(path: str) -> str:
 
 
 def must_be(path: str, expected: Sequence[str], got: str) -> str:
-    """A clause: an argument is none of the kinds that it may be."""
+    """A clause: an argument does not have any of the allowed types."""
     return f"{path} must be {' or '.join(expected)}, got {got}"
 
 

@@ -31,7 +31,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(({"logit_bias": {7: value}}, "at least -100 and at most 100") for value in (-101, 101, NAN, "1", None)),
     *(
-        ({"bad_words": value}, "give a tuple of strings, none of them empty or white space alone")
+        ({"bad_words": value}, "give a tuple of strings, none of them empty or only white space")
         for value in ("moon", ("",), ("moon", " \n"), (5,), None, 5)
     ),
     *(({"ignore_eos": value}, "give True or False") for value in (1, "yes", None)),

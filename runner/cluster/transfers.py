@@ -56,9 +56,7 @@ class FleetTransfers:
         self._driver = driver
         self._met: _Meeting | None = None
         self._trainer: TrainerEndpoint | None = None
-        self._checkpoint: tuple[Checkpoint, Any] | None = (
-            None  # the checkpoint of the workers' model, with its configuration
-        )
+        self._checkpoint: tuple[Checkpoint, Any] | None = None  # of the workers' model, with its configuration
         self._source: Any = None
         self._transfer_group = TransferGroup(())
         self._compared: tuple[str, frozenset[WorkerHandle]] = "", frozenset()

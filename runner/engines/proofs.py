@@ -304,9 +304,8 @@ def largest_differences(before: ScoresByPass, now: ScoresByPass) -> dict[ScoredP
     largest = {}
     for each in now:
         old, new = np.asarray(before[each]), np.asarray(now[each])
-        difference = np.abs(
-            np.subtract(new, old, out=np.zeros(len(new)), where=old != new)
-        )  # the scores may stay infinite
+        # Equal scores have the difference 0, also if both are infinite.
+        difference = np.abs(np.subtract(new, old, out=np.zeros(len(new)), where=old != new))
         largest[each] = float(np.where(np.isnan(difference), np.inf, difference).max())
     return largest
 

@@ -120,7 +120,7 @@ class ActiveRun:
                 try:
                     with self._recording_weights():
                         await self._play_tasks()
-                except DeltarunnerError as error:  # inside, since the task group would wrap the error
+                except DeltarunnerError as error:  # caught inside the task group, which would wrap the error
                     log.error("the run ends early: %s: %s", type(error).__name__, error)
                     self.state.failure = self.state.failure or error
                 watched.cancel_scope.cancel()
@@ -132,7 +132,7 @@ class ActiveRun:
 
     async def _play_tasks(self) -> None:
         state, summary = self.state, self.state.summary
-        # Before the first task: a source chooses tasks by all results, including stored ones.
+        # This precedes the first task, since a source chooses tasks by all results, including stored ones.
         await self._recall_stored()
         all_begun = False
         async with anyio.create_task_group() as episodes:
@@ -154,7 +154,8 @@ class ActiveRun:
         """Play, commit and count an episode; announce it, or its whole group, once scored."""
         try:
             trajectories = await self._attempts.play(key)
-            # Committed before the announcement, so that a resumed run never repeats an announced episode.
+            # The episode is committed before the announcement, so that a resumed run never repeats an announced
+            # episode.
             await self.writer.commit_episode(trajectories)
             self.state.summary.add(trajectories)
             _log_episode(trajectories)
@@ -196,7 +197,7 @@ class ActiveRun:
             return
         stored = (list(agents) for _, agents in groupby(self.writer.stored(), key=_EPISODE))
         recalled = 0
-        # In a thread and in parts, so that a large file does not block the loop.
+        # The file is read in a thread and in parts, so that a large file does not block the loop.
         while some := await self.shared.workers.call(Job(lambda: list(islice(stored, RECALL_BATCH_SIZE)), "run file")):
             recalled += len(some)
             for trajectories in some:

@@ -56,7 +56,7 @@ class Attempts:
             if self.staleness.drop_stale(trajectories):
                 self.state.summary.stale += 1
                 log.info("episode %s, attempt %d: %s", key.id, key.attempt, trajectories[0].error)
-                if self.state.draining:  # also true of a run that failed
+                if self.state.draining:  # a run that failed is draining too
                     return trajectories
             elif not attempt.permanent and await self._may_retry(trajectories[0], failed):
                 failed += 1

@@ -55,7 +55,7 @@ class PlayedGroups(Iterator[Group]):
 
         Any thread may call it, even while another thread waits for a group.
         """
-        with suppress(concurrent.futures.InvalidStateError):  # it was closed before
+        with suppress(concurrent.futures.InvalidStateError):  # the iterator was closed before
             self._closed.set_result(None)
         with suppress(ValueError):  # another thread waits in the generator, and ends it
             self._groups.close()  # type: ignore[attr-defined]  # a generator
@@ -259,7 +259,7 @@ class BackgroundPlayer:
         try:
             return self._result_of(future)
         except BaseException:
-            future.cancel()  # does nothing if it is done; cancels a call that Ctrl-C interrupts
+            future.cancel()  # does nothing after the call is done; otherwise Ctrl-C interrupted it, and this cancels it
             raise
 
     def _result_of(self, future: Future[T]) -> T:
@@ -307,7 +307,7 @@ class BackgroundPlayer:
                 self._starting.cancel()
         try:
             with self._starting:
-                # Here, since a run must be created on its event loop.
+                # The player is created here, since a run must be created on its event loop.
                 self._player = Player(self.environment, self.engine, **self._given)
                 self._player.run.lag.on_stuck = self._stuck
                 await self._player.start()
@@ -338,7 +338,7 @@ class BackgroundPlayer:
         for call in calls:
             try:
                 call.set_exception(error)
-            except concurrent.futures.InvalidStateError:  # it ended just now
+            except concurrent.futures.InvalidStateError:  # the loop ended just now
                 continue
 
     def _stop(self, *, cancel: bool) -> None:

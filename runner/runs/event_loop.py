@@ -81,7 +81,7 @@ def run(
         SystemExit: after SIGTERM, when everything is recorded; its code is 143, the exit code of a process that this
             signal ended.
     """
-    # Imported here, since they import Rich, and the testing kit needs only the event loop.
+    # These are imported here, since they import Rich, and the testing kit needs only the event loop.
     from runner.runs.reporter import PlainReporter, Reporter
 
     with suppress(RuntimeError):  # no event loop runs
@@ -227,7 +227,7 @@ def collector_settings() -> Iterator[None]:
     With a thousand streams: 18 us a token and pauses of 4 ms, instead of 52 us and 260 ms.
     """
     before = gc.get_threshold()
-    frozen = gc.get_freeze_count() > 0  # frozen by the program; unfreezing would undo that too
+    frozen = gc.get_freeze_count() > 0  # the program has frozen objects; unfreezing would undo that too
     gc.collect()
     if not frozen:
         gc.freeze()  # existing objects live as long as the process, so collecting them again is wasted time
@@ -248,7 +248,7 @@ def _end_stuck(run: Run, reporter: Reporter, blocker: Blocker) -> None:
         f"the event loop has been blocked in {blocker.where} for {run.lag.stuck_seconds:g} s, and cannot be "
         f"interrupted: {blocker.advice}."
     )
-    # With a time limit, since a disk that does not answer must not block the end.
+    # The wait has a time limit, since a disk that does not answer must not block the end.
     flushing = threading.Thread(target=run.flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_SECONDS)

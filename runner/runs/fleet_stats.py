@@ -92,7 +92,7 @@ class FleetStats:
         """The workers with problems, then those with the fewest and the most episodes; `most` workers at most."""
         if len(self.workers) <= most:
             return list(self.workers)
-        # Ordered by number, so that a row keeps its position while others change.
+        # Workers are ordered by number, so that a row keeps its position while others change.
         troubled = sorted(self.troubled(most), key=_number)
         room = min(most - len(troubled), MAX_EXTREME_WORKERS)
         if not room:

@@ -45,7 +45,7 @@ class GroupScoring:
         self._open.setdefault((task.id, visit), OpenGroup(0)).missing += missing
 
     async def finished(self, trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], int]:
-        """Note a committed episode, and score its group if it was the last one.
+        """Count a committed episode, and score its group if it was the last one.
 
         Returns:
             The episodes whose rewards became final, and the number of the group's episodes that this run plays.
@@ -85,7 +85,7 @@ class GroupScoring:
         return by_agent(members, seed=self._shared.seed, group_size=self._group_size)
 
     async def score_stored(self, task: Task, visit: int) -> None:
-        """Score a group whose last run ended after an episode was committed and before its group rewards were."""
+        """Score a group if the last run ended after an episode was committed, but before the group rewards were."""
         await self._score(self._by_agent(await self._writer.stored_group(task.id, visit)))
 
     async def _score_played(self, new: list[Trajectory]) -> None:

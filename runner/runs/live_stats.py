@@ -123,7 +123,7 @@ class LiveStats:
     """The mean reward so far; None without rewards."""
 
     agent: str = ""
-    """The agent with that reward if several are trained, else ""."""
+    """The agent that has `reward`, if several are trained; else ""."""
 
     reward_error: float | None = None
     """The standard error of the mean reward, clustered by task; None below two tasks."""
@@ -176,7 +176,7 @@ class StatsReader:
         summary = run.summary
         stats = [engine.stats() for engine in run.engines]
         lag = run.lag.percentile(99)
-        # Only if the loop is late: the longest call of a fast loop does not matter.
+        # A blocker is shown only if the loop is late, since the longest call of a fast loop does not matter.
         blockers = run.lag.blockers(1) if lag > LATE_SECONDS else []
         reward = summary.reward
         engine = run.engine if isinstance(run.engine, PlayingEngine) else None
@@ -229,7 +229,7 @@ class StatsReader:
         return now - self._counted
 
     def _new_events(self, events: Sequence[str]) -> tuple[str, ...]:
-        # Compared by identity, since two workers may be lost with equal messages.
+        # Messages are compared by identity, since two workers may be lost with equal messages.
         worker_events = tuple(takewhile(lambda event: event is not self._last_event, reversed(events)))[::-1]
         self._last_event = worker_events[-1] if worker_events else self._last_event
         return worker_events
@@ -261,7 +261,8 @@ class _Pace:
         """Record the count, and return the rate."""
         now = time.monotonic()
         self._samples.append((now, count))
-        # Measured over some seconds, since an engine sends ids in steps. During a long step the previous rate is kept.
+        # The rate is measured over some seconds, since an engine sends ids in steps. During a long step the previous
+        # rate is kept.
         samples = self._samples
         while samples[0][0] < now - PACE_WINDOW_SECONDS and (
             samples[1][1] != count or samples[0][0] < now - MAX_STEP_SECONDS
@@ -319,7 +320,7 @@ def running_in_words(stats: LiveStats) -> str:
 
 
 def pace_in_words(stats: LiveStats) -> str:
-    """The rates at which the engine reads and samples tokens, or the time since its last ones."""
+    """The rates at which the engine reads and samples tokens, or the time since its last tokens."""
     quiet = f"{stats.quiet:.0f} s" if stats.quiet >= MIN_QUIET_SECONDS else ""
     if not stats.began and stats.in_engine:
         return "waiting for the first tokens of the engine" + (f" for {quiet}" if quiet else "")

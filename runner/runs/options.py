@@ -163,7 +163,7 @@ class RunOptions:
         defaults = RunOptions()
         shown = []
         for each in fields(self):
-            # Texts are compared, since the tasks may be an array, whose comparison is not a single truth value.
+            # The values are compared as text, since the tasks may be an array, whose comparison is not one truth value.
             value, default = _shown(getattr(self, each.name)), _shown(getattr(defaults, each.name))
             if value != default:
                 shown.append(f"{each.name}={value}")
@@ -231,7 +231,7 @@ def _shown(value: Any) -> str:
 
 
 def check_full(full: int, options: RunOptions) -> None:
-    """Check a wanted number of groups with spread.
+    """Check the number of groups with spread that a reader wants.
 
     Raises:
         BadOption: it is not a positive integer, or groups have a single episode.

@@ -32,7 +32,7 @@ class Attempt(Protocol):
     activity: str
     """A description of what the attempt waits for."""
     since: float
-    """Start of that wait, in the event loop's time."""
+    """Time at which the wait began, in the event loop's time."""
 
     @property
     def turns_taken(self) -> int:
@@ -43,7 +43,7 @@ class Attempt(Protocol):
         """True if another attempt would fail in the same way."""
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """End it now; it is closed and kept, as partial unless another ending is given."""
+        """End the attempt now. It is closed, and kept as partial unless another ending is given."""
 
     async def run(self) -> list[Trajectory]:
         """Play the attempt and return the trajectories of its agents, `main` first.
@@ -121,7 +121,7 @@ class FleetWorker:
     oldest: str
     """A description of what its longest-waiting episode waits for; "" without episodes."""
     waited: float
-    """The seconds for which that episode has waited."""
+    """The seconds for which its longest-waiting episode has waited."""
 
 
 class IdleReason(enum.StrEnum):

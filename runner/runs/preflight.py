@@ -42,7 +42,7 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
     Raises:
         BadTemplate: it does not compile, never ends, raises on a plain question, ...
     """
-    # not at the top, so that importing Run does not import the template probe
+    # imported here, so that importing Run does not import the template probe
     from runner.template_probe import is_bundled, probe
 
     for template in dict.fromkeys(each for each in templates if not is_bundled(each)):

@@ -69,7 +69,7 @@ class LiveReporter(Reporter):
         self.total: int | None = None
         """The number of episodes of the run; None if unknown."""
         self.before = 0
-        """The number of these that earlier runs of the file played."""
+        """The number of these episodes that earlier runs of the file played."""
         self.last_fault = ""
         """The cause of the last failed episode."""
 
@@ -79,7 +79,7 @@ class LiveReporter(Reporter):
         self._began = began = time.monotonic()
         # the caller entered these engines and showed their notes
         noted = {each for each in run.engines if each.running}
-        # Drawn in a thread, since a paused terminal (Ctrl-S) or a full pipe must not stop the run.
+        # The display is drawn in a thread, since a paused terminal (Ctrl-S) or a full pipe must not stop the run.
         thread = anyio.CapacityLimiter(1)
         with self._shown():
             while True:

@@ -169,7 +169,7 @@ def _vocabulary(engine: BaseEngine) -> dict[str, Any]:
 
 
 def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Compared as JSON, so that the fields of objects are also checked by name.
+    # Values are compared as JSON, so that the fields of objects are also checked by name.
     return hide_secrets(decode_json(encode_json(values)))
 
 

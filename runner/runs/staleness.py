@@ -28,7 +28,7 @@ class Staleness:
 
     @contextmanager
     def cancelling(self, in_flight: Collection[Attempt]) -> Iterator[None]:
-        """Cancel the `in_flight` that are too old after each weight update, while the block runs."""
+        """Cancel the episodes in flight that are too old after each weight update, while the block runs."""
         with self._engine.on_update(partial(self._cut_stale, in_flight)):
             yield
 
@@ -61,6 +61,6 @@ class Staleness:
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:
-    """Return the weight versions of trained ids. All are needed: with several adapters, a later id may be older."""
+    """Return the weight versions of trained ids. All are needed: with several adapters, later ids may be older."""
     for log in logs:
         yield from dict.fromkeys(span.version for span in log.versions if log.sources[span.start] == Source.SAMPLED)

@@ -67,7 +67,7 @@ class Start:
             feed = await exit_stack.enter_async_context(await self._feed())
             await self._look_ahead(feed)
         sent = engine.sent(setup) if isinstance(engine, PlayingEngine) else None
-        # Engines first: the header and the adapters come from running engines.
+        # The engines start first, since the header and the adapters come from running engines.
         for each in setup.engines:
             if sent is None or each not in sent.worker_engines:
                 await self._enter_engine(exit_stack, each)
@@ -147,7 +147,7 @@ class Start:
         state = self.state
         options = setup.options
         describe = partial(describe_run, setup.environment, setup.engines[0], options, now=now)
-        # With a file, in a thread: the header then calls git, which takes milliseconds.
+        # With a file, the header calls git, which takes milliseconds, so it is created in a thread.
         header = describe() if options.file is None else await setup.workers.call(Job(describe, "run header"))
         if callable(options.file):
             state.file = options.file(header)
@@ -165,7 +165,7 @@ class Start:
         setup, tasks = self.setup, self.setup.options.tasks
         is_kept = setup.options.file is not None
         if tasks is None:
-            # In a thread, since it may load all tasks.
+            # `tasks()` is called in a thread, since it may load all tasks.
             own = partial(environment_tasks, setup.environment)
             tasks = await setup.workers.call(Job(own, "tasks()"))
             checks = TaskChecks(setup.environment, is_kept=is_kept)

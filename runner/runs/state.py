@@ -53,11 +53,11 @@ class TaskQuota:
             await self._changed.wait()
 
     def begin(self) -> None:
-        """Note a task that began."""
+        """Count a task that began."""
         self._open += 1
 
     def end(self, *, full: bool) -> None:
-        """Note a task whose groups the reader has received, and whether one of them was needed."""
+        """Count a task whose groups the reader has received. `full` is True if one of the groups was needed."""
         self._open -= 1
         if full and self._needed:
             self._needed -= 1
@@ -101,7 +101,7 @@ class RunState:
 
     @contextmanager
     def waiting_for(self, hook: str) -> Iterator[None]:
-        """Note that the run waits for the author's code outside of episodes."""
+        """Record, while the block runs, that the run waits for the author's code outside of episodes."""
         self._awaited = hook, loop_time()
         try:
             yield
@@ -110,7 +110,7 @@ class RunState:
 
     @property
     def waits_for(self) -> str:
-        """Name of that code, such as "tasks()", once it has run for a while; else ""."""
+        """Name of the author's code that the run waits for, such as "tasks()", after a while; else ""."""
         hook, since = self._awaited or ("", 0.0)
         return hook if hook and loop_time() - since > SHOWN_SECONDS else ""
 
@@ -157,7 +157,7 @@ class RunState:
                 attempt.cancel()
 
     def forget(self, key: EpisodeKey) -> None:
-        """Note that this episode has no further attempt."""
+        """Forget an episode that has no further attempt."""
         self.cancelled_episodes.discard(_episode_of(key))
 
     def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:

@@ -249,7 +249,7 @@ class Summary:
         self.recalled_tokens += sum(turn.tokens for trajectory in trajectories for turn in trajectory.turns)
 
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the final rewards of an episode. A cancelled episode has no rewards and completes no group."""
+        """Count the final rewards of an episode. A cancelled episode has no rewards, and does not complete a group."""
         if trajectories[0].outcome is Outcome.CANCELLED:
             return
         for trajectory in trajectories:
@@ -266,7 +266,7 @@ class Summary:
         for name, value in trajectory.rewards.items():
             if value is not None:
                 self.rewards.setdefault(name, Mean()).add(value, task)
-        # Only whole groups, since an incomplete group would bias pass@k.
+        # Only whole groups count, since an incomplete group would bias pass@k.
         group = self._open.setdefault((task, trajectory.visit), [])
         group.append(trajectory.reward is not None and trajectory.reward >= MIN_SOLVED_REWARD)
         if len(group) == self.group_size:

@@ -172,7 +172,7 @@ class TaskFeeder:
         claim = partial(self.writer.claim, task, self._tasks_taken, repeatable=self.feed.repeatable, visit=visit)
         if not self.writer.resumed:
             return claim()
-        # In a thread only if the run is resumed, since reading the file may block.
+        # A thread is needed only in a resumed run, since reading the file may block.
         job = Job(claim, "run file")
         claimed: Claimed = await self.shared.workers.call(job)
         return claimed

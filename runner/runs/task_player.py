@@ -76,7 +76,7 @@ class Player:
             raise RuntimeError("a player can be started only once: make another Player(...)")
         if not on_asyncio():
             raise RuntimeError("a player works on asyncio's event loop only")
-        # A plain task, which no caller owns, so that start and aclose may be called from different tasks.
+        # The run has a plain task, which no caller owns, so that start and aclose may be called from different tasks.
         self._host = asyncio.get_running_loop().create_task(self._live(), name="deltarunner player")
         try:
             await self._started.wait()

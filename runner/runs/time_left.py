@@ -139,7 +139,7 @@ class _Remaining:
 
 
 _BEYOND_LONGEST: Final = _Remaining(1.0, 1.0)
-"""For an episode with more turns than any finished one."""
+"""The estimate for an episode with more turns than any finished one."""
 
 
 def _remaining_turns(survival: Sequence[float]) -> list[_Remaining]:

@@ -26,8 +26,8 @@ AdvantageRule: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.int32]], ND
 
 _ByGroup: TypeAlias = tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp]]
 
-# Every function takes one number per *trajectory*, for any number of segments: if each row counted, a history that was
-# rewritten often would have more weight in its group's mean.
+# Every function takes one number per *trajectory*, for any number of segments. If each row counted, a trajectory whose
+# history was rewritten often would have more weight in its group's mean.
 
 
 def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDArray[np.float32]:
@@ -58,7 +58,7 @@ def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     Arguments, result, errors, and groups that get 0 are those of `grpo`.
     """
     centred, index, count = _compared(rewards, groups)
-    # reward - (sum - reward) / (n - 1), written with the mean.
+    # This is reward - (sum - reward) / (n - 1), computed from the mean.
     factor = count / np.maximum(count - 1, 1)
     return np.asarray(centred * factor[index], dtype=np.float32)
 
@@ -87,7 +87,7 @@ def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float
 def reinforce_plus_plus_baseline(
     rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8
 ) -> NDArray[np.float32]:
-    """Reward minus the group's mean, over the batch's deviation of that: REINFORCE++ with a group baseline.
+    """Reward minus the group's mean, over the batch's deviation of these: REINFORCE++ with group baseline.
 
     https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups that get 0 are those of `grpo`.
     """

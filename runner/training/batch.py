@@ -58,7 +58,7 @@ class TrainingBatch:
     It is 0 at untrained positions, and NaN without a value from the engine.
     """
     temperatures: NDArray[np.float32]
-    """Divisor of the logits to get that log-probability; 1 at untrained positions, float32."""
+    """Divisor of the logits for the log-probability of the sampling; 1 at untrained positions, float32."""
     advantages: NDArray[np.float32]
     """Advantage of the id, float32; 0 before advantages are given, and at untrained positions."""
     weight_versions: NDArray[np.int32]
@@ -115,7 +115,8 @@ class TrainingBatch:
         Args:
             source: groups; or single trajectories, which are not compared with each other.
             pad_id: id of the padding. It may also be a sampled id, since `attention_mask` marks the padding.
-            length: length of the sequences; by default that of the longest row. A longer row is refused, never cut.
+            length: length of the sequences; by default the length of the longest row. A longer row is refused, never
+                cut.
             multiple_of: the length is rounded up to a multiple of this.
             advantages: rule from rewards and groups to advantages: `grpo`, `rloo`, `dr_grpo` or your own.
             partial: accept groups with unfinished episodes.
@@ -237,7 +238,9 @@ class TrainingBatch:
         bad = np.argwhere(~np.isfinite(placed))
         if len(bad):
             row = self.rows[self.segment_ids[tuple(bad[0])] - 1]
-            raise BadBatch(f"the advantage of {name_of(row.trajectory)} is {placed[tuple(bad[0])]}: give finite ones.")
+            raise BadBatch(
+                f"the advantage of {name_of(row.trajectory)} is {placed[tuple(bad[0])]}: give finite numbers."
+            )
         return dataclasses.replace(self, advantages=placed)
 
     def with_masks(self, grammar: RecordedMasks) -> Self:
@@ -335,7 +338,7 @@ class TrainingTensors:
     logprobs: torch.Tensor
     """Log-probability of the sampling, in nats, float32."""
     temperatures: torch.Tensor
-    """Divisor of the logits to get that log-probability, float32."""
+    """Divisor of the logits for the log-probability of the sampling, float32."""
     advantages: torch.Tensor
     """Advantage of the id, float32."""
     weight_versions: torch.Tensor

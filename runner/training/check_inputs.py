@@ -91,13 +91,13 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
         r=DEFAULT_ADAPTER_RANK,
         lora_alpha=2 * DEFAULT_ADAPTER_RANK,
         target_modules=layers,
-        init_lora_weights=False,  # otherwise B is zero, and the adapter has no effect
+        init_lora_weights=False,  # by default B is zero, so that the adapter has no effect
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(1)
     try:
         adapted = peft.get_peft_model(model, config).eval()
-    except ValueError as error:  # such as the output of a Mamba layer, which the layer's kernel reads by itself
+    except ValueError as error:  # such as for a Mamba layer's output, whose weight the kernel reads directly
         raise BadWeights(f"PEFT has no adapter on {kind}: {error}") from error
     try:
         of_adapter = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)

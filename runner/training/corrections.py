@@ -45,7 +45,7 @@ def ratios(logprobs: Any, batch: TrainingBatch) -> Any:
     """
     if not batch.exact:
         raise BadBatch(
-            f"the batch is not exact: {batch.inexact_reason}. A quotient of probabilities is then no ratio of two "
+            f"the batch is not exact: {batch.inexact_reason}. A quotient of probabilities is then not a ratio of two "
             "policies; for ids under a grammar use batch.with_masks(grammar)."
         )
     values = _checked("logprobs", logprobs, batch)
@@ -106,7 +106,7 @@ def sequence_mask(
     total = np.bincount(owner[trained], logs, minlength=len(batch.trajectories))
     if mean is SequenceMean.GEOMETRIC:
         total = total / np.maximum(count, 1)
-    # Compared as logarithms, since the product over a long trajectory overflows.
+    # Logarithms are compared, since the product over a long trajectory overflows.
     kept = (total >= _logs(np.asarray(least))) & (total <= np.log(most))
     return like(ratio, np.where(trained, kept[owner], False).astype(np.float32))
 

@@ -56,10 +56,10 @@ def turn_returns(batch: TrainingBatch, *, discount: float = 1.0) -> NDArray[np.f
 
 
 def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule = dr_grpo) -> NDArray[np.float32]:
-    """The returns of each turn compared with those of the turns with the same number in its group.
+    """The return of each turn, compared with the returns of the turns with the same number in its group.
 
-    A turn is 0 if no other trajectory of the group has one with its number. See "turn-level advantage" in
-    https://arxiv.org/abs/2505.11821.
+    The result is 0 for a turn if no other trajectory of the group has a turn with its number. See "turn-level
+    advantage" in https://arxiv.org/abs/2505.11821.
 
     Args:
         batch: the batch.
@@ -109,12 +109,14 @@ def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: floa
         raise BadBatch(f"values of shape {given.shape}: give one for each position, shape {batch.loss_mask.shape}.")
     advantages, targets = np.zeros(given.size, np.float32), np.zeros(given.size, np.float32)
     for turns in _turns(batch):
-        later, after = 0.0, 0.0  # the advantage and the value of the following turn
+        later, after = 0.0, 0.0  # advantage and value of the following turn
         for each in reversed(turns):
             value = float(given.flat[each.places[0]])
             if not np.isfinite(value):
                 name = name_of(batch.trajectories[each.trajectory])
-                raise BadBatch(f"the critic's value of turn {each.turn.number} of {name} is {value}: give finite ones.")
+                raise BadBatch(
+                    f"the critic's value of turn {each.turn.number} of {name} is {value}: give finite values."
+                )
             step = _reward(batch, each, last=each is turns[-1]) + discount * after - value
             later, after = step + discount * decay * later, value
             advantages[each.places], targets[each.places] = later, later + value

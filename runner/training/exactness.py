@@ -42,7 +42,7 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorde
 def reason_counts(
     rows: Sequence[TrainingRow], *, masked: bool = False, recorded: bool = False
 ) -> tuple[Counter[str], Counter[str]]:
-    """Return the reasons of `inexact_reason` with the number of their turns, and those with a number of ids."""
+    """Return the reasons of `inexact_reason` that concern turns, and those that concern ids, with their numbers."""
     trained = [turn for row in rows for turn in _trained(row)]
     turns = Counter(reason for turn in trained for reason in _reasons(turn, recorded=recorded))
     adapters = Counter(f"adapter={turn.sampling.adapter!r}" for turn in trained if turn.sampling is not None)
@@ -73,7 +73,7 @@ def temperatures(row: TrainingRow) -> NDArray[np.float32]:
 def constrained_ids(rows: Iterable[TrainingRow], *, recorded: bool = False) -> int:
     """Return the number of trained ids that were sampled under a grammar, whose mask an exact ratio needs.
 
-    `recorded`: without the ids of turns that have sampling masks.
+    `recorded`: True to leave out the ids of turns that have sampling masks.
     """
     constrained = (turn for row in rows for turn in _trained(row) if turn.constraint is not None)
     return sum(turn.end - turn.start for turn in constrained if not (recorded and turn.sampling_masks is not None))

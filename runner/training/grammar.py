@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarMasks"]
 
-_MASKED = "processed_logprobs"  # after mask and temperature
-_CACHE_BYTES = 512 << 20  # of compiled grammars, as in vLLM
+_MASKED = "processed_logprobs"  # log-probabilities after mask and temperature
+_CACHE_BYTES = 512 << 20  # size of the cache of compiled grammars, as in vLLM
 
 
 class GrammarMasks(RecordedMasks):
@@ -122,7 +122,7 @@ class GrammarMasks(RecordedMasks):
         assert turn.constraint is not None
         try:
             compiled = self._compiled(turn.constraint)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # from the library, and from malformed values
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # from the library and from malformed values
             raise BadBatch(
                 f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_without_place(error)}); "
                 "was it written by hand, or enforced by another library than xgrammar?"
@@ -180,8 +180,8 @@ def _any_whitespace(config: Any, reasoning_parser: str | None) -> bool:
     backend = setting("backend", "auto")
     if backend != "xgrammar":
         raise BadOption(
-            f"VllmEngine(structured_outputs_config=...): with backend={backend!r} it is not known what a grammar "
-            "allowed. Give backend='xgrammar'."
+            f"VllmEngine(structured_outputs_config=...): with backend={backend!r} the ids that a grammar "
+            "allowed are unknown. Give backend='xgrammar'."
         )
     return not setting("disable_any_whitespace", False)
 
@@ -201,7 +201,7 @@ def _tokenizer_info(xgrammar: Any, model: str | os.PathLike[str], vocabulary: in
     resolved = models.resolve_model(model)
     size = vocabulary or _logits(resolved.folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries
+        warnings.simplefilter("ignore")  # warnings of other libraries
         from transformers import AutoTokenizer
 
         try:

@@ -34,7 +34,7 @@ class Layout:
 
         Args:
             lengths: lengths of the rows.
-            length: length of the sequences; by default that of the longest row.
+            length: length of the sequences; by default the length of the longest row.
             multiple_of: the length is rounded up to a multiple of this.
         """
         whole(f"multiple_of={multiple_of!r}", multiple_of, least=1)

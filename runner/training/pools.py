@@ -19,13 +19,13 @@ class Pool(enum.StrEnum):
     """The difficulty of a task, by its pass rate."""
 
     NEW = "new"
-    """No episode of it has a reward yet."""
+    """No episode of the task has a reward yet."""
     LOW = "low"
-    """Below 0.2."""
+    """The pass rate is below 0.2."""
     MIDDLE = "middle"
-    """From 0.2 to 0.8."""
+    """The pass rate is from 0.2 to 0.8."""
     SOLVED = "solved"
-    """Above 0.8."""
+    """The pass rate is above 0.8."""
 
 
 LOW_RATE: Final = 0.2

@@ -62,7 +62,7 @@ def top_logprobs(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArr
     Both have the shape [length, count]; they are -1 and 0 at untrained positions.
 
     Raises:
-        BadBatch: a trained turn has fewer; the message names it.
+        BadBatch: a trained turn has fewer ids per position; the message names the turn.
     """
     ids, logprobs = np.full((len(row), count), -1, np.int32), np.zeros((len(row), count), np.float32)
     for turn in row.turns:
@@ -134,5 +134,5 @@ def _versions(log: TokenLog, mask: NDArray[np.bool_], table: Mapping[str, int]) 
 
 
 def _kept_spans(log: TokenLog) -> Iterator[VersionSpan]:
-    """Return the spans with at least one id that is still trained."""
+    """Return the spans that have at least one id that is still trained."""
     return (span for span in log.versions if Source.SAMPLED in log.sources[span.start : span.end])

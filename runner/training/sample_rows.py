@@ -47,7 +47,7 @@ class SegmentChoice(enum.StrEnum):
         """Return the choice of this name.
 
         Raises:
-            BadOption: there is none.
+            BadOption: there is no such choice.
         """
         try:
             return cls(given)
@@ -158,7 +158,7 @@ class InexactRows:
 
     def add(self, rows: Sequence[TrainingRow]) -> None:
         """Count rows."""
-        turns, ids = reason_counts(rows, recorded=True)  # rows have their masks
+        turns, ids = reason_counts(rows, recorded=True)  # the rows contain their masks
         for reason in sorted({*turns, *ids} - {*self._turns, *self._ids}):
             log.warning(
                 "rows are not exact: %s. The trainer's log-probability of such an id is not comparable to the "

@@ -165,7 +165,7 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
             raise BadBatch(
                 f"the group of task {item.task.id!r}, agent {item.agent!r}, is not complete: it has "
                 f"{scored} scored episodes, and others were not played to their end. Leave it out, or "
-                "give partial=True to compare what there is."
+                "give partial=True to compare only the finished episodes."
             )
         if isinstance(item, Trajectory) and drop_flat:
             raise BadBatch(
@@ -235,7 +235,7 @@ def lacks_logprobs(trajectory: Trajectory) -> bool:
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
-    # A reward too large for float32 becomes infinite without a warning. It is refused below.
+    # A reward that is too large for float32 becomes infinite without a warning, and is refused below.
     with np.errstate(over="ignore"):
         rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64).astype(np.float32)
     for index in np.flatnonzero(~np.isfinite(rewards)):

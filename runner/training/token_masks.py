@@ -53,9 +53,8 @@ class TokenMasks:
     def allowed(self) -> NDArray[np.int64]:
         """Number of allowed ids of each position, in the shape of `index`."""
         counts = np.unpackbits(self.table.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
-        return np.append(counts, self.vocabulary).take(
-            self.index, mode="wrap"
-        )  # -1, UNCONSTRAINED_INDEX, selects the last item
+        # The index -1, `UNCONSTRAINED_INDEX`, selects the last item.
+        return np.append(counts, self.vocabulary).take(self.index, mode="wrap")
 
     @property
     def forced(self) -> NDArray[np.bool_]:

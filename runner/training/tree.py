@@ -97,8 +97,8 @@ class TokenTree:
         """Build trees of at most `nodes` nodes each; a longer row is a tree of its own.
 
         Rows are sorted by their ids, so that rows of a group, and groups with the same system prompt, are neighbours.
-        The split minimizes the ids that are computed again, then the number of trees. Let `nodes` cover a prompt and
-        several answers: if only one row fits, nothing is shared.
+        The split minimizes the ids that are computed again, then the number of trees. Choose `nodes` for a prompt
+        and several answers, since nothing is shared if only one row fits.
 
         Args:
             rows: the rows of one group or many.
@@ -127,7 +127,7 @@ class TokenTree:
 
     @property
     def saving(self) -> Saving:
-        """Savings of this tree."""
+        """The computation that this tree saves."""
         return Saving.of([self])
 
     def mask(self) -> NDArray[np.bool_]:
@@ -138,7 +138,7 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Savings by trees; printed as one line."""
+    """The computation that trees save; printed as one line."""
 
     rows: int
     """Number of rows."""
@@ -225,7 +225,7 @@ def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int
 
 
 def _starts(lengths: Sequence[int], shared: Sequence[int], end: int, nodes: int) -> Iterator[int]:
-    """Yield possible begins of a tree that ends before row `end`; a single row is always possible."""
+    """Yield the first rows that a tree can have if it ends before row `end`; a single row is always possible."""
     grown = 0
     for start in range(end - 1, -1, -1):
         if start < end - 1 and lengths[start] + grown > nodes:
@@ -240,7 +240,7 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
     nodes = max((int(path[-1]) + 1 for path in paths.values() if len(path)), default=0)
     ids, positions, leave = (np.empty(nodes, dtype=np.int32) for _ in range(3))
     parents = np.full(nodes, _NO_PARENT_INDEX, dtype=np.int32)
-    # Rows write equal values to shared nodes, so each may write its whole path.
+    # Rows have equal values at shared nodes, so each row may write its whole path.
     for index, path in paths.items():
         ids[path] = rows[index].ids
         positions[path] = np.arange(len(path))
@@ -250,7 +250,7 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
     # Begin with empty arrays, since a tree may have no rows, and np.concatenate refuses an empty list.
     pieces = [tuple(np.empty(0, kind) for kind in _TERM_KINDS), *(_terms(rows[at], at, paths[at]) for at in members)]
     joined = [np.concatenate(each) for each in zip(*pieces, strict=True)]
-    logit_nodes, logit = np.unique(joined[3], return_inverse=True)  # of the parent nodes
+    logit_nodes, logit = np.unique(joined[3], return_inverse=True)  # indices of the parent nodes
     joined.append(logit.astype(np.int32))
     return TokenTree(
         ids=ids,

@@ -32,7 +32,7 @@ __all__ = [
 _MASKED = ("global", "full_attention", "sliding_attention", "chunked_attention")
 # Settings in transformers' configurations that change the logits after the head.
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-_ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last one is in runner.training.tree_attention
+_ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last kind is in runner.training.tree_attention
 
 
 def tree_inputs(tree: TokenTree, dtype: Any = None, *, device: Any = None) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _row_difference(model: Any, tree: TokenTree, logits: Any, index: int) -> flo
 
 
 def _asked(model: Any, tree: TokenTree) -> tuple[dict[str, Any], Any]:
-    """Return the model's inputs, and the nodes whose outputs are needed."""
+    """Return the inputs of the model, and the nodes whose outputs are needed."""
     if not len(tree):
         raise BadBatch("The tree has no nodes, so it has no logits: its rows have no ids. Leave such rows out.")
     _check(model, tree)
@@ -205,7 +205,7 @@ def _inputs_for(bare: Any, tree: TokenTree, device: Any) -> dict[str, Any]:
     match _attention(bare):
         case "flex_attention":
             return _inputs(tree, block_mask(tree, device), device)
-        case "token_tree":  # four dimensions, so that transformers does not change it
+        case "token_tree":  # the mask has four dimensions, so that transformers does not change it
             return _inputs(tree, _indices(tree.leave, device)[None, None, None], device)
         case "sdpa":  # a bool mask works with every dtype, even under autocast
             return tree_inputs(tree, device=device)

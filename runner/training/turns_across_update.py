@@ -21,7 +21,7 @@ PROMPT_SIZE: Final = 16
 MAX_IDS: Final = 4096
 """Maximum number of ids of a turn, large enough that it ends after the update."""
 LATE_IDS: Final = 64
-"""Number of ids of a turn that are read after the update. The first of them may have waited, and may be of the old
+"""Number of ids of a turn that are read after the update. The first ids may have waited, and may be from the old
 weights.
 """
 
@@ -56,7 +56,7 @@ async def turns_across_update(engine: Engine, update: Callable[[], Awaitable[Any
     """Update the weights during sampled turns, until some turns have ids of both weights.
 
     Returns:
-        The turns with enough ids of both weights for a comparison, one at least.
+        The turns with enough ids of both weights for a comparison, at least one.
 
     Raises:
         BadOption: no turn has enough ids of both weights.
@@ -84,7 +84,7 @@ async def _take_turns(
     """Sample turns until the update is done; keep one with enough ids of both weights."""
     prompt = [number + 5] * PROMPT_SIZE
     longest = min(MAX_IDS, engine.context - PROMPT_SIZE)
-    # Of different lengths, so that turns do not all end at the same time.
+    # The prompts have different lengths, so that turns do not all end at the same time.
     sampling = replace(Sampling.defaults(), max_tokens=longest - longest * number // (2 * TURN_COUNT), ignore_eos=True)
     request = GenerationRequest(name=f"turn {number}/main/0", prompt=prompt, sampling=sampling)
     while not updated.is_set():

@@ -98,7 +98,7 @@ class TensorVerdict(enum.StrEnum):
     UNSEEN = "unseen"
     """The change of the log-probabilities is smaller than the usual difference between the two computations."""
     REFUSED = "refused"
-    """The engine refuses such an update, with a reason."""
+    """The engine refuses an update in this way; `reason` has the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class WeightReport:
     failure: str = ""
     """Reason for the early end of the check; empty if it has all rows."""
     note: str = ""
-    """Difference between the checked model and the given one; empty without one."""
+    """Difference between the checked model and the given one; empty if they are equal."""
 
     @property
     def right(self) -> list[CheckedTensor]:
@@ -204,7 +204,7 @@ async def check_weights_async(
             for kind, way in planned:
                 try:
                     row = await trial.checked(kind, way)
-                except (DeltarunnerError, OSError) as error:  # an engine that does not start again, a full disk
+                except (DeltarunnerError, OSError) as error:  # an engine that does not start again, or a full disk
                     left = len(planned) - len(report.rows)
                     report.failure = f"the last {left} rows are missing, from {kind} ({way}) on: {one_line(error)}"
                     break
@@ -436,7 +436,7 @@ class _Trial:
         return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
 
     def _is_seen(self, figures: ProofFigures, proof: WeightProof) -> bool:
-        """Return True if the change certainly shows.
+        """Return True if the change is certainly in the scores.
 
         If its share is unknown, return True if old weights would have failed.
         """
@@ -469,7 +469,7 @@ class _Trial:
             await anyio.to_thread.run_sync(self.reference.save_pretrained, new)
             await engine.update_weights(new)
         elif way is Way.UNDER_TURNS:
-            await engine.update_weights(self._first)  # an earlier way left other weights
+            await engine.update_weights(self._first)  # an earlier way may have left other weights
             update = partial(engine.update_weights, self.reference.state_dict(), mode=PauseMode.KEEP)
             try:
                 self._turns = await turns_across_update(engine, update)

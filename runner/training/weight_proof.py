@@ -50,7 +50,8 @@ def weight_proof(
         model: takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], directly or as `.logits`.
         tokenizer: encodes the scored text; without it the ids are drawn at random from the vocabulary.
         ids: the ids, such as a trajectory's; then no tokenizer is needed.
-        size: number of ids without `ids`, 9 at least. More ids find smaller faults: docs/weights.md has the figures.
+        size: number of ids if `ids` is not given, at least 9. More ids find smaller faults: docs/weights.md has the
+            figures.
         dtype: the engine's number type, as a name or of torch: weights are rounded to it in a copy, as in the engine.
             Give it if the engine's type is coarser than the model's, to detect changes smaller than the rounding.
 

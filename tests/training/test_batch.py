@@ -151,7 +151,7 @@ def test_advantages_per_trajectory_or_position_are_placed() -> None:
         ([1.0], r"advantages of shape \(1,\): give one for each of the 2 trajectories.*shape \(3, 7\)"),
         ([1.0, 2.0, 3.0], r"advantages of shape \(3,\)"),
         (np.zeros((7, 3)), r"advantages of shape \(7, 3\)"),
-        ([1.0, float("nan")], "the advantage of episode 't0#1' of agent 'main' is nan: give finite ones"),
+        ([1.0, float("nan")], "the advantage of episode 't0#1' of agent 'main' is nan: give finite numbers"),
     ],
     ids=["too few", "by row", "transposed", "nan"],
 )

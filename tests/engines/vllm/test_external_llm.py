@@ -373,7 +373,7 @@ def test_ids_are_forced_only_with_the_owners_processor() -> None:
 def test_token_masks_are_made_of_xgrammars_alone() -> None:
     engine = VllmEngine.over(stand_in())
     engine.vocabulary = 100
-    with pytest.raises(BadOption, match="with backend='auto' it is not known what a grammar allowed"):
+    with pytest.raises(BadOption, match="with backend='auto' the ids that a grammar allowed are unknown"):
         GrammarMasks.of_engine(engine)
 
 
