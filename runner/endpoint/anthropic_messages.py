@@ -55,7 +55,7 @@ class AnthropicMessages(WireForm):
         return _error(refused)
 
     def count(self, tokens: int) -> Mapping[str, Any]:
-        """Return the answer to such a request."""
+        """Return the answer to a request that counts tokens."""
         return {"input_tokens": tokens}
 
 
@@ -75,7 +75,7 @@ _ERROR_TYPES: Final = {
 def _error(refused: Refused) -> dict[str, Any]:
     """Return the body of a refusal, as Anthropic's clients read it."""
     message = refused.message
-    if refused.context:  # clients detect by these words that they must compact
+    if refused.context:  # by these words clients detect that they must compact their history
         message = f"prompt is too long: {refused.prompt} tokens > {refused.context} maximum"
     elif refused.reason is Reason.OVER:  # the form has no field for a code
         message = f"{refused.reason}: {message}"

@@ -149,7 +149,7 @@ def _read_message(index: int, message: Mapping[str, Any], *, strict: bool = Fals
 class _Block:
     """A block of a content."""
 
-    # A first request may have a thousand of these, so the constructor does little.
+    # A first request may have a thousand blocks, so the constructor does little.
     __slots__ = ("_index", "_path", "given", "kind")
 
     def __init__(self, given: Mapping[str, Any], path: str, index: int | None = None) -> None:
@@ -260,7 +260,7 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
                     handle = block.text("signature")
                     history.handles.append(handle)
             case "redacted_thinking":
-                pass  # only the provider can read it
+                pass  # encrypted, so that only the provider can read it
             case "tool_use":
                 calls.append(_call(block))
             case _:

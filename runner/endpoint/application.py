@@ -135,7 +135,7 @@ class Application:
         raise refused
 
     def _route_to_end(self, keys: Sequence[str]) -> EpisodeRoute | None:
-        """Return the route for which one of these keys is the key that ends its episode; else None."""
+        """Return the route whose episode one of these keys ends, or None."""
         for key in keys:
             known, route = self._ends.get(_digest(key), ("", None))
             if route is not None and hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
@@ -190,7 +190,7 @@ class Application:
         if route.is_full:
             await _read(receive, headers, route, keep=False)
             raise route.busy()
-        # Counted from here on, since a body takes memory before it is complete.
+        # The request counts from here on, since a body takes memory before it is complete.
         with route.inside():
             raw = await _read(receive, headers, route) or b"{}"
             if path == _END:

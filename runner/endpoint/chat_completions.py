@@ -288,7 +288,7 @@ def _call(call: Any) -> Any:
 def openai_error(refused: Refused) -> dict[str, Any]:
     """Return the body of a refusal, as OpenAI's clients read it."""
     message = refused.message
-    if refused.context:  # clients detect by these words that they must compact
+    if refused.context:  # by these words clients detect that they must compact their history
         message = (
             f"This model's maximum context length is {refused.context} tokens. However, your messages resulted in "
             f"{refused.prompt} tokens. Please reduce the length of the messages."
@@ -318,7 +318,7 @@ class _CompletionWriter(AnswerWriter):
         return begin.removesuffix(b"]}\n\n") + b'],"prompt_token_ids":%b}\n\n' % prompt
 
     def write_reasoning(self, text: str) -> bytes:
-        # The names that DeepSeek and vLLM use, since some clients read only one of them.
+        # DeepSeek and vLLM use different names, and some clients read only one of them.
         encoded = encode(text)
         return self._chunk(b'{"reasoning_content":%b,"reasoning":%b}' % (encoded, encoded))
 

@@ -34,7 +34,7 @@ class Address:
         return text
 
     def _values(self) -> dict[str, object]:
-        """The names of an address with their values. Shares of the context are what clients reserve in a large one."""
+        """The names of an address with their values. Clients reserve some of the shares of the context."""
         return {
             "base_url": self.base_url,
             "root_url": self.root_url,

@@ -41,12 +41,12 @@ END_GRACE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ChatThread:
-    """A conversation that a client began: a main agent, a sub-agent, or a request for a title."""
+    """A conversation that a client began, such as of a main agent or a sub-agent, or to get a title."""
 
     name: str
     """Name of its agent. The final names, `main` and numbers, are set after the `rollout`."""
     label: str
-    """The client's own name for it, or ""."""
+    """The client's own name for the conversation, or ""."""
     tools: Sequence[str]
     """Names of the tools that its first request offered."""
     trained: bool

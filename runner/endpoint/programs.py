@@ -196,7 +196,7 @@ async def run_program(
 def _started(
     argv: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # Not by the event loop, which reaps a child as soon as it ends and so frees its process id.
+    # The event loop does not start it, since the loop reaps a child as soon as it ends, and so frees its process id.
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -252,7 +252,7 @@ def _kill_marked(mark: str) -> bool:
     """End the processes that have a mark in their environment, if the system shows it. Return True if one existed."""
     wanted, found = f"{PROGRAM_ID_VARIABLE}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
-        # It may have ended, or may belong to another user.
+        # The process may have ended, or may belong to another user.
         with contextlib.suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found = True

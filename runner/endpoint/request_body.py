@@ -117,7 +117,7 @@ def _values_in(raw: bytes) -> int:
     """Return the number of values in a body; a lower bound if it is not JSON."""
     bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
-    if strings > 2 * MAX_VALUES:  # keys count too
+    if strings > 2 * MAX_VALUES:  # the strings include keys
         return strings // 2
     outside = b"".join(bare.split(b'"')[::2])
     return outside.count(b",") + outside.count(b"{") + outside.count(b"[")

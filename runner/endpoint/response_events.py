@@ -160,7 +160,7 @@ class ResponseWriter(AnswerWriter):
         begin = b""
         if self._open is None or self._open.kind != kind:
             begin = self._close() + self._begin_part(kind)
-        assert self._open is not None  # it was opened above
+        assert self._open is not None  # the item was opened above
         self._open.text.append(text)
         return begin + self._delta(self._open, text) if text else begin
 

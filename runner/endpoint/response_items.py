@@ -130,7 +130,7 @@ class _TurnItems:
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The calls, in OpenAI's chat form."""
     refers: str = ""
-    """Id of an item that was only referred to; it refers to the whole turn."""
+    """Id of an item that is only referred to. Such a reference means the whole turn."""
     not_text: bool = False
     """True if a note replaces content that is not text."""
 

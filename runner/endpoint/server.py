@@ -161,7 +161,7 @@ class EndpointServer:
             bound.close()
             raise
         self._application = application
-        # In a separate context, since the server outlives the first episode, whose clocks must not apply to it.
+        # The server has a separate context, since it outlives the first episode, whose clocks must not apply to it.
         Context().run(self._group.start_soon, self._serve, bound)
         return application
 
@@ -187,7 +187,7 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
     # A quarter may be accepted at once before any of them is handled, and a quarter is for the run itself.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for no limit
     connections = min(MAX_CONNECTIONS, files // 2)
-    # Connections that may be closed for others: those without a key, and idle ones; the oldest first.
+    # Connections that may be closed for others: connections without a key, and idle ones; the oldest first.
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
     class Protocol(HttpToolsProtocol):

@@ -76,7 +76,7 @@ class ClientConnection:
             if self._sending is not None and time.monotonic() - self._sending >= CLIENT_READ_SECONDS:
                 self.gone = True
                 scope.cancel()
-            # A timer that fires from time to time. A task or a timer for each write would take longer than the write.
+            # One timer fires from time to time. A task or a timer for each write would take longer than the write.
             self._looking = loop.call_later(CLIENT_READ_SECONDS / 4, look)
 
         look()

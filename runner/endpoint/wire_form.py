@@ -78,7 +78,7 @@ class Answered:
 
     @classmethod
     def of(cls, turn: Turn, continued: Turn | None = None) -> Answered:
-        """Return the content of a turn. If it continues a truncated turn, only the new part."""
+        """Return the content of a turn. If it continues a truncated turn, return only the new part."""
         made = turn.as_message().get("tool_calls", ())
         calls = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in made]
         if continued is None:
@@ -320,6 +320,6 @@ def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
     except UnicodeEncodeError:  # the id is a part of a character
         raw = text.encode("utf-8", "surrogateescape")
-    # As OpenAI writes it: the joined bytes of several tokens are the text.
+    # OpenAI writes such a token in this way: the joined bytes of several tokens are the text.
     token = "".join(f"\\x{ord(each) - 0xDC00:02x}" if each >= "\udc80" and each <= "\udcff" else each for each in text)
     return {"token": token, "logprob": logprob, "bytes": list(raw)}

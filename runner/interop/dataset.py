@@ -52,7 +52,7 @@ class Dataset(Environment):
             tasks: a JSONL, CSV or Parquet file, `hf:NAME[SPLIT]`, or an iterable of mappings.
             prompt: a field, or a text with fields, such as "Question: {question}"; a field may also be a list of
                 messages.
-            answer: the same for the reference answer; "" for none.
+            answer: the field or text of the reference answer; "" for none.
             score: exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC, judge:@FILE or
                 module:function; in Python also a function of the reply's text and the task, or `judge()`.
             id: a field, or a text with fields, that is unique; by default a hash of prompt and answer.
@@ -61,7 +61,7 @@ class Dataset(Environment):
             where: conditions such as "level>=4"; a row must fulfil all of them.
             shuffle: the seed of a shuffled order.
             skip: the number of rows to leave out at the beginning, after `where` and `shuffle`.
-            take: the number of rows to keep after these.
+            take: the number of rows to keep after the skipped ones.
             cache: with a judge of `judge:`, a file that keeps its scores for later runs.
 
         Raises:
@@ -95,7 +95,7 @@ class Dataset(Environment):
         self._cost = JudgeCost()
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each row, read as they are needed."""
+        """One task for each row. Rows are read as they are needed."""
         source = source_of(self._tasks)
         templates = [each for each in (self._prompt, self._answer, self._id) if each is not None]
         needed = {*self._info, *(each.column for each in self._where)}.union(*(each.columns for each in templates))

@@ -73,7 +73,7 @@ class Gymnasium(Environment):
 
     def tasks(self) -> Iterator[Task]:
         """One task for each seed."""
-        self._made().close()  # raises an error now, not in each episode
+        self._made().close()  # so that an error is raised now, and not in each episode
         return (Task(id=f"{self._game}-{number}") for number in range(self._games))
 
     def setup(self) -> None:

@@ -65,8 +65,8 @@ NOT_STARTED_CODES: Final = (126, 127)
 class Harbor(Environment):
     """A folder of Harbor tasks. The model has one tool, `bash`, or an agent program plays in the sandbox.
 
-    The verifier runs after the play, and writes the reward. If it writes none, it is tried in an untouched sandbox. If
-    it works there, the play broke it and the reward is 0; otherwise the task has an error.
+    The verifier runs after the play, and writes the reward. If it writes no reward, it is tried in an untouched
+    sandbox. If it works there, the play broke it and the reward is 0. Otherwise the task has an error.
     """
 
     limits = Limits(turns=100, setup_seconds=SETUP_SECONDS)
@@ -97,13 +97,13 @@ class Harbor(Environment):
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
             skip_unsupported: leave out tasks with requirements that are not supported, instead of refusing all.
             as_left: accept the reward of the sandbox as the play left it. Otherwise a reward above 0 must hold a second
-                time, when all processes have ended and the programs of the image are put back. It need not for a task
-                whose own solution does not pass that either, such as one that asks for a running server.
+                time, when all processes have ended and the programs of the image are put back. This does not apply to
+                a task whose own solution does not hold either, such as a task that asks for a running server.
             storage: limit the disk of each sandbox to the task's `storage_mb`; refused where the engine cannot do that.
-            train: for an agent program: train all threads or none; None trains those with tools.
+            train: for an agent program: train all threads or none; None trains threads with tools.
             system_as_user: for an agent program: turn later system messages into user messages.
             overflow: for an agent program: if a history does not fit, "tell" it, or "end" the episode.
-            sent_history: for an agent program: "append" to the sampled history, or use that of the "client".
+            sent_history: for an agent program: "append" to the sampled history, or use the history of the "client".
         """
         self._serving = serving_options(train, system_as_user, overflow, sent_history)
         self._argv = split_command("agent", agent) if agent else []
@@ -226,7 +226,7 @@ def supported_tasks(folder: Path, *, skip: bool = False) -> dict[str, HarborTask
 
     Args:
         folder: a task folder, or a folder of them.
-        skip: True to leave out those with requirements that are not supported.
+        skip: True to leave out tasks with requirements that are not supported.
 
     Raises:
         BadTask: a task is invalid, or needs something that is not supported; the text names each.
@@ -330,7 +330,7 @@ def read_json(content: str) -> dict[str, float]:
 def _finite(name: str, value: Any) -> float:
     try:
         number = float(value) if is_number(value) else math.nan
-    except OverflowError:  # an integer of 400 digits
+    except OverflowError:  # such as an integer of 400 digits
         number = math.inf
     if isinstance(value, bool) or not math.isfinite(number):
         raise ValueError(f"{name} is {value!r:.60}, and not a finite number")
@@ -361,11 +361,11 @@ class HarborCheck:
     """The rewards of a task without a model."""
 
     solution: float | None
-    """Reward of its own solution; None if that failed, or if it has none."""
+    """Reward of the task's own solution; None if the solution failed, or if there is no solution."""
     nothing: float | None
     """Reward without any action; None if the verifier failed."""
     errors: tuple[str, ...] = ()
-    """The failures of its solution and of its verifier."""
+    """The failures of the task's solution and of its verifier."""
 
     @property
     def ok(self) -> bool:

@@ -43,7 +43,7 @@ _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "verifier": _NETWORK | {"timeout_sec", "user", "env", "environment_mode", "environment", "collect"},
     "solution": frozenset({"env"}),
 }
-"""The fields of each table in Harbor 0.26, with those that are refused for themselves; "" is the whole file."""
+"""The fields of each table in Harbor 0.26, including fields that are refused; "" is the whole file."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 
@@ -60,7 +60,7 @@ class Healthcheck:
     start_seconds: float
     """Time at the beginning during which failures do not count."""
     start_interval_seconds: float
-    """Time between two attempts during that time."""
+    """Time between two attempts during `start_seconds`."""
     timeout_seconds: float
     """Time limit of an attempt."""
 
@@ -74,7 +74,7 @@ class HarborTask:
     options: SandboxOptions
     agent_seconds: float
     agent_user: str | None
-    """User of the agent's commands; None for that of the image."""
+    """User of the agent's commands; None for the user of the image."""
     verifier_seconds: float
     verifier_user: str
     verifier_env: Mapping[str, str] = field(default_factory=dict)
@@ -90,10 +90,10 @@ class HarborTask:
 
 
 def find_task_folders(folder: Path) -> dict[str, Path]:
-    """Return the task folders by id, in order: the folder itself, or those below it.
+    """Return the task folders by id, in order: the folder itself, or the task folders below it.
 
     Raises:
-        BadOption: there is none.
+        BadOption: there is no task folder.
     """
     if (folder / CONFIGURATION).is_file():
         return {folder.resolve().name: folder}

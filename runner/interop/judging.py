@@ -83,7 +83,7 @@ class _ScoreCache:
         self._keep(key, score)
         if self._path is not None:
             line = json.dumps({"key": key, "score": score, **cost.as_metrics()})
-            # one write, so that lines of several processes do not mix
+            # a single write, so that lines of several processes do not mix
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
 
@@ -134,7 +134,8 @@ class Judge:
         """Score the last reply of `main`, and add up the cost.
 
         Raises:
-            JudgeFailed: the judge wrote no score, twice, or one outside of the range; or the choices are improbable.
+            JudgeFailed: the judge wrote no score, twice, or a score outside of the range; or the choices are
+                improbable.
             BadOption: choices are given, and the judge's engine takes messages.
             BadControl: choices are given, and the judge's engine has no scores.
         """
@@ -146,7 +147,7 @@ class Judge:
             return known
         ask = self._ask if self._choices is None else self._weigh
         score = await ask(episode, question, cost)
-        if key == self._key(episode, question):  # otherwise the score is partly from newer weights
+        if key == self._key(episode, question):  # a score that is partly from newer weights is not cached
             self._scores.put(key, score, cost)
         return score
 
@@ -282,7 +283,7 @@ def _check_choices(choices: Any) -> None:
     """Check the argument `choices`.
 
     Raises:
-        BadOption: not a mapping of two texts or more to numbers, or a text is the begin of another.
+        BadOption: `choices` is not a mapping of two or more texts to numbers, or a text is the beginning of another.
     """
     named = isinstance(choices, Mapping) and all(isinstance(text, str) and text.strip() for text in choices)
     if not named or len(choices) < 2 or not all(map(_is_finite, choices.values())):
@@ -291,7 +292,7 @@ def _check_choices(choices: Any) -> None:
         )
     for one, other in permutations(choices, 2):
         if other.startswith(one):
-            raise BadOption(f"judge(choices=...): {one!r} is the begin of {other!r}, and would count for both.")
+            raise BadOption(f"judge(choices=...): {one!r} is the beginning of {other!r}, and would count for both.")
 
 
 def judge_of_option(score: str, cache: str) -> Judge:

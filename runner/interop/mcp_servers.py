@@ -101,7 +101,7 @@ class McpServers:
                 argv = _split(server)
                 return self._process({"command": argv[0], "args": argv[1:]})
         except ValueError as error:
-            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # it may contain keys
+            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # the server may contain keys
             raise BadEnvironment(f"MCP server {name!r}: {shown}{error}.") from None
         if server is None or isinstance(server, bool | int | float | list | tuple):
             raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: give a command or a URL.")
@@ -313,7 +313,7 @@ class McpDataset(Dataset):
 
         Args:
             servers: as in `McpServers`; as text, also JSON or a JSON file.
-            tasks: as in `Dataset`, like the arguments up to `cache`.
+            tasks: as in `Dataset`, and so are all arguments up to `cache`.
             prompt: the prompt.
             answer: the reference answer.
             score: the scorer.
@@ -325,7 +325,7 @@ class McpDataset(Dataset):
             skip: rows to leave out.
             take: rows to keep.
             cache: the file of a judge's scores.
-            prefix: begin the names of tools with that of their server.
+            prefix: begin the names of tools with the name of their server.
             one_connection: all episodes share one connection to each server; by default each has its own.
             processes: maximum number of episodes at once that have server processes of their own.
         """

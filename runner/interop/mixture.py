@@ -49,7 +49,7 @@ class Mixture(Environment):
 
         Raises:
             BadOption: a name or a weight is invalid, or two environments bring different engines for one agent.
-            BadEnvironment: one of them cannot be played, or is itself a mixture.
+            BadEnvironment: an environment cannot be played, or is itself a mixture.
         """
         checked: Any = environments
         if not isinstance(checked, Mapping) or not checked:

@@ -108,7 +108,7 @@ class OpenEnv(Environment):
             shown = [(self._tool, self._description, self.shared)]
         for name, description, parameters in shown:
             call = self._act if parameters is self.shared else partial(self._call_tool, name)
-            # Not parallel, since a socket answers one message at a time.
+            # The tools are not parallel, since a socket answers one message at a time.
             made = Tool(call, name=name, description=description, parameters=parameters, raw=True, parallel=False)
             self.tools.append(made)
 
@@ -134,7 +134,7 @@ class OpenEnv(Environment):
             observation = self._observed(data)
             self._steps += 1
             return observation
-        finally:  # even a call that failed may be the last one
+        finally:  # a call that failed may be the last one too
             self._end_if_done()
 
     async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ class RowSource(ABC):
         """Refuse missing columns before anything is read, if the names of columns are known.
 
         Raises:
-            BadTask: a column is missing; the message lists those that exist.
+            BadTask: a column is missing; the message lists the existing columns.
         """
         known = self.columns()
         missing = [] if known is None else sorted(set(needed) - set(known))
@@ -375,7 +375,7 @@ class _HubRows(RowSource):
                 return datasets.load_from_disk(str(folder))
             return datasets.load_dataset(self._where, self._config)
         except Exception as error:
-            # The library raises errors of many libraries: of the network, of files, of its own.
+            # The library raises its own errors, and errors of its network and file libraries.
             raise BadTask(f"{self.name}: the data set cannot be loaded ({first_line(error):.300}).") from error
 
     def _one_split(self, loaded: Any) -> Any:

@@ -44,7 +44,7 @@ class ScoreName(enum.StrEnum):
     """The names of the scorers for `score=`."""
 
     EXACT = "exact"
-    """The reply is the answer, without the space around both."""
+    """The reply equals the answer, without white space around both."""
     CONTAINS = "contains"
     """The answer occurs in the reply, in any case of letters."""
     NUMBER = "number"
@@ -54,9 +54,9 @@ class ScoreName(enum.StrEnum):
     REGEX = "regex"
     """regex:PATTERN finds the answer in the reply: its last match, or that match's first group."""
     MATH = "math"
-    """Both are equal as mathematical expressions, by the library math-verify."""
+    """Reply and answer are equal as mathematical expressions, by the library math-verify."""
     JSON = "json"
-    """Both are the same JSON value; the reply may have it in a code block."""
+    """Reply and answer are the same JSON value; the reply may have it in a code block."""
 
 
 class TextScorer(Protocol):
@@ -180,8 +180,8 @@ async def _in_process(score: str, function: Callable[..., float], seconds: float
 def _timed(function: Callable[..., float], seconds: float, *arguments: str) -> float:
     """Call a function in a worker process, which ends itself if the call takes too long."""
     if function is _equal_math:
-        _math_library()  # the time of its import does not count
-    # The default action, since Python's handlers wait for the end of a long computation in C.
+        _math_library()  # the time of the import does not count
+    # The signal has its default action, since Python's handlers wait for the end of a long computation in C.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -191,7 +191,7 @@ def _timed(function: Callable[..., float], seconds: float, *arguments: str) -> f
 
 
 def _equal_math(text: str, answer: str) -> float:
-    # Without the library's own time limits, which also use signals.
+    # The library's own time limits are off, since they also use signals.
     library = _math_library()
     found = library.parse(text, parsing_timeout=None)
     return float(library.verify(_parsed_answer(library, answer), found, timeout_seconds=None))

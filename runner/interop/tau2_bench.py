@@ -52,7 +52,7 @@ class Tau2(Environment):
         Args:
             domain: airline, retail, telecom, telecom-workflow or mock.
             split: base, train or test; telecom has small and full too.
-            user: the engine of the simulated user; None for that of the run.
+            user: the engine of the simulated user; None for the engine of the run.
 
         Raises:
             BadEnvironment: the package is missing.
@@ -145,7 +145,7 @@ class Tau2(Environment):
         except Exception as error:
             if not any(frame.name == "run_env_assertion" for frame in traceback.extract_tb(error.__traceback__)):
                 raise
-            return 0.0  # the model did not create the asserted object
+            return 0.0  # the asserted object does not exist, since the model did not create it
         self._parts = {str(kind.value).lower(): float(part) for kind, part in (score.reward_breakdown or {}).items()}
         return float(score.reward)
 
@@ -246,7 +246,7 @@ class Tau2(Environment):
 
 
 def _seen_by(speaker: Speaker, said: Sequence[Any]) -> list[Message]:
-    """The messages that one side sees, with its own messages as those of an assistant."""
+    """The messages that one side sees, with its own messages as assistant messages."""
     seen: list[Message] = []
     for each in said:
         if each.role == "tool":

@@ -108,7 +108,7 @@ class TextArena(Environment):
 
     def _reset(self, seed: int) -> None:
         spec = self._textarena.envs.registration.ENV_REGISTRY[self._game]
-        # Without wrappers that repeat the whole game in each observation, since the conversation already has it.
+        # Wrappers that repeat the whole game in each observation are left out, since the conversation already has it.
         self._env = self._textarena.make(f"{self._game}-raw")
         formatting = self._textarena.wrappers.ActionFormattingWrapper
         if formatting in (spec.default_wrappers or ()):

@@ -71,7 +71,7 @@ class Verifiers(Environment):
         self._given = self._recorded = 0
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks, read as they are needed; the id is the task's id or name, or begins its content's hash."""
+        """The tasks, read as they are needed. A task's id is its own id or name, or begins the hash of its content."""
         for task in self._taskset:
             name = task.data.id or task.data.name or task.key[:16]
             data = task.data.model_dump(mode="json", exclude_defaults=True)

@@ -55,7 +55,8 @@ class Claims:
         self._given.execute(
             "CREATE TABLE given (id PRIMARY KEY, position INTEGER, visits INTEGER NOT NULL) WITHOUT ROWID"
         )
-        self._given.execute("BEGIN")  # never committed: a transaction for each statement takes longer
+        # This transaction is never committed, since a transaction for each statement takes longer.
+        self._given.execute("BEGIN")
 
     def claim(self, task: Task, position: int, *, repeatable: bool, visit: int | None = None) -> Claimed:
         """See `RunWriter.claim`."""
@@ -110,7 +111,7 @@ def _require_same(stored: str, task: Task) -> None:
     if now == stored:
         return
     old_fields, new_fields = decode_json(stored), decode_json(now)
-    if old_fields == new_fields:  # the same fields in another order
+    if old_fields == new_fields:  # the task has the same fields in another order
         return
     names = [name for name in {**old_fields, **new_fields} if old_fields.get(name) != new_fields.get(name)]
     lines = [f"  {name}: {old_fields.get(name)!r:.100} -> {new_fields.get(name)!r:.100}" for name in names]

@@ -45,7 +45,7 @@ def encode_text(text: str) -> str | bytes:
 
 
 def decode_text(value: str | bytes) -> str:
-    """The text that `encode_text` encoded."""
+    """Return the text from the value that `encode_text` returned."""
     return value if isinstance(value, str) else value.decode("utf-8", "surrogatepass")
 
 

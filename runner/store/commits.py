@@ -115,7 +115,7 @@ _FINISH: Final = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNS
 class CommitThread:
     """Takes commits from the event loop, and writes waiting ones in one transaction.
 
-    A transaction of many commits costs little more than one of one, and the loop is woken once for all.
+    A transaction of many commits costs little more than one of a single commit, and wakes the loop once for all.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CommitThread:
         tokens = 0
         while tokens < MAX_TRANSACTION_TOKENS:
             try:
-                commit = self._queue.get(block=not group)  # wait only for the first commit
+                commit = self._queue.get(block=not group)  # only the first commit is waited for
             except queue.Empty:
                 break
             if commit is None:
@@ -192,7 +192,7 @@ class CommitThread:
                     self._commit([commit])
 
     def _pack(self, commit: Commit, into: StatementBatch) -> bool:
-        batch = StatementBatch()  # separate, so that a commit that fails half way adds no rows
+        batch = StatementBatch()  # a separate batch, so that a commit that fails half-way adds no rows
         try:
             commit.pack(batch, self._packer)
         except Exception as error:  # values of an author may raise any exception

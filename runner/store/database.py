@@ -28,7 +28,7 @@ __all__ = [
 
 _SAFE = "announced episodes are in the file"
 
-# Keys are prefixes of SQLite's error names; the more specific ones come first.
+# The keys are prefixes of SQLite's error names. More specific prefixes come first.
 _CAUSES: Final = (
     (
         "SQLITE_FULL",
@@ -75,7 +75,7 @@ def storage_faults(path: Path) -> Iterator[None]:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Commit all of the block, or none of it."""
+    """Commit all statements of the block, or none."""
     # IMMEDIATE takes the write lock now, and waits for it. A transaction that first reads could be refused the lock
     # in the middle.
     connection.execute("BEGIN IMMEDIATE")
@@ -128,7 +128,7 @@ def open_reader(path: Path) -> sqlite3.Connection:
         try:
             connection = _connect_reader(path, "mode=ro")
         except sqlite3.OperationalError:
-            # A read-only disk cannot have a writer. But an immutable read would miss what is only in the
+            # A read-only disk cannot have a writer. But an immutable read would miss rows that are only in the
             # log.
             log = path.with_name(f"{path.name}-wal")
             if (log.is_file() and log.stat().st_size > 0) or os.access(path.parent, os.W_OK):

@@ -69,7 +69,7 @@ def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
             f"Give a path in a writable folder with space."
         ) from error
     finally:
-        with contextlib.suppress(OSError):  # an error here would hide the first one
+        with contextlib.suppress(OSError):  # another error here would hide the first one
             partial.unlink(missing_ok=True)
 
 
@@ -171,7 +171,7 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
 
 def _value_of(column: Column) -> Callable[[Trajectory], Any]:
     write, take = column.form.write, attrgetter(column.path)
-    # Text is passed on as text: only SQLite may need bytes, and Arrow encodes text itself. Scores become structs.
+    # Text stays text, since only SQLite may need bytes, and Arrow encodes text itself. Scores become structs.
     return take if write in (None, encode_text, encode_json) else lambda trajectory: write(take(trajectory))
 
 
@@ -288,7 +288,7 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
     nested: Any = pa.ListArray.from_arrays  # the type hints omit numpy arrays, which the function accepts
 
     def joined(kind: str, parts: Iterable[array[Any]]) -> Any:
-        # An empty part first: rows may have no segments, and np.concatenate refuses an empty list.
+        # The first part is empty, since rows may have no segments, and np.concatenate refuses an empty list.
         return np.concatenate([np.empty(0, kind), *parts])
 
     def finite(values: Any) -> Any:

@@ -35,9 +35,9 @@ class OnChange(enum.StrEnum):
 # The first pattern that matches a field's path applies.
 _RULES: Final = (
     ("created", OnChange.FREE),
-    ("clock", OnChange.FREE),  # a resumed run uses the file's
+    ("clock", OnChange.FREE),  # a resumed run uses the value of the file
     ("format", OnChange.FREE),
-    ("group_rewards", OnChange.FREE),  # follows from the environment; files of earlier versions do not have it
+    ("group_rewards", OnChange.FREE),  # derived from the environment; files of earlier versions do not have it
     ("concurrency.*", OnChange.FREE),
     ("retries", OnChange.FREE),
     ("breaker", OnChange.FREE),
@@ -47,9 +47,9 @@ _RULES: Final = (
     ("code.*", OnChange.WARN),
     ("platform", OnChange.WARN),
     ("*template.name", OnChange.FREE),
-    ("*template.fingerprint", OnChange.FREE),  # follows from compared fields
-    ("*template.turns.format.response*", OnChange.REFUSE),  # from the checkpoint, so it does not follow
-    ("*template.turns.*", OnChange.FREE),  # these follow from compared fields, too
+    ("*template.fingerprint", OnChange.FREE),  # derived from compared fields
+    ("*template.turns.format.response*", OnChange.REFUSE),  # from the checkpoint, so it is not derived
+    ("*template.turns.*", OnChange.FREE),  # these are derived from compared fields too
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
@@ -69,7 +69,7 @@ _RULES: Final = (
     ("engine*.extra_body*", OnChange.REFUSE),
     ("engine*.leave_out", OnChange.REFUSE),
     ("engine*.reasoning_field", OnChange.REFUSE),
-    ("engine.*", OnChange.FREE),  # sizes; `_meaning` has a rule for dtypes
+    ("engine.*", OnChange.FREE),  # sizes of an engine; `_meaning` has a rule for dtypes
     ("engines.*", OnChange.FREE),
     ("*", OnChange.REFUSE),
 )
@@ -162,7 +162,7 @@ class Header:
     max_version_lag: int | None = None
     """Maximum number of weight updates by which an episode may lag; None for any."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """The versions of Python and of the packages that matter; those not installed are absent."""
+    """The versions of Python and of the packages that matter. Packages that are not installed are absent."""
     platform: str = ""
     """The operating system and the machine."""
     git: Mapping[str, Any] = field(default_factory=dict)
@@ -241,7 +241,7 @@ def _meaning(path: str, old: Mapping[str, Any]) -> OnChange:
     dtype = _DTYPE.fullmatch(path)
     if dtype is None:
         return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))
-    # A file from before the dtype was recorded has only the given one, if any.
+    # A file from before the dtype was recorded has only the given dtype, if any.
     written = f"{dtype[1]}.dtype" in old
     return OnChange.REFUSE if written is (dtype[2] is None) else OnChange.FREE
 

@@ -37,7 +37,7 @@ def encode_standard_json(value: Any) -> bytes:
 
 
 def decode_json(text: str) -> Any:
-    """The value that `encode_json` encoded. Not with orjson, which rounds integers of more than 64 bits."""
+    """Return the value from the result of `encode_json`. orjson would round integers of more than 64 bits."""
     return json.loads(text)
 
 

@@ -70,7 +70,7 @@ def packed_logprobs(log: TokenLog) -> bytes | None:
 
 
 def unpacked_logprobs(data: bytes | None, sources: array[int], segment: int) -> array[float]:
-    """A log-probability for every id of a segment, NaN for those not sampled; shape [length], float32."""
+    """A log-probability for every id of a segment, NaN for ids that were not sampled; shape [length], float32."""
     logprobs = _NAN * len(sources)
     if data is None:
         return logprobs

@@ -94,7 +94,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": call.get("id"),
         "type": call.get("type", "function"),
-        # Not a struct, in which each call would have the arguments of all other tools as nulls.
+        # The arguments are not a struct, in which each call would have the arguments of all other tools as nulls.
         "function": {"name": function["name"], "arguments": as_text(function["arguments"])},
     }
 

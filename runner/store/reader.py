@@ -41,7 +41,7 @@ class WeightsRow:
     launch: int
     """The number of the launch."""
     engine: int
-    """The index of the engine among the run's; 0 is the run's own."""
+    """The index of the engine among the engines of the run; 0 is the run's own engine."""
     version: str
     """The version of the weights."""
     time: float
@@ -373,7 +373,7 @@ class RunFile:
     def score_names(self, column: str) -> list[str]:
         """The sorted names of all `rewards` or `metrics` of trained trajectories."""
         assert column in ("rewards", "metrics")
-        # Not SQLite's JSON functions, which refuse NaN.
+        # SQLite's JSON functions are not used, since they refuse NaN.
         statement = f"SELECT key, {column} FROM trajectories WHERE key > :after ORDER BY key LIMIT {PAGE_SIZE}"
         return sorted({name for row in self._pages(statement, {}) for name in decode_json(row[column])})
 

@@ -62,7 +62,7 @@ def tuples_in(value: Any, where: str) -> Iterator[str]:
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    """True if `values` contain only JSON's own types, as nearly all do; this check builds no text for places."""
+    """True if `values` contain only JSON's own types, as nearly all values do. The check builds no text for places."""
     # Each pass checks one depth, without a loop in Python over its values.
     for _ in range(MAX_DEPTH):
         kinds = set(map(type, values))
@@ -196,7 +196,7 @@ def make_storable(trajectory: Trajectory) -> str | None:
 
 
 def _credit_problem(turn: Turn) -> str | None:
-    """The message for a wrong reward of a turn; the reward is a float afterwards."""
+    """Return the message for a wrong reward of a turn, and convert the reward to a float."""
     try:
         credit = as_score(turn.reward, f"turns[{turn.number}].reward")
         wrong = "is None" if credit is None else None

@@ -98,7 +98,7 @@ class RunWriter:
         self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
         self._durable = durable
-        self._opened = ExitStack()  # closes in this order: task ids, thread, reader, file, lock
+        self._opened = ExitStack()  # the stack closes in this order: task ids, thread, reader, file, lock
         self._reader: sqlite3.Connection | None = None
         self._claims: Claims
         self._thread: CommitThread | None = None
@@ -149,7 +149,7 @@ class RunWriter:
             check_format(connection, path)
             self.resumed = tables_in(connection)
             if self.resumed:
-                self._compare(path, connection)  # before the first write: a refused file stays unchanged
+                self._compare(path, connection)  # before the first write, so that a refused file stays unchanged
             write_ahead(connection, durable=self._durable)
             if not self.resumed:
                 self._create(connection)
@@ -157,7 +157,7 @@ class RunWriter:
                 connection.execute(WEIGHTS.create().replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS", 1))
             if self.resumed and self._retry_failed:
                 reopen_failed(connection)
-            if self.resumed:  # also without retry_failed: an interrupted run may have reopened some
+            if self.resumed:  # also without retry_failed, since an interrupted run may have reopened episodes
                 self.reopened = frozenset((decode_text(id), visit) for id, visit in connection.execute(UNSUCCEEDED))
             self._launch = launch = self._note_launch(connection)
             (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
@@ -239,7 +239,7 @@ class RunWriter:
             raise StorageFailed(str(commit.error)) from commit.error
 
     def flush(self) -> None:
-        """Commit everything sent so far, and accept nothing more; from any thread, for a blocked event loop."""
+        """Commit everything sent so far, and accept nothing more. Any thread may call it, for a blocked event loop."""
         if self._thread is not None:
             self._thread.close()
 

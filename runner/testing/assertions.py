@@ -74,7 +74,7 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
 
 
 def _require(true: object, message: str) -> None:
-    # Not `assert`: pytest would add to the message, and `python -O` would skip it.
+    # This is not an `assert`: pytest would add to its message, and `python -O` would skip it.
     if not true:
         raise AssertionError(message)
 

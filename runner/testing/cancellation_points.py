@@ -44,10 +44,11 @@ _DELTA_LATENCY: Final = Latency(first=1, between=1)
 _MAX_SUSPENSIONS: Final = 100_000
 """Suspension points after which a scenario counts as endless."""
 _MAX_SWALLOWED: Final = 1_000
-"""Maximum number of cancellations of one run, one for each `await` of its clean-up; a run with more swallows them."""
+"""Maximum number of cancellations of one run, one for each `await` of its clean-up. A run with more swallows them."""
 
 _REASON: Final = "cancel_everywhere"
-"""Reason text of this module's cancellations. It distinguishes them from those of scopes inside the scenario."""
+"""Reason text of this module's cancellations. It distinguishes them from cancellations by scopes inside the scenario.
+"""
 _ABANDONED: Final[list[Coroutine[Any, Any, object]]] = []
 """Coroutines that cannot be ended, kept so that Python does not try to close them."""
 
@@ -115,7 +116,7 @@ class _CancelledRun:
     at: int
     """Suspension point of the cancellation, from 1."""
     cancelled_in: str = ""
-    """Function that was suspended there; "" until then."""
+    """Function that was suspended at this point; "" before the cancellation."""
     delivered: list[BaseException] = field(default_factory=list)
     """Cancellations thrown into the scenario, one for each `await` since the first."""
 
@@ -133,7 +134,7 @@ class _CancelledRun:
         left = set(map(id, _causes(raised)))
         lost = [error for error in self.delivered if id(error) not in left]
         if raised is not None and len(lost) == len(self.delivered):
-            return  # another error: a library's, made from a delivered cancellation, or a failure of the scenario
+            return  # another error: a library made it from a delivered cancellation, or the scenario failed
         for error in lost:
             if swallower := _swallower(error):
                 verb = "returned" if raised is None else "continued"
@@ -194,7 +195,7 @@ class _CancelledRun:
         return lambda: self.coroutine.send(value)
 
     def _record_delivered(self, error: BaseException | None) -> None:
-        # Checked by the reason, because scopes inside a shield have their own cancellations, and catch them.
+        # The reason is checked, because scopes inside a shield have their own cancellations, and catch them.
         if isinstance(error, anyio.get_cancelled_exc_class()) and _REASON in str(error):
             self.delivered.append(error)
 
@@ -255,8 +256,8 @@ def play_cancelled(
     """Play an episode repeatedly, cancelled at its 1st, 2nd, 3rd ... suspension.
 
     After each play no request, session, task, thread or file may be left. The first and the last play are not
-    cancelled and must not fail; the first one opens what all episodes share. Waiting times of tools count for each
-    play, so keep them short.
+    cancelled and must not fail; the first one opens what all episodes share. Every play takes the
+    waiting times of tools, so keep them short.
 
     Args:
         environment: the environment, or its class.

@@ -74,6 +74,6 @@ def _bytes_and_ends(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, li
 
 
 def _middle_cut(ends: Sequence[int], start: int, end: int) -> int | None:
-    """The number of ids before the cut closest to the middle of these bytes; None if no id ends inside."""
+    """The number of ids before the cut closest to the middle of these bytes; None if no id ends inside them."""
     inner = [index + 1 for index, position in enumerate(ends) if start < position < end]
     return min(inner, key=lambda count: abs(ends[count - 1] - (start + end) / 2), default=None)

@@ -1,7 +1,7 @@
 """Helpers for the tests of the engine contract: the engine under test, decorators, and readers of streams.
 
 The tests need nothing that only one kind of engine has: greedy turns return the same ids each time, and other turns
-are compared with these.
+are compared with greedy ones.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EngineUnderTest:
     round_trip: Callable[[], Awaitable[object]] | None = field(default=None, kw_only=True)
     """Sends a request to the engine and returns with its answer; None for `health`."""
     prompt: Sequence[int] = field(default=range(60, 100), kw_only=True)
-    """Ids of the engine's vocabulary."""
+    """The ids of a prompt, from the engine's vocabulary."""
     asked: int = field(default=0, kw_only=True)
     """Number of requests so far."""
 

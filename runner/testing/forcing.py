@@ -30,8 +30,8 @@ ForcedTurn: TypeAlias = Sequence[int] | None
 """The ids of one turn, including the stop id; None leaves the turn to the model."""
 
 ForcedScript: TypeAlias = Sequence[ForcedTurn] | Mapping[str, Sequence[ForcedTurn]] | Callable[[ModelCall], ForcedTurn]
-"""One of: a list of turns, which every conversation reads from its beginning; a dict of such lists by agent, in which
-agents without a list are free; a function of the call."""
+"""A list of turns, which every conversation reads from its beginning; or a dict of such lists by agent, in which agents
+without a list are free; or a function of the call."""
 
 
 def force(engine: Engine, script: ForcedScript) -> ForcedEngine:

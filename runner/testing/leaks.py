@@ -150,7 +150,7 @@ def _threads() -> Iterator[str]:
 
 
 def _is_pooled(thread: threading.Thread) -> bool:
-    idle = getattr(thread, "idle_workers", None)  # of anyio's worker threads on asyncio
+    idle = getattr(thread, "idle_workers", None)  # attributes of anyio's worker threads on asyncio
     return thread in idle if idle is not None else _IDLE_THREAD.fullmatch(thread.name) is not None
 
 

@@ -55,7 +55,7 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 EnvironmentOrClass: TypeAlias = Environment[Any] | type[Environment[Any]]
-"""An environment, or its class if that needs no arguments."""
+"""An environment, or its class if the class needs no arguments."""
 
 EngineOrReplies: TypeAlias = BaseEngine | Replies | Sequence[ReplySource]
 """An engine, or the replies of a scripted engine."""
@@ -301,7 +301,7 @@ def run_sync(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock
             f"{name}(clock=): a real engine needs real time. Use a scripted engine, or leave out the clock."
         )
 
-    async def watched() -> T:  # the task's name; that of a partial would contain all arguments
+    async def watched() -> T:  # the task's name, since the name of a partial would contain all arguments
         return await recording_unfinished_tasks(function)
 
     try:
@@ -397,7 +397,7 @@ def _select_tasks(environment: EnvironmentOrClass, most: int | None, only: str |
 
 
 def _recording_order(tasks: Tasks, order: dict[str, int]) -> Tasks:
-    """The same tasks; their order is recorded by id."""
+    """Yield the tasks, and record their order by id."""
     if not isinstance(tasks, Iterable) or isinstance(tasks, str | Path) or hasattr(tasks, "finished"):
         return tasks
     if isinstance(tasks, Sequence):

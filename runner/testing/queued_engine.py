@@ -79,7 +79,7 @@ class CheckedEngine(ScriptedEngine):
 
 
 class QueuedEngine(CheckedEngine):
-    """Replies with enqueued replies, in order, each once; each agent has its own queue.
+    """Returns the enqueued replies in order, each once. Each agent has its own queue.
 
     `calls` contains a `RecordedCall` for each request; its `prompt` has the exact ids.
 
@@ -113,7 +113,7 @@ class QueuedEngine(CheckedEngine):
         Args:
             sayings: the replies, one each.
             agent: the agent that uses them.
-            chunks: how the ids are cut into deltas: see `Chunks`, or `inside("é")` to cut inside a piece of the text.
+            chunks: the way in which ids are cut into deltas: see `Chunks`, or `inside("é")` to cut inside a piece.
             latency: when the ids arrive, in ticks of the engine.
             fault: a fault to inject.
 

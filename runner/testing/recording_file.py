@@ -72,7 +72,7 @@ class RecordedRequest:
 
     def reply(self) -> Reply:
         """The same turn as a reply of a scripted engine."""
-        # The runner cuts a turn again that it cut in the recording, so the finish of the turn does not matter.
+        # The runner cuts a turn again if it cut the turn in the recording, so the finish of the turn does not matter.
         stops = self.finish is FinishReason.STOP
         finish = FinishReason.STOP if stops else FinishReason.LENGTH
         stop = self.stop if stops else None
@@ -85,7 +85,7 @@ class Recording:
 
     path: Path
     turns: Sequence[RecordedRequest]
-    """Sorted by name."""
+    """The turns, sorted by name."""
     tokenizer: Tokenizer
     """The vocabulary, given or loaded by its name in the file."""
     template: ChatTemplate
@@ -142,7 +142,7 @@ def _written(calls: Sequence[RecordedRequest], tokenizer: Tokenizer) -> Iterator
     names: dict[str, int] = {}
     for number, call in enumerate(calls):
         names[call.name] = names.get(call.name, 0) + 1
-        if names[call.name] > 1:  # a repeated episode
+        if names[call.name] > 1:  # the episode was repeated
             call = replace(call, name=f"{call.name} ({names[call.name]})")
         # A prompt is written from the end of its longest known prefix, so that the file does not grow quadratically
         # with the number of turns.

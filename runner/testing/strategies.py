@@ -85,8 +85,8 @@ def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
 def conversations(*, max_messages: int = 6, text: SearchStrategy[str] | None = None) -> SearchStrategy[list[Message]]:
     """Conversations that templates accept.
 
-    An optional system message, then user and assistant alternately, with answered calls. The last message is never the
-    model's.
+    An optional system message, then user and assistant alternately, with answered calls. The model's message is never
+    the last one.
 
     Args:
         max_messages: approximate maximum number of messages.

@@ -102,7 +102,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock._now
 
-    def run_in_executor(self, *arguments: Any) -> Any:  # type: ignore[override]  # passed on as they are
+    def run_in_executor(self, *arguments: Any) -> Any:  # type: ignore[override]  # the arguments are passed on unchanged
         future = super().run_in_executor(*arguments)
         self._in_executor += 1
         future.add_done_callback(self._left_executor)

@@ -58,7 +58,7 @@ class AwkwardTokenizer(PlainTokenizer):
     """A vocabulary with the difficulties of real ones.
 
     Most texts have several sequences of ids, of which `encode` returns one: sampled ids change when they are decoded
-    and encoded again. Text is composed (NFC), so even some texts change. The last ids are padding and decode to
+    and encoded again. Text is composed (NFC), so some texts change too. The last ids are padding and decode to
     nothing. The scripted engine of the test kit samples the ids of `misspell`, never those of `encode`.
     """
 

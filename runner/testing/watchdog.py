@@ -23,7 +23,7 @@ class LoopWatchdog:
         self.seconds = seconds
         """Seconds for which one piece of code may block the loop; may be set before the block is entered."""
         self.blockers: list[Blocker] = []
-        """Code that has blocked the loop for longer, the worst of each `async with` block first."""
+        """Code that has blocked the loop for more than `seconds`, the worst of each `async with` block first."""
         self._tick = tick
         self._depth = 0
         self._monitor: LagMonitor

@@ -215,10 +215,10 @@ DAMAGES = {
         "segment 0 has 15 log-probabilities for 8 sampled ids",
     ),
     "half a log-probability": ("UPDATE segments SET logprobs = substr(logprobs, 3)", "ValueError: bytes length"),
-    "ids are short": ("UPDATE segments SET ids = substr(ids, 5)", "segment 0 has 23 ids and the sources of 24"),
+    "ids are short": ("UPDATE segments SET ids = substr(ids, 5)", "segment 0 has 23 ids, but sources of 24 ids"),
     "sources are short": (
         "UPDATE segments SET sources = '[[0, 8], [2, 4]]', logprobs = NULL",
-        "segment 0 has 24 ids and the sources of 12",
+        "segment 0 has 24 ids, but sources of 12 ids",
     ),
     "an unknown source": ("UPDATE segments SET sources = '[[1000, 24]]'", "OverflowError"),
     "messages are not JSON": ("UPDATE segments SET messages = '['", "JSONDecodeError"),

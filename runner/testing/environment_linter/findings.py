@@ -150,14 +150,14 @@ def task_findings(tasks: Sequence[Any], environment: Environment[Any]) -> Iterat
 
 
 class SharedState:
-    """State that all episodes share, as of before the first one: attributes, arguments, module variables."""
+    """State that all episodes share, as it was before the first one: attributes, arguments, module variables."""
 
     def __init__(self, environment: Environment[Any]) -> None:
         self._environment = environment
         self._before = {name: _snapshot(value) for name, value, _ in self._values()}
 
     def findings(self) -> Iterator[Finding]:
-        """Shared values that changed since the first episode, and those that could change."""
+        """Shared values that changed since the first episode, and shared values that could change."""
         for name, value, of_class in self._values():
             if name not in self._before or self._before[name] != _snapshot(value):
                 yield Finding(

@@ -27,7 +27,9 @@ END_SECONDS: Final = 300.0
 """Time without progress after which the process ends; the limit of `lifespan()` and `tasks()`."""
 
 PLAYING_SECONDS: Final = 60.0
-"""The same during episodes. The limits of episodes are shorter, so only code that swallows cancellations reaches it."""
+"""Time without progress after which the process ends during episodes. The limits of episodes are shorter, so only code
+that swallows cancellations reaches it.
+"""
 
 BLOCKED_SECONDS: Final = 30.0
 """Time for which the event loop may be blocked before the process ends."""
@@ -83,7 +85,7 @@ class HangWatch:
             self._mark = None
 
     def waited(self, name: str) -> float:
-        """Return for how many seconds a task has been at its last seen place, without progress of any task."""
+        """Return the seconds for which a task has been at its last seen place, without progress of any task."""
         since = self._since.get(name)
         return 0.0 if since is None or self._mark is None else self._mark - since
 
@@ -146,7 +148,7 @@ def _awaited(waits: Any) -> Iterator[tuple[CodeType, int]]:
         if frame is not None:
             yield frame.f_code, frame.f_lineno
         inner = [getattr(waits, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await")]
-        if frame is None:  # this awaits the next item of an asynchronous generator, such as `lifespan()`
+        if frame is None:  # the coroutine awaits the next item of an asynchronous generator, such as `lifespan()`
             inner += filter(inspect.isasyncgen, gc.get_referents(waits))
         waits = next((each for each in inner if each is not None), None)
 

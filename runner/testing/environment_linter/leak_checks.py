@@ -93,7 +93,7 @@ def _holds(value: Any, leak: str) -> bool:
             return bool(value.fileno() == int(number))
         if kind == "process":
             return bool(value.pid == int(number))
-    except Exception:  # not a file, or a closed file; an object of the author may raise any exception
+    except Exception:  # it is not a file, or a closed one; an object of the author may raise any exception
         return False
     threads = getattr(value, "_threads", None) or (value,)
     return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)

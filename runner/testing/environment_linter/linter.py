@@ -171,7 +171,7 @@ class EnvironmentCheck:
         return self.current.run is not None and bool(self.current.run.in_flight)
 
     def progress(self) -> object:
-        """A value that changes whenever something happens."""
+        """A value that changes with every event of the run."""
         current, run = self.current, self.current.run
         activities = (
             {(attempt.key.id, attempt.activity, attempt.turns_taken) for attempt in run.in_flight}
@@ -213,7 +213,7 @@ class EnvironmentCheck:
 
     def _play_findings(self, temporary: TemporaryFiles) -> Iterator[Finding]:
         self.first, shared = self._play(Concurrency(episodes=self._episodes), group_size=2)
-        if self.first.hung:  # another play would hang as well, each episode up to its limit
+        if self.first.hung:  # another play would hang too, each of its episodes up to its limit
             yield from self.first.findings
             return
         left_by_first_play = list(temporary.findings())  # files that may be opened once for all episodes
@@ -298,7 +298,7 @@ def _record_environments(environment: Environment[Any], played: list[Environment
         played.append(make())
         return played[-1]
 
-    environment.fresh = fresh  # type: ignore[method-assign]  # of this one object
+    environment.fresh = fresh  # type: ignore[method-assign]  # replaced on this object only
 
 
 def _callable_tools(
@@ -339,7 +339,7 @@ def _strict_limits(environment: Environment[Any]) -> Limits:
     """Limits with which every episode ends; stricter limits of the environment remain in force."""
     own = environment.limits.over(Limits.defaults())
     fields = ("seconds", "setup_seconds", "step_seconds", "tool_seconds", "reward_seconds", "close_seconds")
-    # The limit of a hook ends first, because it names the hook.
+    # The limit of a hook is reached first, because its error names the hook.
     allowed = {name: EPISODE_SECONDS if name == "seconds" else HOOK_SECONDS for name in fields}
     shorter: dict[str, Any] = {name: min(getattr(own, name) or most, most) for name, most in allowed.items()}
     return Limits(turns=min(MAX_TURNS, own.turns or MAX_TURNS), **shorter)

@@ -247,7 +247,8 @@ class RandomModel:
         two_calls = self._two_calls and all(tool.parallel for tool in must)
         concurrent = [tool for tool in tools if tool.is_async and tool.parallel] if two_calls else []
         if concurrent:
-            one = first - call.turn + call.turn // 2  # on even turns the same tool twice, on odd turns with the next
+            # Even turns call the same tool twice. Odd turns call it and the next tool.
+            one = first - call.turn + call.turn // 2
             chosen = [concurrent[number % len(concurrent)] for number in (one, one + call.turn % 2)]
         return Reply(calls=tuple(ToolCall("", tool.name, random_arguments(tool.parameters, rng)) for tool in chosen))
 
