@@ -98,7 +98,6 @@ BUDGET: Final[dict[str, tuple[int, int, int]]] = {
     "tests": (0, 17, 0),
     "tokens": (0, 1, 0),  # a word that templates are probed with
     "training": (0, 1, 0),  # the text of a proof, whose ids must not change
-    "wording.py": (0, 1, 0),  # documents a text that a model reads
 }
 """Headless docstrings, avoided words and constants without a unit, by part; none for a part not listed."""
 

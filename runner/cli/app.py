@@ -43,7 +43,7 @@ Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 
 
 
 class Commands(TyperGroup):
-    """The commands; the error for an unknown one lists them."""
+    """The commands. The error for an unknown command lists them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = self.list_commands(ctx)
@@ -58,7 +58,7 @@ class Commands(TyperGroup):
 
 
 def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
-    """Return the arguments, with episode ids that begin with a dash moved after `--`: there they are not options."""
+    """Return the arguments with episode ids that begin with a dash moved after `--`, where they are not options."""
     options = [option for option in options if option.startswith("-")] + ["-h", "--help"]
     if "--" in args:
         return args

@@ -107,7 +107,7 @@ class TemplateReport:
 def check_template_command(
     name: str, *, template: str | None, options: Sequence[str], tool_format: str | None = None, as_json: bool
 ) -> int:
-    """Check a template, print the result, and return the exit code: that of `BadTemplate` if anything is missing."""
+    """Check a template, print the result, and return the exit code: `BadTemplate`'s if anything is missing."""
     console = make_console()
     given = parse_values(options, "--template-option")
     try:
@@ -134,7 +134,7 @@ def _subject(name: str, template: str | None) -> CheckedTemplate:
 
 
 def _template(name: str) -> ChatTemplate:
-    """A bundled template, or that of a file, not compiled."""
+    """A bundled template or the template of a file, not compiled."""
     path = Path(name)
     if name in bundled_templates() or not path.is_file():
         return ChatTemplate.load(name)

@@ -69,7 +69,7 @@ def check_target(file: Path, target: Path, *, named: bool) -> None:
 
 
 def _is_database(path: Path) -> bool:
-    with suppress(OSError):  # an unreadable target raises later, when it is written
+    with suppress(OSError):  # an unreadable target raises later, when the export writes it
         if path.is_file():
             with path.open("rb") as opened:
                 return opened.read(len(_DATABASE)) == _DATABASE

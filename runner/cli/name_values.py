@@ -25,7 +25,7 @@ def parse_pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
-        # Only at the first "=": values may contain more.
+        # The text is split only at the first "=", since values may contain more.
         if not equals or not name:
             raise BadOption(f"{option} {text}: write {option} name=value.")
         if name in found:

@@ -115,7 +115,7 @@ def write_project(names: Names, folder: Path) -> None:
         raise BadOption(
             f"The folder {folder.parent} for {folder.name} does not exist: create it, or give another --folder."
         )
-    # Under another name until it is complete.
+    # The folder has another name until it is complete.
     unfinished = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
     try:
         _write(names, unfinished)

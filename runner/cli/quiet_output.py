@@ -54,6 +54,6 @@ def _redirected(descriptor: int, stream: TextIO, target: int) -> Iterator[TextIO
         try:
             yield terminal
         finally:
-            stream.flush()  # its buffer belongs to the log, not to the restored descriptor
+            stream.flush()  # flushed here, since the buffered output belongs to the log, not to the restored descriptor
             terminal.flush()
             os.dup2(terminal.fileno(), descriptor)

@@ -189,7 +189,7 @@ def _counts(counts: Mapping[str, object]) -> Text:
 
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The mean reward, or one for each trained agent if there are several; the agent of `rewards` is first."""
+    """The mean reward of each trained agent; the agent of `rewards` is first."""
     agents = summary["agents"]
     if len(agents) < 2:
         return [("reward", summary["reward"])]

@@ -222,7 +222,7 @@ class RunPlan:
         tasks, total = _tasks(settings, environment, options.group_size)
         options = replace(options, tasks=tasks)
         if settings.file is not None:
-            # Before the engine starts, which takes long.
+            # This precedes the start of the engine, which takes long.
             check_resumable(settings.file, environment, options, model=settings.model_name)
         return cls(
             settings=settings,
@@ -366,7 +366,7 @@ class ConsoleRun(Reporter):
         from runner.runs.player import PlayingEngine
 
         engine = self._plan.engine
-        if isinstance(engine, PlayingEngine):  # for workers on this machine
+        if isinstance(engine, PlayingEngine):  # needed by workers on this machine
             engine = engine.engine
         if isinstance(engine, VllmEngine | RemoteEngine):
             resolve_model(self._settings.model, say=self.say)
@@ -414,7 +414,7 @@ class ConsoleRun(Reporter):
     def finished(self, trajectory: Trajectory) -> None:
         """Keep the trajectory if it is shown at the end."""
         wanted = self._settings.show or (self._plan.options.group_size if self._settings.task is not None else 0)
-        # By id and not by time: the first to finish are the shortest ones.
+        # The examples are chosen by id and not by time, since the shortest episodes finish first.
         self._kept = sorted([*self._kept, trajectory], key=_by_id)[:wanted]
         self._display.finished(trajectory)
 

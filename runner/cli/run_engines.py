@@ -1,4 +1,4 @@
-"""Engines of a command: those of single agents (`--engine judge=api:MODEL`), and several workers (`--workers`)."""
+"""Engines of a command: engines of single agents (`--engine judge=api:MODEL`), and several workers (`--workers`)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _engine(agent: str, value: str, settings: RunSettings) -> BaseEngine:
 
 
 def engine_with_workers(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> BaseEngine:
-    """The engine, or with `--workers` a `RayEngines` of such engines.
+    """The engine, or with `--workers` a `RayEngines` with this engine on each worker.
 
     Raises:
         BadOption: another option does not work with workers, or Ray is not installed.

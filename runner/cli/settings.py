@@ -42,7 +42,7 @@ PROGRAM = "runner.environment.program:Program"
 """The environment that runs agent programs."""
 
 SANDBOXED_PROGRAM = "runner.interop.sandboxed_program:SandboxedProgram"
-"""The environment that runs them in sandboxes."""
+"""The environment that runs agent programs in sandboxes."""
 
 DATASET = "dataset"
 """The name of the environment that plays a data set."""
@@ -323,7 +323,7 @@ class RunSettings:
         """The short name, the full name and the weight of each environment of a mixture.
 
         Raises:
-            BadOption: two have the same short name, or an option of another kind of run is given.
+            BadOption: two environments have the same short name, or an option of another kind of run is given.
         """
         from runner.environment.loading import short_name
 
@@ -379,7 +379,7 @@ class RunSettings:
         return dataclasses.replace(self, settings=[*settings, *(self.settings or [])])
 
     def _with_program(self) -> RunSettings:
-        # Absolute for workers, whose working directory differs.
+        # The path is absolute, since workers have another working directory.
         copy = self.copy.absolute() if self.copy is not None and self.workers is not None else self.copy
         of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap, **self.serving()}
         if self.sandbox is not None:

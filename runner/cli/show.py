@@ -95,7 +95,7 @@ def _overview(run_file: RunFile, console: Console, limit: int, chosen: RowOption
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
     rows, count = _rows(run_file, chosen)
-    # These may raise errors, which must come before a long table.
+    # The following calls may raise errors, which must come before a long table.
     summary = run_file.summary()
     missed = check_thresholds(summary, chosen.fail_under)
     prices = None if chosen.prices is None else read_prices(chosen.prices)

@@ -74,7 +74,7 @@ class ToolFormatCheck:
 
     @property
     def reads_all(self) -> bool:
-        """True if it reads all test cases, apart from the limits that traits name."""
+        """True if the format reads all test cases, apart from the limits that traits name."""
         return self.checked is not None and not self.checked.differences
 
     @property
@@ -88,7 +88,7 @@ class ToolFormatCheck:
         return f"{wrong} of {self.checked.cases} kinds of call are misread; {first.case.what}: {first.why}"
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """(label, text, explanation) of each line about it."""
+        """(label, text, explanation) of each line about the format."""
         yield "tool format", self.name, f"Parses calls instead of the learnt format. {self.misreads or _ALL}."
         for trait in sorted(self.checked.limitations) if self.checked is not None else ():
             yield f"  {trait}", "", DESCRIPTIONS[trait]

@@ -62,7 +62,7 @@ class _Totals:
     scores: ScoreReport | None = None
     """The comparison of log-probabilities; None without --score."""
     scored: list[tuple[str, ScoreFinding]] = field(default_factory=list)
-    """Its findings with the place of their trace in the file."""
+    """The findings of `scores`, with the place of their trace in the file."""
 
     @property
     def is_right(self) -> bool:

@@ -1,4 +1,4 @@
-"""Workers in the live display: a row for each if they fit, else for those with problems or extreme values."""
+"""Workers in the live display: a row for each worker if they fit, else for workers with problems or extreme values."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _table(workers: Sequence[FleetWorker], fleet: FleetStats, width: int) -> lis
     columns = _COLUMNS if whole else _FEWER_COLUMNS
     rows: list[Sequence[Cell]] = [[(name, "dim") for name in columns]]
     rows += [(_cells if whole else _fewer_cells)(worker, fleet.troubles(worker), width) for worker in workers]
-    # Aligned here, because a table of Rich takes seven times as long, several times a second.
+    # The columns are aligned here, because a table of Rich takes seven times as long, several times a second.
     widths = [max(cell_len(text) for text, _ in column) for column in zip(*rows, strict=True)]
     return [_aligned(row, columns, widths) for row in rows]
 

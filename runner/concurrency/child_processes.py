@@ -16,7 +16,8 @@ async def child_ended(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except (AttributeError, OSError):  # the system lacks this function
         look = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # A separate limiter, since programs that run for hours would occupy all threads of the default one.
+        # The wait has a separate limiter, since programs that run for hours would occupy all threads of the default
+        # one.
         await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         return
     try:

@@ -83,8 +83,8 @@ class Clock:
 
     Args:
         seconds: the limit.
-        counts_sampling: whether the clock runs while an agent is sampled inside the block.
-        over_tasks: whether the scope is that of anyio, which also shields tasks that are started in the block.
+        counts_sampling: True if the clock runs while an agent is sampled inside the block.
+        over_tasks: True for a scope of anyio, which also shields tasks that are started in the block.
     """
 
     __slots__ = ("_asking", "_holds", "_outer", "_remaining", "_still", "counts_sampling", "scope", "seconds")
@@ -167,7 +167,7 @@ class Clock:
         self.start(self.seconds)
         self.scope.__enter__()
         self._outer = _running.get()
-        # A tuple that never changes, so that a task keeps the clocks under which it was started.
+        # The value is a tuple that never changes, so that a task keeps the clocks under which it was started.
         _running.set((*self._outer, self))
         return self
 
@@ -187,7 +187,7 @@ class Waiting:
         self._clocks: tuple[Clock, ...] = ()
         self._waits = False
         self.began = 0.0
-        """Begin of the wait, on the event loop's clock."""
+        """Time at which the wait began, on the event loop's clock."""
         self.seconds = 0.0
         """Duration of the wait, once it is over."""
 
@@ -274,12 +274,12 @@ class Standstill:
                 waiting.over()
 
     def watched(self) -> Waiting:
-        """A block in which the clocks over the current task are paused while this object is."""
+        """A block in which the clocks over the current task are paused while this object is paused."""
         return _Watched(self)
 
 
 class _Watched(Waiting):
-    """The block of `Standstill.watched`. Not a generator, which would take three times as long at each turn."""
+    """The block of `Standstill.watched`. It is a class, since a generator would take three times as long."""
 
     __slots__ = ("_standstill",)
 
@@ -312,9 +312,9 @@ class Progress:
     __slots__ = ("_clocks", "_factor", "_next")
 
     def __init__(self, *, first: float = 1.0) -> None:
-        self._clocks: dict[Clock, float | None] = {}  # with their limits
+        self._clocks: dict[Clock, float | None] = {}  # the watched clocks, with their limits
         self._factor = first
-        self._next = 0.0  # nothing to do before this time
+        self._next = 0.0  # no clock is restarted before this time
 
     def note(self, now: float | None = None) -> None:
         """Report progress; `now` is the event loop's time if known already."""
@@ -350,7 +350,7 @@ class _Noted:
         progress._clocks[self._clock] = seconds
         if progress._factor != 1.0 and seconds is not None:
             self._clock.start(seconds * progress._factor)
-        # At most an eighth of the shortest limit: this limit may be shorter than the earlier ones.
+        # The interval is at most an eighth of the shortest limit, and this limit may be shorter than the earlier ones.
         progress._next = min(progress._next, loop_time() + _patience(seconds) / 8)
 
     def __exit__(self, *_: object) -> None:

@@ -111,7 +111,7 @@ class LagMonitor:
         return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
 
     async def _tick(self) -> None:
-        # The clock of the watching thread, since that of the loop may be virtual.
+        # This is the clock of the watching thread, since the clock of the loop may be virtual.
         while True:
             began = time.monotonic()
             self._mark = began
@@ -140,7 +140,7 @@ class LagMonitor:
                 self.on_stuck(self._who_keeps_the_loop(late))
 
     def _blame(self) -> None:
-        # This is a sample: the seconds between two checks are charged to the code that is seen.
+        # This is a sample: all seconds between two checks count for the code that is seen.
         frames = sys._current_frames()
         on_loop = frames.get(self._loop_thread)
         stack = _unwound(on_loop)

@@ -27,7 +27,7 @@ class OwnTask:
         self.left_open = False
         """True if the function left scopes or task groups open."""
         self.cannot_be_left = False
-        """True if they were still open after `close_rest`."""
+        """True if scopes or task groups were still open after `close_rest`."""
         self._tasks: TaskGroup
         self._has_others = False
         self._failure: BaseException | None = None

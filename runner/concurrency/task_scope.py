@@ -94,7 +94,7 @@ class TaskScope:
         if loop.time() >= self._due:
             self.cancel()
         else:
-            self._handle = loop.call_at(self._due, self._arm)  # set again, since the loop may call it slightly early
+            self._handle = loop.call_at(self._due, self._arm)  # set again, since the loop may call this slightly early
 
     def _disarm(self) -> None:
         self._due = math.inf
@@ -106,7 +106,7 @@ class TaskScope:
             self._waits_for = None
 
     def _deliver(self, over: asyncio.Future[Any] | None = None) -> None:
-        if over is not self._waits_for:  # a stale callback: the block was left
+        if over is not self._waits_for:  # this callback came late: the block was left
             return
         task: Any = self._task
         loop = task.get_loop()

@@ -49,12 +49,12 @@ class Job:
         """The error of the call. The waiting task raises it again."""
         self._clock = 0
         self._computed = 0.0
-        # Acquired once, either by the thread that begins the call or by the caller that abandons it.
+        # The lock is acquired once: by the thread that begins the call, or by the caller that abandons it.
         self._decided = threading.Lock()
 
     @property
     def abandoned(self) -> bool:
-        """True if the call was started and is not done. Used once no task waits for it."""
+        """True if the call was started and is not done. It is read once no task waits for the call."""
         return self.thread is not None and not self.done
 
     def computed(self) -> bool:
@@ -67,7 +67,7 @@ class Job:
         return now - before > BUSY_RATIO
 
     def call_off(self) -> None:
-        """Abandon the call. If it was not started, it never will be."""
+        """Abandon the call. If it was not started, it is never started."""
         self._decided.acquire(blocking=False)
 
     def run(self) -> None:
@@ -253,7 +253,7 @@ class WorkerThread(threading.Thread):
     def __init__(self, idle: IdleThreads | None = None) -> None:
         super().__init__(name="deltarunner worker", daemon=True)
         self._token = anyio.lowlevel.current_token()
-        # Named as in anyio, since a virtual clock and the search for leaks recognise working threads by this name.
+        # The name is as in anyio, since a virtual clock and the search for leaks recognise working threads by it.
         self.loop = self._token.native_token
         self.idle_workers = IdleThreads() if idle is None else idle
         self.idle_workers.members.append(self)

@@ -31,7 +31,7 @@ HOW_TO_CLOSE = (
     "close it in close(), what was opened last first, or enter it with self.episode.exit_stack in setup(); what a tool "
     "opens that runs beside others of its turn, it has to close itself"
 )
-"""Advice for authors whose hooks leave something open, or close it where that is not possible."""
+"""Advice for authors whose hooks leave a resource open, or close it where this is not possible."""
 
 _OTHER_THREAD = (
     "Synchronous methods of an episode run in threads that change, one call at a time: open it with "
@@ -89,7 +89,7 @@ class AuthorCode:
             args: its arguments.
             name: its name in messages.
             seconds: its time limit.
-            clock: makes the clock of that limit.
+            clock: creates the clock of the limit.
 
         Raises:
             TooSlow: it took longer than `seconds`, also if it swallowed the cancellation and returned.
@@ -130,7 +130,7 @@ class AuthorCode:
             return await function()
         with clock(seconds) as limit:
             result = await function()
-        # Read from the clock, since the author's code may have swallowed the exception.
+        # The clock shows this, since the author's code may have swallowed the exception.
         if limit.fired:
             raise TooSlow(name, seconds)
         return result

@@ -61,7 +61,8 @@ def check_playable(environment: Environment[Any]) -> None:
 def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
     """Refuse tools that the template cannot print or whose calls cannot be parsed; warn about smaller losses.
 
-    Only tools of the class are checked. Those that `setup()` adds, or a client offers, are known only in an episode.
+    Only tools of the class are checked. Tools that `setup()` adds, or that a client offers, are known only in an
+    episode.
 
     Returns:
         Warnings about calls that this template does not keep exactly.
@@ -80,7 +81,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
     if sure and choice not in known:
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
     if choice in known and (sure or not chat.parser.writes_as_read):
-        # Without this check, each episode would be refused.
+        # Without this check, the same error would end each episode.
         constraint = chat.parser.constraint(tools, choice)
         if constraint is not None:
             chat.engine.check_constraint(constraint)
@@ -96,7 +97,7 @@ def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
         return warnings
     lost = list(losses(form, tools))
     if lost:
-        # worst first
+        # the worst losses come first
         lost.sort(key=lambda loss: not loss.uncallable)
         loss = f"of the tool {lost[0].tool!r}: {lost[0].what}{_others(lost)}"
         if lost[0].uncallable:

@@ -206,7 +206,7 @@ def check_episode_attributes(name: str, given: Mapping[str, object]) -> None:
     """Refuse attributes that each episode sets, since an assigned value would be lost.
 
     Raises:
-        BadEnvironment: one of them is among `given`.
+        BadEnvironment: such an attribute is among `given`.
     """
     for attribute in ("task", "episode", "shared", "tools"):
         if attribute in given:

@@ -28,7 +28,7 @@ async def lifespan_of(
     A synchronous one is created, entered and left in one worker thread, which is reserved for it.
 
     Raises:
-        BadEnvironment: it raised, or did not end in time.
+        BadEnvironment: `lifespan()` raised, or did not end in time.
     """
     if not environment.overrides("lifespan"):
         yield None

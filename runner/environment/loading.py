@@ -117,7 +117,7 @@ def settings_in_name(name: str) -> dict[str, str]:
 
 
 def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:
-    # The current folder is excluded, since an author's envs/ there would hide ours.
+    # The current folder is excluded, since an author's envs/ in it would hide ours.
     return _class_in(_imported(entry.module, entry.name), entry.attr, entry.name)
 
 
@@ -202,7 +202,7 @@ def construct(cls: type[Environment[Any]], settings: Mapping[str, str]) -> Envir
     """Construct an environment from settings as text, each converted to the type of its parameter.
 
     Raises:
-        BadOption: a name is unknown, a value does not fit, or a required one is missing.
+        BadOption: a name is unknown, a value does not fit, or a required value is missing.
         BadEnvironment: the constructor raised.
     """
     parameters = {p.name: p for p in _parameters(cls)}

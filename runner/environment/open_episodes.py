@@ -38,10 +38,10 @@ class OpenEpisodes(Environment):
 
         Args:
             tell: called for each new key with the episode's id, its endpoint, and the folder with settings of clients.
-            train: train all threads or none; None trains those with tools.
+            train: train all threads or none; None trains threads with tools.
             system_as_user: turn later system messages into user messages.
             overflow: if a history does not fit: "tell" returns an error to the client, "end" ends the episode.
-            sent_history: "append" continues the sampled history, "client" the one that the client sends.
+            sent_history: "append" continues the sampled history, "client" the history that the client sends.
 
         Raises:
             BadOption: a value is invalid.

@@ -59,14 +59,14 @@ class Program(Environment):
                 by the endpoint's URL. It is split like in a shell, but does not run in one.
             check: a command that exits with 0 in the folder if the program solved the task.
             copy: the folder to copy for each episode.
-            wrap: a command to wrap both in, such as `bwrap ...`; `{folder}` is replaced by the working folder,
-                `{home}` by HOME.
+            wrap: a command that runs the program and the check, such as `bwrap ...`; `{folder}` is replaced by the
+                working folder, `{home}` by HOME.
             programs: maximum number of concurrent programs; 0 for four per core.
             code: a program that does not exit with 0 fails; otherwise only the check decides.
-            train: train all threads or none; None trains those with tools.
+            train: train all threads or none; None trains threads with tools.
             system_as_user: turn later system messages into user messages.
             overflow: if a history does not fit: "tell" returns an error to the program, "end" ends the episode.
-            sent_history: "append" continues the sampled history, "client" the one that the program sends.
+            sent_history: "append" continues the sampled history, "client" the history that the program sends.
         """
         self._serving = serving_options(train, system_as_user, overflow, sent_history)
         self.argv = split_command("agent", agent)

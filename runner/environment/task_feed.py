@@ -50,7 +50,7 @@ def environment_tasks(environment: Environment[Any]) -> Tasks:
     """The result of the environment's `tasks()`.
 
     Raises:
-        BadTask: it raised, or did not return an iterable.
+        BadTask: `tasks()` raised, or did not return an iterable.
     """
     try:
         source: Any = environment.tasks()
@@ -83,7 +83,7 @@ class TaskFeed:
     def __init__(self, tasks: Tasks, environment: Environment[Any], *, workers: Workers, is_kept: bool) -> None:
         source = read_tasks(Path(tasks), environment.task_class()) if isinstance(tasks, str | Path) else tasks
         self.requests = source if isinstance(source, TaskRequests) else None
-        """The requests of callers, if they are the source."""
+        """The source if it consists of requests of callers, else None."""
         self._is_notified = hasattr(source, "finished")
         self.repeatable = self._is_notified or self.requests is not None
         """True if the source may repeat tasks: it receives results, or is a source of requests."""

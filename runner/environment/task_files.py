@@ -66,7 +66,7 @@ def _without_bom(line: bytes, path: Path) -> bytes:
 
 def _task_of(line: bytes, build: TaskBuilder, where: str) -> Task:
     try:
-        # Not orjson, which rounds integers of more than 64 bits.
+        # orjson is not used, since it rounds integers of more than 64 bits.
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise BadTask(f"{where}: not UTF-8 (byte {error.start + 1} of the line): save the file as UTF-8.") from error

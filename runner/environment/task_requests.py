@@ -33,7 +33,7 @@ class TaskRequest:
     trajectories: list[Trajectory] = field(default_factory=list)
     """The finished trajectories of trained agents, or of `main` if none is trained."""
     cancelled: bool = False
-    """True once the caller does not wait any more."""
+    """True once the caller no longer waits."""
     cancel_begun: Callable[[], None] = _ignore
     done: anyio.Event = field(default_factory=anyio.Event)
     """Set after the last episode, or with `error`."""
@@ -72,7 +72,7 @@ class TaskRequests:
     def __init__(self) -> None:
         self.first_visit = 0
         self.visit_step = 1
-        """The distance of two visits: processes that share tasks play every n-th."""
+        """The distance of two visits, since processes that share tasks play only every n-th visit."""
         self._waiting: deque[TaskRequest] = deque()
         self._changed = anyio.Event()
         self._closed = False
@@ -80,7 +80,7 @@ class TaskRequests:
         self._playing: dict[tuple[str, int, int], TaskRequest] = {}
 
     async def __aiter__(self) -> AsyncIterator[TaskRequest]:
-        """The requests in their order, without cancelled ones; ends after `close`."""
+        """The requests in their order, without cancelled ones; the iteration ends after `close`."""
         while True:
             while self._waiting:
                 request = self._waiting.popleft()
@@ -96,7 +96,7 @@ class TaskRequests:
         self._changed.set()
 
     def close(self) -> None:
-        """Accept no further request; those that wait are still played."""
+        """Accept no further request. Waiting requests are still played."""
         self._closed = True
         self._changed.set()
 
@@ -110,7 +110,7 @@ class TaskRequests:
         return max(self._visits.get((request.task.id, index), self.first_visit) for index in request.indices)
 
     def begin(self, request: TaskRequest, visit: int) -> None:
-        """Note that the episodes of a request begin, as this visit."""
+        """Record that the episodes of a request begin, as this visit."""
         request.visit = visit
         for index in request.indices:
             self._visits[request.task.id, index] = visit + self.visit_step
@@ -124,7 +124,7 @@ class TaskRequests:
             request.deliver(trajectories)
 
     def end(self, error: BaseException) -> None:
-        """End every wait with an error: nothing is played any more."""
+        """End every wait with an error, since nothing is played any more."""
         self.close()
         for request in (*self._waiting, *self._playing.values()):
             if not request.done.is_set():

@@ -118,7 +118,7 @@ class _TaskSelection(SelectedTasks):
         try:
             yield from self._selected()
         finally:
-            if inspect.isgenerator(self._source):  # it may hold a file open
+            if inspect.isgenerator(self._source):  # the source may hold a file open
                 self._source.close()
 
     def _selected(self) -> Iterator[Task]:
@@ -139,7 +139,7 @@ class _AsyncSelection(SelectedTasks):
     async def __aiter__(self) -> AsyncIterator[Task]:
         tasks: Any = aiter(self._source)
         count, first = 0, list[str]()
-        # Closed here; otherwise Python would close the async generator on an arbitrary event loop.
+        # The generator is closed here, since Python could close it on any event loop.
         async with aclosing(tasks) if hasattr(tasks, "aclose") else nullcontext():
             if self._most == 0:
                 return

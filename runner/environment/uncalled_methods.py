@@ -46,7 +46,7 @@ _MIN_SIMILARITY: Final = 0.8
 def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
     """Messages about methods that look like hooks and are never called, and settings that are never read.
 
-    One whose name occurs in a method of the class counts as used.
+    A method or setting whose name occurs in a method of the class counts as used.
     """
     cls = type(environment)
     own = [base for base in cls.__mro__ if base not in Environment.__mro__]
@@ -90,7 +90,7 @@ def _calls_super(written: dict[str, Any]) -> bool:
 
 
 def _function(value: Any) -> Any:
-    return getattr(value, "__func__", value)  # of a static method or class method
+    return getattr(value, "__func__", value)  # the function of a static method or class method
 
 
 def _names_in(value: Any) -> Iterator[str]:
@@ -101,6 +101,6 @@ def _names_in(value: Any) -> Iterator[str]:
         code = codes.pop()
         if isinstance(code, CodeType):
             yield from code.co_names
-            # Also in strings, such as for getattr().
+            # Names in strings count too, such as for getattr().
             yield from (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
             codes += code.co_consts

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class BatchResults(Generic[T]):
-    """The rows of one batch as they finish: (index, result) pairs, each result a batch of that one row.
+    """The rows of one batch as they finish: (index, result) pairs. Each result is a batch of one row.
 
         async with generation.generate_async(batch) as results:
             async for index, result in results:
@@ -154,7 +154,7 @@ class Generation:
         group, self._group = self._group, None
         group.cancel_scope.cancel()
         try:
-            # No exception is passed in: the task group must not wrap one that leaves the block.
+            # The task group receives no exception, since it would wrap an exception that leaves the block.
             await group.__aexit__(None, None, None)
         finally:
             await self._exit.__aexit__(*raised)

@@ -33,7 +33,7 @@ class ColocationConfig(TypedDict, total=False):
     enabled: bool
     """True if the accelerators are shared, so that the engine sleeps while the trainer works; default False."""
     resources: Any
-    """Read by the trainer only."""
+    """Resources; only the trainer reads them."""
 
 
 class GenerationConfig(TypedDict, total=False):
@@ -180,7 +180,7 @@ def as_strings(value: Any, name: str, error: type[ValueError]) -> tuple[str, ...
     """Return stop strings as a tuple: None is empty, and a single string stands for a list of it.
 
     Raises:
-        ValueError: `error`, with `name`: it is of another type, or one of them is empty.
+        ValueError: `error`, with `name`: the value has another type, or a string is empty.
     """
     strings = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one for one in strings):
@@ -262,5 +262,5 @@ def _read(given: Mapping[str, Any], key: str) -> Any:
 def _checked(name: str, value: Any, kind: Any, fix: str) -> Any:
     try:
         return _adapter(kind).validate_python(value)
-    except ValidationError:  # the text of pydantic's error does not name the trainer's key
+    except ValidationError:  # replaced, since the text of pydantic's error does not name the trainer's key
         raise BadOption(f"{name} = {value!r:.80}: {fix}.") from None

@@ -126,7 +126,7 @@ class RunningRows:
         self._waiting = iter(rows)
         self._missing = len(rows)
         self._setting = setting
-        # Only as many rows have a task as keep the engine full, so that ten thousand rows do not need a task each.
+        # Only enough rows to keep the engine full have a task, so that ten thousand rows do not need a task each.
         self._width = min(len(rows), width_of(setting.engine))
         self._ready: deque[SampledRow] = deque()
         self._news = anyio.Event()
@@ -203,7 +203,7 @@ class RunningRows:
         news.set()
 
     def _ending(self) -> Exception:
-        """The result after the last row."""
+        """The end of the iteration, or the error after the last row."""
         error = self._fatal or (self._failures[0] if self._failures else None)
         if error is not None and not self._closed:
             further = len(self._failures) - 1

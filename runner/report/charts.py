@@ -10,8 +10,8 @@ import numpy as np
 
 __all__ = ["Bar", "Chart", "histogram", "over_time"]
 
-# Without a plotting library: charts here have 0.5 to 2 kB each, the page's light or dark colours, and their values as
-# text. A bar chart of pygal has 22 kB with a script and a style that the page's policy refuses. Those of leather, Vega
+# No plotting library is used. Charts here have 0.5 to 2 kB each, the page's light or dark colours, and their values as
+# text. A bar chart of pygal has 22 kB with a script and a style that the page's policy refuses. Charts of leather, Vega
 # and matplotlib have 10 kB, fixed colours and no texts, and Vega's converter has 84 MB. All would still need our bins,
 # which are most of this module.
 
@@ -41,7 +41,7 @@ class Chart:
     left: str
     """The label of the left end of the axis."""
     right: str
-    """The label of its right end."""
+    """The label of the right end of the axis."""
     top: str
     """The label of the largest value."""
     words: str

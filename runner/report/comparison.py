@@ -26,7 +26,7 @@ MAX_NAMED_TASKS: Final = 5
 FAILED: Final = "failed"
 """The metric of the share of failed episodes."""
 STRICT: Final = "solved, failed counts as not"
-"""The metric of the share of solved episodes among all, failed ones included."""
+"""The metric of the share of solved episodes among all episodes, including failed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class _Scores:
         for row in rows:
             key = (row.id, row.attempt)
             if key in seen or (key in trained and not row.trained):
-                continue  # the scores of an episode are those of its first trained agent
+                continue  # the scores of an episode are the scores of its first trained agent
             seen.add(key)
             self._add(row)
 
@@ -278,7 +278,7 @@ def _flipped(scores: tuple[_Scores, _Scores], tasks: Sequence[str]) -> list[Flip
     flipped = []
     for task in tasks:
         first, second = (_solved_share(each, task) for each in scores)
-        # If a task has episodes that did not fail, but no reward, it is unknown if it was solved.
+        # If a task has episodes that did not fail, but no reward, it is unknown whether the task was solved.
         unknown = any(
             share is None and not each.only_failed([task]) for share, each in zip((first, second), scores, strict=True)
         )

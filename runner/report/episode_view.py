@@ -30,12 +30,13 @@ MAX_SHOWN_CALLS: Final = 50
 MAX_EPISODE_CHARS: Final = 2_000_000
 """Characters of the texts of an episode, after which its further messages are left out."""
 MAX_EPISODE_IMAGE_CHARS: Final = 8_000_000
-"""Characters of the images of an episode, in base64, after which further ones are only named."""
+"""Characters of the images of an episode, in base64, after which further images are only named."""
 MAX_TREE_DEPTH: Final = 9
 MAX_IMAGE_BYTES: Final = 2_000_000
 """Size of the largest attached image that a page shows."""
 MAX_PAYLOAD_IDS: Final = 100_000
-"""Maximum number of ids of an episode whose tokens a page has. Of more, it has those at the ends of each segment."""
+"""Maximum number of ids of an episode whose tokens a page has. Of more ids, it has those at both ends of each segment.
+"""
 MIN_PAYLOAD_IDS: Final = 200
 """Minimum number of ids that a long episode keeps of each segment."""
 
@@ -160,7 +161,7 @@ def cut(text: str) -> str:
 
 
 def _ends(items: Sequence[Item]) -> tuple[Sequence[Item], int, Sequence[Item]]:
-    """The first items, the number of those in the middle that are left out, and the last items."""
+    """The first items, the number of items that are left out in the middle, and the last items."""
     half = MAX_SHOWN_ITEMS // 2
     if len(items) <= MAX_SHOWN_ITEMS:
         return items, 0, ()
@@ -363,7 +364,7 @@ class Vocabulary:
         """Text by id; empty if the vocabulary is not on this machine."""
 
     def add(self, ids: Sequence[int]) -> None:
-        """Add the texts of ids."""
+        """Decode ids, and store their texts."""
         if self._decode is None:
             return
         for token_id in set(ids).difference(self.texts):
@@ -379,7 +380,7 @@ def token_payload(
     """The tokens of a trajectory as JSON values, one object per segment; None if there are none.
 
     If there are more than `most` ids, each segment has only its first and last ones. `gap` then has two numbers: the
-    ids before the gap and the ids that are left out. All other positions are those of the whole segment. `sources` and
+    ids before the gap and the ids that are left out. All other positions count in the whole segment. `sources` and
     `versions` are runs. `logprobs` are those of sampled ids, in nats, rounded to 1/100; null for one that the engine
     did not return.
     """

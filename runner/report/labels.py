@@ -106,7 +106,7 @@ def add_label(run_file: Path, episode: str, *, labels: Sequence[str], note: str,
     )
     path = labels_path(run_file)
     try:
-        # One write to the end of the file, so that the lines of two readers do not mix.
+        # The line is written at once to the end of the file, so that the lines of two readers do not mix.
         with path.open("a+b", buffering=0) as file:
             # An incomplete last line must not damage this one.
             cut_off = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"

@@ -31,7 +31,7 @@ MIN_DRIFT_EPISODES: Final = 10
 MIN_DRIFT_TASKS: Final = 5
 """Minimum number of tasks of a third whose episodes are clustered by task."""
 MAX_DRIFT_P_VALUE: Final = 0.0027
-"""Largest p-value of a drift that is reported: that of three standard errors over many tasks."""
+"""Largest p-value of a drift that is reported: the p-value of three standard errors over many tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Overview:
     limits: list[tuple[str, int]]
     """The limits that fired, with the number of episodes."""
     groups: Mapping[str, Any]
-    """Groups with and without spread of their rewards, and those with the largest."""
+    """Groups with and without spread of their rewards, and the groups with the largest spread."""
     extremes: list[tuple[str, list[EpisodeRow]]]
-    """The longest and the slowest episodes, and those with the most segments."""
+    """The longest and the slowest episodes, and the episodes with the most segments."""
     causes: list[tuple[str, int]]
     """The causes of segments with their numbers, without "start"."""
     tools: list[tuple[str, int, int, int]]
@@ -202,7 +202,9 @@ class _Rows:
     def _top(self, name: str) -> list[EpisodeRow]:
         """The largest rows, one of each episode."""
         by = attrgetter(_EXTREMES[name])
-        largest = {row.id: row for row in sorted(self._largest[name], key=by)}  # the last one of an id is its largest
+        largest = {
+            row.id: row for row in sorted(self._largest[name], key=by)
+        }  # the last row of an id is its largest one
         return sorted(largest.values(), key=by, reverse=True)[:MAX_SHOWN_ITEMS]
 
     def extremes(self) -> Iterator[tuple[str, list[EpisodeRow]]]:
@@ -292,7 +294,7 @@ def staleness_of(run_file: RunFile) -> list[int]:
     updates = [row for row in run_file.weights() if row.engine == 0]
     if not updates:
         return []
-    numbers = {row.version: number for number, row in enumerate(updates, 1)}  # those of the start are 0
+    numbers = {row.version: number for number, row in enumerate(updates, 1)}  # the versions of the start are 0
     times = [row.time for row in updates]
     statement = f"SELECT episode, committed, versions FROM segments {_CURRENT.format('segments')} ORDER BY episode"
     values = []

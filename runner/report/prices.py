@@ -19,7 +19,7 @@ __all__ = ["Cost", "Price", "costs_of", "read_prices"]
 
 PRICED_TOKEN_COUNT: Final = 1_000_000
 OTHER_MODELS: Final = "*"
-"""The entry of a table for models without one of their own."""
+"""The entry of a table for models that have no entry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
 
 
 def number_of(text: str) -> float | None:
-    """The number that a text writes; true is 1 and false is 0. None for other text."""
+    """The number in a text; true is 1 and false is 0. None for other text."""
     try:
         return float({"true": "1", "false": "0"}.get(text.lower(), text))
     except ValueError:

@@ -48,7 +48,7 @@ _ORDER_BY: Final[Mapping[str, str]] = {
 _MAIN_ROW: Final = """NOT EXISTS (
     SELECT 1 FROM episodes AS other WHERE other.id = episodes.id AND other.attempt = episodes.attempt
     AND (other.trained > episodes.trained OR other.trained = episodes.trained AND other.key < episodes.key))"""
-"""One row of each episode: that of its first trained agent."""
+"""One row of each episode: the row of its first trained agent."""
 
 _HAS_TEXT: Final = """(id LIKE :find ESCAPE '\\' OR task_id LIKE :find ESCAPE '\\' OR error LIKE :find ESCAPE '\\'
     OR EXISTS (SELECT 1 FROM turns WHERE episode = episodes.key AND (
@@ -117,7 +117,7 @@ class RowQuery:
 
 
 class TextSearches:
-    """Searches of a file for texts: an episode is read once for each, however often its page asks again."""
+    """Searches of a file for texts. Each search reads an episode once, however often a page repeats the request."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[str, tuple[int, list[int]]] = OrderedDict()

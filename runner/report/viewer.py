@@ -38,7 +38,7 @@ MIN_FOLLOW_SECONDS: Final = 2.0
 """Shortest interval between requests of a page for updates."""
 MAX_FOLLOW_SECONDS: Final = 600.0
 MIN_NOTED_SECONDS: Final = 10.0
-"""The shortest interval of a page that follows a run which the page names."""
+"""A page that follows a run shows its interval if it is at least this long."""
 MAX_VIEWED_IDS: Final = 1_000_000
 """Ids of an episode whose tokens the viewer sends; of more, those at the ends of each segment."""
 REQUEST_SECONDS: Final = 30.0
@@ -361,7 +361,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuse a request with another host or without the key."""
         host = self.headers.get("Host", "")
         if host not in _LOOPBACK and host.rpartition(":")[0] not in _LOOPBACK:
-            # A page elsewhere whose name was made to lead here (DNS rebinding) has another host.
+            # If the name of another site was made to lead here (DNS rebinding), the request has another host.
             self._message(HTTPStatus.MISDIRECTED_REQUEST, "The host of the address must be 127.0.0.1 or localhost.")
             return False
         given = self.path.removeprefix("/").partition("/")[0]
@@ -371,7 +371,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _refuse(self) -> None:
-        self.close_connection = True  # its body is not read
+        self.close_connection = True  # the body of the request is not read
         self._message(HTTPStatus.METHOD_NOT_ALLOWED, "The viewer only reads.", Allow="GET, HEAD")
 
     def _answer(self, target: str) -> None:

@@ -208,7 +208,7 @@ class ContainerClient:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        # An absolute path, since the client does not run in the current folder.
+        # A path becomes absolute, since the client does not run in the current folder.
         self.argv = tuple(
             os.path.abspath(each) if not place and "/" in each else each for place, each in enumerate(argv)
         )
@@ -291,7 +291,7 @@ class ContainerClient:
         """End the client if it runs, and close its streams."""
         with anyio.CancelScope(shield=True):
             if process.returncode is None:
-                # Not by methods of the process object, which may reap it and so free its process id.
+                # The signal is not sent by the process object, which may reap the process and so free its id.
                 os.kill(process.pid, signal.SIGTERM)
                 with anyio.move_on_after(CLIENT_END_SECONDS):
                     await child_ended(process.pid)

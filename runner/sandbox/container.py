@@ -57,7 +57,8 @@ _OTHER_CAUSES: Final = (
 
 _STATE: Final = "{{.State.Status}} {{.State.OOMKilled}}"
 
-# Uses only builtins of sh, and `tr`. It runs in rounds, since an undetected process may have started another one.
+# This script uses only builtins of sh, and `tr`. It runs in rounds, since an undetected process may have started
+# another one.
 _KILL: Final = """
 session=$1 mark=$2 rounds=0
 while [ $rounds -lt 40 ]; do
@@ -118,7 +119,7 @@ class ContainerSandbox:
         given = input.encode() if isinstance(input, str) else input
         try:
             ended_by = await command.run(seconds, given, self._end_inside)
-        except ValueError as error:  # the command contains a zero byte, which a model may write
+        except ValueError as error:  # raised for a zero byte in the command, which a model may write
             return Executed(NOT_STARTED_CODE, "", f"the command cannot be started: {error}\n", 0.0)
         except OSError as error:
             if error.errno != errno.E2BIG:
@@ -311,7 +312,7 @@ class _Command:
         self._code, self._seconds = 137, 0.0
 
     def _count_errors(self, size: int) -> None:
-        self._started.set()  # its first output is its process id
+        self._started.set()  # the first output of the command is its process id
         self._count(size)
 
     def _count(self, size: int) -> None:

@@ -48,8 +48,8 @@ class Containers:
     """The provider for podman and docker.
 
     Args:
-        engine: the command with its options, such as `"podman --root /data/containers"`. By default that of the
-            variable DELTARUNNER_CONTAINERS; without it podman, else docker, the first that works.
+        engine: the command with its options, such as `"podman --root /data/containers"`. By default the
+            value of the variable DELTARUNNER_CONTAINERS; without it podman or docker, the first that works.
     """
 
     def __init__(self, engine: str = "") -> None:
@@ -83,7 +83,7 @@ class Containers:
         container = ContainerSandbox(client, name)
         with self._watcher.watching():
             try:
-                # Not cancelled, since a killed client may leave a container that appears later.
+                # This is not cancelled, since a killed client may leave a container that appears later.
                 with anyio.CancelScope(shield=True):
                     await _create(client, name, image, options)
                 yield container
@@ -157,7 +157,8 @@ async def _create(client: ContainerClient, name: str, image: str, options: Sandb
         "--workdir": options.workdir,
     }
     flags = [f"{flag}={value}" for flag, value in limits.items() if value is not None]
-    # By name, since the default network in the engine's settings may be this machine's own, with its loopback.
+    # The network is given by name, since the default in the engine's settings may be the network of this machine, with
+    # its loopback.
     internet = "bridge" if client.is_docker else "private"
     flags.append(f"--network={'none' if options.network == 'none' else internet}")
     flags += [f"--storage-opt=size={options.disk_mb}m"] if options.disk_mb is not None else []

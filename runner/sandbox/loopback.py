@@ -38,7 +38,7 @@ def listen_inside(pid: int, port: int) -> socket.socket:
         except OSError as error:
             found.append(error)
 
-    # In a separate thread: only this thread enters the namespace, and it ends afterwards.
+    # A separate thread does this: only this thread enters the namespace, and it ends afterwards.
     thread = threading.Thread(target=enter_and_listen, daemon=True)
     thread.start()
     thread.join()
@@ -54,7 +54,7 @@ def listen_inside(pid: int, port: int) -> socket.socket:
 def _enter_namespace(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Called in libc, since `os.setns` exists only from Python 3.12 on.
+        # `setns` is called in libc, since `os.setns` exists only from Python 3.12 on.
         library = ctypes.CDLL(None, use_errno=True)
         if library.setns(descriptor, NETWORK_NAMESPACE_BITS) != 0:
             code = ctypes.get_errno()

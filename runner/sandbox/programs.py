@@ -90,7 +90,7 @@ async def _folders(client: ContainerClient, name: str) -> tuple[str, list[str]]:
 
 
 def _changed_folders(changed: Sequence[tuple[str, str]], folders: Sequence[str]) -> list[str]:
-    """Return the folders whose programs may differ, or may be found later than added ones of the same name."""
+    """Return the folders whose programs may differ, or may be found later than added programs of the same name."""
     found = set[str]()
     for kind, path in changed:
         for place, folder in enumerate(folders):
@@ -107,7 +107,7 @@ def _is_at_or_below(path: str, folder: str) -> bool:
 
 @asynccontextmanager
 async def _original(client: ContainerClient, image: str) -> AsyncIterator[str]:
-    """Open a block with a container of the image that is not started; its value is the name."""
+    """Open a block with a container of the image, which is not started. The block receives the container's name."""
     name = f"deltarunner-{secrets.token_hex(6)}"
     try:
         with anyio.CancelScope(shield=True):

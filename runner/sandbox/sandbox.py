@@ -36,7 +36,7 @@ class Executed:
     """
 
     code: int
-    """Exit code; 137 if it was killed, for its memory or at a limit; 127 if it does not exist."""
+    """Exit code; 137 if the command was killed, for its memory or at a limit; 127 if it does not exist."""
     stdout: str
     """Its output; the middle is left out if it is longer than `output_bytes`."""
     stderr: str
@@ -44,7 +44,7 @@ class Executed:
     seconds: float
     """Duration."""
     ended_by: SandboxEnd = "exit"
-    """The reason of its end."""
+    """The reason why the command ended."""
     dropped_bytes: int = 0
     """Bytes of both outputs that were left out."""
 
@@ -91,8 +91,8 @@ class Sandbox(Protocol):
             seconds: the time limit; None for no limit.
             input: its standard input; without it, the end of the file at once.
             env: further variables.
-            user: the user; that of the sandbox by default.
-            cwd: the working folder; that of the image by default.
+            user: the user; by default the user of the sandbox.
+            cwd: the working folder; by default the folder of the image.
             output_bytes: bytes of each output that are kept, half from the beginning and half from the end. A command
                 that writes more than 64 MiB is ended.
 
@@ -126,7 +126,7 @@ class Sandbox(Protocol):
     async def upload(self, source: str | os.PathLike[str], path: str) -> None:
         """Copy a file or a folder from this machine to `path`.
 
-        The contents of a folder are added to those of an existing folder.
+        If `path` is an existing folder, the contents of a folder are added to it.
 
         Raises:
             OSError: the source does not exist, or the files cannot be written.
@@ -193,9 +193,9 @@ class SandboxOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all commands."""
     workdir: str | None = None
-    """The working folder; that of the image by default."""
+    """The working folder; by default the folder of the image."""
     user: str | None = None
-    """The user of all commands; that of the image by default."""
+    """The user of all commands; by default the user of the image."""
     build_seconds: float = 600.0
     """Time limit for a build or a pull of the image. The clocks of the episode are paused during this time."""
 

@@ -109,7 +109,7 @@ _JSON_TYPES = {
 
 def schema_problems(errors: Iterable[Any]) -> list[str]:
     """Return the clauses for jsonschema's errors."""
-    # A dict, since two keywords may report the same problem.
+    # A dict removes repetitions, since two keywords may report the same problem.
     clauses: dict[str, None] = {}
     for error in errors:
         path = re.sub(r"^\.", "", "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in error.absolute_path))

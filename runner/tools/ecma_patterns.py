@@ -65,7 +65,7 @@ def _translated(text: str, *, inside: bool) -> str:
     if text in _SETS:
         return _SETS[text] if inside else f"[{_SETS[text]}]"
     if inside:
-        return f"\\{text}" if text in "[&~|" else text  # a pair of these may become an operator in Python
+        return f"\\{text}" if text in "[&~|" else text  # a pair of these characters may become an operator in Python
     return _OUTSIDE.get(text, text)
 
 

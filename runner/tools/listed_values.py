@@ -1,4 +1,4 @@
-"""Values of `enum` and `const` that contradict the type beside them."""
+"""Values of `enum` and `const` that contradict the type in the same schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Contradiction", "without_contradictions"]
 
 
 class Contradiction(NamedTuple):
-    """A keyword whose values the type beside it forbids, or that lists no values."""
+    """A keyword whose values the type in the same schema forbids, or that lists no values."""
 
     keyword: str
     why: str

@@ -180,7 +180,7 @@ class _SchemaConverter:
         while name in self._defs or name in ("True", "False"):
             name += "_"
         self._named[id(target)] = name
-        self._defs[name] = True  # defined before the schemas that refer to it
+        self._defs[name] = True  # reserved here, so that it is defined before the schemas that refer to it
         self._defs[name] = self._schema(target, path)
         return name
 
@@ -357,7 +357,7 @@ class _SchemaConverter:
     def _bound(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if isinstance(given, bool):
-            return  # draft 4: the keyword applies to the bound beside it
+            return  # draft 4: the keyword applies to the bound in the same schema
         if not isinstance(given, int | float):
             self._note(path, key, f"{given!r:.60} is not a number")
             return

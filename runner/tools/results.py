@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
         return value.model_dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):  # numpy and torch, without importing them
+    if hasattr(value, "tolist"):  # values of numpy and torch, recognised without importing them
         return value.tolist()
     return _jsonable(value)
 
@@ -68,7 +68,7 @@ def _jsonable(value: Any) -> Any:
         raise TypeError(f"a tool returned a {kind}, which has no JSON form: return a string instead") from None
 
 
-# --- results of the Model Context Protocol; those of any client are recognized by their form
+# --- results of the Model Context Protocol, recognized by their form for any client
 
 _MCP_KINDS: Final = frozenset({"text", "image", "audio", "resource", "resource_link"})
 _NOTHING: Final = object()
@@ -126,7 +126,7 @@ def _of_resource(resource: Any) -> str:
 
 def _media(block: Any) -> str:
     data = _get(block, "data", "blob")
-    size = len(data) * 3 // 4 if isinstance(data, str) else 0  # size of base64
+    size = len(data) * 3 // 4 if isinstance(data, str) else 0  # the size of the data, from its base64
     kind = _get(block, "mime_type", "mimeType")
     return f"{kind if isinstance(kind, str) else 'of unknown type'}, {size:,} bytes"
 

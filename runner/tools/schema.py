@@ -196,7 +196,7 @@ def _arguments_adapter(
     parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any], where: str
 ) -> TypeAdapter[dict[str, Any]]:
     fields = {p.name: _field(hints[p.name], p.default is p.empty) for p in parameters}
-    # A typed dict, not a model: its keys may have any name, such as `schema`, `copy` or `_x`.
+    # The arguments are a typed dict, not a model, so that they may have any name, such as `schema`, `copy` or `_x`.
     typed_dict: Any = TypedDict  # created at run time, which a type checker cannot follow
     arguments: Any = typed_dict("Arguments", fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -227,7 +227,7 @@ def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapte
 def _unfit(name: str, value: Any, adapter: TypeAdapter[dict[str, Any]]) -> list[str]:
     try:
         adapter.validate_json(json.dumps({name: value}, allow_nan=False), strict=True)
-    except ValueError as error:  # an error of pydantic, or of json for infinity, which is a legal default
+    except ValueError as error:  # raised by pydantic, or by json for infinity, which is a legal default
         errors = error.errors(include_url=False) if isinstance(error, ValidationError) else []
         return typed_problems(
             [one for one in errors if one["loc"][:1] == (name,) and one["type"] != "missing"], {name: value}
@@ -318,8 +318,9 @@ def _check_by_type(adapter: TypeAdapter[dict[str, Any]]) -> Check:
             text = _FINITE_JSON.encode(raw)
         except ValueError:
             return [wording.not_finite()]
-        # Strict, since "3" for an int is a mistake that training should see and remove. Only an int for a float passes,
-        # since it is the same number. From JSON, since strict Python values would have to be tuples and enum members.
+        # Validation is strict, since "3" for an int is a mistake that training should see and remove. Only an int for a
+        # float passes, since it is the same number. From JSON, since strict Python values would have to be tuples and
+        # enum members.
         try:
             return adapter.validate_json(text, strict=True)
         except ValidationError as error:

@@ -41,7 +41,7 @@ def _types(schema: Mapping[str, Any]) -> Sequence[str]:
 
 
 def own_shapes(schema: Mapping[str, Any]) -> tuple[ValueShape, ...]:
-    """Return the shapes for a schema's own keywords, without those that apply other schemas to the same value."""
+    """Return the shapes for a schema's own keywords, without keywords that apply other schemas to the same value."""
     types = set(_types(schema))
     kinds: dict[Kind, None] = {"number" if each == "integer" else each: None for each in types}  # type: ignore[misc]  # modern schemas only have these types
     shapes = [_of_kind(kind, schema, "integer" in types and "number" not in types) for kind in KINDS if kind in kinds]

@@ -116,7 +116,7 @@ class SchemaShapes:
         if key not in self._satisfiable:
             found = any(self._can_be(each, above | {key}) for each in self._every(conjunction))
             if not found and above:
-                return False  # it may be satisfiable with other keywords
+                return False  # the schema may be satisfiable together with other keywords
             self._satisfiable[key] = found
         return self._satisfiable[key]
 

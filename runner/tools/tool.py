@@ -59,7 +59,8 @@ def tool(
         if not callable(given) and not isinstance(given, classmethod):
             raise BadEnvironment(f"@tool decorates a method, not {given!r:.40}; a name is given as @tool(name=...).")
         refuse_duplicate(function, "tool")
-        # Only recorded here, since hints may name nested classes and can be read only when the class is complete.
+        # The options are only recorded here. Hints may name nested classes, so they can be read only once the class is
+        # complete.
         setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel, "strict": strict})
         return function
 
@@ -205,7 +206,7 @@ def with_call(tool: Tool, call: Callable[..., Any]) -> Tool:
 
 
 def collect_tools(cls: type) -> dict[str, Tool]:
-    """Return the tools of a class by name, those of its bases first, in source order; `bind` them before a call.
+    """Return the tools of a class by name: tools of its bases first, in source order. `bind` them before a call.
 
     An override must be decorated again; an attribute set to None removes a tool.
 
@@ -219,7 +220,7 @@ def collect_tools(cls: type) -> dict[str, Tool]:
         if isinstance(value, property) and _mark_of(value.fget):
             raise BadEnvironment(f"{cls.__name__}.{name} is a property: a tool must be callable: remove @property.")
     for attribute in attributes:
-        # Read statically, since a descriptor of the author would run otherwise.
+        # The attribute is read statically, since a descriptor of the author would run otherwise.
         definition = inspect.getattr_static(cls, attribute)
         if definition is None:
             continue

@@ -17,7 +17,7 @@ IS_NEEDED = sys.version_info < (3, 12)
 
 
 def with_readable_typed_dicts(hint: Any) -> Any:
-    """Return the hint with each `typing.TypedDict` replaced by one of typing_extensions.
+    """Return the hint with each `typing.TypedDict` replaced by a typed dict of typing_extensions.
 
     Recursive ones are kept, and so are those inside dataclasses and models, which the author defines.
     """

@@ -1,4 +1,4 @@
-"""Checks that the ids of a trace are those that its template and its engine would have seen.
+"""Checks that the ids of a trace are the ids that its template and its engine would have seen.
 
 Each prompt is compared with the sampled ids that it follows, and, where the trace has messages, with what the template
 writes: the first prompt of a conversation, and the seam between a turn and the next prompt, as the bridge makes it.
@@ -54,7 +54,7 @@ class TraceFinding:
     """One place where the ids of a trace are not those that the template and the engine would have seen."""
 
     fault: TraceFault
-    """Its kind."""
+    """The kind of the finding."""
     turn: int
     """Number of the call in the trace."""
     node_id: str
@@ -92,7 +92,7 @@ class TraceModel:
         tokenizer: the vocabulary.
         template: the chat template.
         stop_ids: the ids that end a turn.
-        options: variables of the template, such as `enable_thinking`; those of a request come before them.
+        options: variables of the template, such as `enable_thinking`. Variables of a request take precedence.
         now: the time that the template sees; None for the current time.
     """
 

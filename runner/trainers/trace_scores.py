@@ -148,7 +148,7 @@ def _conversations(calls: Sequence[TracedCall], numbers: Sequence[int]) -> list[
 async def _scored(
     engine: Engine, numbers: Sequence[int], calls: Sequence[TracedCall], sampling: Sampling | None
 ) -> dict[int, list[float] | str]:
-    """Return the scores of calls whose ids are all a prefix of the last call's, or the reason why there are none."""
+    """Return the scores of calls whose ids are prefixes of the last call's ids, or the reason for missing scores."""
     start = len(calls[numbers[0]].prompt_ids)
     try:
         scores = await engine.score(calls[numbers[-1]].ids, start=start, sampling=sampling)

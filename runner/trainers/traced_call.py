@@ -95,7 +95,7 @@ def mask_of(where: str, fields: Mapping[str, Any], name: str, count: int, ids: s
         fields: the fields of that place.
         name: the name of the field.
         count: the number of ids.
-        ids: these ids, for messages.
+        ids: a description of the ids, for messages.
 
     Raises:
         BadBatch: the field has another length or other values.

@@ -122,7 +122,7 @@ class _Rollouts:
     segments: SegmentChoice
     length: int | None
     _sent_step: int = field(default=0)
-    """The optimizer step whose weights the engine has; 0 for those with which training starts."""
+    """The optimizer step whose weights the engine has; 0 for the weights with which training starts."""
     _checked: bool = field(default=False)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class RolloutWorker:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(samples)
         """Samples for the trainer."""
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        """Empty: rewards are in each sample's metrics."""
+        """An empty queue, since rewards are in each sample's metrics."""
         self._player = player
         self._rule = rule
         self._stopped = threading.Event()
@@ -95,7 +95,7 @@ class RolloutWorker:
         self._version_of[self._player.engine.weight_version] = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the worker, or `RunStopped` if no sample came for so many seconds."""
+        """Raise the error that ended the worker, or `RunStopped` if no sample was added for `stale_after_s` seconds."""
         error = self._error or self._player.error
         if error is not None:
             raise error
@@ -168,20 +168,20 @@ class WeightSender:
         self._player = player
 
     def init_weight_transfer(self) -> None:
-        """Nothing: the engine is in this process."""
+        """Do nothing, since the engine is in this process."""
 
     def pause(self) -> None:
-        """Nothing: `send_weights` pauses the turns in flight."""
+        """Do nothing, since `send_weights` pauses the turns in flight."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Exchange the weights; all tensors are held until then."""
         self._player.update_weights(dict(iterator))
 
     def resume(self) -> None:
-        """Nothing: turns continue after `send_weights`."""
+        """Do nothing, since turns continue after `send_weights`."""
 
     def destroy(self) -> None:
-        """Nothing: the player is closed by its owner."""
+        """Do nothing, since the owner of the player closes it."""
 
 
 class EpisodeSessions:
@@ -240,7 +240,7 @@ class EpisodeSession:
         return list(as_messages(self._task.prompt))
 
     def list_tools(self) -> list[Any]:
-        """None: the episode calls its own tools."""
+        """Return None, since the episode calls its own tools."""
         return []
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -273,7 +273,7 @@ class EpisodeSession:
         return VerifyResult(env_reward=self._played.reward, done=True)
 
     def close(self) -> None:
-        """Nothing: the episode is over."""
+        """Do nothing, since the episode is over."""
 
     @property
     def _played(self) -> Trajectory:

@@ -14,7 +14,7 @@ __all__ = ["arguments_as_text", "reply_of", "reply_places"]
 
 
 def reply_of(turn: Turn) -> Message:
-    """Return the assistant message of a turn; of one that continues a cut turn, only its own part."""
+    """Return the assistant message of a turn. If the turn continues a cut one, return only its own part."""
     return ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
 
 
@@ -31,7 +31,7 @@ def reply_places(segment: Segment, turns: Sequence[Turn]) -> list[int]:
     seen = segment.messages[: len(segment.messages) - segment.unseen]
     said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
     own = said[max(0, len(said) - sum(begins)) :]
-    # An episode that was cut in a turn may not have that turn's message.
+    # If an episode was cut in a turn, the message of this turn may be missing.
     own += [len(seen)] * (sum(begins) - len(own))
     return [own[sum(begins[: number + 1]) - 1] for number in range(len(turns))]
 

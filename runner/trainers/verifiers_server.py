@@ -97,7 +97,7 @@ class VerifiersServer:
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a client that is gone raises
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # ZeroMQ raises for a message to a client that is gone
         try:
             self._socket.bind(self.address)
         except zmq.ZMQError as error:
@@ -189,7 +189,7 @@ class VerifiersServer:
     # --- tasks
 
     def _task(self, data: Mapping[str, Any]) -> Task:
-        """The task of a request: one of the environment's by its id, or made from its data."""
+        """The task of a request: a task of the environment by its id, or a task made from the data of the request."""
         if data.get("prompt") is None and data.get("id") is not None:
             own = self._own_tasks()
             if data["id"] in own:
@@ -235,7 +235,7 @@ class VerifiersServer:
             yield player
         except DeltarunnerError:
             if self._players.get(key) is starting and _has_ended(starting):
-                await self._close_player(key)  # the next request starts another, with an engine that may be back
+                await self._close_player(key)  # the next request starts another player, since the engine may be back
             raise
         finally:
             self._playing[key] -= 1

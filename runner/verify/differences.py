@@ -33,7 +33,7 @@ class Kind(enum.StrEnum):
     FIRST_PROMPT = "first_prompt"
     """A first prompt is not the render of its messages."""
     BRIDGE = "bridge"
-    """The ids between two turns are not those that the template inserts."""
+    """The ids between two turns differ from the ids that the template inserts."""
     JUNCTION = "junction"
     """The record of how a prompt was made differs."""
     STOP = "stop"
@@ -89,7 +89,7 @@ class DifferenceFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SpokenText:
-    """The text of a turn's ids, with those of the cut turns that it continues."""
+    """The text of a turn's ids, including the ids of cut turns that it continues."""
 
     turn: Turn
     begin: int

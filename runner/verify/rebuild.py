@@ -91,7 +91,7 @@ class _CheckedSegment:
     turns: list[Turn]
     """The turns that were sampled in it, in order."""
     seen: list[Message]
-    """The messages that the model saw, and its own."""
+    """The messages that the model saw or wrote."""
     spoken: list[int]
     """The indices into `seen` of the assistant messages that were sampled in this segment."""
 
@@ -176,7 +176,7 @@ class _TrajectoryCheck:
     def _seen(self, segment: Segment, turns: Sequence[Turn]) -> tuple[list[Message], list[int]]:
         """The messages that the model saw or sampled, and which of them it sampled in this segment.
 
-        Every assistant message of a segment comes from a turn, so those of the turns are the last ones.
+        Every assistant message of a segment comes from a turn, so the messages of the turns are the last ones.
         """
         try:
             messages = as_messages(segment.messages)
@@ -314,8 +314,8 @@ class _TrajectoryCheck:
         return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))
 
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
-        # The run renders a short stand-in for the history if that is proven to have the same bridge. Verification must
-        # check that, so it renders the history itself.
+        # The run renders a short stand-in for the history if the stand-in is proven to have the same bridge.
+        # Verification must check that, so it renders the history itself.
         tail = self._chat.bridger.locality.whole_tail(AnsweredTurn(history, new, segment.tools), real=True)
         bridge = self._chat.bridge(before, tail)
         self._junction = bridge.junction
@@ -341,7 +341,7 @@ class _TrajectoryCheck:
             return make()
         except Unbridgeable as error:
             self._compare.differ(kind, f"no prompt can be made of the messages: {error}")
-        # Errors of malformed messages, which no author could have added.
+        # These errors come from malformed messages, which no author could have added.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self._compare.differ(Kind.MESSAGE, f"the messages cannot be rendered: {type(error).__name__}: {error}")
 

@@ -115,7 +115,7 @@ class ChatEngine(MessageEngine):
             BadOption: openai is not installed, or OpenAI's own server needs a key.
         """
         self._require_not_entered()
-        # In a thread, since the import takes a second and would block other episodes.
+        # The import runs in a thread, since it takes a second and would block other episodes.
         await anyio.to_thread.run_sync(require_openai, abandon_on_cancel=True)
         self.retries = Retries(self._policy, again=_AGAIN)
         server = ChatServer(

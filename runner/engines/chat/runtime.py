@@ -49,7 +49,7 @@ class RateLimiter:
         Returns:
             The value of `sent` for `overloaded`, for a request that is sent now.
         """
-        # In a loop: another response may have extended the pause.
+        # The wait is a loop, since another response may have extended the pause.
         while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # no event marks the end
             await anyio.sleep(seconds)
         return self._halvings

@@ -149,7 +149,7 @@ class ChatServer:
         except openai.OpenAIError as error:
             raise BadOption(f"ChatEngine: {error}") from None
         if self._url is not None:
-            self._client.organization = self._client.project = None  # the client would send empty ones
+            self._client.organization = self._client.project = None  # the client would send empty headers
         self.url = str(self._client.base_url).rstrip("/")
         keys = (self._client.api_key, *self._headers.values())
         self._errors = ErrorTexts(key for key in keys if isinstance(key, str))
@@ -176,7 +176,7 @@ class ChatServer:
         """
         import openai
 
-        # Returned as data: the client's types drop the fields of other servers and are slower per chunk.
+        # Chunks are read as plain data, since the client's types drop the fields of other servers, and are slower.
         with self.failures():
             stream = await self._running.post(
                 "/chat/completions",
@@ -272,7 +272,7 @@ class ChatServer:
     def _kind(self, error: openai.APIError, default: FailureKind) -> FailureKind:
         codes = {error.code, error.type}
         inner = error.body.get("innererror") if isinstance(error.body, Mapping) else None
-        if isinstance(inner, Mapping):  # the form of Azure
+        if isinstance(inner, Mapping):  # Azure reports errors in this form
             codes.add(inner.get("code"))
         if not codes.isdisjoint(_UNPAID):  # a 429 that a retry cannot fix
             return FailureKind.REFUSED

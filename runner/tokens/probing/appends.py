@@ -51,7 +51,7 @@ class Exactness(enum.StrEnum):
     """The quality of a bridge."""
 
     EXACT = "exact"  # proven to be what the template writes, and the ids around it never merge
-    SOFT = "soft"  # right as text, but ids at its seam might have merged
+    SOFT = "soft"  # correct as text, but the ids at its seam might have merged
     UNSUPPORTED = "unsupported"  # no bridge; the run's policy decides
 
 
@@ -229,7 +229,7 @@ class _Speaker:
     def as_recorded(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], sampled: Sequence[int]
     ) -> list[Message]:
-        """The history with each answer as a run keeps it: all sampled text, if that contains control text.
+        """The history with each answer as a run keeps it: all sampled text, if this text contains control text.
 
         A model that marks its reasoning and its answer with control tokens (harmony's channels) samples them with its
         words.

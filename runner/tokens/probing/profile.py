@@ -179,7 +179,7 @@ class TemplateProfile:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The profile from the values of `as_json`."""
-        from pydantic import TypeAdapter  # here, since the process that probes must start fast and does not need it
+        from pydantic import TypeAdapter  # imported here, so that the probing process starts fast
 
         return TypeAdapter(cls).validate_python(values)
 

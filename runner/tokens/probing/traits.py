@@ -137,7 +137,7 @@ def _changes_text(renderer: Renderer, name: str) -> bool:
 _GIVEN = frozenset({
     "messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception",
     "bos_token", "eos_token", "pad_token", "unk_token", "namespace", "range", "dict", "lipsum", "cycler", "joiner",
-    "null", "undefined",  # some authors take these for keywords of jinja2
+    "null", "undefined",  # some authors take these names for keywords of jinja2
 })  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def _tools_position(probe: ProbeRenderer) -> ToolsPosition:
 def _parallel_results(probe: ProbeRenderer) -> ParallelResults:
     before = (QUESTION, calling({KEY: VALUE}, count=2), result(0))
     last = "zqsecondz"
-    # A block that both results share is closed after the first one, if that is the last.
+    # If both results share a block, it is closed after the first result when this is the last one.
     one, both = probe.text(*before, tools=True), probe.text(*before, result(1, last), tools=True)
     if both is None or last not in both or RETURNED not in both:
         return ParallelResults.NOT_SHOWN

@@ -27,7 +27,7 @@ class TemplateFault(enum.StrEnum):
     TOO_BIG = "too_much_memory"
     VARIABLE_MISSING = "variable_missing"  # it needs a name that is not set
     RAISES = "raises"  # on a plain question
-    QUESTION_MISSING = "question_not_shown"  # it renders nothing, or nothing of the question
+    QUESTION_MISSING = "question_not_shown"  # its render is empty, or does not contain the question
     OPENED_TWICE = "assistant_opened_twice"
     FAILED = "failed"  # with an unexpected error
 
