@@ -16,7 +16,7 @@ from runner.tokens.template import Renderer, TemplateRaised
 __all__ = ["FormatProber", "FormatRequirement", "ProbeCall", "UnlearnableFormat"]
 
 MAX_RENDERS: Final = 400
-"""Maximum number of renders per template. Learning takes about 40, checking about 80."""
+"""Maximum number of renders per template. Learning and checking take about 70 together."""
 
 
 class FormatRequirement(enum.StrEnum):
