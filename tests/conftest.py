@@ -183,10 +183,11 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("engine"):
-        engine_starts.fork_engines(forks=not item.get_closest_marker("spawned"))
-    else:
+    forks = bool(item.get_closest_marker("engine")) and not item.get_closest_marker("spawned")
+    if not forks:
         engine_starts.end_forking()
+    if item.get_closest_marker("engine"):
+        engine_starts.fork_engines(forks=forks)
 
 
 @pytest.hookimpl(tryfirst=True)
