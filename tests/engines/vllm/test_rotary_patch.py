@@ -23,6 +23,7 @@ def embedding_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
+    monkeypatch.setenv("LD_PRELOAD", "")  # the configuration adds to it, for all processes that start later
     with set_current_vllm_config(VllmConfig()):
         yield RotaryEmbedding
 
