@@ -19,7 +19,8 @@ import pytest
 __all__ = ["scheduler", "tell"]
 
 GROUPS = ("on_ray", "ray", "apart", "engine", "timing")
-"""Markers of tests that stay together, the first one that a test has; the largest group is begun first."""
+"""Markers of tests that stay together, the first one that a test has. The groups are begun in this order, before all
+other tests, since they take longest."""
 
 
 def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -59,6 +60,12 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
                     returncode=pytest.ExitCode.INTERNAL_ERROR,
                 )
             self.registered_collections[node] = list(collection)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            for group in reversed(GROUPS):
+                if group in self.workqueue:
+                    self.workqueue.move_to_end(group, last=False)
+            super()._assign_work_unit(node)
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             nodeid = self.registered_collections[node][item_index]

@@ -22,7 +22,7 @@ from tests import lanes, lasting
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         lasting.begin()
-    for marker in ("apart", "engine", "timing", "whole"):
+    for marker in ("apart", "engine", "on_ray", "timing", "whole"):
         config.addinivalue_line("markers", marker)
 
 @pytest.hookimpl(trylast=True)
@@ -56,6 +56,9 @@ def test_apart(n, worker_id): played("apart", worker_id)
 
 @pytest.mark.parametrize("n", range(6))
 def test_other(n, worker_id): played("other", worker_id)
+
+@pytest.mark.on_ray
+def test_on_ray(worker_id): played("on_ray", worker_id)
 """
 
 
@@ -65,18 +68,22 @@ def play(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: s
     return pytester.runpytest_subprocess("-p", "xdist", "-p", "no:cacheprovider", *options, timeout=WATCHDOG_SECONDS)
 
 
-def test_groups_stay_together_and_all_else_is_where_there_is_time(
+def test_groups_stay_together_and_begin_before_all_other_tests(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
     result = play(pytester, monkeypatch, "-n", "3")
-    result.assert_outcomes(passed=32)
+    result.assert_outcomes(passed=33)
     workers = defaultdict(list)
+    first_of = {}
     for line in (pytester.path / "played.txt").read_text().splitlines():
         kind, worker = line.split()
         workers[kind].append(worker)
-    assert {kind: len(where) for kind, where in workers.items()} == {"engine": 12, "timing": 8, "apart": 6, "other": 6}
+        first_of.setdefault(worker, kind)
+    counts = {kind: len(where) for kind, where in workers.items()}
+    assert counts == {"on_ray": 1, "engine": 12, "timing": 8, "apart": 6, "other": 6}
+    assert set(first_of.values()) == {"on_ray", "apart", "engine"}
     groups = [set(workers[kind]) for kind in ("engine", "timing", "apart")]
     assert list(map(len, groups)) == [1, 1, 1]
     assert len(set.union(*groups)) == 3
