@@ -71,6 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
     warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure of a whole sweep at once, since its end may be an hour away."""
+    if report.failed and sweeps.whole() and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"sweeps: {config.option.sweeps}, --sweep-seed={config.option.sweep_seed}"
 

@@ -19,8 +19,10 @@ import pytest
 __all__ = ["scheduler", "tell"]
 
 GROUPS = ("on_ray", "ray", "apart", "engine", "timing")
-"""Markers of tests that stay together, the first one that a test has. The groups are begun in this order, before all
-other tests, since they take longest."""
+"""Markers of tests that stay together, the first one that a test has."""
+
+BEGIN_FIRST = ("engine", "apart", "on_ray")
+"""The groups that take longest, whatever their number of tests. The first process has those that share an engine."""
 
 
 def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -62,7 +64,7 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
             self.registered_collections[node] = list(collection)
 
         def _assign_work_unit(self, node: Any) -> None:
-            for group in reversed(GROUPS):
+            for group in reversed(BEGIN_FIRST):
                 if group in self.workqueue:
                     self.workqueue.move_to_end(group, last=False)
             super()._assign_work_unit(node)
