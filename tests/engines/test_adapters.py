@@ -349,7 +349,7 @@ async def test_tensors_are_taken_with_their_configuration(book: VllmAdapters, vl
 async def test_tensors_without_and_folder_with_config_are_refused(book: VllmAdapters, folder: Path) -> None:
     with pytest.raises(BadOption, match=r"config=.*lora_alpha"):
         await book.add("poet", adapter_tensors(SHAPES, seed=1))
-    with pytest.raises(BadOption, match="a folder has its own"):
+    with pytest.raises(BadOption, match="is for tensors, and a folder has"):
         await book.add("poet", folder, config=adapter_config())
     with pytest.raises(BadWeights, match="'a' is list, not a tensor"):
         await book.add("poet", {"a": [1.0]}, config=adapter_config())

@@ -167,7 +167,7 @@ def test_invalid_engine_option_is_refused_by_its_name() -> None:
     ):
         with pytest.raises(BadOption, match=words):
             ChatEngine("model", **given)
-    with pytest.raises(BadOption, match="give what is secret as api_key") as refused:
+    with pytest.raises(BadOption, match="give secrets as api_key") as refused:
         ChatEngine("model", base_url="http://me:hunter22@host/v1")
     assert "hunter22" not in str(refused.value)
 
