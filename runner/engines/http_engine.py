@@ -103,7 +103,7 @@ class HttpRuntime(Generic[ServerT]):
         if self._death is None:
             self._death = EngineDead(why)
             self.gate.fail(lambda: self.death_error(""))
-        # A copy for each request: one object raised in many tasks would collect all their tracebacks.
+        # Each request gets a copy, since one object that is raised in many tasks would collect all their tracebacks.
         return EngineDead(*self._death.args)
 
     @abstractmethod

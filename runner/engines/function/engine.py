@@ -54,8 +54,8 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         places: maximum number of concurrent calls; further ones wait at the gate.
         takes: fields of `TokenSampling` that the function supports besides temperature, `max_tokens` and `stop_ids`;
             give `TokenFeature` itself for all.
-        logprobs: distribution of its log-probabilities.
-        adapters: values that it supports for `TokenSampling.adapter`.
+        logprobs: distribution of the function's log-probabilities.
+        adapters: values that the function supports for `TokenSampling.adapter`.
 
     Raises:
         BadOption: a setting is invalid, or the function has another signature.
@@ -95,7 +95,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         self._given_stop_ids = None if stop_ids is None else _stop_ids(stop_ids)
         self._logprobs = LogprobsKind(logprobs)
         self._adapters = tuple(adapters)
-        FunctionAdapters(self._adapters)  # checks the names
+        FunctionAdapters(self._adapters)  # this checks the names
         if not isinstance(tokenizer, str | os.PathLike):
             self._load_object(tokenizer)
         self.runtime = None
@@ -104,7 +104,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
     async def __aenter__(self) -> Self:
         self._require_not_entered()
         if isinstance(self._given, str | os.PathLike):
-            # In a thread, since it takes some tenths of a second and would block other episodes.
+            # The files are read in a thread, since this takes some tenths of a second and would block other episodes.
             await anyio.to_thread.run_sync(self._load_folder, self._given, abandon_on_cancel=True)
         if self._given_stop_ids is not None:
             self.stop_ids = self._given_stop_ids
@@ -139,7 +139,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         if self._given_template is None:
             raise BadOption("TokenEngine(template=): a tokenizer alone has no chat template; give one.")
         if self._given_stop_ids is None and tokenizer.eos_id is None:
-            raise BadOption("TokenEngine(stop_ids=): the tokenizer has no EOS; say which ids end a turn.")
+            raise BadOption("TokenEngine(stop_ids=): the tokenizer has no EOS; give the ids that end a turn.")
         self.tokenizer: Tokenizer = tokenizer
         given = self._given_template
         self.template = given if isinstance(given, ChatTemplate) else ChatTemplate.load(given)
@@ -162,7 +162,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         tasks, self._tasks = self._tasks, None
         self.running = False
         await self.entered_runtime.stop()
-        # Raised outside the task group, which would wrap it in a group.
+        # The error is raised outside the task group, which would wrap it.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> FunctionStream:
@@ -192,7 +192,8 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
             if feature not in self.takes and value and value != getattr(_OFF, feature.value, None):
                 raise BadOption(
                     f"Sampling({feature.value}={value!r:.60}): generate() does not support it. Leave it out, or let "
-                    f"the function apply `sampling.{feature.value}` and say so: TokenEngine(takes=[{feature.value!r}])."
+                    f"the function apply `sampling.{feature.value}` and declare "
+                    f"it: TokenEngine(takes=[{feature.value!r}])."
                 )
         for name in ("schema", "regex", "choice"):
             if getattr(sampling, name) and TokenFeature.CONSTRAINT not in self.takes:
@@ -224,7 +225,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
 def _no_constraints(what: str) -> BadOption:
     return BadOption(
         f"{what}: generate() enforces no grammar, which required and strict tool calls, schema, regex and choice "
-        "need. Play without them, or let the function enforce `sampling.constraint` and say so: "
+        "need. Play without them, or let the function enforce `sampling.constraint` and declare it: "
         "TokenEngine(takes=['constraint'])."
     )
 

@@ -146,7 +146,7 @@ class OutputReader:
     def _experts(self, given: Any) -> RoutedExperts | None:
         if given is None:
             return None
-        import numpy as np  # here, since most functions return none
+        import numpy as np  # imported here, since most functions return no such data
 
         positions = len(self._sampling.request.prompt) + self.count - 1
         try:

@@ -92,7 +92,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             self._news = None
 
     async def resume(self) -> None:
-        """Do nothing: only the gate was closed, and it opens by itself."""
+        """Do nothing, since only the gate was closed, and it opens by itself."""
 
     async def check_weights(self, given: Any) -> Any:
         _not_ours("update_weights()", "exchanges its weights; TokenOutput(version=) says which sampled what")
@@ -135,7 +135,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         if self._death is None:
             self._death = error
             self.gate.fail(lambda: self.death_error(error))
-        # A copy for each request: one object raised in many tasks would collect all their tracebacks.
+        # Each request gets a copy, since one object that is raised in many tasks would collect all their tracebacks.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy

@@ -69,7 +69,7 @@ class _CancellableCall:
 def _asyncio_task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
-    except RuntimeError:  # another event loop than asyncio's
+    except RuntimeError:  # the event loop is not asyncio's
         return None
 
 

@@ -26,7 +26,7 @@ class TokenFeature(enum.StrEnum):
     TOP_K = "top_k"
     """Only the most likely ids."""
     MIN_P = "min_p"
-    """Only ids above a fraction of the most likely id's probability."""
+    """Only ids whose probability is above a fraction of the most likely id's."""
     MIN_TOKENS = "min_tokens"
     """Minimum number of ids before a stop id."""
     REPETITION_PENALTY = "repetition_penalty"
@@ -66,7 +66,7 @@ class TokenSampling:
     temperature: float
     """Temperature; 0 is greedy."""
     stop_ids: tuple[int, ...]
-    """The ids that end the turn, and no others. The sampled one is the last id of the answer."""
+    """The only ids that end the turn. The sampled stop id is the last id of the answer."""
     seed: int | None
     """Seed of the turn's random numbers, for a function with reproducible sampling."""
     top_p: float = 1.0
@@ -144,9 +144,9 @@ class TokenOutput:
     cached_tokens: int | None = None
     """Number of prompt ids that a prefix cache held; None if unknown."""
     sampling_masks: Sequence[Sequence[int]] | None = None
-    """Ids that could be sampled at each position: those left by top-k, top-p, min-p and a grammar."""
+    """Ids that could be sampled at each position, after top-k, top-p, min-p and a grammar."""
     routed_experts: Any = None
-    """With the finish: experts of all ids of prompt and turn but the last, shape [positions, layers, experts]."""
+    """Experts of all ids of prompt and turn but the last, given with the finish; shape [positions, layers, experts]."""
 
 
 class TokenFunction(Protocol):

@@ -33,7 +33,7 @@ class Piece:
     """Content of one chunk of an answer."""
 
     ids: Sequence[int] = ()
-    """Ids that were sampled since the chunk before."""
+    """Ids that were sampled since the previous chunk."""
     logprobs: Sequence[float] | None = None
     """Log-probability of each id."""
     top: TopLogprobs | None = None
@@ -61,7 +61,7 @@ class SideRequest:
     masks: bool = False
     """Request the ids that could be sampled."""
     experts: int = 0
-    """Request the experts; the number of experts of each id in a layer."""
+    """Number of experts of each id in a layer, to request the experts."""
 
 
 class PieceReader(Protocol):
@@ -105,7 +105,9 @@ class Dialect(ABC):
     settings: ClassVar[Call]
     """Request for the settings of the server; not all servers answer it."""
     paused: ClassVar[Call | None] = None
-    """Request for the pause state. A server without this path cannot be paused. None if the protocol has none."""
+    """Request for the pause state. A server without this path cannot be paused. None if the protocol has no such
+    request.
+    """
     control: ClassVar[str]
     """Advice for errors: how to start a server that can be paused."""
     side: SideRequest = SideRequest()

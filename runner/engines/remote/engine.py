@@ -129,7 +129,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         self._require_not_entered()
         if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
             raise BadOption("RemoteEngine works on asyncio alone, and this is trio: run on asyncio.")
-        # In a thread, since it takes some tenths of a second and would block other episodes.
+        # The files are read in a thread, since this takes some tenths of a second and would block other episodes.
         model = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
         self.retries = Retries(self._policy)
         async with AsyncExitStack() as stack:
@@ -146,7 +146,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         return self
 
     def _load(self) -> ResolvedModel:
-        """Load the local files of the model and return where they are."""
+        """Load the local files of the model, and return their location."""
         require_aiohttp()
         model = resolve_model(self.model)
         self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)

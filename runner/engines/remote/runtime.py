@@ -61,7 +61,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         stream_interval: int,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
-        self.progress = None  # no shared clock: one connection may be lost while others continue
+        self.progress = None  # no shared clock, since one connection may be lost while others continue
         self.dtype = ""  # a server does not report its dtype
         self.server = server
         self.dialect = dialect
@@ -149,7 +149,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         if mode is PauseMode.WAIT:
             # We wait here, since vLLM's own wait keeps queued requests, which would then have two weight versions.
             await self._until_sent()
-        # Shielded: a cancelled pause could take effect late.
+        # Shielded, since a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
             await self._pause(mode)
         await checkpoint_if_cancelled()

@@ -145,7 +145,7 @@ class ServerProbe:
             compare_vocabularies(self.server.url, tokenizer, text, said["tokens"])
             context = context or said.get("max_model_len")
         if not context:
-            raise BadModel(f"{self.server.url} does not say how long the context of {model.name!r} is.")
+            raise BadModel(f"{self.server.url} does not report the length of the context of {model.name!r}.")
         settings, software = (
             await self.call_if_supported(dialect.settings),
             await self.call_if_supported(dialect.version),

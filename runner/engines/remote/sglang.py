@@ -75,7 +75,7 @@ class SglangGenerate(Dialect):
     def scores_in(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[float]:
         said = answer["meta_info"]["input_token_logprobs"]
         if [each[1] for each in said] != list(prompt):
-            raise ValueError("the log-probabilities are not those of the ids")
+            raise ValueError("the log-probabilities are of other ids")
         return [float(each[0]) for each in said[1:]]
 
     def version_in(self, answer: Mapping[str, Any]) -> str | None:
@@ -143,7 +143,7 @@ class _SglangReader:
         sampled = _last(said.get("output_token_logprobs") or (), new)
         ids = [each[1] for each in sampled]
         if "output_ids" in chunk and _last(chunk["output_ids"], new) != ids:
-            raise ValueError("the log-probabilities are not those of the ids")
+            raise ValueError("the log-probabilities are of other ids")
         logprobs = [each[0] for each in sampled]
         masks = None
         if "output_token_sampling_mask" in said:
@@ -152,7 +152,7 @@ class _SglangReader:
             masks = SamplingMasks.of(rows)
         self._known += new
         reason, stop = _ending(said["finish_reason"])
-        spans = said.get("weight_versions")  # versions of all ids, at the end
+        spans = said.get("weight_versions")  # the versions of all ids, which come at the end
         experts = self._routed(said) if reason is not None else None
         return Piece(
             ids,
@@ -186,7 +186,7 @@ class _SglangReader:
 
 
 def _masked_logprobs(given: Sequence[Any], rows: Sequence[Sequence[int]], ids: Sequence[int]) -> list[float]:
-    """The log-probability of each sampled id. Newer servers send a list for each: a value per id that was possible."""
+    """The log-probability of each sampled id. Newer servers send a list for each: a value for each possible id."""
     return [
         float(value[row.index(token_id)] if isinstance(value, Sequence) else value)
         for value, row, token_id in zip(given, rows, ids, strict=True)

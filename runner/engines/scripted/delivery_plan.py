@@ -33,21 +33,21 @@ from runner.tokens.top_logprobs import TopLogprobs
 __all__ = ["DeliveryPlan", "DeliveryPlanner"]
 
 
-_NOISE_COUNT: Final = 1 << 13  # drawn log-probabilities per seed
+_NOISE_COUNT: Final = 1 << 13  # number of drawn log-probabilities per seed
 
 
 @dataclass(slots=True)
 class DeliveryPlan:
-    """Deltas of one request and their times; the tick clock only advances in it."""
+    """Deltas of one request and their times. The tick clock only moves forward in this plan."""
 
     ids: list[int]
     """Sampled ids, up to the fault if there is one."""
     logprobs: Sequence[float] | None
-    """Log-probability of each id; None if the engine is configured without."""
+    """Log-probability of each id; None if the engine is configured without log-probabilities."""
     top: TopLogprobs | None
     """Most likely ids at each position; None if not requested, or without log-probabilities."""
     side: SideData | None
-    """Sampling masks and routed experts; None if the engine is configured without."""
+    """Sampling masks and routed experts; None if the engine is configured without such data."""
     cuts: list[int]
     """End of each delta, as an index into `ids`."""
     between: int
@@ -73,7 +73,7 @@ class DeliveryPlan:
         return Delta(self.ids[start:end], logprobs, finish, top, side)
 
     def pause(self, index: int) -> int:
-        """Return the ticks from the delta before `index` to that one, at least 1."""
+        """Return the ticks from the previous delta to the one at `index`, at least 1."""
         return max(1, (self.cuts[index] - self.cuts[index - 1]) * self.between)
 
     def sampled(self, now: int) -> int:

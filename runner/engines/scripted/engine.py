@@ -56,8 +56,8 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         record: keep all requests and their output in `calls`; memory then grows with the run.
         scores: log-probabilities for `score`: a function of the ids that returns one for each id but the first; by
             default they are drawn for each pair of neighbouring ids.
-        sampling_masks: return the ids that could be sampled in the place of each, for turns whose sampling excludes
-            ids, and for replies that have some.
+        sampling_masks: return the ids that could be sampled in the place of each id, for turns whose sampling
+            excludes ids, and for replies with masks.
         routed_experts: layers with experts, and experts of each id in a layer, to return their numbers; default none.
         adapters: initial names for `Sampling(adapter=)`; `add_adapter` adds others.
 
@@ -155,7 +155,7 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         self.running = False
         self.runtime.stop()
         tasks.cancel_scope.cancel()
-        # The exception is not passed on, since the task group would wrap it in a group.
+        # The task group does not receive the exception, since it would wrap it in a group.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> ScriptedStream:

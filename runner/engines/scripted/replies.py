@@ -70,7 +70,7 @@ class RecordedReplies(ScriptedModel):
 
 def _reply(turn: RecordedTurn) -> Reply:
     stop = turn.stop if isinstance(turn.stop, int) else None
-    # The runner ends a turn at a stop string or the context limit; for the engine it was cut.
+    # The runner ends a turn at a stop string or the context limit. For the engine such a turn was cut.
     ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and stop is None)
     logprobs = None if any(map(math.isnan, turn.logprobs)) else turn.logprobs
     return Reply(

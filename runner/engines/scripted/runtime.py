@@ -186,7 +186,7 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
         self._cut_all()
 
     async def wake(self, tags: Collection[str]) -> None:
-        """No memory was released."""
+        """Do nothing, since no memory was released."""
 
     async def profile(self, *, on: bool) -> None:
         raise BadControl("a scripted engine has no profiler: profile a VllmEngine.")
@@ -201,7 +201,7 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
         self._running = True
 
     def stop(self) -> None:
-        """Stop to admit requests; requests inside and at the gate fail."""
+        """Admit no more requests. Requests inside and at the gate fail."""
         self._running = False
         self._fail("The engine was closed.", None)
 

@@ -79,7 +79,7 @@ class Fault:
     kind: FaultKind
     """Kind of the fault."""
     at: int = 0
-    """Number of ids before the fault."""
+    """Number of sampled ids before the fault."""
     message: str = ""
     """Text of the error."""
 
@@ -246,7 +246,7 @@ def check_chunks(chunks: Chunks) -> None:
     """Check a value for the sizes of deltas.
 
     Raises:
-        BadOption: a size below 1, or none at all.
+        BadOption: a size is below 1, or there is no size.
     """
     if chunks is None or chunks in ("whole", "random"):
         return

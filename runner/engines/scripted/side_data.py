@@ -48,7 +48,7 @@ class SyntheticSideData:
         """Return the side data of a reply with these ids; None without any.
 
         Raises:
-            RequestRejected: the reply's masks are fewer than its ids, or lack one of them.
+            RequestRejected: the reply has fewer masks than ids, or a mask lacks its sampled id.
         """
         masks = self._masks(request, ids, given, vocabulary) if self.masks else None
         experts = None if self.experts is None else _experts([*request.prompt, *ids][:-1], *self.experts)

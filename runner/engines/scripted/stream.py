@@ -121,7 +121,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         return self._next()
 
     def advance(self) -> int | None:
-        """Deliver the next delta, or all if ids have no ticks between them; return the ticks to the next one."""
+        """Deliver the next delta, or all deltas if no ticks are between ids. Return the ticks to the next delta."""
         delivery = self._delivery
         assert delivery is not None
         last = len(delivery.cuts)

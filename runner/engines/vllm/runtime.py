@@ -439,7 +439,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             self._death.__cause__ = error
             self.gate.fail(lambda: self.death_error(None))
             self.process.stats.clear()
-        # A copy for each request: one object that is raised in many tasks would collect all their tracebacks.
+        # Each request gets a copy, since one object that is raised in many tasks would collect all their tracebacks.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy

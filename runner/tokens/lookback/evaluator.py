@@ -47,7 +47,7 @@ class Evaluator(NodeVisitor, ABC):
         names: the template's variables.
         symbols: numbers for symbols.
         words: abstract words of the last turn; None for the sentinel.
-        null_content: whether messages with calls may have no content.
+        null_content: True if messages with calls may have no content.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Evaluator(NodeVisitor, ABC):
 
     def _both(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
         """Join two branches of an unknown condition; raises `RenderStopped` if neither continues."""
-        # Both branches start from the same state. If a branch raises, the condition decided that.
+        # Both branches start from the same state. If a branch raises, the condition decides if the template raises.
         before, ends = self._state, []
         self._conditions.append(condition)
         try:
@@ -256,7 +256,7 @@ class Evaluator(NodeVisitor, ABC):
             if found is not None:
                 return found
         if callee is _STATEFUL:
-            raise NotFollowed("a function that keeps a state of its own")
+            raise NotFollowed("a function with its own state")
         if callee is _NAMESPACE:
             return self._new_namespace(arguments, keywords)
         everything = (*arguments, *keywords.values())

@@ -111,7 +111,7 @@ class TransferFunctions(Operators):
         if isinstance(value, list | tuple | dict):
             return len(value)
         if is_text(value) and self.truth(value) is True and not is_independent(value):
-            return Position(UnknownCount(1))  # only the minimum of the text's length is known too
+            return Position(UnknownCount(1))  # of a text too, only the minimum of the length is known
         return self.of("length", value)
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:

@@ -104,7 +104,7 @@ class Interpreter(Evaluator):
             case nodes.NSRef():
                 namespace = self._state.lookup(target.name)
                 if not isinstance(namespace, NamespaceOf):
-                    raise NotFollowed("a namespace that is not known")
+                    raise NotFollowed("an unknown namespace")
                 self._state.namespaces[namespace.number][target.attr] = value
             case nodes.Tuple():
                 unpacked = isinstance(value, list | tuple) and len(value) == len(target.items)
@@ -259,7 +259,7 @@ class Interpreter(Evaluator):
                 self._assign(node.target, value)
                 truth = self._transfer.truth(self.visit(cast("nodes.Expr", node.test)))
             if not isinstance(truth, bool):
-                raise NotFollowed("a loop with a condition that is not known")
+                raise NotFollowed("a loop with an unknown condition")
             if truth:
                 kept.append(value)
         return kept
@@ -327,7 +327,8 @@ class Interpreter(Evaluator):
 
         Otherwise the state would grow with every pass, and no fixpoint would be reached.
         """
-        if self._namespaces == number or self._exits[-1].broken:  # some may still be used in states that left the loop
+        # States that left the loop may still use the later namespaces.
+        if self._namespaces == number or self._exits[-1].broken:
             return
         kept = [self._state.namespaces.get(each, {}) for each in range(1, number + 1)]
         if not reaches_namespace([*self._state.scopes, *kept], above=number):

@@ -34,7 +34,7 @@ class Symbols:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        # keep objects alive that are known by id, since another object could get the same id
+        # keeps objects alive that are identified by id, since another object could get the same id
         self._kept: list[Any] = []
 
     def of(self, operation: str, *operands: Value, text: bool = False, base: UnknownCount | None = None) -> Symbol:
@@ -45,7 +45,7 @@ class Symbols:
 
     def _key(self, value: Value) -> Any:
         match value:
-            case str() | int() | float() | None | Symbol() | Position():  # with the type, since 1 == 1.0 == True
+            case str() | int() | float() | None | Symbol() | Position():  # the key has the type, since 1 == 1.0 == True
                 return type(value).__name__, value
             case Text():
                 return "text", value.before, *map(self._key, value.parts)
@@ -62,7 +62,7 @@ class Symbols:
 def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
     """Return the abstract value that is `one` if the condition holds, else `other`."""
     if same(one, other):
-        # That the turn's words are not empty is known of that object alone, and not of words that a filter shortened.
+        # Only of this object it is known that the turn's words are not empty. A filter may have shortened other words.
         return replace(one) if isinstance(one, Text) and one is not other else one
     both = (one, other)
     if any(map(has_effects, both)):  # the effects of calling either macro would have to be followed
@@ -136,7 +136,7 @@ class State:
         return jinja2.Undefined(name=name)
 
     def knows_as_much_as(self, before: Self) -> bool:
-        """True if a pass from `before` to this state lost no information: the fixpoint is reached."""
+        """True if a pass from `before` to this state lost no information, so that the fixpoint is reached."""
         one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
         return same(one, other, unknowns_alike=True)
 
@@ -172,4 +172,4 @@ class LoopExits:
     broken: list[State] = field(default_factory=list)
     """The states that left the loop with `break`."""
     conditions: list[Condition] = field(default_factory=list)
-    """The conditions under which they left."""
+    """The conditions under which these states left."""

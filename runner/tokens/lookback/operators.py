@@ -71,7 +71,7 @@ class Operators:
     Args:
         environment: the environment of the template.
         symbols: numbers for results.
-        words: the last turn's words, if those may be any; None for the sentinel.
+        words: the last turn's words, if these may be any words; None for the sentinel.
     """
 
     def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: LastTurnText | None = None) -> None:
@@ -90,7 +90,7 @@ class Operators:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.
         """
         if any(map(has_effects, operands)):
-            raise NotFollowed(f"{operation} of what has effects")
+            raise NotFollowed(f"{operation} of a value with effects")
         if all(map(is_independent, operands)):
             return self._symbols.of(operation, *operands, text=text)
         return Unknown(may_end=any(map(may_hold_end, operands)), text=text)
@@ -118,7 +118,7 @@ class Operators:
         return bool(value)
 
     def _truth_of_text(self, value: Text) -> bool | Symbol | Unknown:
-        # The sentinel ends the words, so a text with their end is not empty.
+        # The sentinel ends the words, so a text that contains the end of the words is not empty.
         if value.has_end and self._words is None:
             return True
         if self._words is not None and value is self._words.text and self._words.nonempty is not None:
@@ -129,7 +129,7 @@ class Operators:
 
     def _untyped(self, value: Value) -> bool:
         """True if the value is an argument of a call, whose type is unknown too."""
-        # By its parts, since a join of two such values is a third one.
+        # The parts decide, since a join of two such values is a third value.
         words = self._words
         return words is not None and not words.typed and isinstance(value, Text) and value.parts == words.text.parts
 

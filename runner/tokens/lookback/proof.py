@@ -34,8 +34,8 @@ __all__ = ["Lookback", "Proofs"]
 class Lookback(enum.StrEnum):
     """The result of the analysis of the text after a turn."""
 
-    NONE = "none"  # no past changes it
-    REFUSES = "refuses"  # no past changes it, but some make the template raise
+    NONE = "none"  # no past changes the text
+    REFUSES = "refuses"  # no past changes the text, but some pasts make the template raise
     POSSIBLE = "possible"  # not proven
 
 
@@ -78,7 +78,7 @@ class Proofs:
         )
 
     def _same_behind(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
-        """The same for the text after one position: the turn's content, its last argument, or the first result.
+        """True if the text is fixed after one position: the turn's content, its last argument, or the first result.
 
         The text of a call precedes the result, so it is checked too.
         """

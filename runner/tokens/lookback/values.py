@@ -56,7 +56,7 @@ class Abstract:
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # two of them may be two values, so each equals only itself
+@dataclass(frozen=True, slots=True, eq=False)  # two unknowns may be two values, so each one equals only itself
 class Unknown(Abstract):
     """Any value: the past or the last turn's words may decide it. It is the top of the lattice."""
 
@@ -249,7 +249,7 @@ class Function(Abstract):
 
 
 AMBIGUOUS: Final = Function()
-"""One of two macros or namespaces, or neither. A template that uses this value is not followed."""
+"""A value that may be one of two macros or namespaces, or neither. A template that uses it is not followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ def may_hold_end(value: Value) -> bool:
 
 def reaches_namespace(value: Value, above: int) -> bool:
     """True if a namespace with a number above `above` is reachable from a value."""
-    # Not recursive, since it runs after every pass of a loop, and the schemas of many tools may be reachable.
+    # This is not recursive, since it runs after every pass of a loop, and the schemas of many tools may be reachable.
     reached = [value]
     while reached:
         each = reached.pop()
@@ -402,7 +402,7 @@ def concatenated(*texts: Value) -> Value:
         elif text.has_end:
             earlier, parts = parts, list(text.parts)
             known = text.before is not None and all(map(is_independent, earlier))
-            # If words end twice, as in a text that is written twice, the last end counts.
+            # If the words end twice, as in a text that is written twice, the last end counts.
             before = (before, *earlier, text.before) if known and (before is not None or END not in earlier) else None
         elif not text.is_marked:
             parts += text.parts
