@@ -154,7 +154,7 @@ def _own_template(model: ResolvedModel, settings: dict[str, Any]) -> ChatTemplat
     if _DEFAULT not in texts:
         raise BadTemplate(
             f"The model {model.name!r} comes with chat templates by name ({', '.join(sorted(texts))}) and none is "
-            "called default: write the one that is meant to a .jinja file and give it, `--template FILE`."
+            "called default: write one of them to a .jinja file and give it, `--template FILE`."
         )
     default, with_tools = texts[_DEFAULT], texts.get(_TOOL_USE, texts[_DEFAULT])
     if default == with_tools:

@@ -53,8 +53,8 @@ async def gather_answers(
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
     """Call a method on several workers at the same time, and return the answers of those that are still alive.
 
-    If one worker raises and another does not, the first is dismissed, since their states differ now. A worker that
-    hangs after another one has answered is dismissed too.
+    If one worker raises and another does not, the one that raised is dismissed, since their states differ now. A worker
+    that hangs after another one has answered is dismissed too.
 
     Args:
         handles: the workers.

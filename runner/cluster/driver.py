@@ -416,7 +416,7 @@ class Driver:
             raise EngineDead(fleet.ended_by or f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
         too_long = self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds
         starting = sum(handle.is_starting for handle in self._handles.values())
-        # The fleet waits for starting engines, as at the beginning. After that time, the first failure ends the fleet.
+        # After `stall_seconds` the fleet still waits for engines that are starting, but the next failure ends it.
         if too_long and not (starting and len(fleet.ready) + len(fleet.waiting_for_weights) + starting >= fleet.least):
             raise EngineDead(
                 f"for {self.stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."

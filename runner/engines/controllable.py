@@ -320,7 +320,9 @@ class Controllable:
             if runtime.state is EngineState.ASLEEP:
                 return False
             if level == 2 and self.adapters:
-                raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
+                raise BadControl(
+                    "sleep(2) would discard the adapters: call remove_adapter(...), and add them after wake()."
+                )
             runtime.check_sleep(level)
             await runtime.fall_asleep(level)
         return True

@@ -95,5 +95,5 @@ class ProofHistory:
             ran_beside_turns: True if turns ran beside the scores, whose batch changes the rounding.
         """
         self.last = Accepted(proof, next(iter(scores.values())), version, None if ran_beside_turns else scores)
-        if baseline is not None:  # only the first one, since an owner may exchange weights without a new version
+        if baseline is not None:  # the first one is kept, since an owner may exchange weights without a new version
             self._baselines.setdefault((proof.ids, *number_types(proof)), baseline)

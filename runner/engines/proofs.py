@@ -336,9 +336,9 @@ def _is_comparable(proof: WeightProof, before: WeightProof, engine_dtype: str) -
 def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tuple[float | None, float | None]:
     """Return the slope of the engine's change on the trainer's, and its error; None if the error is too large.
 
-    Least squares, not a median of ratios: logits in half precision move in steps, so for a small change most scores do
-    not move and a few move too much, but their mean is correct. The error allows a different variance for each id (HC3
-    of MacKinnon and White 1985), since some ids may be routed to other experts.
+    The slope is of least squares, not a median of ratios. Logits in half precision move in steps. So for a small change
+    most scores do not move and a few move too much, but their mean is correct. The error allows a different variance
+    for each id (HC3 of MacKinnon and White 1985), since some ids may be routed to other experts.
     """
     old = np.asarray(before.proof.logprobs)
     change, seen = wanted - old, scores - np.asarray(before.scores)

@@ -61,6 +61,6 @@ class Staleness:
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:
-    """Return the weight versions of trained ids. All are needed: with several adapters, later ids may be older."""
+    """Return the weight versions of trained ids. With several adapters, a later id may have older weights."""
     for log in logs:
         yield from dict.fromkeys(span.version for span in log.versions if log.sources[span.start] == Source.SAMPLED)

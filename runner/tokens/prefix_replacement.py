@@ -198,7 +198,7 @@ def _lost(
     model: list[int], sampled: Sequence[int], render: list[int], name: str, eos: frozenset[int]
 ) -> PrefixReplacement | None:
     """Find the first position where `render` lacks ids that were not sampled. Sampled turns between them may differ."""
-    position, cut = 0, False  # cut: a sampled turn whose EOS is still to come
+    position, cut = 0, False  # `cut` is True after a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):
         stretch = model[begin:end]
         if sampled[begin]:

@@ -120,7 +120,7 @@ class _Records:
             self._differ(Kind.REWARD, "a reward that the run does not have", unknown, ", ".join(weights))
         known = [weights[name] * value for name, value in rewards.items() if value is not None]
         derived = math.fsum(known) if known and len(known) == len(rewards) else None
-        waits = stored is None and rewards.keys() != weights.keys()  # for the rewards of its group
+        waits = stored is None and rewards.keys() != weights.keys()  # the rewards of its group are not known yet
         if not waits and not _same(stored, derived):
             self._differ(Kind.REWARD, "the reward is not the weighted sum of its parts", stored, derived)
 

@@ -45,7 +45,7 @@ async def test_removing_what_is_not_there_names_what_is(tmp_path: Path) -> None:
 
 async def test_adapter_calls_are_refused_while_weights_sleep() -> None:
     async with ScriptedEngine("Yes", adapters=["poet"]) as engine:
-        with pytest.raises(BadControl, match=r"sleep\(2\) would discard the adapters: remove_adapter"):
+        with pytest.raises(BadControl, match=r"sleep\(2\) would discard the adapters: call remove_adapter"):
             await engine.sleep(2)
         await engine.sleep(1)
         for change in (engine.add_adapter("critic", "anywhere"), engine.remove_adapter("poet")):

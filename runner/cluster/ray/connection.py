@@ -52,7 +52,7 @@ def give_own_token(until_left: ExitStack) -> None:
     name = "ray._private.authentication.authentication_token_generator"
     try:
         make = importlib.import_module(name).generate_new_authentication_token
-    except (ImportError, AttributeError):  # an older Ray, without tokens
+    except (ImportError, AttributeError):  # an older Ray has no tokens
         return
     folder = until_left.enter_context(TemporaryDirectory(prefix="deltarunner-ray-", ignore_cleanup_errors=True))
     path = Path(folder) / "auth_token"
@@ -73,12 +73,12 @@ def admit(address: str) -> str | None:
     """
     raylet = importlib.import_module("ray._raylet")
     loader = getattr(raylet, "AuthenticationTokenLoader", None)
-    if loader is None:  # an older Ray, without tokens
+    if loader is None:  # an older Ray has no tokens
         return None
     try:
         services: Any = importlib.import_module("ray._private.services")
         place: str = services.canonicalize_bootstrap_address_or_die(address, None)
-    except Exception:  # no cluster, which `ray.init` reports too
+    except Exception:  # there is no cluster, which `ray.init` reports too
         return None
     has_token: bool = loader.instance().has_token(ignore_auth_mode=True)
     given = os.environ.get(_MODE)

@@ -1,4 +1,4 @@
-"""Trainer end of vLLM's weight transfer in this process. It runs in threads, the receiver's steps on the event loop."""
+"""Trainer end of vLLM's weight transfer in this process. It runs in threads; the receiver runs on the event loop."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Proofs:
     def _same_behind_words(self, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
         """True if the text after the turn's words is the same after every past and, unless `given`, after all words.
 
-        The same proof as `past`, with any words that the shape allows in place of the sentinel.
+        The proof is that of `past`, with any words that the shape allows in place of the sentinel.
         """
         places = ["argument", "first"] if shape.calls and shape.new else ["content"]
         return not (shape.calls and not shape.new) and all(
