@@ -211,7 +211,7 @@ def load_language(
 
 
 def stop_ids(model: ResolvedModel, eos_id: int | None) -> tuple[int, ...]:
-    """Return the ids that end a turn: the tokenizer's `eos_id`, then those of the configuration."""
+    """Return the ids that end a turn: the tokenizer's `eos_id`, then the ids of the configuration."""
     listed = _json(model.folder / "generation_config.json").get("eos_token_id")
     if listed is None:
         listed = _json(model.folder / "config.json").get("eos_token_id")

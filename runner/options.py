@@ -190,7 +190,7 @@ class Sampling(_LayeredOptions):
     """Name of the engine's LoRA adapter that samples the turn; None for the model itself."""
 
     def __post_init__(self) -> None:
-        # In other APIs None disables log-probabilities. Here, that of the sampled id is always kept.
+        # In other APIs None disables log-probabilities. Here, the sampled id's own log-probability is always kept.
         if self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         for name, row in _NUMBERS.items():

@@ -123,7 +123,7 @@ class Origin:
     agent: str
     """The agent that sampled it."""
     number: int
-    """The number of the turn among those of its agent."""
+    """The number of the turn among the turns of its agent."""
     turn: Turn | None = None
     """The turn itself; None if it is another agent's and was read from a file."""
 
@@ -167,7 +167,7 @@ class Turn:
     agent: str
     """The agent that sampled it."""
     number: int
-    """The number of the turn among those of its agent, from 0."""
+    """The number of the turn among the turns of its agent, from 0."""
     log: TokenLog
     """The token log of the turn's segment."""
     start: int

@@ -221,7 +221,7 @@ def _usage(usage: Mapping[str, Any]) -> str:
 
 
 def _turns(summary: Mapping[str, Any], verbose: bool) -> str:
-    """The number of turns, with counts of those that the model did not end itself."""
+    """The number of turns, with counts of the turns that the model did not end itself."""
     ends = {name: count for name, count in summary["finishes"].items() if verbose or name != FinishReason.STOP}
     began = _new_segments(summary["junctions"])
     parts = [str(summary["turns"]), *(f"{name} {count}" for name, count in ends.items())]

@@ -1,4 +1,4 @@
-"""`deltarunner verify-trace`: check whether the ids of traces of other libraries are those that the model saw."""
+"""`deltarunner verify-trace`: check whether the ids of traces of other libraries are the ids that the model saw."""
 
 from __future__ import annotations
 

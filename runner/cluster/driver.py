@@ -252,7 +252,7 @@ class Driver:
             self._change()
 
     async def _end_workers(self) -> None:
-        """Let all workers end by themselves, and kill those that take too long."""
+        """Let all workers end by themselves, and kill workers that take too long."""
         with anyio.move_on_after(END_SECONDS):
             for handle in self._handles.values():
                 if handle.info is None:
@@ -331,7 +331,7 @@ class Driver:
     def has_weights(self, handle: WorkerHandle, version: str) -> None:
         """Record that a worker has the weights of this version. If it did not play before, it plays from now on."""
         if handle.gone.is_set():
-            return  # it died after it had answered, and its slot may have a new worker
+            return  # the worker died after it had answered, and its slot may have a new worker
         handle.version = version
         if handle.slot.state is not WorkerSlotState.READY:
             assert handle.info is not None, "it has an engine"
@@ -363,7 +363,7 @@ class Driver:
 
     @property
     def members(self) -> list[WorkerHandle]:
-        """The workers that play, and those that will play after the next update of the weights."""
+        """The workers that play, and the workers that will play after the next update of the weights."""
         states = WorkerSlotState.READY, WorkerSlotState.WAITING
         return [handle for slot, handle in self._handles.items() if slot.state in states and not handle.why]
 

@@ -164,7 +164,7 @@ class HostedEngine(Engine):
         return self._progress
 
     def stats(self) -> EngineStats:
-        """The latest statistics of the engine. The counts of requests and ids are those of this process."""
+        """The latest statistics of the engine. The counts of requests and ids are only for this process."""
         waiting = sum(not stream.admitted for stream in self._streams.values())
         return replace(self._stats, open=len(self._streams) - waiting, waiting=waiting, sampled_tokens=self.sampled)
 

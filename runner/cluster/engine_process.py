@@ -139,7 +139,7 @@ def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
 
 
 def require_like_the_first(info: WorkerInfo, first: WorkerInfo, number: int) -> None:
-    """Check that a worker's versions, vocabulary and template are those of the first worker.
+    """Check that a worker has the versions, the vocabulary and the template of the first worker.
 
     Raises:
         BadOption: something differs; the message names it, the worker, and both machines.

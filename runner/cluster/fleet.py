@@ -216,7 +216,7 @@ class Fleet:
         ready = self.ready
         taken = [slot for slot in ready if any(assignment.last_chance for assignment in slot.assignments)]
         limit = max(1, len(ready) // KEPT_WORKER_RATIO) if others_wait else len(ready)
-        # Slots with the fewest episodes come first, and among equals those that are kept already.
+        # Slots with the fewest episodes come first. Among equal slots, the ones that are kept already come first.
         rest = sorted(
             set(ready).difference(taken), key=lambda slot: (len(slot.assignments), not slot.kept, slot.number)
         )

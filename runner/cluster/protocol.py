@@ -94,7 +94,7 @@ class FleetSnapshot:
     """The state of the fleet's engines, which a new worker must reach."""
 
     version: str = ""
-    """The version of the weights; "" for those that its engine starts with."""
+    """The version of the weights; "" for the weights with which the engine starts."""
     weights: Any = None
     """A reference to the weights, from `Launcher.put`."""
     proof: WeightProof | None = None

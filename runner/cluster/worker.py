@@ -211,7 +211,7 @@ class Worker(EngineProcess):
             run.others.update(options.engines)
             run.entered.set()
             await run.begun.wait()
-            if run.clock is None:  # it was closed before it began
+            if run.clock is None:  # the run was closed before it began
                 yield
                 return
             run.lag = await exit_stack.enter_async_context(LagMonitor(workers))

@@ -132,7 +132,7 @@ class ThreadContext:
 
 
 def _other_values(now: dict[Any, Any], before: dict[Any, Any], missing: object) -> list[tuple[Any, Any]]:
-    """The items of `now` whose values are other objects than those of `before`; few, so no loop in Python."""
+    """The items of `now` whose values are other objects than in `before`. They are few, so Python runs no loop."""
     return list(compress(now.items(), map(is_not, now.values(), map(before.get, now, repeat(missing)))))
 
 

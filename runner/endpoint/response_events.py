@@ -144,7 +144,7 @@ class ResponseWriter(AnswerWriter):
         return begin + self._event("response.failed", response=response)
 
     def whole(self, answered: Answered) -> bytes:
-        self.end(answered)  # its items equal those of a stream
+        self.end(answered)  # its items equal the items of a stream
         response = {**self._final(answered), "output": self._output}
         if self._logprobs:
             response["logprobs"] = self._logprobs

@@ -288,7 +288,7 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
             with anyio.move_on_after(ANSWER_DRAIN_SECONDS):
                 while state.tasks:
                     await asyncio.wait(list(state.tasks))
-            # Clients have been notified by now that their episodes are over, except for those that do not read.
+            # Clients have been notified by now that their episodes are over, except for clients that do not read.
             for connection in list(state.connections):
                 if isinstance(connection, Protocol) and connection.is_answering:
                     connection.transport.abort()

@@ -302,7 +302,7 @@ class Engine(BaseEngine):
     template: ChatTemplate
     """Chat template of the model."""
     stop_ids: tuple[int, ...]
-    """Ids that end a turn of this model: its EOS and those of its generation_config."""
+    """Ids that end a turn of this model: its EOS, and the EOS ids of its generation_config."""
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> DeltaStream:

@@ -30,7 +30,7 @@ class ProofHistory:
         """Quantization of the weights or the cache, which changes scores by more than rounding; "" without one."""
         self.last: Accepted | None = None
         """Last proof that held."""
-        self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # by ids and number types
+        self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # figures by ids and number types
 
     def compare(
         self,

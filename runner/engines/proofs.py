@@ -71,7 +71,7 @@ class ScoredPass(NamedTuple):
 
 
 ScoresByPass: TypeAlias = Mapping[ScoredPass, Sequence[float]]
-"""Log-probabilities of ids, by pass: of each id but the first, or of those at `STEP_PLACES`."""
+"""Log-probabilities of ids, by pass: of each id but the first, or of the ids at `STEP_PLACES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class WeightProof:
     logprobs: Sequence[float]
     """Log-probability of each id but the first, given those before it, in nats at temperature 1; shape [n - 1]."""
     dtype: str | None = None
-    """Number type of the trainer's computation, by torch's name; None for that of the engine."""
+    """Number type of the trainer's computation, by torch's name; None for the engine's type."""
     weights_dtype: str | None = None
     """Number type of the trainer's weights; None for `dtype`. If the engine's type is coarser, it rounds them and loses
     small changes. The share that arrived is then not compared.

@@ -76,8 +76,9 @@ class WeightUpdate:
     load_seconds: float
     """Seconds to load the weights, score their proof, stamp the version and drop the cached prompts."""
     proof: ProofFigures | None = None
-    """Figures of the proof; of several engines those with the largest median. None without a proof, and while it waits
-    for a sleeping cache: then `wake` scores it."""
+    """Figures of the proof; with several engines, the figures with the largest median. None without a proof, and while
+    it waits for a sleeping cache: then `wake` scores it.
+    """
     moved: bool | None = None
     """False if no score of a sample of ids changed, on a data-parallel rank or on all: the same weights, a change below
     rounding, or a change that did not arrive. None if scores were not compared."""

@@ -67,14 +67,15 @@ class Environment(Generic[TaskT]):
     call of it. The runner reads it before every turn, so it may be reassigned at any time.
     """
     limits: Limits = Limits()
-    """Limits of the environment; those of a run override them field by field. May be assigned in `setup()`."""
+    """Limits of the environment. The limits of a run override them field by field. May be assigned in `setup()`."""
     sampling: Sampling = Sampling()
-    """Sampling of the environment; that of a run overrides it field by field. The runner reads it before every turn, so
-    it may be reassigned at any time.
+    """Sampling of the environment. The sampling of a run overrides it field by field. The runner reads it before every
+    turn, so it may be reassigned at any time.
     """
     engines: Mapping[str, BaseEngine] = {}
-    """Separate engines of untrained agents, such as a judge, by the agent's name; those of a run override them. May be
-    assigned in `__init__()`."""
+    """Separate engines of untrained agents, such as a judge, by the agent's name. The engines of a run override them.
+    May be assigned in `__init__()`.
+    """
 
     task: TaskT = cast("Any", _EpisodeAttribute())
     """The task; set from `setup()` on."""

@@ -27,7 +27,7 @@ class TaskRequest:
     indices: Sequence[int]
     """The indices of the episodes within the task's group."""
     sampling: Sampling | None = None
-    """The sampling of these episodes, over that of the run."""
+    """The sampling of these episodes, which overrides the run's."""
     visit: int = 0
     """The visit of the task; set when the episodes begin."""
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -57,7 +57,7 @@ class TaskRequest:
         self.done.set()
 
     def cancel(self) -> None:
-        """Cancel the episodes, also those that have not begun."""
+        """Cancel the episodes, including episodes that have not begun."""
         self.cancelled = True
         self.cancel_begun()
 

@@ -1,4 +1,4 @@
-"""Methods and settings that look like those of an environment but are never used: misspelt, or replaced."""
+"""Methods and settings that look like hooks and settings but are never used: misspelt, or replaced."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def _new_messages(
 ) -> list[Message]:
     """Return the messages from `start` on, as the model receives them.
 
-    Calls have the ids that their turns sampled, in place of those that clients received; a result has the name of its
+    Calls have the ids that their turns sampled, in place of the ids that clients received; a result has the name of its
     call. If ids prove a turn, its sampled content is used, unless the history is used `as_sent`.
     """
     messages = list[Message]()

@@ -385,7 +385,7 @@ class ChatService:
         self._histories.add_answer(request_node, node, [node.turn.handle])
 
     def _thread(self, chat_call: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
-        """Return the conversation that answers: that of the previous turns, unless another client sent the request."""
+        """Return the conversation that answers: that of the earlier turns, unless another client sent the request."""
         known = found.before or found.parent
         if known is not None and known.fits(chat_call.label) and known.thread in self._own:
             return known.thread
@@ -476,7 +476,7 @@ def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
 def _granted(thread: ConversationState, requested: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
     """Return the sampling fields that apply.
 
-    In a trained thread the run's fields apply, except for those that end or shape the answer.
+    In a trained thread the run's fields apply, except for fields that end or shape the answer.
     """
     if requested is None:
         return None, {}

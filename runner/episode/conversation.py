@@ -165,7 +165,7 @@ class Conversation:
     """The messages and turns of one agent.
 
     The messages are a view for people and templates. The model receives the token ids that it saw and sampled before,
-    followed by those of new messages.
+    followed by the ids of new messages.
     """
 
     def __init__(self, state: ConversationState) -> None:

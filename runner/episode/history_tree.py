@@ -136,7 +136,7 @@ class HistoryMatch:
     """The history of a request, matched with the tree message by message."""
 
     messages: list[ReadMessage] = field(default_factory=list)
-    """The messages; those of one turn are joined."""
+    """The messages. The messages of one turn are joined."""
     points: list[HistoryNode] = field(default_factory=list)
     """The node after each message."""
     answered_calls: list[CallIndex | None] = field(default_factory=list)
@@ -484,7 +484,7 @@ def _has_thought_of_turn(message: ReadMessage, point: HistoryNode) -> bool:
 
 
 def _thinks_alike(message: ReadMessage, known: HistoryNode) -> bool:
-    """Return True if the reasoning of a message is missing, or equals that of a turn with the same content."""
+    """Return True if the reasoning of a message is missing, or equals a turn's that has the same content."""
     received = message.message.get("reasoning_content", "").strip()
     thoughts = (each.node.reply.get("reasoning_content", "") for each in known.answers if each.node is not None)
     return not received or any(received == thought.strip() for thought in thoughts)

@@ -27,7 +27,7 @@ class EpisodeKey:
     attempt: int = 0
     """Number of earlier attempts, after an engine failed or its weights became too old."""
     sampling: Sampling | None = None
-    """Sampling of this episode's trained agents; takes precedence over that of the run."""
+    """Sampling of this episode's trained agents; takes precedence over the run's sampling."""
 
     @property
     def id(self) -> str:

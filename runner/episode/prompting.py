@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 Schemas = Sequence[dict[str, Any]]
 
-# Problems that affect any prompt: those of the messages, the template or the run's options. Rendering everything again
-# does not help.
+# Problems that affect any prompt: they are in the messages, the template or the run's options. Rendering everything
+# again does not help.
 _NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT, Property.CONTENT_SHOWN)
 
 

@@ -25,8 +25,8 @@ from runner.turn_events import DeliverTurn, TurnEventSink
 __all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "model_name", "serving_options"]
 
 Train: TypeAlias = "bool | Callable[[ChatThread], bool] | None"
-"""Selection of the threads that are trained: all, none, those for which a function returns True, or by default those
-that offer tools.
+"""Selection of the threads that are trained: all, none, threads for which a function returns True, or by default
+threads that offer tools.
 """
 
 Overflow: TypeAlias = str

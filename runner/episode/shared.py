@@ -66,7 +66,7 @@ class RunShared:
     sampling: Sampling
     """The run's sampling, with unset fields."""
     limits: Limits
-    """The run's limits merged over those of the environment's class, with every field set."""
+    """The run's limits merged over the limits of the environment's class, with every field set."""
     own_limits: Limits = Limits()
     """The run's limits, with unset fields."""
     scorers: tuple[Scorer, ...]

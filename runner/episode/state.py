@@ -210,7 +210,7 @@ class ConversationState:
         """The sampling of the latest turn, which the engine supports; None before."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
-        # Only the first request of an episode waits for those of episodes in progress. The first request of a second
+        # Only the first request of an episode waits for requests of episodes in progress. The first request of a second
         # agent does not wait.
         self._sessions = [self.model.engine.session(late=bool(episode.conversations), beside=self._another())]
         self._free_sessions = list(self._sessions)

@@ -192,7 +192,7 @@ def _constraint(
     chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
 ) -> Constraint | None:
     if tools:
-        # the tools of the class were checked at the start; those of setup() and of clients were not
+        # the tools of the class were checked at the start, but not the tools of setup() and of clients
         chat.require_calls()
     enforced = chat.parser.constraint(tools, tool_choice) if tools else None
     given = enforced_constraint(settings)

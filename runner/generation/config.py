@@ -55,7 +55,7 @@ class GenerationConfig(TypedDict, total=False):
     stop_token_ids: list[int] | None
     """Ids that end a row besides the model's own; default None."""
     stop_strings: list[str] | None
-    """Strings that end a row, merged with those of the sample; default None."""
+    """Strings that end a row, merged with the strings of the sample; default None."""
     bad_words: list[str] | None
     """Words that are not sampled, as `Sampling.bad_words`; default None."""
     colocated: ColocationConfig

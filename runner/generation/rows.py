@@ -32,7 +32,7 @@ class Row:
     prompt: array[int]
     """The prompt's token ids, shape [prompt], int32; at least one."""
     stop: tuple[str, ...] = ()
-    """Strings that end the row, besides those of all rows."""
+    """Strings that end the row, besides the strings for all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,7 +169,7 @@ class Tau2(Environment):
             system_prompt=simulator.system_prompt,
             prompt=_seen_by("user", self._said),
             tools=[self._tool(each, "user") for each in tools],
-            sampling=Sampling(temperature=0),  # as tau2's own users do
+            sampling=Sampling(temperature=0),  # tau2's own users do the same
         )
 
     def _tool(self, tool: Any, speaker: Speaker) -> Tool:

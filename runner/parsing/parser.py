@@ -102,7 +102,7 @@ class TurnParser:
         return not called or not (self._by_name(called, tool_choice) or self.format.response is not None)
 
     def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
-        """Return a reader for a turn that is being sampled. Its final result is that of `parse`, without call ids.
+        """Return a reader for a turn that is being sampled. Its final result equals `parse`, without call ids.
 
         Raises:
             BadOption: calls can only be read in complete turns.

@@ -112,7 +112,7 @@ class _Page:
         self._chosen = set(ids) if self.total <= most else self._choose(list(ids), most)
 
     def _choose(self, ids: Sequence[str], most: int) -> set[str]:
-        """The ids of the chosen episodes: those that the first screen links to, then others, evenly spaced."""
+        """The ids of the chosen episodes: episodes that the first screen links to, then others, evenly spaced."""
         flipped = () if self._comparison is None else self._comparison.flipped[:MAX_FLIPPED_TASKS]
         linked = [
             *(task.episodes[1] for task in flipped),

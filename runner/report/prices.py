@@ -85,7 +85,7 @@ _TOKENS: Final = """
 def costs_of(run_file: RunFile, prices: Mapping[str, Price]) -> list[Cost]:
     """The cost of each model, including attempts that were repeated.
 
-    Token counts are those of the server, or else the numbers of ids.
+    Token counts come from the server, or else are numbers of ids.
     """
     tokens: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in run_file.select(_TOKENS):

@@ -40,7 +40,7 @@ MAX_FOLLOW_SECONDS: Final = 600.0
 MIN_NOTED_SECONDS: Final = 10.0
 """A page that follows a run shows its interval if it is at least this long."""
 MAX_VIEWED_IDS: Final = 1_000_000
-"""Ids of an episode whose tokens the viewer sends; of more, those at the ends of each segment."""
+"""Ids of an episode whose tokens the viewer sends. Of more ids, it sends both ends of each segment."""
 REQUEST_SECONDS: Final = 30.0
 """The longest wait for a request, after which its connection is closed."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -94,7 +94,7 @@ class RunView:
             return min(MAX_FOLLOW_SECONDS, max(MIN_FOLLOW_SECONDS, self._followed_until - now))
 
     def settled(self, seen: str) -> bool:
-        """True if the results are those of the file."""
+        """True if the results belong to the current state of the file."""
         return seen == self._seen and self._computing is None
 
     def _compute(self, seen: str) -> None:

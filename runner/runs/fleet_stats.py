@@ -36,7 +36,7 @@ MAX_NAMED_WORKERS: Final = 5
 """Maximum number of workers with problems that are named in a short display."""
 
 MAX_EXTREME_WORKERS: Final = 4
-"""Maximum number of workers without problems that are shown: those with the fewest and the most episodes."""
+"""Maximum number of workers without problems that are shown: the ones with the fewest and the most episodes."""
 
 MAX_NAMED_VERSIONS: Final = 3
 """Maximum number of weight versions that are named."""
@@ -116,7 +116,7 @@ def _number(worker: FleetWorker) -> int:
 
 
 def fleet_in_words(fleet: FleetStats) -> str:
-    """The number of playing workers, and of those that have old weights or do not play, in words."""
+    """The number of playing workers, and of workers that have old weights or do not play, in words."""
     count = f"{len(fleet.workers)} of {fleet.most} workers"
     exceptions = [*outdated_in_words(fleet), *idle_in_words(fleet.absent)]
     return f"{count} ({'; '.join(exceptions)})" if exceptions else count

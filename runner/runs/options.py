@@ -100,7 +100,7 @@ class RunOptions:
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of rewards by name; they override those of the environment's class."""
+    """Weights of rewards by name. They override the weights in the environment's class."""
 
     retries: int = 2
     """Maximum number of repeated attempts of an episode after engine failures. A refused request is not an engine

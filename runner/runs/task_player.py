@@ -95,7 +95,7 @@ class Player:
         Args:
             task: the task.
             index: the number of the episode within the task's group, which determines its seeds.
-            sampling: the sampling of this episode, such as for validation; takes precedence over that of the player.
+            sampling: the sampling of this episode, such as for validation; takes precedence over the player's sampling.
 
         Raises:
             BadTask: the task cannot be played.
@@ -116,7 +116,7 @@ class Player:
 
         Args:
             task: the task.
-            sampling: the sampling of these episodes; takes precedence over that of the player.
+            sampling: the sampling of these episodes; takes precedence over the player's sampling.
 
         Raises:
             BadTask: the task cannot be played.

@@ -48,7 +48,7 @@ class TimeLeftEstimator:
 
     Durations of episodes are a biased measure: many episodes run at once, and the first to finish are the shortest. So
     turns are counted. The turns of an episode are estimated from finished and running episodes (Kaplan-Meier), and the
-    pace is that of the last half of the run.
+    pace is measured over the last half of the run.
     """
 
     def __init__(self) -> None:

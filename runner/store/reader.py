@@ -183,7 +183,7 @@ class RunFile:
         """The summary computed from the rows of the file, with the keys of `Summary.as_dict()`.
 
         It counts the last attempts, including those cut short. Values that no row holds (`seconds`,
-        `tokens_per_second`, `faults`, ...) are those of the last launch; None, 0 or empty while it plays or if it was
+        `tokens_per_second`, `faults`, ...) are from the last launch; None, 0 or empty while it plays or if it was
         killed.
         """
         header = self.header

@@ -1,4 +1,4 @@
-"""Values that a run file returns unchanged: those of JSON; others are converted or refused."""
+"""Values that a run file returns unchanged: the values of JSON. Others are converted or refused."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class RecordedRequest:
     """Name of the request: episode, agent and turn."""
     prompt: array[int]
     said: array[int] = field(default_factory=lambda: array("i"))
-    """All sampled ids, including those that were not read."""
+    """All sampled ids, including ids that were not read."""
     logprobs: list[float] | None = field(default_factory=list)
     """Log-probability of each sampled id in nats; None if the engine returned none."""
     finish: FinishReason | None = None

@@ -87,7 +87,7 @@ class AwkwardTokenizer(PlainTokenizer):
         return [*ids, *self._joined(bytes(plain))]
 
     def misspell(self, text: str) -> list[int]:
-        """Ids that decode to `text` and differ from those of `encode` if the text contains a word of the vocabulary."""
+        """Ids that decode to `text`. They differ from `encode` if the text contains a word of the vocabulary."""
         return super().encode(text)
 
     def normalize(self, text: str) -> str:

@@ -272,7 +272,7 @@ def learnt_words(tokenizer: tokenizers.Tokenizer, visible: Callable[[str], str])
 
 
 def written(words: Iterable[str], text: str, visible: Callable[[str], str]) -> frozenset[str]:
-    """Return those of `words` that occur in a template's own text and contain a sign, as control tokens do."""
+    """Return the `words` that occur in a template's own text and contain a sign, as control tokens do."""
     signed = (name for name in words if any(not char.isalnum() and not char.isspace() for char in name))
     return frozenset(name for name in signed if name in text and not _is_white(name, visible))
 

@@ -257,7 +257,7 @@ def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...
 
 
 def hidden_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of the arguments that a template skips: those with certain or without names."""
+    """Return the schema of the arguments that a template skips: with certain names, or without a name."""
     properties = parameters.get("properties")
     names = [each for each in properties if each in _NAMES_OF_KEYWORDS] if isinstance(properties, Mapping) else []
     hidden = [name for name in names if _is_hidden(render, _only(parameters, name), ("properties", name))]

@@ -17,7 +17,7 @@ __all__ = ["RoutedExperts", "SamplingMasks", "SideData"]
 
 @dataclass(slots=True, repr=False)
 class SamplingMasks:
-    """The ids that could be sampled at each position: those that top-k, top-p, min-p and a grammar left."""
+    """The ids that could be sampled at each position, after top-k, top-p, min-p and a grammar."""
 
     counts: array[int] = field(default_factory=lambda: array("i"))
     """The number of ids at each position, shape [positions], int32."""

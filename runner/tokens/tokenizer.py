@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
     special_ids: frozenset[int]
     """The ids of control tokens, which plain text never encodes to by merging."""
     control_ids: frozenset[int]
-    """The special ids and those of tokens that were only added, such as "<tool_call>" in some vocabularies.
+    """The special ids, and the ids of tokens that were only added, such as "<tool_call>" in some vocabularies.
 
     Content never encodes to one of them. Words that the model learnt are not among them unless the template writes
     them: runs of spaces, "<table>" and "<unused42>" in Gemma's.

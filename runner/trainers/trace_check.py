@@ -40,7 +40,7 @@ class TraceFault(enum.StrEnum):
     REENCODED = "reencoded"
     """A later prompt has other ids for the same text as the sampled ids."""
     SEAM = "seam"
-    """The ids between a sampled turn and the next one differ from those that the template writes."""
+    """The ids between a sampled turn and the next one differ from the ids that the template writes."""
     FIRST_PROMPT = "first_prompt"
     """The prompt differs from the template's render of its messages."""
     CONTROL_TEXT = "control_text"
@@ -51,7 +51,7 @@ class TraceFault(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFinding:
-    """One place where the ids of a trace are not those that the template and the engine would have seen."""
+    """One place where the ids of a trace are not the ids that the template and the engine would have seen."""
 
     fault: TraceFault
     """The kind of the finding."""
@@ -173,7 +173,7 @@ class _Bridgers:
 
 
 def verify_trace(calls: Sequence[TracedCall], model: TraceModel) -> TraceReport:
-    """Compare the ids of the calls of one trace with those that the template and the engine would have seen.
+    """Compare the ids of one trace's calls with the ids that the template and the engine would have seen.
 
     This compares sampled ids, which must be unchanged in later prompts. If the trace has messages, it also compares the
     first prompt and the ids between two turns. It compares neither log-probabilities nor dropped sampled ids.

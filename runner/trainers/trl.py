@@ -142,7 +142,7 @@ class _Rollouts:
         return {
             "prompt_ids": [row.prompt_ids.tolist() for row in rows],
             "completion_ids": [row.response_ids.tolist() for row in rows],
-            # TRL computes its own log-probabilities if those of one row are missing.
+            # TRL computes its own log-probabilities if the values of one row are missing.
             "logprobs": [row.logprobs.tolist() for row in rows] if all(map(_has_logprobs, rows)) else None,
             "env_mask": [row.mask.astype(int).tolist() for row in rows],
             "reward": [row.reward for row in rows],

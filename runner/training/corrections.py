@@ -130,7 +130,7 @@ class Mismatch:
     clipped: float
     """Share of ids whose ratio is outside of the bounds."""
     by_version: Mapping[str, Mismatch]
-    """The same figures for the ids of each weight version; empty in these parts."""
+    """The figures for the ids of each weight version. This field is empty in these parts."""
 
 
 def mismatch(ratio: Any, batch: TrainingBatch, *, least: float = 0.5, most: float = 2.0) -> Mismatch:

@@ -28,7 +28,7 @@ _Nodes: TypeAlias = NDArray[np.int32]
 class LossTerms:
     """Terms of the loss: one for each trained id of each row, even if rows share the id's node.
 
-    So the loss equals that of single rows: `advantages[terms.row]` is each term's advantage, and
+    So the loss equals the loss of single rows: `advantages[terms.row]` is each term's advantage, and
     `padded[terms.row, terms.position]` its value in a padded batch of the same rows.
     """
 

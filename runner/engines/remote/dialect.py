@@ -49,7 +49,7 @@ class Piece:
     cached_tokens: int | None = None
     """Number of prompt ids that the server's prefix cache held."""
     processed: bool = False
-    """True if the log-probabilities are those of the sampling distribution in every mode of the server."""
+    """True if the log-probabilities are of the sampling distribution in every mode of the server."""
     side: SideData | None = None
     """Sampling masks and routed experts, if the server returns them."""
 

@@ -261,7 +261,7 @@ def _repeated(ids: list[int], length: int) -> list[int]:
 
 
 def _rng(call: ModelCall) -> random.Random:
-    """Return random numbers for the delivery, separate from those of a function that plays the model."""
+    """Return random numbers for the delivery. A function that plays the model has separate ones."""
     return random.Random(call.key)
 
 

@@ -154,7 +154,7 @@ def _is_quantized(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a configuration and those in it, of text models first."""
+    """Yield a configuration and the configurations in it, of text models first."""
     yield config
     nested = [(name, part) for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
     for _, part in sorted(nested, key=lambda each: each[0] not in _TEXT_PARTS):

@@ -51,7 +51,7 @@ _STREAM_INTERVAL_IDS = 8
 """Default number of ids in a delta. At 1,000 streams an id then costs 14 us, and 25 us if each is a delta
 (docs/benchmarks.md)."""
 _FILE_FORMATS = ("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer", "safetensors")
-"""Load formats of vLLM whose weights are the safetensors of the model's folder; those of "dummy" are random."""
+"""Load formats of vLLM whose weights are the safetensors of the model's folder. The weights of "dummy" are random."""
 _PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
 """Number types of the cache without quantization."""
 

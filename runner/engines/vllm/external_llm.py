@@ -157,7 +157,7 @@ def _bare_on_cpu(llm: Any) -> bool:
 
 
 class ExternalStats(SchedulerStats):
-    """Counts of this engine's own requests, without those of the owner."""
+    """Counts of this engine's own requests, without the requests of the owner."""
 
     def __init__(self, requests: Collection[Request]) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ class OwnScores:
         return has_moved(before, self._last, self.noise or 0.0)
 
     async def compare(self) -> ProofFigures:
-        """Score the ids again, compare them with those of `take`, and return the figures of the worst pass."""
+        """Score the ids again, compare them with the scores of `take`, and return the figures of the worst pass."""
         before, self._last = self._last, await self._scores()
         assert before is not None, "take() was called before"
         assert self._last is not None, "the engine scored them in take()"

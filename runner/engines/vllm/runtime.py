@@ -182,7 +182,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             warn_always(_log, "the weights %r: %s", version, kept.strip())
 
     async def _note_tensors(self) -> None:
-        """Let several workers of one model compare their tensors with those of the last call."""
+        """Let several workers of one model compare their tensors with the tensors of the last call."""
         if self.workers == 1:
             return
         try:

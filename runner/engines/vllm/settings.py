@@ -143,7 +143,7 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
         arguments["prompt_logprobs"] = 0  # only the log-probabilities of the prompt's own ids
     if "stream_interval" in known:
         arguments["stream_interval"] = 1 if request.acts_on_deltas else stream_interval
-    if "skip_clone" in known:  # they are made for this request only
+    if "skip_clone" in known:  # the parameters are made for this request only
         arguments["skip_clone"] = True
     return arguments
 
@@ -231,7 +231,7 @@ class RequestConverter:
             arguments["structured_outputs"] = self._constraint(**constraint_arguments(request.constraint))
         if request.sampling.bad_words:
             arguments |= self._bad_words(tuple(request.sampling.bad_words))
-        if "skip_clone" in self._known:  # they are made for this request only
+        if "skip_clone" in self._known:  # the parameters are made for this request only
             arguments["skip_clone"] = True
         # A new list, since vLLM keeps it.
         return self._prompt(list(request.prompt)), self._parameters(output_kind=self._kind, **arguments)

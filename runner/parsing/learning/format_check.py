@@ -1,4 +1,4 @@
-"""Checks a learnt format against its template, with other words and values than those of learning."""
+"""Checks a learnt format against its template, with other words and values than in learning."""
 
 from __future__ import annotations
 

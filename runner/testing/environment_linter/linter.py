@@ -182,7 +182,7 @@ class EnvironmentCheck:
         return id(current), *counts, frozenset(activities)
 
     def findings(self) -> list[Finding]:
-        """All findings, those in the class itself first."""
+        """All findings. Findings in the class itself come first."""
         self.temporary = TemporaryFiles()
         with self.temporary as temporary, unawaited_coroutines() as unawaited:
             found = [*hook_findings(self.environment), *self._play_findings(temporary)]
@@ -208,7 +208,7 @@ class EnvironmentCheck:
         return select(source, environment.task_class(), most=most)
 
     def known_tools(self) -> list[Tool]:
-        """The tools of the class, and those that episodes added."""
+        """The tools of the class, and the tools that episodes added."""
         return list({**{tool.name: tool for tool in self.environment.bound_tools()}, **self.first.tools}.values())
 
     def _play_findings(self, temporary: TemporaryFiles) -> Iterator[Finding]:

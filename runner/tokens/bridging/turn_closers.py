@@ -1,4 +1,4 @@
-"""The control tokens that end turns of a template, and those that open the next one."""
+"""The control tokens that end turns of a template, and the ones that open the next turn."""
 
 from __future__ import annotations
 

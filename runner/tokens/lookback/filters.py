@@ -1,4 +1,4 @@
-"""Transfer functions of filters and methods, above all of those that keep the end of the turn's words."""
+"""Transfer functions of filters and methods, mainly of the ones that keep the end of the turn's words."""
 
 from __future__ import annotations
 

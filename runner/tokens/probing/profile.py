@@ -124,7 +124,7 @@ class TemplateProfile:
     clock: bool
     """True if the text depends on the date."""
     options: tuple[str, ...]
-    """Names that the template reads beyond those that it always gets."""
+    """Names that the template reads in addition to the names that it always gets."""
     generation_prompt: str
     """The text that asks the model to speak, or ""."""
     prompt_reasoning: PromptReasoning

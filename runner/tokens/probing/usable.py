@@ -23,13 +23,13 @@ class TemplateFault(enum.StrEnum):
     """The reason why a template cannot be used."""
 
     NOT_JINJA = "does_not_compile"
-    ENDLESS = "never_ends"  # it was still rendering at the time limit
+    ENDLESS = "never_ends"  # the template was still rendering at the time limit
     TOO_BIG = "too_much_memory"
-    VARIABLE_MISSING = "variable_missing"  # it needs a name that is not set
-    RAISES = "raises"  # on a plain question
+    VARIABLE_MISSING = "variable_missing"  # the template needs a name that is not set
+    RAISES = "raises"  # the template raises on a plain question
     QUESTION_MISSING = "question_not_shown"  # its render is empty, or does not contain the question
     OPENED_TWICE = "assistant_opened_twice"
-    FAILED = "failed"  # with an unexpected error
+    FAILED = "failed"  # the template fails with an unexpected error
 
 
 class UnusableTemplate(BadTemplate):

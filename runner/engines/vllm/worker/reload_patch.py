@@ -193,7 +193,7 @@ def _refuse_weights(place: str, old: Any, new: Any) -> None:
     """Check that an object that is not renewed does not contain values of weights.
 
     Raises:
-        RuntimeError: it may hold some, so the running model would keep those of the old weights.
+        RuntimeError: the object may contain such values, so the running model would keep old ones.
     """
     import numpy as np
 

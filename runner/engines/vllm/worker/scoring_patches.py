@@ -79,8 +79,8 @@ SCORE = "score"
 def patch_sampler(model_runner: Any) -> None:
     """Patch a worker to replace the sampled ids of scored requests, which have `extra_args={"score": ids}`; idempotent.
 
-    Their log-probabilities are those that sampling would have reported: vLLM's sampler applies temperature, penalties,
-    masks and `top_p` before the id is replaced.
+    Their log-probabilities are the values that sampling would have reported: vLLM's sampler applies temperature,
+    penalties, masks and `top_p` before the id is replaced.
 
     Raises:
         AttributeError: this vLLM samples in another way; nothing changed.
