@@ -1,4 +1,4 @@
-"""Methods and settings that look like hooks and settings but are never used: misspelt, or replaced."""
+"""Methods and settings that look like an environment's own but are never used: misspelt, or replaced."""
 
 from __future__ import annotations
 

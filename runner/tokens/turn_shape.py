@@ -109,7 +109,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
 
 
 def _beginning(history: Sequence[Message]) -> Sequence[Message]:
-    """The first question, and a system message before it. Empty if one of them is missing, empty or has a name."""
+    """The first question, after a system message if there is one; empty for other, empty or named messages."""
     length = 2 if history[0]["role"] == "system" else 1
     begun = history[:length]
     if len(history) <= length or begun[-1]["role"] != "user":

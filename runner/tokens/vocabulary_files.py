@@ -76,7 +76,7 @@ def read_vocabulary_files(folder: Path) -> VocabularyFiles:
 
 
 def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
-    """Tokens of both files that have no name, or names by which either file lists them."""
+    """Return the extra special tokens of both files: by name if a file names them, else as a list."""
     given = [each.get("extra_special_tokens") for each in (settings, further)]
     named = {name: token for each in given if isinstance(each, dict) for name, token in each.items()}
     own = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
