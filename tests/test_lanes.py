@@ -76,7 +76,7 @@ def test_groups_stay_together_and_begin_before_all_other_tests(
     result = play(pytester, monkeypatch, "-n", "3")
     result.assert_outcomes(passed=33)
     workers = defaultdict(list)
-    first_of = {}
+    first_of: dict[str, str] = {}
     for line in (pytester.path / "played.txt").read_text().splitlines():
         kind, worker = line.split()
         workers[kind].append(worker)

@@ -118,7 +118,9 @@ def _reasons(played: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[str]
             if row["verdict"] != TensorVerdict.RIGHT:
                 cases = found.setdefault((row["verdict"], _short(row["reason"])), {})
                 cases.setdefault(key, []).append(f"`{row['tensor']} ({row['way']})`")
-    for (verdict, reason), cases in sorted(found.items(), key=lambda item: list(TensorVerdict).index(item[0][0])):
+    for (verdict, reason), cases in sorted(
+        found.items(), key=lambda item: list(TensorVerdict).index(TensorVerdict(item[0][0]))
+    ):
         yield f"- *{verdict}*{f': {reason}' if reason else ''}"
         yield from (f"    - {key}: {', '.join(tensors)}" for key, tensors in cases.items())
 
