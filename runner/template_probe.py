@@ -203,7 +203,7 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     renderer = usable_renderer(template, request["options"], datetime.fromisoformat(request["now"]))
     _say({"activity": "conversations of several turns"})
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
-    _say({"activity": "calls and thoughts"})
+    _say({"activity": "calls and reasoning"})
     answer = {"profile": profile.as_json(), "turn": learn_format(renderer).as_json()}
     _say({"activity": "tools with arguments of all sorts"})  # also if it shows no tools: a run renders them
     shown = template.renderer(renderer.options, renderer.now, fit_tools=None)

@@ -71,7 +71,7 @@ class TemplateReport:
     """Ids that end a turn, by token."""
 
     turn: LearntFormat
-    """The format of calls and thoughts."""
+    """The format of calls and reasoning."""
 
     lacking: Sequence[str] = ()
     """Control tokens that the template writes and the vocabulary lacks."""

@@ -1,4 +1,4 @@
-"""Describes a learnt format of turns: one call with named slots, the marks of thoughts, and its limits."""
+"""Describes a learnt format of turns: one call with named slots, the marks of reasoning, and its limits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def turn_lines(learnt: LearntFormat) -> Iterator[tuple[str, str, str]]:
         for trait in learnt.limitations:
             yield f"  {trait}", "", DESCRIPTIONS[trait]
     if form.reasoning is None:
-        yield "thoughts", "none", "The template writes none; a turn that begins with <think> still has thoughts."
+        yield "reasoning", "none", "The template writes none; a turn that begins with <think> still has reasoning."
     else:
-        opened = "The prompt opens it." if form.reasoning.opened_by_prompt else "The model opens it."
-        yield "thoughts", f"{form.reasoning.open} ... {form.reasoning.close}", opened
+        opened = "The prompt begins it." if form.reasoning.opened_by_prompt else "The model begins it."
+        yield "reasoning", f"{form.reasoning.open} ... {form.reasoning.close}", opened
 
 
 _VERDICTS = {
