@@ -10,6 +10,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import tempfile
 from functools import cache
@@ -20,7 +21,15 @@ from runner.sandbox.client import ContainerClient
 from runner.sandbox.containers import ENGINE_VARIABLE
 from runner.sandbox.leftovers import OWNER_LABEL, owner_of, remove_flags
 
-__all__ = ["HOME", "IMAGE_FOLDER", "containers_of", "engine_or_reason", "processor_of", "remove_command"]
+__all__ = [
+    "HOME",
+    "IMAGE_FOLDER",
+    "containers_of",
+    "engine_or_reason",
+    "own_addresses",
+    "processor_of",
+    "remove_command",
+]
 
 HOME: Final = Path(tempfile.gettempdir()) / f"deltarunner-test-containers-{os.getuid()}"
 """Images and settings of the tests; not in the checkout, since podman mounts it, and it could not be removed then."""
@@ -100,6 +109,16 @@ def processor_of(pid: int) -> dict[str, int]:
         limits, used = (folder / "cpu.max").read_text().split(), 0
     seen = {name: int(count) for name, count in map(str.split, (folder / "cpu.stat").read_text().splitlines())}
     return {"used": seen.get("usage_usec", used), **seen, "quota": int(limits[0]), "period": int(limits[1])}
+
+
+def own_addresses() -> set[str]:
+    """The addresses of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # it sends nothing
+        except OSError:  # this machine has no network
+            return set()
+        return {probe.getsockname()[0]}
 
 
 def _candidates() -> list[str]:

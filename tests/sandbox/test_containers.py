@@ -29,7 +29,7 @@ from runner import (
 from runner.logs import log_to_file
 from runner.sandbox.container import ContainerSandbox
 from runner.sandbox.leftovers import owner_of
-from tests.sandbox.engines import IMAGE_FOLDER, containers_of, processor_of, remove_command
+from tests.sandbox.engines import IMAGE_FOLDER, containers_of, own_addresses, processor_of, remove_command
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -115,16 +115,6 @@ async def test_the_network_has_loopback_only(box: Sandbox) -> None:
             assert (await anyio.run_process(connect)).stdout == b"connected\n"
             inside = await box.exec(connect)
             assert (inside.stdout, inside.ok) == ("", False)
-
-
-def own_addresses() -> set[str]:
-    """The addresses of this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # it sends nothing
-        except OSError:  # this machine has no network
-            return set()
-        return {probe.getsockname()[0]}
 
 
 @pytest.mark.whole

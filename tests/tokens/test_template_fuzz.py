@@ -257,6 +257,22 @@ def test_stop_of_the_next_message_is_not_taken_for_the_turns(changes: str) -> No
     assert seen["marker_in_tail"] > 3
 
 
+SHORT_ONES_ON_DEMAND = (
+    "{% for m in messages %}{% if m.content | length > 2 or messages[-1].content == ' ' %}"
+    "### {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}### assistant\n{% endif %}"
+)
+
+
+def test_words_of_an_earlier_turn_are_not_taken_for_those_of_a_turn() -> None:
+    """The check itself reads the words of a turn, which the prompt did not show and the next message brings back."""
+    blank: Message = {"role": "user", "content": " \n"}
+    seen = Counter[str]()
+    conversation: list[Message] = [QUESTION, says("a\n"), blank, says(" "), {"role": "user", "content": " "}]
+    check_bridges(Written(SHORT_ONES_ON_DEMAND, [conversation]), seen)
+    assert seen.total() == seen["exact, with the past as it was sampled"] == 2
+
+
 def test_own_text_of_a_tail_is_rendered_before_it_is_joined() -> None:
     """A join is on the event loop, and these tails are renders of the whole history."""
     template = (
