@@ -32,7 +32,7 @@ from runner.version import installed_version
 
 __all__ = ["check_resumable", "describe_configuration", "describe_run", "restore_choices"]
 
-_OTHERS_CODE: Final = frozenset({"runner", *sys.stdlib_module_names})
+_RECORDED_BY_VERSION: Final = frozenset({"runner", *sys.stdlib_module_names})
 """The packages whose versions are recorded instead of their code."""
 
 _CODE_HASH_LENGTH: Final = 12
@@ -207,11 +207,11 @@ def _git(environment: Environment[Any]) -> dict[str, Any]:
 
 def _code(environment: Environment[Any]) -> dict[str, str]:
     parts = [environment, *environment.parts().values()]
-    classes = {cls.__module__: cls for part in parts for cls in reversed(type(part).__mro__)}
+    classes = {cls.__module__: cls for part in parts for cls in type(part).__mro__}
     return {
         module: hashlib.sha256(source).hexdigest()[:_CODE_HASH_LENGTH]
         for module, cls in sorted(classes.items())
-        if module.partition(".")[0] not in _OTHERS_CODE and (source := _source_of(cls))
+        if module.partition(".")[0] not in _RECORDED_BY_VERSION and (source := _source_of(cls))
     }
 
 

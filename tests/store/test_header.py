@@ -302,7 +302,7 @@ def test_code_is_a_hash_of_each_file_that_defines_the_environment(
     source = tmp_path / "of_one.py"
     source.write_text("from of_all import OfAll\n\nclass OfOne(OfAll):\n    right = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    from of_one import OfOne  # type: ignore[import-not-found]
+    from of_one import OfOne  # type: ignore[import-not-found]  # written by this test
 
     first = header_of(OfOne()).code
     assert first.keys() == {"of_all", "of_one"}
@@ -327,7 +327,7 @@ def test_the_revision_is_that_of_the_environments_folder(tmp_path: Path, monkeyp
     source = tmp_path / "info.py"
     source.write_text("from tests.store.test_header import ServerProbe\n\nclass Mine(ServerProbe):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import info  # type: ignore[import-not-found]
+    import info  # type: ignore[import-not-found]  # written by this test
 
     assert header_of(info.Mine()).git == {}
     git(tmp_path, "init")
