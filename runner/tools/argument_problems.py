@@ -1,7 +1,8 @@
 """Problems of a tool's arguments, one clause each, for the model to read.
 
-For tools with type hints pydantic finds the problems, for tools with a schema jsonschema. Both are needed: pydantic
-refuses values that no schema excludes (3.0 for an int, an invalid date), and a schema is not a Python type.
+Pydantic checks the arguments of tools with type hints, and jsonschema the arguments of tools with a schema. Both are
+needed: pydantic refuses values that a schema cannot exclude (3.0 for an int, an invalid date), but it validates only
+Python types, and a schema is not a Python type.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _EXPECTED = {
 
 
 def typed_problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    """Return the clauses for pydantic's errors; paths use the names of the model's arguments `raw`.
+    """Return the clauses for pydantic's errors; `raw` has the arguments as the model wrote them, for the paths.
 
-    The failed alternatives of a union are one problem.
+    All failed alternatives of a union together are one problem.
     """
     expected: dict[tuple[str, str], list[str]] = {}
     clauses: dict[str, None] = {}
@@ -109,7 +110,7 @@ _JSON_TYPES = {
 
 def schema_problems(errors: Iterable[Any]) -> list[str]:
     """Return the clauses for jsonschema's errors."""
-    # A dict removes repetitions, since two keywords may report the same problem.
+    # The dict removes repeated clauses, since two keywords may report the same problem.
     clauses: dict[str, None] = {}
     for error in errors:
         path = re.sub(r"^\.", "", "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in error.absolute_path))

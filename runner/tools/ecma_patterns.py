@@ -25,7 +25,7 @@ def python_pattern(pattern: str) -> re.Pattern[str]:
         BadPattern: Python has no such pattern, such as `[\p{L}]`.
     """
     parts: list[str] = []
-    inside = False  # inside brackets
+    inside = False  # True inside brackets
     at = 0
     while at < len(pattern):
         match = _PART.match(pattern, at)
@@ -73,8 +73,8 @@ def matches(pattern: re.Pattern[str], text: str) -> bool:
     r"""Return whether a pattern is found in a text that a model wrote.
 
     Python's `re` tries every way to match: `^(a+)+$` takes hours for forty letters, and blocks the event loop of all
-    episodes. So the pattern is matched by Rust's `regex`, which pydantic contains, in linear time. Patterns with
-    features that it lacks (look-around, back references, `\b`, flags) use `re`.
+    episodes. Rust's `regex`, which pydantic contains, matches in linear time, so it is used instead. Patterns with
+    features that Rust's `regex` lacks (look-around, back references, `\b`, flags) use `re`.
     """
     linear = _linear(pattern)
     if linear is None or not _is_unicode(text):
@@ -105,7 +105,7 @@ def _is_unicode(text: str) -> bool:
 
 
 class _NotInRust(Exception):
-    """Rust's `regex` lacks a part of a pattern, or has another meaning for it."""
+    """A pattern with a part that Rust's `regex` lacks, or interprets differently."""
 
 
 def _in_rust(parsed: Sequence[Any]) -> str:
@@ -154,5 +154,5 @@ def _code(code: int) -> str:
 
 
 _PLACES: Final = {"AT_BEGINNING": r"\A", "AT_BEGINNING_STRING": r"\A", "AT_END_STRING": r"\z"}
-# In Python, white space includes four control characters more than in Rust.
+# Python's white space has four control characters that Rust's white space lacks.
 _CLASSES: Final = {"CATEGORY_SPACE": r"\s\x1c-\x1f", "CATEGORY_NOT_SPACE": r"[^\s\x1c-\x1f]"}

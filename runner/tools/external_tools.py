@@ -18,7 +18,7 @@ def tools_of(schemas: Sequence[Any]) -> list[Tool]:
     Any text is allowed as a name, even if some models cannot write it.
 
     Raises:
-        BadOption: a tool is not a function with a name, or two have the same name; the message names it.
+        BadOption: a tool is not a function with a name, or two tools have the same name; the message names the tool.
     """
     tools = [tool_of(index, each) for index, each in enumerate(schemas)]
     names = set[str]()
@@ -33,7 +33,7 @@ def tool_of(index: int, schema: Any) -> Tool:
     """Return the tool with this index in a request.
 
     Raises:
-        BadOption: the tool is not a function with a name; the message names it.
+        BadOption: the tool is not a function with a name; the message names the tool.
     """
     if isinstance(schema, Tool):
         return schema

@@ -13,7 +13,7 @@ __all__ = ["Contradiction", "without_contradictions"]
 
 
 class Contradiction(NamedTuple):
-    """A keyword whose values the type in the same schema forbids, or that lists no values."""
+    """A keyword that lists no values, or only values that the type in the same schema forbids."""
 
     keyword: str
     why: str
@@ -23,8 +23,9 @@ class Contradiction(NamedTuple):
 def without_contradictions(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Contradiction]]:
     """Return the schema, which `modern` converted, in a form where `enum` and `const` allow a value of its type.
 
-    The type wins over values that contradict it. Authors often write numbers in quotes, or the reverse, so such values
-    are converted to the type. Other values apply to the items if the type is a list; otherwise the keyword is omitted.
+    If the type and all values contradict each other, the type is kept. Authors often write numbers in quotes, or text
+    without quotes, so such values are converted to the type. Other values apply to the items if the type is a list;
+    otherwise the keyword is omitted.
     """
     made, found = dict(schema), list[Contradiction]()
     for keyword in ("enum", "const"):
@@ -49,7 +50,7 @@ def _types(schema: Mapping[str, Any]) -> Sequence[str]:
 def _contradict(values: Sequence[Any], types: Sequence[str]) -> bool:
     """Return True if no value has one of the types.
 
-    A null among other values does not count, unless it is the only type.
+    A null among other values is ignored, unless null is the only type.
     """
     fitting = [each for each in values if any(_is_of(each, name) for name in types)]
     if any(each is not None for each in fitting):
@@ -66,7 +67,7 @@ def _is_of(value: Any, name: str) -> bool:
 def _read_by_type(
     made: dict[str, Any], keyword: str, values: Sequence[Any], types: Sequence[str]
 ) -> list[Contradiction]:
-    """Add the values to a schema without the keyword, converted to its type."""
+    """Convert the values to one of the types, and add them to `made`, the schema without the keyword."""
     wanted = f"no value is of type {' or '.join(map(repr, types))}"
     converted = [new for each in values for new in _converted(each, types)]
     if any(each is not None for each in converted):
@@ -83,7 +84,7 @@ def _read_by_type(
 
 
 def _converted(value: Any, types: Sequence[str]) -> Iterator[Any]:
-    """Yield the value in the first of the types in which it can be written; nothing if there is none."""
+    """Yield the value, converted to the first type that can represent it; yield nothing if no type can."""
     for name in types:
         if name == "string" and isinstance(value, int | float):
             yield json.dumps(value)
@@ -97,7 +98,7 @@ def _converted(value: Any, types: Sequence[str]) -> Iterator[Any]:
 _WRITTEN_IN_QUOTES: Final = ("integer", "number", "boolean")
 
 MAX_LITERAL: Final = 64
-"""Maximum number of characters of a number in quotes."""
+"""Maximum number of characters of a number in quotes; longer texts stay texts."""
 
 
 def _read(text: str) -> Any:

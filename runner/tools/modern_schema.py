@@ -54,7 +54,8 @@ def _modern_text(text: str) -> ModernSchema:
 def without_nulls(schema: Any) -> Any:
     """Return the schema without parts that break chat templates: keywords that are null, and boolean properties.
 
-    Values that are null are kept. A boolean schema becomes the object with the same meaning.
+    Null values in `default`, `const`, `enum` and examples are kept. A boolean property becomes the object with the same
+    meaning.
     """
     if isinstance(schema, list):
         return [without_nulls(each) for each in schema]
@@ -180,7 +181,7 @@ class _SchemaConverter:
         while name in self._defs or name in ("True", "False"):
             name += "_"
         self._named[id(target)] = name
-        self._defs[name] = True  # reserved here, so that it is defined before the schemas that refer to it
+        self._defs[name] = True  # the entry reserves the place of this definition before its references
         self._defs[name] = self._schema(target, path)
         return name
 
@@ -214,7 +215,7 @@ class _SchemaConverter:
         return f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}"
 
     def _break_circles(self, root: dict[str, Any]) -> None:
-        """Remove references that directly refer to themselves, which cannot be validated."""
+        """Remove references that lead back to themselves for the same value, since validation would not end."""
         done: set[int] = set()
 
         def look(schema: Any, above: tuple[int, ...]) -> bool:

@@ -27,7 +27,7 @@ def result_text(value: Any) -> str:
     text is the same in every process. Results of the Model Context Protocol become their text.
 
     Raises:
-        ToolError: the server of such a result reports a failed call.
+        ToolError: a result of the Model Context Protocol reports a failed call.
         TypeError: the result has no JSON form; the tool should return a string.
     """
     if isinstance(value, str) and not isinstance(value, enum.Enum):
@@ -39,7 +39,7 @@ def result_text(value: Any) -> str:
     try:
         return _JSON.encode(value)
     except TypeError:
-        return json.dumps(_jsonable(value), ensure_ascii=False)  # keys that are not strings, such as enums and dates
+        return json.dumps(_jsonable(value), ensure_ascii=False)  # some keys are not strings, such as enums and dates
 
 
 def _plain(value: Any) -> Any:
@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
         return value.model_dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):  # values of numpy and torch, recognised without importing them
+    if hasattr(value, "tolist"):  # values of numpy and torch, recognized without importing these libraries
         return value.tolist()
     return _jsonable(value)
 
@@ -68,7 +68,7 @@ def _jsonable(value: Any) -> Any:
         raise TypeError(f"a tool returned a {kind}, which has no JSON form: return a string instead") from None
 
 
-# --- results of the Model Context Protocol, recognized by their form for any client
+# --- results of the Model Context Protocol, recognized by their form, so that any client's results work
 
 _MCP_KINDS: Final = frozenset({"text", "image", "audio", "resource", "resource_link"})
 _NOTHING: Final = object()
@@ -126,13 +126,13 @@ def _of_resource(resource: Any) -> str:
 
 def _media(block: Any) -> str:
     data = _get(block, "data", "blob")
-    size = len(data) * 3 // 4 if isinstance(data, str) else 0  # the size of the data, from its base64
+    size = len(data) * 3 // 4 if isinstance(data, str) else 0  # bytes of the data, from its base64 text
     kind = _get(block, "mime_type", "mimeType")
     return f"{kind if isinstance(kind, str) else 'of unknown type'}, {size:,} bytes"
 
 
 def _says(content: Sequence[Any], structured: Any) -> bool:
-    """Return whether the text equals the structured content. Servers wrap values other than objects as `result`."""
+    """Return whether the text equals the structured content. In it, servers wrap non-objects as `{"result": ...}`."""
     said = list(_values(content))
     wrapped = [structured["result"]] if isinstance(structured, Mapping) and list(structured) == ["result"] else []
     return any(said in ([each], each) for each in (structured, *wrapped))
@@ -162,7 +162,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _get(value: Any, *names: str) -> Any:
-    """Return the value of the first of these names, in an object or in a mapping."""
+    """Return the value for the first of these names that an object or a mapping has."""
     for name in names:
         found = value.get(name, _NOTHING) if isinstance(value, Mapping) else getattr(value, name, _NOTHING)
         if found is not _NOTHING:

@@ -41,7 +41,7 @@ JsonSchema: TypeAlias = dict[str, Any]
 Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
 """Function from a model's arguments to the arguments of the call, or to a list of problems, one clause each."""
 
-_WHOSE = " (inside another type that of typing_extensions, below Python 3.12)" if IS_NEEDED else ""
+_WHOSE = " (below Python 3.12, typing_extensions.TypedDict if it is inside another type)" if IS_NEEDED else ""
 
 _UNSUPPORTED = (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation)
 
@@ -51,9 +51,9 @@ class FunctionSchema(NamedTuple):
 
     description: str
     parameters: JsonSchema
-    """JSON schema of its arguments, of type object, in the order of the signature."""
+    """JSON schema of the arguments, of type object, in the order of the signature."""
     returns: JsonSchema | None
-    """JSON schema of its result; None if the signature has none."""
+    """JSON schema of the result; None if the signature has no return type."""
     check: Check
     """Validates and converts arguments."""
 
@@ -111,7 +111,7 @@ def explicit_schema(
     if not description:
         raise BadEnvironment(f"{where}: give it a description= for the model.")
     kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
-    # An argument that the function does not take is an error of the model, which receives a message.
+    # Validation refuses an argument that the function does not take, with a message for the model.
     parameters = as_shown(parameters)
     if not raw and inspect.Parameter.VAR_KEYWORD not in kinds:
         # Every property that is required or mentioned anywhere in the schema is also an argument.
@@ -131,7 +131,7 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
     """Return a validator of arguments for a JSON schema of any dialect; values are not converted.
 
     Raises:
-        BadEnvironment: the schema does not allow objects, which arguments are.
+        BadEnvironment: the schema does not allow objects, and arguments are always an object.
     """
     made = modern(parameters).schema
     kinds = made.get("type") if isinstance(made, Mapping) else None
@@ -146,7 +146,7 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
 
 
 def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
-    """Check that the function accepts these names. A parameter that is already bound may have the same name."""
+    """Check that the function accepts arguments with these names, which may replace arguments bound by `partial`."""
     function: Any = call
     given: tuple[Any, ...] = ()
     by_name: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapte
         if problems:
             raise BadEnvironment(
                 f"{where}, parameter {name!r}: its default {parameter.default!r:.60} does not fit its type: "
-                f"{problems[0]}. A model is shown it, and could not write it: allow it in the type"
+                f"{problems[0]}. The model sees the default, but a call with it is refused: allow it in the type"
                 + (f", such as {_optional(parameter)}." if parameter.default is None else ", or take another default.")
             )
 
@@ -227,7 +227,7 @@ def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapte
 def _unfit(name: str, value: Any, adapter: TypeAdapter[dict[str, Any]]) -> list[str]:
     try:
         adapter.validate_json(json.dumps({name: value}, allow_nan=False), strict=True)
-    except ValueError as error:  # raised by pydantic, or by json for infinity, which is a legal default
+    except ValueError as error:  # pydantic raises this; json raises it for infinity, which is a legal default
         errors = error.errors(include_url=False) if isinstance(error, ValidationError) else []
         return typed_problems(
             [one for one in errors if one["loc"][:1] == (name,) and one["type"] != "missing"], {name: value}
@@ -270,7 +270,7 @@ def _parameters_schema(
             schema.setdefault("description", notes[parameter.name])
         if parameter.default is not parameter.empty:
             schema.update(_default(parameter.default))
-    # `additionalProperties` is left out: validation refuses others anyway, and the keyword uses tokens in every prompt.
+    # `additionalProperties` is omitted: it uses tokens in every prompt, and validation refuses other names anyway.
     ordered = {"type": "object", "properties": properties}
     return ordered | {key: generated[key] for key in ("required", "$defs") if key in generated}
 
@@ -279,7 +279,7 @@ def _default(value: Any) -> JsonSchema:
     try:
         return {"default": to_jsonable_python(value)}
     except PydanticSerializationError:
-        return {}  # a default without JSON form still applies if the argument is omitted
+        return {}  # a default without a JSON form still applies if the argument is omitted
 
 
 def _returns_schema(hints: Mapping[str, Any]) -> JsonSchema | None:
@@ -318,9 +318,9 @@ def _check_by_type(adapter: TypeAdapter[dict[str, Any]]) -> Check:
             text = _FINITE_JSON.encode(raw)
         except ValueError:
             return [wording.not_finite()]
-        # Validation is strict, since "3" for an int is a mistake that training should see and remove. Only an int for a
-        # float passes, since it is the same number. From JSON, since strict Python values would have to be tuples and
-        # enum members.
+        # Validation is strict, since "3" for an int is a mistake that training should see and remove. An int passes for
+        # a float, since it is the same number. The input is JSON, since strict validation of Python values requires
+        # tuples and enum members.
         try:
             return adapter.validate_json(text, strict=True)
         except ValidationError as error:

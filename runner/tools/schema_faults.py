@@ -1,4 +1,4 @@
-"""Sentences about tools whose schemas no call satisfies, or are not checked completely."""
+"""Sentences about tools with a schema that no call satisfies, or that is not checked completely."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def uncallable(tools: Iterable[Tool]) -> Iterator[str]:
         why = shapes_for(tool.parameters).why_uncallable()
         if why is not None:
             yield (
-                f"no call of the tool {tool.name!r} passes its check: {why}. Mend its schema. Calls that are required "
-                "or strict leave the tool out."
+                f"no call of the tool {tool.name!r} passes its check: {why}. Correct its schema. The tool is left out "
+                "of required and strict calls."
             )
 
 

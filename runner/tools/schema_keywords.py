@@ -134,7 +134,7 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
 
 
 def _evaluates(conjunction: Conjunction) -> bool:
-    """Return whether a schema evaluates a value. A value that only a condition or `not` checks is not evaluated."""
+    """Return whether one of these schemas evaluates a value. Negated schemas, of `not` or a condition, do not."""
     return any(not part.negated for part in conjunction)
 
 
@@ -145,7 +145,7 @@ def _evaluates_item(shape: ValueShape, index: int) -> bool:
 def not_own_shapes(  # noqa: C901  # one case for each keyword
     keyword: str, schema: Mapping[str, Any]
 ) -> Iterator[ValueShape]:
-    """Yield the values that a keyword about the value itself forbids."""
+    """Yield the shapes of the values that a keyword about the value itself forbids."""
     value = schema[keyword]
     match keyword:
         case "type":

@@ -1,8 +1,8 @@
 """Shapes of a JSON schema: for each type, the values that satisfy all keywords together.
 
 Only this module decides how keywords combine. Grammars of calls and answers are written from shapes, and untyped text
-is converted by their types. A shape allows at least what the schema allows; `unexpressed` lists the keywords that it
-does not express and that validation has to check.
+is converted by their types. A shape allows every value that the schema allows, and possibly more: its `unexpressed`
+lists the keywords that it does not express, and that validation has to check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.tools.value_shapes import KINDS, Conjunction, SchemaPart, ValueShape
 __all__ = ["MAX_LISTED", "SchemaShapes", "shapes_for", "shapes_of", "types_of"]
 
 MAX_SHAPES: Final = 64
-"""Larger numbers of shapes are not created; validation checks the keyword instead."""
+"""Maximum number of shapes of a schema. If a keyword would create more, validation checks it instead."""
 
 MAX_LISTED: Final = 256
 """Maximum number of values of an integer range that are listed and validated one by one."""
@@ -145,7 +145,7 @@ class SchemaShapes:
         return True
 
     def allows_unnamed(self, shape: ValueShape) -> bool:
-        """Return whether a name that the schema does not list fits its schema of names."""
+        """Return whether a name that the schema does not list may satisfy its schema of names."""
         if not self.key(shape.names):
             return True
         names = (each for each in self.of(shape.names) if each.kind == "string")
@@ -160,7 +160,7 @@ class SchemaShapes:
         return sum(self.is_satisfiable(shape.member(name), above) for name in named) >= shape.least
 
     def _checked(self, shape: ValueShape, conjunction: Conjunction) -> ValueShape | None:
-        """Return the shape; if its values can be listed, they are validated, so that all keywords are enforced."""
+        """Return the shape; if its values can be listed, return only the valid ones, or None if none is valid."""
         values = _listed(shape)
         if values is None:
             return shape
@@ -208,7 +208,7 @@ class SchemaShapes:
     def _product(self, one: Sequence[ValueShape], other: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
         """Return the intersection of two sets of shapes.
 
-        If it is too large, return the first with the keyword unexpressed.
+        If it has too many shapes, return the shapes of `one`, with the keyword unexpressed.
         """
         if other is ALL or one is ALL:
             return tuple(one if other is ALL else other)
@@ -291,7 +291,7 @@ class SchemaShapes:
         exclusive = self._unlike(iter(found))
         if len(exclusive) <= MAX_SHAPES:
             return exclusive
-        # The shapes express that one schema is satisfied, but not that no other is.
+        # The shapes express that one schema is satisfied. Validation checks that no other schema is satisfied.
         return self._unlike(without(shape, "oneOf") for choice in choices for shape in self._positive(choice))
 
     def _may_meet(self, one: ValueShape, other: ValueShape) -> bool:
@@ -355,7 +355,7 @@ class SchemaShapes:
 
 
 def _named(shapes: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
-    """Return the shapes of a negation, with the author's keyword for the parts that they do not express."""
+    """Return the shapes of a negation. Their unexpressed keyword "not" is replaced by the author's `keyword`."""
     return tuple(shapes) if keyword == "not" else tuple(_renamed(shape, keyword) for shape in shapes)
 
 

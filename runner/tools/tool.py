@@ -49,9 +49,9 @@ def tool(
         function: the method, for the decorator without parentheses.
         name: name for the model; the method's name by default.
         seconds: time limit of one call; None for no limit, unset for `Limits.tool_seconds`.
-        parallel: False makes it a barrier: it runs alone, and a required call is the only one of its turn.
-        strict: True enforces the schemas while calls are sampled, also in calls that the model begins by itself,
-            and for all tools beside it. Required calls are always enforced.
+        parallel: False makes the tool a barrier: it runs alone, and a turn with a required call has only that call.
+        strict: True enforces the schemas of all tools of a turn while calls are sampled, also in calls that the model
+            begins by itself. Required calls are always enforced.
     """
 
     def mark(function: _FunctionT) -> _FunctionT:
@@ -59,8 +59,8 @@ def tool(
         if not callable(given) and not isinstance(given, classmethod):
             raise BadEnvironment(f"@tool decorates a method, not {given!r:.40}; a name is given as @tool(name=...).")
         refuse_duplicate(function, "tool")
-        # The options are only recorded here. Hints may name nested classes, so they can be read only once the class is
-        # complete.
+        # The options are only recorded here. Hints may name nested classes, so they can be read only after the class
+        # is complete.
         setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel, "strict": strict})
         return function
 
@@ -71,8 +71,8 @@ class Tool:
     """A function that a model may call.
 
     `Tool(function)` reads type hints and docstring, as `@tool` does. `Tool(call, name=, description=, parameters=)`
-    takes a JSON schema instead and passes the arguments unchanged, by name; with `raw=True` as one mapping, under any
-    names.
+    takes a JSON schema instead, and passes the arguments unchanged, by name. With `raw=True` it passes them as one
+    mapping, with any names.
 
     Args:
         call: the function, sync or async.
@@ -81,11 +81,11 @@ class Tool:
         parameters: JSON schema of the arguments, of type object, in place of type hints.
         returns: JSON schema of the result, in place of the type hint.
         raw: pass the arguments to `call` as one mapping; requires `parameters`.
-        checked: False passes arguments that break the schema too, for a callee that checks them itself.
+        checked: False also passes arguments that violate the schema, for a `call` that checks them itself.
         seconds: time limit of one call; None for no limit, unset for `Limits.tool_seconds`.
-        parallel: False makes it a barrier: it runs alone, and a required call is the only one of its turn.
-        strict: True enforces the schemas while calls are sampled, also in calls that the model begins by itself,
-            and for all tools beside it. Required calls are always enforced.
+        parallel: False makes the tool a barrier: it runs alone, and a turn with a required call has only that call.
+        strict: True enforces the schemas of all tools of a turn while calls are sampled, also in calls that the model
+            begins by itself. Required calls are always enforced.
 
     Raises:
         BadEnvironment: the signature or the schema cannot be used; the text names the parameter and the fix.
@@ -98,21 +98,21 @@ class Tool:
     description: str
     """Description for the model."""
     parameters: JsonSchema
-    """JSON schema of its arguments, of type object; later changes of it are not enforced."""
+    """JSON schema of the arguments, of type object; later changes to this dict are not enforced."""
     parameters_text: str
-    """`parameters` as text, the key under which turns with enforced calls find their grammar."""
+    """`parameters` as text. It is the key of the grammar for turns with enforced calls."""
     returns: JsonSchema | None
-    """JSON schema of its result; None if unknown."""
+    """JSON schema of the result; None if unknown."""
     seconds: float | None
     """Seconds that one call may take; None for no limit, UNSET for `Limits.tool_seconds`."""
     parallel: bool
-    """True if it may run beside other calls of its turn."""
+    """True if a call may run at the same time as other calls of its turn."""
     strict: bool
     """True if the schemas are enforced while the model samples calls that it begins by itself."""
     is_async: bool
     """True if `call` returns an awaitable."""
     attribute: str
-    """Name of its method in the environment's class; "" for a tool made from a function."""
+    """Name of the tool's method in the environment's class; "" for a tool made from a function."""
     _check: Check
     __slots__ = tuple(__annotations__)
 
@@ -189,7 +189,7 @@ class Tool:
         return checked
 
     def bind(self, instance: object) -> Tool:
-        """Return the tool as a method of this object; `collect_tools` returns tools of a class only."""
+        """Return the tool as a method of this object; `collect_tools` returns unbound tools."""
         return with_call(self, getattr(instance, self.attribute))
 
     def __repr__(self) -> str:
@@ -197,8 +197,8 @@ class Tool:
 
 
 def with_call(tool: Tool, call: Callable[..., Any]) -> Tool:
-    """Return the tool with another function, which must have the same parameters and be async if this one is."""
-    made = Tool.__new__(Tool)  # the copy shares the signature, which is read once per class instead of once per episode
+    """Return the tool with another function, which has the same parameters, and is async if `tool.call` is."""
+    made = Tool.__new__(Tool)  # a copy, so that the signature is read once per class, not once per episode
     for name in Tool.__slots__:
         setattr(made, name, getattr(tool, name))
     made.call = call
@@ -237,9 +237,9 @@ def collect_tools(cls: type) -> dict[str, Tool]:
 
 
 def _mark_of(definition: Any) -> dict[str, Any] | None:
-    """Return the options of `@tool`. On static and class methods they are on the inner function."""
+    """Return the options of `@tool`; static and class methods have them on the inner function."""
     mark = getattr(definition, _MARK, None) or getattr(getattr(definition, "__func__", None), _MARK, None)
-    # Mocks and similar objects have every attribute, but not such options.
+    # A mock has every attribute, but its value is not a dict of options.
     return mark if isinstance(mark, dict) else None
 
 

@@ -1,4 +1,4 @@
-"""Replacement of `typing.TypedDict` in type hints: below Python 3.12, pydantic needs that of typing_extensions."""
+"""Replacement of `typing.TypedDict` in type hints by `typing_extensions.TypedDict`, for pydantic below Python 3.12."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IS_NEEDED = sys.version_info < (3, 12)
 def with_readable_typed_dicts(hint: Any) -> Any:
     """Return the hint with each `typing.TypedDict` replaced by a typed dict of typing_extensions.
 
-    Recursive ones are kept, and so are those inside dataclasses and models, which the author defines.
+    Recursive typed dicts are kept. Typed dicts inside the author's dataclasses and models are kept, too.
     """
     return _HintReader().read(hint) if IS_NEEDED else hint
 
@@ -46,7 +46,7 @@ class _HintReader:
         if origin is Annotated:
             return Annotated[(*read, *hint.__metadata__)]
         if origin in (Union, types.UnionType):
-            return Union[read]  # noqa: UP007  # of a tuple
+            return Union[read]  # noqa: UP007  # the members are in a tuple
         copied: Callable[[Any], Any] | None = getattr(hint, "copy_with", None)
         return copied(read) if copied is not None else origin[read]
 
@@ -54,7 +54,7 @@ class _HintReader:
         fields: dict[str, Any] = {}
         for name, hint in typing.get_type_hints(typed_dict, include_extras=True).items():
             origin = get_origin(hint)
-            # The marker at the field; Python ignores it if annotations are strings.
+            # `__required_keys__` ignores the marker of a field if annotations are strings.
             is_marked = origin in (typing_extensions.Required, typing_extensions.NotRequired)
             read = self.read(get_args(hint)[0] if is_marked else hint)
             required = origin is typing_extensions.Required or (not is_marked and name in typed_dict.__required_keys__)

@@ -26,9 +26,9 @@ def any_matches(patterns: Iterable[str], name: str) -> bool:
 def _validator_class() -> Any:
     from jsonschema import Draft202012Validator, ValidationError, validators
 
-    # Patterns of a schema are matched with texts of a model: in linear time, where jsonschema calls `re`.
+    # A model wrote the texts that are matched. So matching takes linear time here, while jsonschema calls `re`.
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
-        # The error shows the pattern of the schema; Python's `$` and `\d` differ, so it is matched in translation.
+        # The error shows the pattern of the schema. A translation is matched, since Python's `$` and `\d` differ.
         if validator.is_type(instance, "string") and not matches(python_pattern(wanted), instance):
             yield ValidationError(f"{instance!r} does not match {wanted!r}")
 

@@ -113,9 +113,9 @@ class ObjectPart:
     properties: Mapping[str, Conjunction] = field(default_factory=dict)
     patterns: Sequence[tuple[str, Conjunction]] = ()
     additional: Conjunction = ANYTHING
-    """Schema of other members."""
+    """Schema of the members that no name and no pattern covers."""
     has_additional: bool = False
-    """True if the schema describes other members."""
+    """True if the schema sets `additional`."""
 
     def of(self, name: str) -> Conjunction:
         """Return the schema of the member with this name."""
@@ -149,7 +149,7 @@ class ValueShape:
     integer: bool = False
     numbers: NumberRange = NumberRange()
     least: int = 0
-    """Minimum length, or number of items or members."""
+    """Minimum length, or minimum number of items or members."""
     most: int | None = None
     patterns: tuple[str, ...] = ()
     """Patterns that strings must match."""
@@ -240,7 +240,7 @@ class ValueShape:
 
     @property
     def listed(self) -> int:
-        """Number of first items with their own schema."""
+        """Number of items at the beginning that have a schema by their position."""
         return max((len(each.first) for each in self.arrays), default=0)
 
 

@@ -264,5 +264,5 @@ async def test_tool_that_nothing_fits_is_named_and_plays_on(choice: str) -> None
     (warning,) = await warnings_of(Two, of_family("Qwen3"))
     assert warning == (
         "no call of the tool 'tag' passes its check: no object fits its schema, since no value fits its argument "
-        "'tags'. Mend its schema. Calls that are required or strict leave the tool out."
+        "'tags'. Correct its schema. The tool is left out of required and strict calls."
     )

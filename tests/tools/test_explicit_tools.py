@@ -141,9 +141,9 @@ def another(order: Literal["up", "down"] = "side") -> None:  # type: ignore[assi
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (none, "parameter 'limit': its default None does not fit its type: limit must be an integer, got null. A"),
-        (text, "parameter 'limit': its default 'ten' does not fit its type: limit must be an integer, got \"ten\". A"),
-        (below, "parameter 'limit': its default 0 does not fit its type: limit must be at least 1, got 0. A"),
+        (none, "parameter 'limit': its default None does not fit its type: limit must be an integer, got null."),
+        (text, "parameter 'limit': its default 'ten' does not fit its type: limit must be an integer, got \"ten\"."),
+        (below, "parameter 'limit': its default 0 does not fit its type: limit must be at least 1, got 0."),
         (another, "parameter 'order': its default 'side' does not fit its type: order must be 'up' or 'down', got"),
     ],
 )
