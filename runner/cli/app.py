@@ -58,7 +58,7 @@ class Commands(TyperGroup):
 
 
 def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
-    """Return the arguments with episode ids that begin with a dash moved after `--`, where they are not options."""
+    """Return the arguments with each episode id that begins with a dash moved after `--`: it is not an option."""
     options = [option for option in options if option.startswith("-")] + ["-h", "--help"]
     if "--" in args:
         return args
@@ -295,7 +295,7 @@ def report(
         Path | None, typer.Option("-o", "--output", help="Output file; default next to the run file, .html.")
     ] = None,
     episodes: Annotated[
-        int, typer.Option("--episodes", "-n", min=1, help="Most episodes in the page; failed ones come first.")
+        int, typer.Option("--episodes", "-n", min=1, help="Maximum number of episodes; failed ones come first.")
     ] = 2000,
     tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="Include token ids and probabilities.")] = True,
     against: Annotated[
@@ -331,7 +331,7 @@ def label(
     reader: Annotated[str | None, typer.Option(metavar="NAME", help="Your name; default the user's.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what you wrote about the episode.")] = False,
 ) -> int:
-    """Keep labels and a note about an episode in a file beside the run file; pages and show have them."""
+    """Keep labels and a note about an episode in a file beside the run file; pages and `show` display them."""
     from runner.cli.label import label_command
 
     return label_command(file, episode, labels=tuple(label or ()), note=note, reader=reader, remove=remove)
@@ -376,7 +376,7 @@ def verify_trace(
     ] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Check whether the ids of traces of other libraries are those that the model saw. Exit code 7 if not."""
+    """Check whether the ids of traces of other libraries are the ids that the model saw. Exit code 7 if not."""
     from runner.cli.verify_trace import ScoreOptions, verify_trace_command
 
     given = ScoreOptions(tuple(engine_option or ()), tuple(sampling or ()), tolerance)

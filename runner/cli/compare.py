@@ -20,9 +20,9 @@ from runner.transcript import printable_line
 __all__ = ["compare_command"]
 
 MAX_SHOWN_TASKS = 20
-"""Flipped tasks and differing settings that are shown; the others are counted."""
+"""Maximum number of flipped tasks, and of differing settings, that are shown; the others are counted."""
 MAX_SHOWN_SLICES = 60
-"""Rows of slices that are shown; the others are counted."""
+"""Maximum number of rows of slices that are shown; the others are counted."""
 
 
 def compare_command(files: Sequence[Path], *, by: str | None, as_json: bool) -> int:
@@ -91,7 +91,7 @@ def _others(console: Console, count: int, shown: int = MAX_SHOWN_TASKS) -> None:
 
 
 def _table(differences: Sequence[MetricDifference], *names: str) -> Table:
-    """A row per difference; `names` are the attributes that name it."""
+    """A table with a row for each difference, which begins with the attributes `names`."""
     table = plain_table()
     for name in (*names, "A", "B", "B - A", "95% interval", "p", "tasks", "result"):
         table.add_column(name, justify="left" if name in (*names, "result") else "right")

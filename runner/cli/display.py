@@ -87,8 +87,9 @@ class LiveDisplay(_ConsoleReporter):
             self._end()
 
     def _begin(self) -> None:
-        # We refresh it: Rich's own thread would compete with the event loop for the interpreter.
-        # sys.stdout is not redirected: a logger that keeps a redirected one would write over the display.
+        # This object refreshes the display, since Rich's own thread would compete with the event loop for the
+        # interpreter. sys.stdout is not redirected, since a logger that keeps the redirected stream would write over
+        # the display.
         self._live = Live(
             console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )

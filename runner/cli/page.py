@@ -20,7 +20,7 @@ from runner.store.reader import RunFile
 __all__ = ["report_command", "view_command"]
 
 NICE_COUNT = 10
-"""Steps of priority (nice) below a run on the same machine."""
+"""Increase of the process's niceness, so that a run on the same machine has priority."""
 
 
 def report_command(

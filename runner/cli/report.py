@@ -28,7 +28,7 @@ from runner.transcript import printable, printable_line
 __all__ = ["lag_lines", "make_console", "naming_slow_code", "own_command", "plain_table", "quoted", "summary_table"]
 
 MAX_FAULTS = 3
-"""Faults and causes that are shown; the others are counted."""
+"""Maximum number of faults, and of causes, that are shown; the others are counted."""
 NOTABLE_SECONDS = 1.0
 """Total seconds of a late event loop below which no code is named."""
 PIPED_WIDTH = 200
@@ -40,9 +40,9 @@ UNTRAINED = "no request is trained: programs without tools are trained only with
 
 @contextmanager
 def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
-    """Print the running line of the author's code on stderr at this interval: an import or `tasks()` may be slow."""
+    """Print the running line of the author's code on stderr at this interval: its import or `tasks()` may be slow."""
     caller, over = threading.get_ident(), threading.Event()
-    script = os.path.abspath(sys.argv[0])  # the command itself is not an author's code
+    script = os.path.abspath(sys.argv[0])  # the command's own script is not an author's code
 
     def look() -> None:
         while not over.wait(seconds):

@@ -222,7 +222,7 @@ class RunPlan:
         tasks, total = _tasks(settings, environment, options.group_size)
         options = replace(options, tasks=tasks)
         if settings.file is not None:
-            # This precedes the start of the engine, which takes long.
+            # Checked before the engine starts, since its start takes long.
             check_resumable(settings.file, environment, options, model=settings.model_name)
         return cls(
             settings=settings,
@@ -366,7 +366,7 @@ class ConsoleRun(Reporter):
         from runner.runs.player import PlayingEngine
 
         engine = self._plan.engine
-        if isinstance(engine, PlayingEngine):  # needed by workers on this machine
+        if isinstance(engine, PlayingEngine):  # workers on this machine need the model
             engine = engine.engine
         if isinstance(engine, VllmEngine | RemoteEngine):
             resolve_model(self._settings.model, say=self.say)

@@ -101,11 +101,11 @@ SERVED = (
     "log_level",
     "json",
 )
-"""The options of `deltarunner serve`, most of them those of `deltarunner run`."""
+"""The options of `deltarunner serve`. Most of them are also options of `deltarunner run`."""
 
 
 SAMPLING = "sampling options"
-"""Mark of the field with the sampling options; each row of the table of sampling fields is one."""
+"""Mark of the field that stands for the sampling options: one option for each row of the table of sampling fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ class RunSettings:
     prompt: Annotated[
         str | None, typer.Option(help="dataset: a field, or a text such as 'Question: {question}'; default prompt.")
     ] = None
-    answer: Annotated[str | None, typer.Option(help="dataset: the reference answer, likewise.")] = None
+    answer: Annotated[str | None, typer.Option(help="dataset: the reference answer: a field or a text.")] = None
     score: Annotated[
         str | None,
         typer.Option(

@@ -147,7 +147,7 @@ class Crosses(Opens):
 async def test_groups_closed_out_of_order_fail_their_episode_alone() -> None:
     trajectories, _ = await played(Crosses("anyio_group", "never", "never"))
     assert [each.outcome for each in trajectories] == [Outcome.COMPLETED, Outcome.ENV_ERROR, Outcome.COMPLETED]
-    assert "what was opened last first" in trajectories[1].error
+    assert "in reverse order of opening" in trajectories[1].error
     assert "close(): RuntimeError" in trajectories[1].error
 
 
@@ -179,7 +179,7 @@ async def test_group_opened_beside_other_tools_fails_its_episode() -> None:
     trajectories, run = await played(Closes("anyio_group", "first", "close"), together)
     assert [each.outcome for each in trajectories][::2] == [Outcome.COMPLETED] * 2
     reported = trajectories[1].error + " ".join(run.summary.faults)
-    assert "what a tool opens that runs beside others" in reported
+    assert "a tool that runs in parallel with other tools" in reported
 
 
 @pytest.mark.parametrize("what", [what for what in OPENED if what not in ("websocket", "program")])  # one reads there
