@@ -60,7 +60,7 @@ async def to_its_end(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         with anyio.CancelScope(shield=True):
             try:
                 results.append(await call())
-            except Exception as error:  # a task group would wrap it
+            except Exception as error:  # a task group would wrap the error
                 failures.append(error)
 
     with anyio.CancelScope(shield=True):

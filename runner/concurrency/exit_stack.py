@@ -66,7 +66,7 @@ class ThreadedExitStack(AsyncExitStack):
         return callback
 
     def pop_all(self) -> ThreadedExitStack:
-        popped = super().pop_all()  # created as `type(self)()`, which is why both arguments have defaults
+        popped = super().pop_all()  # contextlib calls `type(self)()`, so both arguments have defaults
         popped.owner, popped._leave = self.owner, self._leave
         return popped
 

@@ -103,7 +103,7 @@ class OwnTask:
         try:
             try:
                 await function()
-            except BaseException as error:  # a task group would wrap it
+            except BaseException as error:  # a task group would wrap the error
                 self._failure = error
             if not _left(around, groups):
                 self.left_open = True
@@ -147,7 +147,7 @@ class LentClock:
 
 
 def _left(scope: anyio.CancelScope, groups: int) -> bool:
-    """Leave a scope, and return True if nothing that was opened inside is open. `groups` were open before the scope."""
+    """Leave a scope; return True if nothing opened inside it is still open. `groups`: number open before it."""
     try:
         scope.__exit__(None, None, None)
     except RuntimeError:
@@ -158,7 +158,7 @@ def _left(scope: anyio.CancelScope, groups: int) -> bool:
 def _open_groups() -> int:
     """The number of open task groups in this task; 0 on asyncio, which does not allow a scope to be left early.
 
-    trio forgets the scope of a group if one around it was left before, but not the group.
+    If a scope around a group is left early, trio forgets the scope of the group, but not the group.
     """
     if on_asyncio():
         return 0

@@ -115,7 +115,8 @@ class TaskScope:
         waits = waits_for is None or not waits_for.done()
         shielded = self._is_shielded(task)
         if shielded and waits_for is not None and waits:
-            # The task continues first when that future is done, and then waits for another one.
+            # When that future is done, the task continues first. Then it waits for another future, where it can be
+            # cancelled.
             self._waits_for = waits_for
             waits_for.add_done_callback(self._deliver)
             return

@@ -28,7 +28,7 @@ __all__ = ["Job", "ThreadContext", "WorkerThread", "Workers", "busy_threads", "s
 
 BUSY_RATIO = 0.002
 """Share of processor time between two checks, 20 ms apart, that separates computing from waiting. A thread that wakes
-every millisecond only to wait again was measured at a quarter of it.
+every millisecond only to wait again was measured at a quarter of this share.
 """
 
 
@@ -88,7 +88,7 @@ class Job:
 
 
 _HAD: ContextVar[frozenset[ContextVar[Any]]] = ContextVar("_HAD", default=frozenset())
-"""The variables that a task had after its last call in a thread. Variables that it lacks later were reset."""
+"""The variables that a task had after its last call in a thread. A variable that is missing later was reset."""
 
 _Tokens: TypeAlias = dict[ContextVar[Any], Token[Any]]
 """Tokens of the first settings, by which variables become unset again."""
@@ -132,7 +132,7 @@ class ThreadContext:
 
 
 def _other_values(now: dict[Any, Any], before: dict[Any, Any], missing: object) -> list[tuple[Any, Any]]:
-    """The items of `now` whose values are other objects than in `before`. They are few, so Python runs no loop."""
+    """Return the items of `now` whose values are other objects than in `before`. All loops run in C."""
     return list(compress(now.items(), map(is_not, now.values(), map(before.get, now, repeat(missing)))))
 
 

@@ -28,10 +28,10 @@ MAX_ERROR_CHARS = 2000
 
 
 HOW_TO_CLOSE = (
-    "close it in close(), what was opened last first, or enter it with self.episode.exit_stack in setup(); what a tool "
-    "opens that runs beside others of its turn, it has to close itself"
+    "close it in close(), in reverse order of opening, or enter it with self.episode.exit_stack in setup();"
+    " a tool that runs in parallel with other tools of its turn must close what it opens"
 )
-"""Advice for authors whose hooks leave a resource open, or close it where this is not possible."""
+"""Advice for authors whose hooks leave a resource open, or close it in the wrong place."""
 
 _OTHER_THREAD = (
     "Synchronous methods of an episode run in threads that change, one call at a time: open it with "
@@ -39,8 +39,8 @@ _OTHER_THREAD = (
 )
 
 _OTHER_CONTEXT = (
-    "Reset a context variable in a method of the kind that set it: both synchronous, or both async and not in a tool "
-    "that runs beside others."
+    "Reset a context variable in a method of the kind that set it: both synchronous, or both async and not in a"
+    " tool that runs in parallel with others."
 )
 
 _MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted|Nursery misnesting")
