@@ -89,7 +89,7 @@ class Environment(Generic[TaskT]):
     package: ClassVar[tuple[str, str] | None] = None
     """The module of an optional package that the environment needs, and the extra of deltarunner that installs it."""
     named_setting: ClassVar[str] = ""
-    """The setting that the command line takes after the name and a colon, as `harbor:FOLDER`; "" for none."""
+    """Name of the setting that may follow the environment's name and a colon, as in `harbor:FOLDER`; "" for none."""
     method_tools: ClassVar[tuple[Tool, ...]] = ()
     """Methods marked with `@tool`."""
     scorers: tuple[Scorer, ...] = ()

@@ -221,11 +221,11 @@ class _SourceTask:
     async def _run(self) -> None:
         try:
             await self._answer_requests()
-        except (Exception, BaseExceptionGroup) as raised:  # of the source, or of a task group that it keeps open
+        except (Exception, BaseExceptionGroup) as raised:  # also of a task group that it keeps open
             error: BaseException | None = raised
             if isinstance(error, BaseExceptionGroup):
                 _, error = error.split((GeneratorExit, anyio.get_cancelled_exc_class()))
-            if error is not None:  # None: the source was only closed
+            if error is not None:  # None if the source was only closed
                 self._error, self._has_failed = BadTask(f"tasks() raised {describe_error(error)}"), True
             self._answered.set()
 
