@@ -80,19 +80,19 @@ _SIGNATURES: Final = (
 
 
 def image_type(data: bytes) -> str | None:
-    """The media type of an image that browsers show, by its first bytes; None for other data."""
+    """Return the media type of an image by its first bytes; None if browsers do not show such data."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for signature, kind in _SIGNATURES if data.startswith(signature)), None)
 
 
 def make_attachment(name: str, turn: int, **content: Any) -> Attachment:
-    """The attachment of one content.
+    """Return an attachment with one content.
 
     Args:
         name: its name for readers.
         turn: the number of turns so far.
-        content: `text`, `json`, `image` or `file`; values of None do not count.
+        content: `text`, `json`, `image` or `file`, by name; None stands for a content that was not given.
 
     Raises:
         BadOption: there is not exactly one content, it has another type, is too large or cannot be read.
@@ -144,7 +144,7 @@ def _file(value: Any, where: str) -> tuple[str, bytes]:
 
 
 def _bytes(value: Any, where: str) -> bytes:
-    """The given bytes, or the bytes of the file at a path. No more bytes are read than can be kept."""
+    """Return the given bytes, or the bytes of the file at a path. A file that is too large is read only in part."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str | os.PathLike):

@@ -51,17 +51,18 @@ class Verdict(enum.StrEnum):
     FOREIGN = "foreign"
     """The history contains an assistant message that was not sampled: it is rendered again, with mask 0."""
     RETOLD = "retold"
-    """The history has the sampled number of turns in other words: it is rendered again at every turn."""
+    """The history has as many turns as were sampled, but in other words: it is rendered again at every turn."""
     EDITED = "edited"
     """Ids in the history name a turn of this thread, but messages before it changed: it is rendered again."""
     TOOLS = "tools"
-    """The request has other tools than its history was rendered with: it is rendered again."""
+    """The tools of the request differ from the tools that its history was rendered with: the history is rendered again.
+    """
     NEW = "new"
     """The history is unknown: a new thread begins."""
 
 
 class Again(enum.StrEnum):
-    """Handling of a request whose prompt was already sent."""
+    """Handling of a request, by whether its prompt was sent before."""
 
     NO = ""
     """The prompt is new."""
@@ -158,11 +159,11 @@ class ChatCall:
     label: str = ""
     """The client's own name for the requesting agent."""
     train: bool | None = None
-    """True if a thread that begins with this request is trained; None trains threads with tools."""
+    """True if a thread that begins with this request is trained; None trains the thread if it has tools."""
     handles: Sequence[str] = ()
-    """Values that the client returns beside call ids and that name a turn."""
+    """Values by which the client names a turn, in addition to call ids."""
     previous: str = ""
-    """Id of an earlier answer that precedes the messages, with its history; "" if the messages are complete."""
+    """Id of the earlier answer after which the messages come, with its history; "" if the messages are complete."""
     own_system: bool = False
     """True if the first message is a system message of this request only, not of requests that continue from it."""
     system_as_user: bool = False

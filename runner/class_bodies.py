@@ -35,7 +35,7 @@ def refuse_duplicate(method: Any, decorator: str) -> None:
         if frame is None:
             return
         body = frame.f_locals
-        # The body of a class has its own name among its variables.
+        # The variables of a class body include the qualified name of the class.
         if "__module__" in body and f"{body.get('__qualname__')}.{name}" == qualified:
             before = body.get(str(name))
             if before is not method and any(hasattr(getattr(before, "__func__", before), mark) for mark in _MARKS):

@@ -208,7 +208,7 @@ class TooManyFailures(RunStopped):
 
 
 class RunStuck(RunStopped, exit_code=11):
-    """The run made no progress any more; the text lists the waiting parts."""
+    """The run no longer made progress; the text lists the waiting parts."""
 
 
 class BelowThreshold(DeltarunnerError, exit_code=4):
@@ -224,7 +224,7 @@ class ServerFailed(DeltarunnerError):
 
 
 class SandboxFailed(DeltarunnerError, exit_code=3):
-    """A sandbox cannot be made or used, for a reason that is not the model's; its episode is `env_error`."""
+    """A sandbox cannot be made or used, and the model is not the cause; its episode is `env_error`."""
 
 
 class ImageBuildFailed(SandboxFailed):
@@ -236,7 +236,7 @@ class SandboxGone(SandboxFailed):
 
 
 class SandboxUnavailable(SandboxFailed):
-    """This machine has no podman or docker that works; the text has the reason of each."""
+    """This machine has no podman or docker that works; the text has the reason for each."""
 
 
 class VerifierFailed(DeltarunnerError):
@@ -266,8 +266,8 @@ class ContextFull(EpisodeOver):
 
 
 class ToolError(DeltarunnerError):
-    """Raise it in a tool: the model reads its text as the tool's result, and the episode continues."""
+    """An error that a tool raises for the model, which reads its text as the tool's result. The episode continues."""
 
 
 class WrongArguments(ToolError):
-    """The model called a tool with invalid arguments; the model reads which and why."""
+    """The model called a tool with invalid arguments; the model reads which arguments are invalid, and why."""

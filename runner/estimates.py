@@ -138,7 +138,7 @@ def pass_all_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
 
 
 def _mean_over_groups(solved: Mapping[tuple[int, int], int], k: int, chosen: Callable[[int, int], int]) -> float | None:
-    """The mean share of samples of k episodes that `chosen` counts, over the groups of at least k episodes."""
+    """Return the mean, over groups of at least k episodes, of the share of samples of k that `chosen` counts."""
     groups = sum(count for (n, _), count in solved.items() if n >= k)
     if not groups:
         return None
@@ -155,9 +155,9 @@ def student_t_p_value(t: float, degrees: float) -> float:
     return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
 
 
-@lru_cache(maxsize=1024)  # comparisons request a few numbers of tasks again and again
+@lru_cache(maxsize=1024)  # comparisons need the same few numbers of tasks again and again
 def student_t_quantile(confidence: float, degrees: float) -> float:
-    """The bound below which a t statistic's absolute value is with this probability, such as 1.96 for 0.95."""
+    """The bound that a t statistic's absolute value does not exceed with this probability, such as 1.96 for 0.95."""
     low, high = 0.0, 1.0
     while student_t_p_value(high, degrees) > 1 - confidence:
         high *= 2

@@ -19,7 +19,7 @@ MAX_RECENT_HISTORIES: Final = 8
 
 
 class HistoryCache(Generic[T]):
-    """Reads histories. If a recent history is similar, only the items that differ are read.
+    """Reader of histories. If a recent history is similar, only the items that differ from it are read.
 
     Equal items are compared by loops in C. Several threads may use the cache.
     """
@@ -85,7 +85,7 @@ class _CachedHistory(Generic[T]):
     """A history that was read."""
 
     items: list[Any]
-    """Copies of its items, which equal items with the same JSON."""
+    """Copies of its items. A copy equals only items with the same JSON."""
     read: list[T]
     """The result for each item."""
 
@@ -127,7 +127,7 @@ _PLAIN: Final = frozenset({str, type(None), list, dict})
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a JSON value that equals the same JSON. Objects of strings may have their keys in any order."""
+    """Return a copy that equals the same JSON; the keys of an object of plain values may be in any order."""
     if value is None or type(value) is str:
         return value
     if type(value) is list and _PLAIN.issuperset(map(type, value)):

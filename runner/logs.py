@@ -26,7 +26,7 @@ _TIME_FORMAT: Final = "%Y-%m-%d %H:%M:%S"
 def logger_for(package: str) -> logging.Logger:
     """The logger of a package, such as `deltarunner.runs` for "runs"."""
     logger = _ROOT.getChild(package)
-    logger.addFilter(_escape_surrogates)  # the same filter is added once
+    logger.addFilter(_escape_surrogates)  # a filter that is there already is not added again
     return logger
 
 

@@ -13,7 +13,7 @@ from runner.quantities import counted
 __all__ = ["group_html", "summary_html", "trajectory_html"]
 
 MAX_MESSAGES: Final = 60
-"""Messages of a segment that a display shows; those in the middle of a longer one are left out."""
+"""Maximum number of messages of a segment in a display; the messages in the middle of a longer one are left out."""
 MAX_TEXT_CHARS: Final = 2_000
 MAX_IMAGE_BYTES: Final = 1_000_000
 _COLOURS: Final = {"assistant": "#3fa35b", "tool": "#4a86d8", "user": "#999", "system": "#9a6bd0"}
@@ -41,7 +41,7 @@ def _table(rows: Iterable[Sequence[str]], names: Sequence[str] = ()) -> str:
     return f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
-# `Trajectory` and `Group` import this module, which therefore does not name them.
+# This module cannot import `Trajectory` and `Group` for annotations, since their module imports it.
 
 
 def trajectory_html(trajectory: Any) -> str:

@@ -161,13 +161,13 @@ class Sampling(_LayeredOptions):
     bad_words: tuple[str, ...] = UNSET
     """Words that are not sampled; none by default.
 
-    A word is blocked by its ids in the vocabulary, alone and after a space. In other case, or by other ids of the same
-    text, it can still be sampled.
+    The ids of a word in the vocabulary are blocked, both alone and after a space. The word can still be sampled in
+    another letter case, or as other ids of the same text.
     """
     stop: tuple[str, ...] = UNSET
     """Strings that end a turn. Our own decoder finds them; the text is cut before them, and the ids are kept."""
     stop_ids: tuple[int, ...] = UNSET
-    """Token ids that end a turn, in addition to those of the model."""
+    """Token ids that end a turn, in addition to the model's stop ids."""
     ignore_eos: bool = UNSET
     """True if the model's stop ids do not end a turn; False by default.
 
@@ -185,7 +185,7 @@ class Sampling(_LayeredOptions):
     regex: str | None = UNSET
     """Regular expression that the text of the turn must match."""
     choice: tuple[str, ...] | None = UNSET
-    """Texts of which the turn must be one."""
+    """Texts; the turn must equal one of them."""
     adapter: str | None = UNSET
     """Name of the engine's LoRA adapter that samples the turn; None for the model itself."""
 

@@ -217,7 +217,8 @@ def _claim_engine(request: pytest.FixtureRequest) -> None:
     worker: str | None = getattr(request.config, "workerinput", {}).get("workerid")
     if worker is None or _engine_lock in request.session.stash:
         return
-    # The lock is in the folder that the workers share. A lock is released when its worker ends; a file would remain.
+    # The lock is in the folder that the workers share. A lock is released when its worker ends; a marker file would
+    # remain.
     folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent
     file = (folder / "runner-engine.lock").open("a+", encoding="utf-8")
     if not _locked(file):

@@ -31,7 +31,7 @@ class SamplingField:
     changes: bool = False
     """True if it changes the distribution of a turn in a way that trainers do not apply."""
     truncates: bool = False
-    """True if it only excludes ids: the ids that could be sampled are all that a trainer needs."""
+    """True if it only excludes ids, so that a trainer needs nothing but the ids that could be sampled."""
     vllm: bool = False
     """True if vLLM's `SamplingParams` has the same field with the same values."""
     sglang: str | None = None

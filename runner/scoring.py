@@ -44,7 +44,7 @@ class Scorer:
 
     @property
     def method(self) -> str:
-        """The name of the method; in a mixture, the scorer's name also has that of its environment."""
+        """The name of the method. In a mixture, the name of the scorer also contains the name of its environment."""
         return self.name.rpartition(".")[2]
 
 

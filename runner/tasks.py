@@ -73,7 +73,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
             made = known[id(value)] = copy.copy(value)
             vars(made).update((name, _copied(each, known)) for name, each in vars(value).items())
             return made
-        # A separate memo, because a failing copy leaves unfinished objects in it.
+        # The memo is separate, because a failing copy leaves unfinished objects in it.
         copies: dict[int, Any] = {}
         made = copy.deepcopy(value, copies)
         known.update((key, each) for key, each in copies.items() if key != id(copies))

@@ -52,7 +52,7 @@ MEMORY_BYTES = 2 << 30
 
 _START_SECONDS = 60.0  # time for Python to start on a busy machine; the template's own time begins after it
 _BUSY_FACTOR = 10  # on a busy machine, a process may get only a tenth of the processor time
-_LOOK_SECONDS = 0.1  # seconds between two checks if the caller still waits
+_LOOK_SECONDS = 0.1  # seconds between two checks whether the caller still waits
 _profiles: dict[str, TemplateProfile] = {}
 
 
@@ -113,7 +113,7 @@ def request_of(
     }
 
 
-# --- this side
+# --- the calling process
 
 
 def in_process(
@@ -188,7 +188,7 @@ def _import_path() -> str:
     return os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
 
 
-# --- the other side
+# --- the probing process
 
 
 def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
     _say({"activity": "calls and reasoning"})
     answer = {"profile": profile.as_json(), "turn": learn_format(renderer).as_json()}
-    _say({"activity": "tools with arguments of all sorts"})  # also if it shows no tools: a run renders them
+    _say({"activity": "tools with arguments of all sorts"})  # a run renders tools even with a template that shows none
     shown = template.renderer(renderer.options, renderer.now, fit_tools=None)
     unseen = [str(each) for each in unseen_arguments(shown.render_tool, ALL_SORTS)]
     if profile.carries_tools:
@@ -229,10 +229,11 @@ def _say(line: Mapping[str, Any]) -> None:
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs as much memory again
+    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs as much again
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     # The signal's default action ends this process, also inside a C function, and after the caller is gone. The limit
-    # is one of processor time, so that a template does not look endless on a busy machine. A template cannot wait.
+    # counts processor time, so that a template does not look endless on a busy machine. A template cannot wait, so its
+    # processor time always grows.
     signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     _speaking.out = True
     try:

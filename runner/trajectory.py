@@ -56,7 +56,7 @@ class Outcome(enum.StrEnum):
     ENV_ERROR = "env_error"
     """The environment failed, or one of its untrained agents."""
     TOKEN_ERROR = "token_error"
-    """There is no exact prompt: the template lacks what a bridge needs."""
+    """There is no exact prompt: the template lacks a property that a bridge needs."""
     ENGINE_ERROR = "engine_error"
     """The engine failed; the episode was played again up to `retries` times."""
     CANCELLED = "cancelled"
@@ -98,7 +98,7 @@ class Timings:
     queued: float = 0.0
     """Time that the turn waited for a place in the engine."""
     first_token: float = 0.0
-    """Time from having that place to the first sampled token."""
+    """Time from getting that place to the first sampled token."""
     decode: float = 0.0
     """Time from the first sampled token to the last."""
     environment: float = 0.0
@@ -112,8 +112,8 @@ class Timings:
         self.environment += other.environment
 
 
-# The following classes have a short `repr`. Python shows a task's result with the task, and asyncio does so at the end
-# of every run. A `repr` with all ids, once for each turn, took seconds for long runs.
+# The following classes have a short `repr`. The `repr` of an asyncio task contains its result, and asyncio computes it
+# at the end of every run. With all ids of all turns, this took seconds for long runs.
 
 
 @dataclass(slots=True, repr=False)
@@ -125,7 +125,7 @@ class Origin:
     number: int
     """The number of the turn among the turns of its agent."""
     turn: Turn | None = None
-    """The turn itself; None if it is another agent's and was read from a file."""
+    """The turn itself; None if it belongs to another agent and was read from a file."""
 
     def __repr__(self) -> str:
         return f"<Origin turn {self.number} of {self.agent!r}>"
@@ -205,7 +205,7 @@ class Turn:
     dropped: int = 0
     """Number of ids sampled past a stop string; they are not in the log."""
     resampled: int = 0
-    """Number of ids sampled before the engine cut the turn for its trainer; the turn is the next try."""
+    """Number of ids of earlier tries of this turn, which the engine cut for its trainer."""
     thinking: bool = False
     """True if the turn was cut inside its reasoning."""
     usage: Usage | None = None
@@ -240,7 +240,7 @@ class Turn:
 
     @property
     def has_ids(self) -> bool:
-        """True if its prompt and its samples are there as token ids: a chat API returns none."""
+        """True if its prompt and its samples are available as token ids; a chat API returns no ids."""
         return self.start > 0
 
     @property

@@ -67,7 +67,9 @@ TurnProgress: TypeAlias = TurnAdmitted | IdsSampled | TurnEvent
 
 
 DeliverTurn: TypeAlias = Callable[[Turn, Turn | None], Awaitable[None]]
-"""Delivers a finished turn to its client. The second argument is the cut turn that it continues, or None."""
+"""Function that delivers a finished turn to its client. Its second argument is the cut turn that this turn continues,
+or None.
+"""
 
 
 class TurnEventSink(Protocol):
