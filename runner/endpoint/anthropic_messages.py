@@ -75,9 +75,9 @@ _ERROR_TYPES: Final = {
 def _error(refused: Refused) -> dict[str, Any]:
     """Return the body of a refusal, as Anthropic's clients read it."""
     message = refused.message
-    if refused.context:  # by these words clients detect that they must compact their history
+    if refused.context:  # clients detect by these words that they must compact their history
         message = f"prompt is too long: {refused.prompt} tokens > {refused.context} maximum"
-    elif refused.reason is Reason.OVER:  # the form has no field for a code
+    elif refused.reason is Reason.OVER:  # this wire form has no field for the code of the reason
         message = f"{refused.reason}: {message}"
     kind = _ERROR_TYPES.get(refused.reason, "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": message}
@@ -108,8 +108,8 @@ class _MessageWriter(AnswerWriter):
         super().__init__(request, model, text_of)
         self._index = 0
         self._open: _BlockKind | None = None
-        # Ids since the last event with ids. They are held back, since clients skip events that do not belong to a
-        # block.
+        # Ids that were sampled after the last event with ids. They wait for an event of a block, since clients skip
+        # other events.
         self._ids: list[int] = []
         self._logprobs: list[float | None] = []
 
@@ -229,7 +229,7 @@ def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def _stop_reason(answered: Answered, request: WireRequest) -> tuple[str, str | None]:
-    """Return the stop reason, and the stop string if the client set it."""
+    """Return the stop reason, and the stop string that ended the answer, if the client set this string."""
     turn, sampling = answered.turn, request.chat_call.sampling
     if turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT):
         return "max_tokens", None
@@ -247,7 +247,7 @@ def _usage_of(turn: Turn) -> dict[str, int]:
 
 
 def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
-    """Return the counts in Anthropic's form: input tokens are those without a cache hit."""
+    """Return the counts in Anthropic's form, whose input tokens are the prompt tokens without a cache hit."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

@@ -53,7 +53,7 @@ _KNOWN: Final = frozenset(
         *("metadata", "diagnostics", "cache_control", "betas", "anthropic_beta", "user_profile_id", "workspace_id"),
     )
 )
-_NO_THREAD: Final = "no history is kept here under a name: leave it out, and send all of it in messages."
+_NO_THREAD: Final = "no history is kept here under a name: leave it out, and send the whole history in messages."
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _TAKEN: Final = {
     "user": "text or tool_result",
@@ -61,7 +61,7 @@ _TAKEN: Final = {
     "system": "text",
     "tool": "text",
 }
-"""Types of blocks that each kind of message may have."""
+"""Types of the blocks that a message may have, by its role."""
 
 _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 
@@ -168,7 +168,7 @@ class _Block:
         return value if isinstance(value, str) else bad(f"{self.where}.{name}: give a string, not {value!r:.60}.")
 
     def refuse(self, role: str) -> NoReturn:
-        """Refuse the block as one that such a message cannot have."""
+        """Refuse the block, since a message with this role cannot have it."""
         bad(
             f"{self.where}: a block of type {self.kind!r:.60} cannot be put before the model here; give {_TAKEN[role]}."
         )
@@ -192,16 +192,16 @@ def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
 def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": content, **more}
     for block in blocks:
-        if block.given.get("cache_control"):  # recorded as not granted
+        if block.given.get("cache_control"):  # prompt caching by request is recorded as not granted
             message["cache_control"] = block.given["cache_control"]
             break
     return message
 
 
 def _lines(blocks: Sequence[_Block], role: str, *, strict: bool = True) -> str:
-    """Join texts, each on its own lines, so that a line can be removed later.
+    """Join the texts of blocks by newlines, so that the lines of one block can be removed later.
 
-    A note replaces content that is not text, unless such content is refused.
+    A block that is not text is refused if `strict`. Otherwise, a note replaces it.
     """
     return "\n".join([_text(block, role, strict=strict) for block in blocks])
 
@@ -215,7 +215,7 @@ def _text(block: _Block, role: str, *, strict: bool) -> str:
 
 
 def _has_notes(blocks: Sequence[_Block]) -> dict[str, bool]:
-    """Return the mark of a message in which a note replaces some blocks."""
+    """Return the mark for a message in which a note replaces some blocks; an empty mapping for other messages."""
     return {"not_text": True} if any(block.kind != "text" for block in blocks) else {}
 
 
@@ -241,7 +241,7 @@ def _result(block: _Block) -> dict[str, Any]:
     inner = _blocks(block.given, "content", f"{block.where}.content") if block.given.get("content") else []
     text = _lines(inner, "tool", strict=False)
     message = _message("tool", text, [block, *inner], tool_call_id=answered, **_has_notes(inner))
-    if failed:  # no template reads it, so it is recorded as not granted
+    if failed:  # templates do not read `is_error`, so it is recorded as not granted
         message["is_error"] = failed
     return message
 
@@ -260,14 +260,14 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
                     handle = block.text("signature")
                     history.handles.append(handle)
             case "redacted_thinking":
-                pass  # encrypted, so that only the provider can read it
+                pass  # this block is encrypted, and only the provider can read it
             case "tool_use":
                 calls.append(_call(block))
             case _:
                 content.append(_text(block, "assistant", strict=False))
                 notes.append(block)
     message = _message("assistant", "".join(content), blocks, **_has_notes(notes))
-    if handle and not calls:  # if there are calls, their ids name the turn
+    if handle and not calls:  # the ids of calls name the turn too
         message["handle"] = handle
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
@@ -339,9 +339,9 @@ def _sampling(
 ) -> Sampling | None:
     most = field_of(body, "max_tokens", int, 0)
     if body.get("max_tokens") is None and not counting:
-        bad("max_tokens: give how many tokens the answer may have at most.")
+        bad("max_tokens: give the maximum number of tokens of the answer.")
     if most < 1 and body.get("max_tokens") is not None:
-        bad(f"max_tokens: give 1 or more, not {most}; nothing is kept warm by an answer of none.")
+        bad(f"max_tokens: give 1 or more, not {most}; an answer without tokens would not warm a cache here.")
     config = field_of(body, "output_config", dict, {})
     form = inner_field(config, "output_config", "format", dict, {}) or field_of(body, "output_format", dict, {})
     wishes = {name: value for name, value in config.items() if name != "format" and value is not None}
@@ -353,7 +353,7 @@ def _sampling(
 
 
 def _session(body: Mapping[str, Any]) -> str:
-    """Return the session in the user id of Claude Code, which is the end of a text or JSON."""
+    """Return the session id from Claude Code's user id: the end of a text, or a field of JSON."""
     user = field_of(body, "metadata", dict, {}).get("user_id")
     if not isinstance(user, str):
         return ""

@@ -61,7 +61,7 @@ BODY_SECONDS: Final = 60.0
 """Longest time for a body to arrive."""
 
 KEY_KNOWN_EXTENSION: Final = "deltarunner.key_known"
-"""The ASGI extension by which the server learns that a request has the key of an episode."""
+"""Name of the ASGI extension whose callback notifies the server that a request has the key of an episode."""
 
 MAX_FINISHED_KEYS: Final = 10_000
 """Maximum number of finished episodes whose two keys are remembered."""
@@ -82,7 +82,7 @@ class Application:
 
     Args:
         hosts: accepted values of the Host header. A browser that another site directs here sends a different one.
-        any_address: also accept any numeric address: another site can only use a name.
+        any_address: also accept any numeric address, since another site can only send a name.
     """
 
     def __init__(self, hosts: Sequence[str], *, any_address: bool = False) -> None:
@@ -104,11 +104,11 @@ class Application:
         return key, end_key
 
     def shut(self, key: str, end_key: str) -> None:
-        """Refuse further requests with these keys, since the episode is over, and cut those in flight."""
+        """Refuse further requests with these keys, since the episode is over, and cut the requests in flight."""
         _, route = self._routes.pop(_digest(key))
         self._ends.pop(_digest(end_key))
         route.shut()
-        for each in (key, end_key):  # only the keys, since a route holds its whole episode
+        for each in (key, end_key):  # only the keys are kept, since a route refers to its whole episode
             self._over[_digest(each)] = each
         while len(self._over) > 2 * MAX_FINISHED_KEYS:
             self._over.popitem(last=False)
@@ -130,7 +130,7 @@ class Application:
             try:
                 return self._find_route(key)
             except Refused as error:
-                # The refusal of a finished episode has more information than that of an unknown key.
+                # The refusal for a finished episode has more information than the refusal for an unknown key.
                 refused = error if refused.reason is Reason.UNAUTHORIZED else refused
         raise refused
 
@@ -167,7 +167,7 @@ class Application:
             )
         keys, path = _keys_and_path(scope["path"], headers)
         method = scope["method"]
-        if path in ("", "/") and method in ("GET", "HEAD"):  # some clients test this way if a server is running
+        if path in ("", "/") and method in ("GET", "HEAD"):  # some clients test in this way whether a server is running
             await send_json(send, b"" if method == "HEAD" else b"{}")
             return
         path = path.rstrip("/").removeprefix("/v1")
@@ -190,7 +190,7 @@ class Application:
         if route.is_full:
             await _read(receive, headers, route, keep=False)
             raise route.busy()
-        # The request counts from here on, since a body takes memory before it is complete.
+        # The request counts as in flight before its body is read, since the body takes memory.
         with route.inside():
             raw = await _read(receive, headers, route) or b"{}"
             if path == _END:
@@ -240,7 +240,7 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep
     if size > MAX_BODY_BYTES:
         raise _too_large()
     if reading.cancelled_caught:
-        raise Refused(Reason.SLOW, f"the body did not come within {BODY_SECONDS:g} s.")
+        raise Refused(Reason.SLOW, f"the body did not arrive within {BODY_SECONDS:g} s.")
     return b"".join(parts)
 
 
@@ -294,8 +294,7 @@ async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, rewa
     if value is not None and not reward:
         raise Refused(
             Reason.NO_REWARD,
-            "reward: this key is the program's, which cannot say its own reward: send it to the endpoint's end_url, or "
-            "leave it out.",
+            "reward: the program's key cannot set it: send it to the endpoint's end_url, or leave it out.",
         )
     route.end({} if value is None else {"reward": value})
     await send_json(send, b"{}")
@@ -314,7 +313,7 @@ async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
 
 
 def _models(route: EpisodeRoute, *, one: bool) -> bytes:
-    """Return the list of models, or one model, in a form for both kinds of clients."""
+    """Return the list of models, or one model, with the fields of OpenAI's and of Anthropic's form."""
     model = {
         "id": route.model,
         "object": "model",
@@ -340,7 +339,7 @@ def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
     if path.startswith("/e/"):
         key, _, rest = path.removeprefix("/e/").partition("/")
         path = f"/{rest}"
-        # With the program's address in the path, a header may have the key that ends its episode.
+        # If the path has the program's key, a header may have the second key, which ends the episode.
         return [unquote(key), *(keys if path.rstrip("/").endswith(_END) else ())], path
     return keys, path
 

@@ -51,7 +51,7 @@ __all__ = ["ChatCompletions", "openai_error"]
 _NOT_GRANTED: Final = ("seed", "reasoning_effort", "verbosity", "prediction", "service_tier")
 _REFUSED: Final = {
     "audio": "answers are text: leave it out.",
-    "echo": "an answer holds what was sampled alone: leave it out.",
+    "echo": "an answer has only the sampled tokens: leave it out.",
     "prompt_logprobs": "the log-probabilities of a prompt are not computed: leave it out.",
     "use_beam_search": "beams are not searched: leave it out.",
 }
@@ -136,14 +136,14 @@ def _refuse_unknown_answers(body: Mapping[str, Any]) -> None:
     """Refuse requests for unsupported kinds of answers."""
     for name in ("n", "best_of"):
         if field_of(body, name, int, 1) != 1:
-            bad(f"{name}: one answer is sampled for a request; ask again for another one.")
+            bad(f"{name}: only one answer is sampled per request; send another request for a further answer.")
     if body.get("functions") or body.get("function_call") not in (None, "auto", "none"):
-        bad("functions: they are called tools by now; give tools and tool_choice.")
+        bad("functions: this field was replaced by tools; give tools and tool_choice.")
     for name, fix in _REFUSED.items():
         if body.get(name):
             bad(f"{name}: {fix}")
     if set(map(str, field_of(body, "modalities", list, []))) - {"text"}:
-        bad(f"modalities: answers are text alone, not {body['modalities']!r:.60}.")
+        bad(f"modalities: answers are text only, not {body['modalities']!r:.60}.")
 
 
 def _stop_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> tuple[list[d
 
 
 def _grammar(given: Mapping[str, Any], where: str) -> str:
-    """Return the addition to a custom tool's description that has the grammar of its text."""
+    """Return a text to append to a custom tool's description, with the grammar of its input; "" without a grammar."""
     form = inner_field(given, where, "format", dict, {})
     grammar = inner_field(form, f"{where}.format", "grammar", dict, {})
     definition = grammar.get("definition")
@@ -206,7 +206,7 @@ def _tool_choice(body: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolCh
     """Return the tool choice: "auto", "none", "required" or the name of a tool.
 
     Raises:
-        Refused: it is not a choice between tools.
+        Refused: the field is not a valid tool choice.
     """
     given = body.get("tool_choice")
     if given is None or given in ("auto", "none", "required"):
@@ -234,7 +234,7 @@ def _chosen(given: Any) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """Return the mode. The list of allowed tools is enforced only if it requires a single one."""
+    """Return the mode, or the name of the only allowed tool if a call is required. Other lists are not enforced."""
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.allowed_tools.mode: give auto or required, not {mode!r:.60}.")
@@ -272,7 +272,7 @@ def _assistant(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(parts: Any) -> str | None:
-    """Return the text of reasoning that arrived in parts. None without any, as in a turn without reasoning."""
+    """Return the joined text of the parts of a reasoning; None if there is no text."""
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str)) or None
 

@@ -1,4 +1,4 @@
-"""Settings with which agent programs use an endpoint: variables and files, with the tested versions."""
+"""Settings of agent programs for an endpoint: environment variables, files and flags, with the tested versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Address:
         return text
 
     def _values(self) -> dict[str, object]:
-        """The names of an address with their values. In a small context, clients reserve only a share of it."""
+        """The names of an address with their values. If the context is small, clients reserve only a share of it."""
         return {
             "base_url": self.base_url,
             "root_url": self.root_url,
@@ -62,11 +62,11 @@ class Client:
     command: str = ""
     """Command of a program, as for `deltarunner run --agent`; "" for a library."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Variables that it reads."""
+    """Environment variables that it reads."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Files that it reads, by their path in its home."""
+    """Contents of the files that it reads, by their path in its home."""
     pointers: Mapping[str, str] = field(default_factory=dict)
-    """Variables that set the folder of its files, if that is not its home; `{home}` is the folder."""
+    """Environment variables that set the folder of its files, in place of its home; `{home}` is the folder."""
     flags: Sequence[str] = ()
     """Command-line flags, for programs without such variables or files."""
 
@@ -143,7 +143,7 @@ _CODEX_FLAGS = (
 
 
 def _json(value: object) -> str:
-    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # written as numbers, not strings
+    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # these values become numbers
 
 
 CLIENTS: Final = (
@@ -257,7 +257,7 @@ CLIENTS: Final = (
 
 
 def environ(address: Address) -> dict[str, str]:
-    """Return the variables of all clients."""
+    """Return the environment variables of all clients."""
     return {name: address.fill(value) for client in CLIENTS for name, value in client.environ.items()}
 
 
@@ -267,14 +267,14 @@ def files(address: Address) -> dict[str, str]:
 
 
 def flags(address: Address) -> dict[str, list[str]]:
-    """Return the command-line flags of programs that have no other setting, by their commands."""
+    """Return the command-line flags of programs without such variables or files, by the program's command."""
     return {
         client.command.split()[0]: [address.fill(flag) for flag in client.flags] for client in CLIENTS if client.flags
     }
 
 
 def pointers(home: Path) -> dict[str, dict[str, str]]:
-    """Return the variables that set a program's folder, if that is not its home, by their commands."""
+    """Return the environment variables that set a program's folder in place of its home, by the program's command."""
     return {
         client.command.split()[0]: {name: value.replace("{home}", str(home)) for name, value in client.pointers.items()}
         for client in CLIENTS

@@ -36,12 +36,12 @@ from runner.trajectory import Turn
 __all__ = ["ChatThread", "Endpoint", "serving"]
 
 END_GRACE_SECONDS: Final = 10.0
-"""Time for a program to end by itself after it was refused because the episode is over."""
+"""Time for a program to end by itself after a refused request because the episode is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatThread:
-    """A conversation that a client began, such as of a main agent or a sub-agent, or to get a title."""
+    """A conversation that a client began, such as with a main agent or a sub-agent, or for a title."""
 
     name: str
     """Name of its agent. The final names, `main` and numbers, are set after the `rollout`."""
@@ -54,7 +54,7 @@ class ChatThread:
     turns: Sequence[Turn]
     """Its turns."""
     verdicts: Sequence[Verdict]
-    """The relation of each of its requests to earlier turns."""
+    """The relations of its requests to earlier turns, one verdict for each request."""
 
 
 class Endpoint:
@@ -65,19 +65,19 @@ class Endpoint:
     root_url: str
     """`base_url` without /v1, for Anthropic's clients."""
     api_key: str
-    """The API key, for clients that need one. It belongs to this episode, and becomes invalid when the episode ends."""
+    """The API key, for clients that need one. It is valid for this episode, until the episode ends."""
     end_url: str
     """The URL that ends the episode with a reward, by `POST` with `{"reward": number}`.
 
-    It contains a second key, which allows nothing else. Do not show it to the programs that are rewarded. Neither
-    `environ` nor the settings of programs contain it.
+    The URL contains a second key, which allows nothing else. Do not show this URL to the programs that are rewarded.
+    `environ` and the settings of programs do not contain it.
     """
     model: str
     """Name of the model."""
     context: int
     """Maximum number of ids of prompt and answer together, for clients that limit their histories."""
     environ: Mapping[str, str]
-    """Variables by which known clients find the endpoint."""
+    """Environment variables by which known clients find the endpoint."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class Endpoint:
     async def wait(self) -> Mapping[str, Any]:
         """Wait until a client ends the episode with a `POST` request, or the run ends.
 
-        A program posts to `base_url` and `/end`, without a reward; a client that may set a reward posts to `end_url`.
-        After that, further requests are refused, and a program of `run` has ten seconds to end by itself. This holds
-        without a call of `wait`, too. The episode ends when its `rollout` does.
+        A program ends the episode by a `POST` to `{base_url}/end`, without a reward. A client that may set a reward
+        posts to `end_url` instead. Even without a call of `wait`, further requests are then refused, and a program of
+        `run` has ten seconds to end by itself. The episode ends when its `rollout` ends.
 
         Returns:
             The body: {"reward": number} if `end_url` received one, else {}.
@@ -142,8 +142,8 @@ class Endpoint:
     ) -> FinishedProgram:
         """Run an agent program until it and all processes that it started have ended.
 
-        In a sandbox the program reaches this endpoint at the same URL. It reaches nothing else if the sandbox has no
-        network. Processes that it leaves in the background of a sandbox continue, because later checks may need them.
+        In a sandbox, the program reaches this endpoint at the same URL. If the sandbox has no network, the program
+        reaches nothing else. Background processes that it leaves in a sandbox continue, as later checks may need them.
 
         The program has a clean environment: PATH, the language, `environ`, `env`, and its own HOME with settings for
         known clients and a folder for temporary files. Without a sandbox, it has the rights of this process unless
@@ -154,13 +154,12 @@ class Endpoint:
             cwd: its working folder; its home by default.
             env: further variables.
             wrap: a command to put before it, such as `["bwrap", ...]` or `["docker", "run", ...]`.
-            check: True to raise if it ends with another code than 0.
+            check: True to raise `ProgramFailed` if the exit code is not 0.
             sandbox: the sandbox to run it in; `cwd` is then a path inside.
             user: its user in the sandbox.
 
         Raises:
-            ProgramFailed: the program ended with another code, although the episode was not over and its last turn was
-                not cut.
+            ProgramFailed: the exit code is not 0, although the episode was not over and the last turn was not cut.
             BadOption: the program or the folder does not exist, or the system cannot start it.
             SandboxFailed: the sandbox is gone, or cannot reach the endpoint.
         """
@@ -220,7 +219,7 @@ class Endpoint:
         return finished
 
     def _cut_short(self) -> bool:
-        """Return True if the last turn was cut for its length. Some programs give up then."""
+        """Return True if the last turn was cut by a limit of its length; some programs fail after such a turn."""
         turns = [thread.turns[-1] for thread in self.threads if thread.trained and thread.turns]
         return any(turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT) for turn in turns)
 
@@ -230,7 +229,7 @@ class Endpoint:
         scope.cancel()
 
     async def home(self) -> Path:
-        """The HOME of programs, with settings for known clients. It is removed after the block."""
+        """The HOME of programs, with settings for known clients. It is removed when the block ends."""
         if self._home is None:
             # An error while a program's files are removed must not fail the episode.
             make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)

@@ -70,7 +70,7 @@ class EpisodeRoute:
         """True if every request is refused."""
 
     def shut(self) -> None:
-        """Refuse all further requests, and cut those in flight."""
+        """Refuse all further requests, and cut the requests in flight."""
         self.is_shut = True
         for scope in self._scopes:
             scope.cancel()

@@ -35,7 +35,7 @@ PROGRAM_ID_VARIABLE: Final = "DELTARUNNER_PROGRAM"
 """Variable that identifies the processes of a program, even those that left its process group."""
 
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""Number of bytes of each output that are kept, from its end."""
+"""Number of bytes that are kept from the end of standard output, and of standard error."""
 
 TERMINATE_GRACE_SECONDS: Final = 2.0
 """Time between SIGTERM and SIGKILL for a program."""
@@ -60,11 +60,11 @@ class FinishedProgram:
     argv: Sequence[str]
     """The command."""
     returncode: int
-    """Exit code; below 0 the signal that ended it."""
+    """Exit code; -N if signal N ended the program."""
     stdout: str
-    """Its last 64 KiB of output."""
+    """Last 64 KiB of its standard output."""
     stderr: str
-    """Its last 64 KiB of errors."""
+    """Last 64 KiB of its standard error."""
 
     @property
     def ok(self) -> bool:
@@ -88,7 +88,7 @@ def write_files(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def program_environ(home: Path, further: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Return the whole environment of a program: some of our variables, its home, and further variables.
+    """Return the whole environment of a program: some variables of this process, its home, and further variables.
 
     Temporary files are in the home and are removed with it, unless a further variable sets another folder.
     """
@@ -125,7 +125,7 @@ class RunningProgram:
                 assert stream is not None
                 readers.start_soon(tail.read, stream)
             await child_ended(self._process.pid)
-            # Processes that it started may keep its outputs open without end.
+            # Processes that the program started may keep its outputs open forever.
             readers.cancel_scope.deadline = anyio.current_time() + OUTPUT_DRAIN_SECONDS
             await self._end_rest()
         return FinishedProgram(self._argv, self._process.returncode, self._stdout.text(), self._stderr.text())
@@ -144,11 +144,11 @@ class RunningProgram:
     async def _end_rest(self) -> None:
         _signal_group(self._process.pid, signal.SIGKILL)
         with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
-            # Repeat until no process is left, since an undetected process may have started another one.
+            # This repeats until no process is left, since an undetected process may have started another one.
             while await anyio.to_thread.run_sync(_kill_marked, self._mark):
                 pass
         await child_ended(self._process.pid)
-        # This is the last step: from here on, another process may have its process id, and so its group.
+        # This is the last step: after it, another process may have the program's process id, and so its group id.
         self._process.wait()
 
 
@@ -159,7 +159,7 @@ async def run_program(
     """Run a program while the block runs.
 
     Args:
-        argv: the command; a relative path is searched in `cwd`, then in our own folder.
+        argv: the command; a relative path is searched in `cwd`, then in the working folder of this process.
         cwd: its working folder.
         env: its whole environment.
 
@@ -196,7 +196,7 @@ async def run_program(
 def _started(
     argv: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # The event loop does not start it, since the loop reaps a child as soon as it ends, and so frees its process id.
+    # The event loop does not start the program: it would reap a child that ends, and so free its process id early.
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -210,7 +210,7 @@ def _started(
 
 
 def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
-    """Return the program found on PATH, or by a path relative to its working folder or to ours."""
+    """Return the path of the program: from PATH, or relative to `cwd` or to the working folder of this process."""
     paths = [program]
     if os.path.dirname(program) and not os.path.isabs(program):
         paths = [os.path.abspath(os.path.join(folder, program)) for folder in (cwd or "", "")]
@@ -249,7 +249,7 @@ def _signal_group(pid: int, number: int) -> bool:
 
 
 def _kill_marked(mark: str) -> bool:
-    """End the processes that have a mark in their environment, if the system shows it. Return True if one existed."""
+    """Kill the processes with this mark in their environment, where the system shows it. Return True if one existed."""
     wanted, found = f"{PROGRAM_ID_VARIABLE}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
         # The process may have ended, or may belong to another user.

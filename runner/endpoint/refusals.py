@@ -28,11 +28,11 @@ class Reason(enum.StrEnum):
     NO_REWARD = "reward_not_allowed"
     """A reward arrived with the key of the program that is rewarded."""
     FORBIDDEN = "forbidden_host"
-    """The Host header has another name."""
+    """The Host header is not an address of this endpoint."""
     NOT_FOUND = "not_found"
     """This address does not exist."""
     METHOD = "method_not_allowed"
-    """The address exists, for another method."""
+    """The address exists, but for another HTTP method."""
     TOO_LARGE = "request_too_large"
     """The body is too large."""
     SLOW = "request_timeout"
@@ -111,4 +111,4 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(Reason.INVALID, str(error))
         case RecursionError():
             return Refused(Reason.INVALID, "something in the body is nested too deeply: send it as text.")
-    return Refused(Reason.FAILED, "the request failed; the run's own output says why")
+    return Refused(Reason.FAILED, "the request failed; the output of the run has the reason")

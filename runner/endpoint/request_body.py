@@ -1,4 +1,4 @@
-"""Reads fields that several wire forms share, from bodies and headers. A wrong field is refused by its name."""
+"""Reads fields that several wire forms share, from bodies and headers. A refusal names the wrong field."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ MAX_TOOL_BYTES: Final = 512 * 1024
 """Maximum size of a tool as JSON."""
 
 MAX_VALUES: Final = 500_000
-"""Maximum number of JSON values of a body. Parsing a million of them takes a second, in which nothing else runs."""
+"""Maximum number of JSON values of a body. Parsing a million values takes a second, during which nothing else runs."""
 
 _CALLS_OF: Final = operator.methodcaller("get", "tool_calls")
 
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
 _OF_SAMPLING: Final = re.compile(r"\ASampling\((\w+)=(.*?)\): ", re.DOTALL)
-"""Beginning of an error about a field of `Sampling`. Only the field is useful to clients."""
+"""Beginning of an error about a field of `Sampling`. A refusal keeps only the field and its value."""
 
 SAMPLING_NUMBERS: Final = tuple(
     name for name, row in SAMPLING_FIELDS.items() if row.number and name not in ("max_tokens", "logprobs")
 )
-"""Numbers of `Sampling` that a body may have under the same name."""
+"""Numeric fields of `Sampling` that a body has under the same name."""
 
 
 def bad(message: str) -> NoReturn:
@@ -79,7 +79,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
     Raises:
-        Refused: it is not an object, or has too many messages or values.
+        Refused: the body is not a JSON object, or has too many messages or values.
     """
     if _may_hold_more(raw) and (values := _values_in(raw)) > MAX_VALUES:
         bad(f"the body has {values:,} values, more than {MAX_VALUES:,}: send a shorter history or fewer tools.")
@@ -96,7 +96,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     for name in ("messages", "input"):
         given = body.get(name)
         if isinstance(given, list) and len(given) > MAX_MESSAGES:
-            bad(f"{name}: {len(given):,} of them, and a history has at most {MAX_MESSAGES:,}: send a shorter one.")
+            bad(f"{name}: the history has {len(given):,} of them, more than {MAX_MESSAGES:,}: send a shorter one.")
     return body
 
 
@@ -109,7 +109,7 @@ def _without_half(found: re.Match[bytes]) -> bytes:
 
 
 def _may_hold_more(raw: bytes) -> bool:
-    """Return True if a body may have too many values. Separators inside texts count too."""
+    """Return True if a body may have too many values. This counts separators, also inside of texts."""
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_VALUES
 
 
@@ -130,21 +130,19 @@ def check_size(chat_call: ChatCall) -> None:
         Refused: it has too many tools or calls, or a tool is too large; the message has the limit.
     """
     if len(chat_call.tools) > MAX_TOOLS:
-        bad(f"tools: {len(chat_call.tools):,} of them, and a request has at most {MAX_TOOLS:,}: offer fewer.")
+        bad(f"tools: the request has {len(chat_call.tools):,} of them, more than {MAX_TOOLS:,}: offer fewer.")
     made = map(_CALLS_OF, filter(dict.__instancecheck__, chat_call.messages))
     calls = sum(map(len, filter(list.__instancecheck__, made)))
     if calls > MAX_CALLS:
-        bad(f"the history has {calls:,} calls of tools, and at most {MAX_CALLS:,} are read: send a shorter one.")
+        bad(f"the history has {calls:,} calls of tools, more than {MAX_CALLS:,}: send a shorter one.")
     for index, tool in enumerate(chat_call.tools):
         size = len(canonical_json(tool))
         if size > MAX_TOOL_BYTES:
-            bad(
-                f"tools[{index}]: it has {size:,} bytes, and a tool has at most {MAX_TOOL_BYTES:,}: shorten its schema."
-            )
+            bad(f"tools[{index}]: it has {size:,} bytes, more than {MAX_TOOL_BYTES:,}: shorten its schema.")
 
 
 def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
-    """Return a field of a type. Null equals a missing field, and 1.0 is a whole number."""
+    """Return a field, which must be of this type. Null equals a missing field, and 1.0 is a whole number."""
     value = body.get(name)
     if value is None:
         return default
@@ -169,7 +167,7 @@ def _whole(value: Any) -> Any:
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return a list of objects; null is an empty one."""
+    """Return a field that is a list of objects; an empty list for null or a missing field."""
     values = field_of(body, name, list, [])
     if not all(map(dict.__instancecheck__, values)):
         index, value = next((index, value) for index, value in enumerate(values) if not isinstance(value, dict))
@@ -178,7 +176,7 @@ def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def number(body: Mapping[str, Any], name: str) -> float | None:
-    """Return a number, or None for a missing field."""
+    """Return a field that is a number; None for a missing field."""
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         bad(f"{name}: give a number, not {value!r:.60}.")
@@ -354,7 +352,7 @@ _LABELS: Final = (
     "x-claude-code-session-id",
     "session-id",
 )
-"""The narrowest label is first, since a sub-agent has the session of its parent agent."""
+"""Headers with a label, the narrowest first, since a sub-agent sends the session of its parent agent too."""
 
 _MAX_LABEL_CHARACTERS: Final = 200
 

@@ -2,7 +2,7 @@
 
 Text after a call is a separate message; the joined messages of a turn are its content. Requested extras are additional
 fields of events: `prompt_token_ids` in the first event, `token_ids` in the next event that is sent. Log-probabilities
-are sent with the text of their ids; those of the last ids are in the last event.
+are sent with the text of their ids; the last event has the log-probabilities of the last ids.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _FAILURES: Final = {
     Reason.SLOW: "server_error",
 }
 _IN_VAIN: Final = "invalid_prompt"
-"""The code of errors that clients do not retry. They retry any other error once."""
+"""The code of errors that clients do not retry. Clients retry any other error once."""
 
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being streamed: a text, of reasoning or of a message."""
+    """An item that is being streamed: the text of a reasoning or of a message."""
 
     item: dict[str, Any]
     kind: str
-    """Type of its text."""
+    """Type of the text."""
     delta: bytes
-    """Beginning of each event with a further piece."""
+    """Constant beginning of each event with a further piece, as JSON."""
     text: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ class ResponseWriter(AnswerWriter):
         return begin + self._event("response.failed", response=response)
 
     def whole(self, answered: Answered) -> bytes:
-        self.end(answered)  # its items equal the items of a stream
+        self.end(answered)  # this adds the items of a stream to the output
         response = {**self._final(answered), "output": self._output}
         if self._logprobs:
             response["logprobs"] = self._logprobs
@@ -264,7 +264,7 @@ _CUT: Final = {
     FinishReason.CONTEXT: "max_output_tokens",
     FinishReason.CONTENT_FILTER: "content_filter",
 }
-"""Reason of an incomplete answer, by the finish of its turn."""
+"""Reason of an incomplete answer, by the finish reason of its turn."""
 
 
 def _usage(turn: Turn) -> dict[str, Any]:

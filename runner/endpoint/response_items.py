@@ -1,8 +1,8 @@
 """Reads the items of OpenAI's Responses as messages. Several items of one turn become one message.
 
 An item names its turn in one of three ways: by its id, which is the turn's handle after `rs_`, `msg_`, `fc_` or `ctc_`;
-by the id of a call; or by the encrypted content of reasoning, which contains only the handle. A reference has only the
-id.
+by the id of a call; or by the encrypted content of reasoning, which contains only the handle. An item that is a
+reference has only an id.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def flat_name(name: str, namespace: str) -> str:
 
 
 # The argument of a custom tool is a text, so a model calls it as a function with one text argument. If the model wrote
-# other arguments, the text is their JSON, and a mark in the id of the call records that. Clients send the id back.
-# Without the mark, the arguments would come back as a text that the model did not write.
+# other arguments, the text is the JSON of these arguments, and the id of the call has a mark. Clients send the id back,
+# so that the arguments can be restored. Without the mark, a text that the model did not write would replace them.
 
 CUSTOM_PARAMETERS: Final[Mapping[str, Any]] = {
     "type": "object",
@@ -90,7 +90,7 @@ def custom_arguments(call_id: str, text: str) -> str:
 
 
 def minted(call_id: str) -> str:
-    """Return the id of a call without the mark of other arguments."""
+    """Return the id of a call without the mark for other arguments than a text."""
     own = call_id.removesuffix(_OTHER)
     return own if _NAMED.fullmatch(own) else call_id
 
@@ -130,14 +130,14 @@ class _TurnItems:
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The calls, in OpenAI's chat form."""
     refers: str = ""
-    """Id of an item that is only referred to. Such a reference means the whole turn."""
+    """Id of an item that the client only refers to; it stands for the whole turn."""
     not_text: bool = False
     """True if a note replaces content that is not text."""
 
     def takes(self, handle: str, kind: _ItemKind) -> bool:
-        """Return True if a further item belongs to the same turn.
+        """Return True if a further item belongs to this turn.
 
-        The history tree joins turns that are split wrongly.
+        If this is wrong and a turn is split, the history tree joins its parts.
         """
         if handle or self.handle:
             return handle == self.handle
@@ -248,7 +248,7 @@ class _ItemReader:
 
     def _message(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
         role = item.get("role")
-        # In the new part, a bad item is refused. In the past, a note replaces it.
+        # A bad item is refused in the new part of the input. In the past, a note replaces it.
         strict = is_last and role != "assistant"
         content, has_notes = _text_of(item.get("content"), f"{where}.content", strict=strict)
         if role == "assistant":

@@ -82,7 +82,7 @@ def _name(tool: Mapping[str, Any], where: str) -> str:
 
 
 def _grammar(tool: Mapping[str, Any], where: str) -> str:
-    """Return the addition to a custom tool's description that has the grammar of its text."""
+    """Return a text to append to a custom tool's description, with the grammar of its input; "" without a grammar."""
     form = inner_field(tool, where, "format", dict, {})
     definition = form.get("definition")
     if form.get("type") != "grammar" or not isinstance(definition, str):
@@ -94,7 +94,7 @@ def read_tool_choice(given: Any, not_granted: dict[str, Any]) -> ToolChoice | No
     """Return the tool choice: "auto", "none", "required" or the name of a tool.
 
     Raises:
-        Refused: it is not a choice between tools that a model can call.
+        Refused: the value is not a valid choice between tools that a model can call.
     """
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind in ("function", "custom"):
@@ -115,7 +115,7 @@ def _chosen(given: Mapping[str, Any], where: str) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """Return the mode. The list of allowed tools is enforced only if it requires a single one."""
+    """Return the mode, or the name of the only allowed tool if a call is required. Other lists are not enforced."""
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.mode: give auto or required, not {mode!r:.60}.")

@@ -28,10 +28,10 @@ Listen = tuple[str, int]
 """Host and port; port 0 takes any free one."""
 
 MAX_CONNECTIONS: Final = 2_000
-"""Maximum number of connections; half of the limit of open files, if that is lower.
+"""Maximum number of connections; half of the limit of open files, if this half is lower.
 
-A further connection replaces the oldest one without a valid key, or else the one that has been idle longest. If all
-connections are in use, the further one is closed.
+A further connection replaces the oldest connection without a valid key, or else the connection that has been idle
+longest. If all connections are in use, the further connection is closed.
 """
 
 HEADER_SECONDS: Final = 20.0
@@ -54,7 +54,7 @@ def parse_listen(text: str) -> Listen:
     """Parse `HOST:PORT`, `HOST` or `:PORT`.
 
     Raises:
-        BadOption: it has another form.
+        BadOption: the text has another form.
     """
     if not isinstance(text, str):
         raise BadOption(f"listen={text!r:.60}: give HOST:PORT, such as 127.0.0.1:8000 or 0.0.0.0:0.")
@@ -80,7 +80,7 @@ class EndpointServer:
         self.draining = anyio.Event()
         """Set once the run begins no further episode."""
         self.url = ""
-        """The address of the server, once an episode was served."""
+        """The URL of the server; "" before the first episode is served."""
 
     async def __aenter__(self) -> Self:
         self._group = anyio.create_task_group()
@@ -184,8 +184,9 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
     except ImportError:
         raise BadOption("an endpoint needs uvicorn and httptools: pip install 'deltarunner[serve]'.") from None
 
-    # A quarter may be accepted at once before any of them is handled, and a quarter is for the run itself.
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for no limit
+    # Connections get half of the files. A quarter is for sockets that are accepted but not yet counted, and a quarter
+    # is for the run itself.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # the limit is -1 if there is none
     connections = min(MAX_CONNECTIONS, files // 2)
     # Connections that may be closed for others: connections without a key, and idle ones; the oldest first.
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
@@ -197,8 +198,8 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
             super().connection_made(transport)
-            # An event loop does this only if the socket names its protocol. Otherwise, a request whose body is sent
-            # separately waits for 40 ms.
+            # An event loop sets TCP_NODELAY only on sockets that were created with a protocol number. Without it, a
+            # request whose body is sent separately waits for 40 ms.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._late: TimerHandle | None = None
             self._in_head = False
@@ -213,8 +214,8 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            # The parser reports a URL or a header only when it is complete, so the bytes of incomplete ones are counted
-            # here.
+            # The parser reports a URL or a header only when it is complete, so the bytes of an incomplete one are
+            # counted here.
             self._unread = self._unread + len(data) if self._in_head else 0
             self._within(self._unread)
 

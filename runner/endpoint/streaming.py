@@ -69,14 +69,14 @@ class ClientConnection:
 
     @contextmanager
     def left_if_unread(self, scope: anyio.CancelScope) -> Iterator[None]:
-        """Return a block that is cancelled if the client does not read the written data."""
+        """Cancel the scope if the client does not read the written data while the block runs."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
             if self._sending is not None and time.monotonic() - self._sending >= CLIENT_READ_SECONDS:
                 self.gone = True
                 scope.cancel()
-            # One timer fires from time to time. A task or a timer for each write would take longer than the write.
+            # One timer repeats, since a task or a timer for each write would take longer than the write.
             self._looking = loop.call_later(CLIENT_READ_SECONDS / 4, look)
 
         look()
@@ -95,7 +95,7 @@ WRITE_INTERVAL_SECONDS: Final = 0.02
 """Interval between writes of a stream. The first and the last write are immediate."""
 
 FIRST_BYTE_SECONDS: Final = 2.0
-"""Time after which a waiting client receives the head of its answer. Until then an error has its own status."""
+"""Time after which a waiting client receives the head of its answer. Before it, a refusal has its own status."""
 
 KEEP_ALIVE_SECONDS: Final = 10.0
 """Time without data after which a stream sends a comment to keep the connection alive."""
@@ -139,8 +139,7 @@ async def until_gone(
     """Wait until the client disconnects, and cancel the scope of an unfinished answer."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    # A server also sends this event after the answer. So this task ends by itself, and need not be cancelled, which
-    # would take longer.
+    # A server also sends this event after the answer, so this task ends by itself. Cancelling it would take longer.
     if not connection.over:
         connection.gone = True
         scope.cancel()
@@ -235,7 +234,7 @@ class _Events:
         return self._writer.write(came) if came else b""
 
     def _look(self) -> None:
-        """Check for a long silence at intervals, which is cheaper than a timer for each write."""
+        """Check at intervals for a long silence. A timer for each write would be slower."""
         patience = KEEP_ALIVE_SECONDS if self._connection.begun else FIRST_BYTE_SECONDS
         silent = time.monotonic() - max(self._began, self._connection.written)
         if silent >= patience:

@@ -40,7 +40,7 @@ Headers = Mapping[str, str]
 
 
 class TokenText(Protocol):
-    """Return the text of ids. A byte that is not valid text alone is a character of `surrogateescape`."""
+    """Function that returns the text of ids. A byte that is not valid text is decoded by `surrogateescape`."""
 
     def __call__(self, ids: Sequence[int], /) -> str: ...
 
@@ -88,13 +88,13 @@ class Answered:
 
 
 class Restarted(Exception):
-    """Raised if the engine discarded a turn of which a part was sent. The client must retry."""
+    """A turn that the engine discarded after a part of it was sent. The client must retry."""
 
 
 class AnswerWriter(ABC):
     """Writes one answer, in one piece or event by event. The end of a stream has all data that was not sent before.
 
-    A subclass writes each part. Its methods return bytes as they are sent, which may be empty.
+    A subclass writes each part. Each of its methods returns the bytes to send, which may be empty.
     """
 
     keep_alive: ClassVar[bytes] = b": waiting\n\n"
@@ -203,9 +203,9 @@ class AnswerWriter(ABC):
         """Return the bytes of a tool call, the `index`-th one of the answer."""
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
-        """Return the bytes of further sampled ids, if the client requested them.
+        """Return the bytes of further sampled ids, if the client requested ids.
 
-        Their text may be sent before or after them.
+        The text of these ids may be sent before or after them.
         """
         return b""
 
