@@ -22,7 +22,9 @@ CALL_SECONDS: Final = 120.0
 """Time limit of a call that manages containers."""
 
 CALLS_AT_ONCE_COUNT: Final = 8
-"""Maximum number of concurrent calls that manage containers. More concurrent calls take longer than a sequence."""
+"""Maximum number of concurrent calls that manage containers. More calls at once take longer than the same calls one
+after another.
+"""
 
 CLIENT_END_SECONDS: Final = 3.0
 """Time for a client to end by itself before it is killed."""
@@ -34,8 +36,8 @@ ERROR_CHARS: Final = 2000
 """Characters of a client's output in an error message."""
 
 NO_FILES_FOLDER: Final = "/proc"
-"""Folder in which the client runs. podman leaves a monitor there, which tries to write a file `oom` if memory is used
-up.
+"""Folder in which the client runs. If a container runs out of memory, podman's monitor process tries to write a file
+`oom` into this folder, and /proc refuses it.
 """
 
 CHUNK_BYTES: Final = 64 * 1024
@@ -70,8 +72,8 @@ def client_environ() -> dict[str, str]:
 def variable_flags(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the options that set variables of a container, and the variables of the client itself.
 
-    The values are not in the command line, which every process of the machine can read. Variables that the client reads
-    itself, such as PATH and LD_PRELOAD, are the exception: they must not change the client.
+    Every process of the machine can read the command line, so the values are not in it. Only values of variables that
+    the client itself reads, such as PATH and LD_PRELOAD, are there, since they must not change the client.
     """
     passed = {k: v for k, v in variables.items() if k not in _KEPT and not k.startswith(_CLIENT_BEGINNINGS)}
     return [f"--env={key}" if key in passed else f"--env={key}={value}" for key, value in variables.items()], passed
@@ -84,7 +86,7 @@ def output_tail(output: bytes | str) -> str:
 
 
 def file_error(result: CallResult, path: str, what: str) -> OSError:
-    """Return the error of a copy of a file that failed, by its cause.
+    """Return the error for a failed copy of a file. Its class depends on the cause.
 
     Args:
         result: the call.
@@ -194,7 +196,7 @@ class CallResult:
 
     @property
     def error(self) -> str:
-        """The end of the command's standard error, or of its output if there is no such text."""
+        """The end of the command's standard error; if that is empty, the end of its output."""
         if self.code == -1:
             return "it did not end in time"
         return output_tail(self.stderr.strip() or self.stdout)
@@ -230,9 +232,9 @@ class ContainerClient:
         Args:
             arguments: the command and its arguments.
             stdin: its input.
-            into: the file for its output, in place of the result.
+            into: the file that receives the output; the result then has none.
             seconds: time limit.
-            most_bytes: maximum number of bytes of the output; with a file more of them are an error.
+            most_bytes: maximum size of the output in bytes; a larger output is shortened, or an error with a file.
             env: further variables of the client.
             while_runs: called with the client's process id; its context is left when the client has ended.
 
@@ -263,8 +265,8 @@ class ContainerClient:
         self, arguments: Sequence[str], *, stdin: IO[bytes] | None, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a command. It has its own session, so that Ctrl-C in a terminal does not reach it."""
-        # Started without the event loop: uvloop leaves pipes open in processes that the client starts and that outlive
-        # the client.
+        # The process is started without the event loop. uvloop would leave pipes open in processes that the client
+        # starts and that outlive the client.
         return subprocess.Popen(
             [*self.argv, *arguments],
             stdin=subprocess.DEVNULL if stdin is None else stdin,
@@ -283,7 +285,7 @@ class ContainerClient:
                 assert stream is not None
                 readers.start_soon(output.read, stream)
             await child_ended(process.pid)
-            # A process that the client left may keep the outputs open without end.
+            # A process that the client left running may keep the outputs open forever.
             readers.cancel_scope.deadline = anyio.current_time() + DRAIN_SECONDS
         return process.wait()
 
@@ -291,7 +293,7 @@ class ContainerClient:
         """End the client if it runs, and close its streams."""
         with anyio.CancelScope(shield=True):
             if process.returncode is None:
-                # The signal is not sent by the process object, which may reap the process and so free its id.
+                # `process.terminate` is not used: it may reap the process, which frees its id.
                 os.kill(process.pid, signal.SIGTERM)
                 with anyio.move_on_after(CLIENT_END_SECONDS):
                     await child_ended(process.pid)

@@ -36,7 +36,7 @@ START_SECONDS: Final = 60.0
 """Longest time until a command has begun. The time limit of the command counts from its beginning."""
 
 NOT_STARTED_CODE: Final = 126
-"""Exit code of a command for which no process can be started, as of a shell."""
+"""Exit code of a command that cannot be started; a shell returns the same code."""
 
 UNSURE_CODES: Final = (125, 126, 127, 137, 255)
 """Exit codes of the client that may also mean that the container is gone."""
@@ -95,7 +95,7 @@ class ContainerSandbox:
         self._workdir: str | None = None
         self._owner: tuple[int, int] | None = None
         self._damage = ""
-        """The reason why no command can run after a restart; empty if commands can run."""
+        """The reason why no command can run after a restart; "" if commands can run."""
 
     # --- commands
 
@@ -352,7 +352,7 @@ class _Command:
         return "output" if self._too_much.is_set() else "time"
 
     async def _limit_seconds(self, scope: anyio.CancelScope, seconds: float | None) -> None:
-        # A busy machine needs seconds to start a command, which do not count as its time.
+        # On a busy machine the start may take seconds, which do not count towards the command's time limit.
         with anyio.move_on_after(START_SECONDS):
             await self._started.wait()
         if seconds is not None:
@@ -378,7 +378,8 @@ class _Command:
         """True if the container's limit of processes prevented the start."""
         if self._session:
             return False
-        words = decoded(self._stderr.content() + self._stdout.content()).lower()  # docker's are in the output
+        # docker writes its messages to the output
+        words = decoded(self._stderr.content() + self._stdout.content()).lower()
         return not any(cause in words for cause in _OTHER_CAUSES)
 
     def executed(self, ended_by: SandboxEnd) -> Executed:

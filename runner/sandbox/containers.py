@@ -33,8 +33,8 @@ MIN_FREE_BYTES: Final = 1024**3
 IGNORED_LIMITS: Final = "resource limits are not supported"
 """Part of podman's warning that it ignores limits."""
 
-# SIGCHLD is ignored where `env` supports that, so that the kernel removes processes whose parents have ended. This
-# process never starts another one, and ignores all signals from inside that can be ignored.
+# The first process of a container. It starts no other process, and ignores all signals that can be ignored. If `env`
+# supports it, SIGCHLD is ignored too, so that the kernel removes ended processes without a parent.
 _FIRST_PROCESS: Final = """
 trap "" HUP INT TERM USR1 USR2
 if env --ignore-signal=CHLD true 2>/dev/null; then exec env --ignore-signal=CHLD sleep 2147483647; fi

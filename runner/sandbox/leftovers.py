@@ -32,8 +32,9 @@ REMOVALS_COUNT: Final = 2
 OWNER_LABEL: Final = "deltarunner.owner"
 """Label of a container: the process that it belongs to."""
 
-# Lines that begin with + and - are process ids of clients that build an image, each the leader of a session. Removal is
-# tried ten times, since a client that was creating a container when its process was killed still completes that.
+# A line with + or - adds or removes the process id of a client that builds an image; each client leads a session.
+# Removal is tried ten times, since a client may still complete a container that it was creating when the runner was
+# killed.
 _WATCH: Final = """
 clients=
 while read -r line; do
@@ -122,7 +123,7 @@ async def remove_leftovers(client: ContainerClient) -> list[str]:
 
 
 async def remove_container(client: ContainerClient, name: str) -> None:
-    """Remove a container of this process. A second attempt follows a failure; a second failure is only logged."""
+    """Remove a container of this process. A failure is retried once; a second failure is only logged."""
     with anyio.CancelScope(shield=True):
         for _ in range(REMOVALS_COUNT):
             removed = await client.call("rm", *remove_flags(client), name)
@@ -176,7 +177,7 @@ class Watcher:
                 self._tell(f"-{pid}")
 
     def _tell(self, line: str) -> None:
-        with self._lock, suppress(OSError):  # it was killed
+        with self._lock, suppress(OSError):  # the watcher has been killed
             assert self._process is not None
             assert self._process.stdin is not None
             self._process.stdin.write(f"{line}\n".encode())

@@ -90,7 +90,7 @@ async def _folders(client: ContainerClient, name: str) -> tuple[str, list[str]]:
 
 
 def _changed_folders(changed: Sequence[tuple[str, str]], folders: Sequence[str]) -> list[str]:
-    """Return the folders whose programs may differ, or may be found later than added programs of the same name."""
+    """Return the folders whose programs may have changed, or may be hidden by added programs of the same name."""
     found = set[str]()
     for kind, path in changed:
         for place, folder in enumerate(folders):
@@ -121,7 +121,7 @@ async def _original(client: ContainerClient, image: str) -> AsyncIterator[str]:
 
 
 async def _copy(client: ContainerClient, name: str, folder: str, file: IO[bytes], failures: list[str]) -> None:
-    """Write the archive of a folder of a container into a file; nothing if it has no such folder."""
+    """Write the archive of a folder of a container into a file; write nothing if the folder does not exist."""
     done = await client.call("cp", f"{name}:{folder}/.", "-", into=file, most_bytes=FOLDER_BYTES, seconds=COPY_SECONDS)
     file.seek(0)
     if done.ok:
@@ -145,7 +145,7 @@ def _pack(found: Mapping[str, IO[bytes]], changed: Sequence[tuple[str, str]], fi
                     moved.linkname = f"{folder[1:]}/{member.linkname.removeprefix('./')}"
                 archive.addfile(moved, content)
         for _, path in changed:
-            # A program added to an earlier folder would be found instead of the image's program.
+            # A program that was added to an earlier folder would be found instead of the program of the image.
             folder, name = posixpath.split(path)
             later = [each for each in places.get(name, ()) if folder in found and _is_before(folder, each, found)]
             if later and folder not in places[name]:

@@ -50,7 +50,7 @@ class Executed:
 
     @property
     def ok(self) -> bool:
-        """True if it ended by itself with code 0."""
+        """True if the command ended by itself with code 0."""
         return self.code == 0 and self.ended_by == "exit"
 
     def __str__(self) -> str:
@@ -87,9 +87,9 @@ class Sandbox(Protocol):
         A command that reaches a limit, or whose call is cancelled, is ended with all processes that it started.
 
         Args:
-            argv: the command; no shell reads it: give `["sh", "-c", ...]` for one.
+            argv: the command, which no shell reads; to use a shell, give `["sh", "-c", ...]`.
             seconds: the time limit; None for no limit.
-            input: its standard input; without it, the end of the file at once.
+            input: its standard input; None for an empty one.
             env: further variables.
             user: the user; by default the user of the sandbox.
             cwd: the working folder; by default the folder of the image.
@@ -148,12 +148,12 @@ class Sandbox(Protocol):
     async def restore(self) -> None:
         """End all processes, and put back the programs of the image: the files in the folders of PATH.
 
-        After it a check uses the programs of the image, whatever was done in the sandbox. Programs that were added
-        stay, unless one of the image has the same name. Libraries, packages of languages, and folders at or below the
-        working folder are not changed: a user that may not write them cannot forge a check with these.
+        A check that runs after this call uses the programs of the image, even if they were replaced. Programs that were
+        added stay, unless one of the image has the same name. Libraries, packages of languages, and folders at or below
+        the working folder are not restored. A command can forge a check with them only if its user may write them.
 
-        If changes inside the sandbox prevent this, each later command returns an `Executed` with code 126 and
-        the reason.
+        If changes inside the sandbox prevent this, each later command returns an `Executed` with code 126 and the
+        reason.
 
         Raises:
             SandboxGone: the sandbox does not exist any more.
@@ -184,12 +184,11 @@ class SandboxOptions:
     processes: int | None = 256
     """Processes and threads; None for no limit."""
     disk_mb: int | None = None
-    """Space for files that the sandbox writes, in MiB, where the engine can limit it; else it is refused. None for no
-    limit."""
+    """Space for files that the sandbox writes, in MiB; None for no limit. An engine that cannot limit it refuses it."""
     network: str = "none"
     """"none", or "internet" for the default network of the provider."""
     tmpfs: Mapping[str, str] = field(default_factory=dict)
-    """Sizes of folders in memory, by path: `{"/work": "64m"}`. A full folder refuses further bytes."""
+    """Sizes of folders in memory, by path: `{"/work": "64m"}`. Writes to a full folder fail."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all commands."""
     workdir: str | None = None

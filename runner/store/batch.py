@@ -85,7 +85,8 @@ _CHUNK_SIZES: Final = (64, 16, 4, 1)
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
     """The rows in chunks, each for one statement. The chunks have few sizes, so that few statements are compiled.
 
-    Each statement releases the interpreter lock and waits to get it back from a busy event loop.
+    A chunk has many rows, since each statement releases the interpreter lock, and then waits for it if the event loop
+    is busy.
     """
     start = 0
     while start < len(rows):
@@ -107,7 +108,7 @@ class Packer:
         self._next_key = next_key
         self._launch = launch
         self._written: OrderedDict[Hashable, None] = OrderedDict()
-        # Nearly all turns share one object, whose encoding costs as much as the rest of a row.
+        # Nearly all turns share one `Sampling`. Its encoding, which costs as much as the rest of a row, is kept.
         self._sampled: tuple[Sampling | None, str] = None, ""
 
     def forget(self) -> None:
@@ -157,7 +158,7 @@ class Packer:
         return self._refer(batch, SAMPLINGS, "sampling", self._sampled[1])
 
     def _refer(self, batch: StatementBatch, table: Table, kind: str, *values: str) -> int:
-        """The key of a shared row; the row is added the first time."""
+        """Return the key of a shared row, and add the row if it is not in the cache."""
         key = _key_of(kind, values[-1])
         if self._first_time(key):
             batch.insert(table, [key, *values])

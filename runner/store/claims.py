@@ -31,7 +31,7 @@ class Claimed:
     finished: frozenset[int] = frozenset()
     """The group indices whose episodes have a final outcome in the file."""
     attempts: Mapping[int, int] = field(default_factory=dict)
-    """The number of attempts in the file by index. It is also the number of the next attempt."""
+    """The number of attempts in the file, by group index. It is also the number of the next attempt, counted from 0."""
     group_scored: bool = False
     """True if the rewards of the group are in the file."""
 

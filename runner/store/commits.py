@@ -45,9 +45,9 @@ class Commit:
         self.pack = pack
         self.tokens = tokens
         self.done = anyio.Event()
-        """Set on the event loop once it is committed or has failed."""
+        """Set on the event loop once the unit is committed or has failed."""
         self.error: StorageFailed | None = None
-        """The error if it is not in the file."""
+        """The error if the unit is not in the file."""
 
 
 def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
@@ -115,7 +115,7 @@ _FINISH: Final = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNS
 class CommitThread:
     """Takes commits from the event loop, and writes waiting ones in one transaction.
 
-    A transaction of many commits costs little more than one of a single commit, and wakes the loop once for all.
+    A transaction with many commits costs little more than a transaction with one, and wakes the event loop only once.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class CommitThread:
         batch = StatementBatch()  # a separate batch, so that a commit that fails half-way adds no rows
         try:
             commit.pack(batch, self._packer)
-        except Exception as error:  # values of an author may raise any exception
+        except Exception as error:  # an author's values may raise any exception
             self._packer.forget()
             commit.error = StorageFailed(
                 f"run file {self._path}: an episode cannot be stored ({type(error).__name__}: {error})."

@@ -76,8 +76,8 @@ def storage_faults(path: Path) -> Iterator[None]:
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """Commit all statements of the block, or none."""
-    # IMMEDIATE takes the write lock now, and waits for it. A transaction that first reads could be refused the lock
-    # in the middle.
+    # IMMEDIATE takes the write lock now, and waits for it. A transaction that begins with a read could fail to get the
+    # lock later.
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield

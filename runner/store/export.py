@@ -79,10 +79,9 @@ def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
 def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: TrajectoryFilter = ALL) -> int:
     """Write the trained trajectories, one JSON object per line.
 
-    A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not
-    sampled; `mask` is 1 for ids that were. In a turn, `sampling` is null if no run sampled it, `top_ids` and
-    `top_logprobs` are null if it did not request them, and a log-probability in them is null if the id could not be
-    sampled.
+    A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not sampled;
+    `mask` is 1 for sampled ids. In a turn, `sampling` is null if no run sampled it, `top_ids` and `top_logprobs` are
+    null if it did not request them, and a log-probability in them is null if the id could not be sampled.
 
     Args:
         run_file: the run file to export.
@@ -292,7 +291,7 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
         return np.concatenate([np.empty(0, kind), *parts])
 
     def finite(values: Any) -> Any:
-        """NaN and infinity become null, as in JSON."""
+        """Return the values, with null for NaN and infinities, as in JSON."""
         return pa.array(values, mask=~np.isfinite(values))
 
     per_token: dict[str, Callable[[], Any]] = {
@@ -335,7 +334,7 @@ def _expert_parts(log: TokenLog) -> _Parts:
 def _lists(
     logs: Sequence[TokenLog], kind: str, parts: Callable[[TokenLog], _Parts], take: Callable[[Any], array[Any]]
 ) -> Any:
-    """Data of turns as a list for each id of the logs, null for ids without any."""
+    """Return the data of turns with one list for each id of the logs; null for an id without data."""
     import numpy as np
     import pyarrow as pa
 

@@ -49,12 +49,12 @@ _RULES: Final = (
     ("*template.name", OnChange.FREE),
     ("*template.fingerprint", OnChange.FREE),  # derived from compared fields
     ("*template.turns.format.response*", OnChange.REFUSE),  # from the checkpoint, so it is not derived
-    ("*template.turns.*", OnChange.FREE),  # these are derived from compared fields too
+    ("*template.turns.*", OnChange.FREE),  # also derived from compared fields
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
     ("engine*.model", OnChange.REFUSE),
-    ("engine*.replies*", OnChange.REFUSE),  # the model of a scripted engine
+    ("engine*.replies*", OnChange.REFUSE),  # the replies are the model of a scripted engine
     ("engine*.forced", OnChange.REFUSE),
     ("engine*.tokenizer", OnChange.REFUSE),
     ("engine*.stop_ids", OnChange.REFUSE),
@@ -77,7 +77,7 @@ _RULES: Final = (
 
 _DTYPE: Final = re.compile(
     r"(engine|engines\..+?)(\.arguments)?\.dtype"
-)  # the dtype in use; with `arguments` the given one
+)  # the dtype in use, or below `arguments` the dtype that was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The header in `text`; fields of other versions are left out."""
+        """Return the header in `text`; fields that only other versions have are left out."""
         values = decode_json(text)
         known = {item.name for item in dataclasses.fields(cls)}
         values = {name: value for name, value in values.items() if name in known}
@@ -221,7 +221,7 @@ class Header:
         """Refuse to resume the run file `path` with this header as the run of `new`.
 
         Raises:
-            ConfigurationChanged: the configurations differ; the message lists how.
+            ConfigurationChanged: the configurations differ; the message lists the differences.
         """
         refused = self.refused(new)
         if refused:
@@ -237,11 +237,11 @@ class Header:
 
 def _meaning(path: str, old: Mapping[str, Any]) -> OnChange:
     if path.startswith("code.") and path not in old:
-        return OnChange.FREE  # the file is from before the code was recorded
+        return OnChange.FREE  # an older file, written before runs recorded the code
     dtype = _DTYPE.fullmatch(path)
     if dtype is None:
         return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))
-    # A file from before the dtype was recorded has only the given dtype, if any.
+    # An older file, written before runs recorded the dtype in use, has at most the given dtype.
     written = f"{dtype[1]}.dtype" in old
     return OnChange.REFUSE if written is (dtype[2] is None) else OnChange.FREE
 

@@ -15,7 +15,7 @@ __all__ = ["pack", "packed_logprobs", "source_spans", "sources_of", "unpack", "u
 
 
 def pack(values: array[Any]) -> bytes:
-    """The values one after the other, little-endian on every machine."""
+    """Return the values as bytes, one after the other, little-endian on every machine."""
     if sys.byteorder == "big":
         values = values[:]
         values.byteswap()
@@ -23,7 +23,7 @@ def pack(values: array[Any]) -> bytes:
 
 
 def unpack(typecode: str, data: bytes) -> array[Any]:
-    """The array that `pack` packed, given its type code."""
+    """Return the array that `pack` packed; `typecode` is its type code."""
     values: array[Any] = array(typecode)
     values.frombytes(data)
     if sys.byteorder == "big":

@@ -153,7 +153,7 @@ class RunFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; leaving the `with` block does."""
+        """Close the file; the end of the `with` block also closes it."""
         self._connection.close()
 
     def __repr__(self) -> str:

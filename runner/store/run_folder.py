@@ -67,7 +67,7 @@ def holds_run(path: Path) -> bool:
 
 
 def stored_header(path: Path) -> Header | None:
-    """The header of a run file; None if it holds no run. Also None if it cannot be read: the writer raises later."""
+    """Return the header of a run file; None if it holds no run or cannot be read. The writer raises the error later."""
     try:
         if not holds_run(path):
             return None

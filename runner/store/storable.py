@@ -76,7 +76,10 @@ def _are_plain(values: Sequence[Any]) -> bool:
 
 
 def _of_type(kind: type, values: Sequence[Any]) -> Collection[Any]:
-    """The values of this type, each object once: a list that holds itself twice would double at every depth."""
+    """Return the values of this type, each object once.
+
+    Else a list that holds itself twice would double at every depth.
+    """
     found = list(compress(values, map(partial(operator.is_, kind), map(type, values))))
     return dict(zip(map(id, found), found, strict=True)).values()
 

@@ -56,7 +56,7 @@ _OF_THE_LAUNCH: Final[Mapping[str, Any]] = {
     "flat": 0,
     "faults": [],
 }
-"""The values that no row holds, with their defaults without a finished launch."""
+"""The values that no row holds, with their defaults if no launch has finished."""
 
 
 def summarize(connection: sqlite3.Connection, header: Header) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def summarize(connection: sqlite3.Connection, header: Header) -> dict[str, Any]:
         connection.execute("ROLLBACK")
     summary = {**episodes.as_dict(), **turns, **requests}
     launched = None if stored is None else decode_json(stored)
-    # After a killed launch the stored summary may be of an earlier one. Summaries leave out cancelled episodes.
+    # If the last launch was killed, the stored summary may be from an earlier launch, with another number of episodes.
+    # The summary of a launch leaves out cancelled episodes.
     counted = summary["episodes"] - episodes.outcomes[Outcome.CANCELLED]
     if isinstance(launched, dict) and launched.get("episodes") in (counted, summary["episodes"]):
         return {**_OF_THE_LAUNCH, **launched, **summary}

@@ -104,7 +104,7 @@ class RunWriter:
         self._thread: CommitThread | None = None
         self._stored_until = 0
         self._launch = 0
-        # `fast_acquire`: with room, a commit does not wait for a pass of the event loop.
+        # With `fast_acquire`, a commit does not wait for a pass of the event loop if there is room.
         self._waiting = anyio.Semaphore(MAX_WAITING_COMMITS, fast_acquire=True)
 
     async def __aenter__(self) -> Self:
@@ -239,14 +239,17 @@ class RunWriter:
             raise StorageFailed(str(commit.error)) from commit.error
 
     def flush(self) -> None:
-        """Commit everything sent so far, and accept nothing more. Any thread may call it, for a blocked event loop."""
+        """Commit everything sent so far, and accept nothing more.
+
+        Any thread may call this, also while the event loop is blocked.
+        """
         if self._thread is not None:
             self._thread.close()
 
     # --- stored episodes
 
     def claim(self, task: Task, position: int, *, repeatable: bool = False, visit: int | None = None) -> Claimed:
-        """Claim `task`, the run's `position`-th, for playing. Takes about 10 us, from any thread.
+        """Claim `task` for playing. Any thread may call this; it takes about 10 us.
 
         Args:
             task: the task.
@@ -300,7 +303,7 @@ def _close_file(connection: sqlite3.Connection) -> None:
     If the file is being read, or the disk is full, the log stays next to it.
     """
     with suppress(sqlite3.Error):
-        # Merge without waiting: the run is over, and must not wait for readers of the file.
+        # The merge does not wait for readers of the file, since the run is over.
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()

@@ -1,4 +1,4 @@
-"""Checks that the episodes of a run file fit together: none missing, none twice, and a matching summary."""
+"""Checks a run file as a whole: no episode is missing or stored twice, and the summary matches the rows."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ _MISFITS: Final = (
     (
         "SELECT id FROM tasks AS task WHERE NOT EXISTS "
         "(SELECT 1 FROM episodes WHERE task_id = task.id AND episodes.visit = task.visit)",
-        "a task was begun, and none of its episodes is there",
+        "a task was begun, but the file has none of its episodes",
     ),
     (
         "SELECT id FROM episodes WHERE group_index NOT BETWEEN 0 AND :group_size - 1",
-        "its index is not within a group of the run's size",
+        "its index is not below the run's group size",
     ),
     (
         "SELECT id FROM episodes GROUP BY task_id, visit, group_index "
@@ -75,20 +75,20 @@ _MISFITS: Final = (
     ),
     (
         f"SELECT id FROM episodes WHERE superseded AND outcome NOT IN ({_AGAIN})",
-        "it is not a result of the run, and it did not fail",
+        "it is not a result of the run, although it did not fail",
     ),
     (
         "SELECT id FROM episodes AS this WHERE superseded AND (SELECT complete FROM run) AND NOT EXISTS "
         f"(SELECT 1 FROM episodes AS other WHERE {_SAME_EPISODE} AND NOT other.superseded)",
-        "none of its attempts is a result of the run, which is complete",
+        "the run is complete, but none of its attempts is a result",
     ),
     (
         f"SELECT id FROM episodes GROUP BY task_id, visit, group_index, attempt HAVING {_DISAGREE}",
-        "its agents do not agree on how it ended",
+        "its agents have different records of its end",
     ),
     (
         "SELECT id FROM episodes WHERE launch NOT IN (SELECT number FROM launches)",
-        "it was written by a launch that there was not",
+        "it was written by a launch that the file does not list",
     ),
 )
 
@@ -98,10 +98,10 @@ _COUNTED: Final = f"FROM episodes WHERE NOT superseded AND outcome NOT IN ({_UNF
 def first_misfit(path: Path, header: Header) -> Difference | None:
     """Return the first inconsistency between the episodes of the file at `path`, or None.
 
-    A run that is being written is checked as of one moment.
+    All checks read the same state of the file, also while a run writes it.
     """
     with storage_faults(path), closing(open_reader(path)) as connection:
-        connection.execute("BEGIN")  # in one transaction, all statements read the same state of the file
+        connection.execute("BEGIN")  # one transaction, so that all statements read the same state
         for statement, explanation in _MISFITS:
             row = connection.execute(f"{statement} LIMIT 1", {"group_size": header.group_size}).fetchone()
             if row is not None:
@@ -130,7 +130,7 @@ def _of_the_summary(explanation: str, stored: object, derived: object) -> Differ
 
 
 def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The figures of the rows, by their keys in a summary."""
+    """Count the rows: each figure with its keys in a summary."""
     episodes = f"SELECT DISTINCT task_id, visit, group_index, outcome {_COUNTED}"
     outcomes = dict(connection.execute(f"SELECT outcome, count(*) FROM ({episodes}) GROUP BY outcome").fetchall())
     yield ("episodes",), sum(outcomes.values())
@@ -145,7 +145,7 @@ def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Itera
 
 
 def _stored(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
-    """The figure of the summary; 0 if it has none."""
+    """Return the figure at these keys of the summary, or 0."""
     value: Any = summary
     for key in keys:
         value = value.get(key, {})
@@ -153,7 +153,7 @@ def _stored(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
 
 
 def launch_difference(path: Path, header: Header) -> Difference | None:
-    """Return the first launch of a file whose configuration could not have continued the run."""
+    """Return the first launch of a file with a configuration that cannot continue the run, or None."""
     with storage_faults(path), closing(open_reader(path)) as connection:
         for number, text in connection.execute("SELECT number, header FROM launches ORDER BY number"):
             try:
@@ -172,21 +172,21 @@ def launch_difference(path: Path, header: Header) -> Difference | None:
 
 
 def first_message_mismatch(trajectory: Trajectory) -> Difference | None:
-    """Return the first turn that is not in the messages, or that has ids although the engine has none; or None."""
+    """Return the first turn without a message, or the first segment with ids (message servers return none), or None."""
     compare = Comparison(trajectory, repr)
     try:
         for number, segment in enumerate(trajectory.segments):
             compare.segment = number
             if len(segment.log):
-                compare.differ(Kind.LAYOUT, "it has ids, and its server returns none", stored=str(len(segment.log)))
+                compare.differ(Kind.LAYOUT, "it has ids, but its server returns none", stored=str(len(segment.log)))
             said = iter(segment.messages[: len(segment.messages) - segment.unseen])
             for turn in trajectory.turns:
                 if turn.segment != number:
                     continue
                 compare.turn = turn.number
                 reply = ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
-                if not any(message == reply for message in said):  # each reply is in a message after the previous reply
-                    compare.differ(Kind.MESSAGE, "what it says is in no message", stored="", derived=str(reply))
+                if not any(message == reply for message in said):  # searches on after the message of the previous turn
+                    compare.differ(Kind.MESSAGE, "no message has its content", stored="", derived=str(reply))
             compare.turn = None
     except DifferenceFound as found:
         return found.difference

@@ -1,4 +1,4 @@
-"""Differences: the place in a trajectory, and both sides."""
+"""Differences between stored and derived values: the place in a trajectory, and both values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind(enum.StrEnum):
     HEADER = "header"
     """The run's configuration differs from the one at its beginning."""
     EPISODES = "episodes"
-    """The episodes of the file do not fit together, or not to the summary."""
+    """An episode is missing or contradicts another one, or the summary differs from the rows."""
     UNREADABLE = "unreadable"
     """A row is not a trajectory."""
     LAYOUT = "layout"
@@ -37,17 +37,17 @@ class Kind(enum.StrEnum):
     JUNCTION = "junction"
     """The record of how a prompt was made differs."""
     STOP = "stop"
-    """The stop of a turn is not where it was sampled."""
+    """The stop of a turn contradicts its sampled ids or its sampling options."""
     TURN = "turn"
-    """The text of the sampled ids differs from the turn."""
+    """The text, the reasoning or the tool calls of a turn differ from the text of its sampled ids."""
     MESSAGE = "message"
-    """The text of the sampled ids differs from the assistant's message, or a message is invalid."""
+    """An assistant message differs from the text of its sampled ids, or a message is invalid."""
     OUTCOME = "outcome"
     """The outcome of the episode contradicts itself."""
     REWARD = "reward"
-    """The reward is not the weighted sum of its parts, or there should be none."""
+    """The reward is not the weighted sum of its parts, or an episode has a reward although it was not scored."""
     SEED = "seed"
-    """A seed does not follow from the run's."""
+    """A seed does not follow from the seed of the run."""
     LOGPROBS = "logprobs"
     """A sampled id has no log-probability, or an impossible one."""
     VERSIONS = "versions"
@@ -71,16 +71,16 @@ class Difference:
     index: int | None = None
     """The first id that differs, as an index into the segment's ids, or None."""
     stored: str = ""
-    """The content of the file around the difference, decoded."""
+    """The stored content around the difference, as text."""
     derived: str = ""
-    """The derived content around the difference, decoded."""
+    """The derived content around the difference, as text."""
     stored_ids: tuple[int, ...] = ()
     """The ids of `stored`, if ids were compared."""
     derived_ids: tuple[int, ...] = ()
 
 
 class DifferenceFound(Exception):
-    """Ends the check of a trajectory, since everything after a first difference may differ because of it."""
+    """The first difference of a trajectory. It ends the check, since later differences may only follow from it."""
 
     def __init__(self, difference: Difference) -> None:
         super().__init__(difference.explanation)
@@ -93,7 +93,7 @@ class SpokenText:
 
     turn: Turn
     begin: int
-    """The first of the ids, as an index into the segment's."""
+    """The index of the first id in the segment's ids."""
     text: str
     """The text without the stop."""
 
@@ -128,7 +128,7 @@ class Comparison:
         raise DifferenceFound(difference)
 
     def ids(self, kind: Kind, stored: Ids, derived: Ids, start: int) -> None:
-        """Compare ids, both from `start` of the segment on."""
+        """Compare stored and derived ids that begin at index `start` of the segment."""
         if list(stored) == list(derived):
             return
         at = first_mismatch(stored, derived)
@@ -136,7 +136,7 @@ class Comparison:
         one, other = (self._named(ids, at) for ids in (stored, derived))
         self.differ(
             kind,
-            f"the file has {one} where {other} follows",
+            f"the file has {one}, expected {other}",
             index=start + at,
             stored=self._decode(stored[window]),
             derived=self._decode(derived[window]),
@@ -145,27 +145,27 @@ class Comparison:
         )
 
     def text(self, kind: Kind, what: str, stored: str, derived: str, spoken: SpokenText) -> None:
-        """Compare text with the text of sampled ids."""
+        """Compare stored text with the text of sampled ids."""
         if stored == derived:
             return
         at = first_mismatch(stored, derived)
         window = slice(max(0, at - CONTEXT_CHARS), at + CONTEXT_CHARS)
         self.differ(
             kind,
-            f"{what} is not what the sampled ids say, from character {at} on",
+            f"{what} differs from the text of the sampled ids, from character {at} on",
             index=self._index_of(derived, at, spoken),
             stored=stored[window],
             derived=derived[window],
         )
 
     def _index_of(self, part: str, at: int, spoken: SpokenText) -> int:
-        """The id of character `at` of `part`; the first one of the turn if that is not found."""
+        """Return the index of the id with character `at` of `part`; the first id if `part` is not in the text."""
         offset = spoken.text.find(part) if part else -1
         if offset < 0:
             return spoken.begin
         ids, wanted = spoken.turn.log.ids, offset + at
         candidates = range(spoken.begin, spoken.turn.end)
-        # Ids are decoded from the beginning each time, since a character may be spread over several ids.
+        # Ids are decoded from the beginning each time, since several ids may form one character.
         later = (index for index in candidates if len(self._decode(ids[spoken.begin : index + 1])) > wanted)
         return next(later, max(spoken.begin, spoken.turn.end - 1))
 

@@ -1,8 +1,8 @@
-"""Verification: builds every prompt of a trajectory again from its messages and sampled ids, and compares it.
+"""Verification: builds each prompt of a trajectory again from messages and sampled ids, and compares the two.
 
-A trajectory is made from messages and sampled ids; everything else follows from them. The first prompt of a segment is
-the render of its first messages, a bridge is what the template inserts between a turn and the next messages, and a
-turn's text is what its ids decode to. Anything that does not follow is a `Difference`.
+All parts of a trajectory follow from its messages and its sampled ids. The first prompt of a segment is the render of
+its first messages. A bridge consists of the ids that the template inserts after a turn, up to the next turn. A turn's
+text is its decoded ids. A part that does not follow is a `Difference`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stored_chat(
     fit_tools: bool = False,
 ) -> ChatModel:
     """Return the chat model of a run without a running engine, to build prompts and parse turns."""
-    # The parts of an engine that are needed for prompts.
+    # Prompts need only these parts of an engine.
     engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
     return ChatModel(
         cast("Engine", engine),
@@ -69,7 +69,7 @@ def first_difference(
 ) -> Difference | None:
     """Return the first part of `trajectory` that does not follow from its messages and its sampled ids, or None.
 
-    Every prompt is rendered whole. Messages at the end that the model never saw are not checked.
+    Every prompt is rendered whole. Messages at the end of a segment that the model never saw are not checked.
 
     Args:
         trajectory: the trajectory to check.
@@ -85,11 +85,11 @@ def first_difference(
 
 @dataclass(slots=True)
 class _CheckedSegment:
-    """A segment as it is checked."""
+    """A segment during its check."""
 
     segment: Segment
     turns: list[Turn]
-    """The turns that were sampled in it, in order."""
+    """The turns of the segment, in order."""
     seen: list[Message]
     """The messages that the model saw or wrote."""
     spoken: list[int]
@@ -101,7 +101,7 @@ class _CheckedSegment:
         return self.seen[: self.spoken[0]]
 
     def speech_of(self, turn: Turn) -> int:
-        """The index of a turn's message among those that were sampled in this segment."""
+        """Return the index in `spoken` of the message of a turn."""
         return len(_speeches([each for each in self.turns if each.start <= turn.start])) - 1
 
 
@@ -110,9 +110,9 @@ class _Begun:
     """The state at the first turn of a segment."""
 
     calls: int = 0
-    """Number of calls before it, on its path."""
+    """Number of tool calls on its path, before this turn."""
     begin: int | None = None
-    """The first id of its message, if that began in the turn that the segment follows."""
+    """Index of the first id of its message, if the message began in the turn that the segment follows; else None."""
 
 
 class _TrajectoryCheck:
@@ -124,7 +124,7 @@ class _TrajectoryCheck:
         self._trajectory = trajectory
         self._chat = chat
         self._others = others
-        self._calls = 0  # number of calls so far on the path, from which the numbers of a turn's calls follow
+        self._calls = 0  # number of tool calls so far on the path; the ids of the next calls follow from it
         self._made_calls: dict[tuple[str, int], tuple[int, int]] = {}
         self._junction: Junction | None = None  # the junction of the latest bridge
         self._done: list[_CheckedSegment] = []
@@ -174,9 +174,9 @@ class _TrajectoryCheck:
             self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
 
     def _seen(self, segment: Segment, turns: Sequence[Turn]) -> tuple[list[Message], list[int]]:
-        """The messages that the model saw or sampled, and which of them it sampled in this segment.
+        """Return the messages that the model saw or sampled, and the indices of the messages of this segment's turns.
 
-        Every assistant message of a segment comes from a turn, so the messages of the turns are the last ones.
+        The messages of the segment's turns are the last assistant messages.
         """
         try:
             messages = as_messages(segment.messages)
@@ -185,17 +185,13 @@ class _TrajectoryCheck:
         seen = messages[: len(messages) - segment.unseen]
         last = len(self._done) == len(self._trajectory.segments) - 1
         if segment.unseen and not last:
-            self._compare.differ(
-                Kind.MESSAGE, "messages that the model never saw stand in a segment that is not the last"
-            )
+            self._compare.differ(Kind.MESSAGE, "only the last segment may have messages that the model never saw")
         said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
         speeches = len(_speeches(turns))
         if len(said) < speeches:
             self._compare.differ(Kind.LAYOUT, f"{speeches} turns have {len(said)} assistant messages")
         if len(seen) > (said[-1] + 1 if speeches else 0):
-            self._compare.differ(
-                Kind.MESSAGE, "messages after the last turn are not among those that the model never saw"
-            )
+            self._compare.differ(Kind.MESSAGE, "messages after the last turn are not marked as never seen by the model")
         return seen, said[len(said) - speeches :]
 
     # --- prompts
@@ -207,7 +203,7 @@ class _TrajectoryCheck:
         junction = None if segment.cause == "start" else forked_junction(segment.cause)
         shares = segment.cause in (RETRY, AGAIN, BRANCH)
         if shares and segment.origin is None:
-            self._compare.differ(Kind.LAYOUT, "there is no turn before that could be played again")
+            self._compare.differ(Kind.LAYOUT, "the segment repeats or continues a turn, but has no origin")
         origin = self._origin(segment.origin) if segment.origin is not None else None
         if not shares or origin is None:
             make = self._chat.bridger.first_prompt
@@ -225,7 +221,7 @@ class _TrajectoryCheck:
         shared = 0 if origin is None or not shares else origin[1].end if segment.cause == BRANCH else origin[1].start
         if segment.shared != shared:
             self._compare.differ(
-                Kind.LAYOUT, "how many ids are copies", stored=str(segment.shared), derived=str(shared)
+                Kind.LAYOUT, "the number of copied ids", stored=str(segment.shared), derived=str(shared)
             )
         self._check_junction(first, junction)
         return begun
@@ -237,7 +233,7 @@ class _TrajectoryCheck:
             self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
 
     def _origin(self, origin: Origin) -> tuple[_CheckedSegment, Turn]:
-        """The turn that a segment follows, and its segment."""
+        """Return the turn that a segment follows, and the segment of that turn."""
         parts, turns = self._done, self._trajectory.turns
         if origin.agent != self._trajectory.agent:
             other = self._others(origin.agent) if self._others is not None else None
@@ -249,14 +245,14 @@ class _TrajectoryCheck:
         return parts[turn.segment], turn
 
     def _once_more(self, part: _CheckedSegment, before: _CheckedSegment, turn: Turn) -> Ids:
-        """The prompt of a turn that is played again."""
+        """Return the prompt of a turn that is played again."""
         asked = before.seen[: before.spoken[before.speech_of(turn)]]
         if encode_json(asked) != encode_json(part.prompt):
-            self._compare.differ(Kind.MESSAGE, "the turn that is played again was asked something else")
+            self._compare.differ(Kind.MESSAGE, "the turn that is played again has other messages before it")
         return turn.prompt_ids
 
     def _branched(self, part: _CheckedSegment, before: _CheckedSegment, turn: Turn) -> tuple[Ids, _Begun]:
-        """The prompt of a segment that continues after a turn of another one."""
+        """Return the prompt of a segment that continues after a turn of another segment."""
         first, speech = part.turns[0], before.speech_of(turn)
         begin = _speeches([each for each in before.turns if each.start <= turn.start])[-1].start
         calls = self._calls_of(before, turn)
@@ -264,14 +260,14 @@ class _TrajectoryCheck:
         going_on = first.start == turn.end
         shared = history[: len(history) - going_on]
         if encode_json(part.prompt[: len(shared)]) != encode_json(shared):
-            self._compare.differ(Kind.MESSAGE, "the turn that it continues differs")
+            self._compare.differ(Kind.MESSAGE, "its beginning differs from the turn it continues")
         ids = turn.log.ids[: turn.end]
         if going_on:
             return ids, _Begun(calls[0], begin)
         return ids + array("i", self._joined(part, turn, history, part.prompt[len(history) :])), _Begun(calls[1])
 
     def _message_of(self, part: _CheckedSegment, turn: Turn, begin: int, calls: int) -> Message:
-        """The message of a turn; of a cut and continued one, as far as it came."""
+        """Return the message of a turn; if a later turn continues the message, only the part up to this turn."""
         last = [each for each in part.turns if part.speech_of(each) == part.speech_of(turn)][-1]
         if last is turn:
             return part.seen[part.spoken[part.speech_of(turn)]]
@@ -281,7 +277,7 @@ class _TrajectoryCheck:
         ).as_message()
 
     def _calls_of(self, part: _CheckedSegment, turn: Turn) -> tuple[int, int]:
-        """Number of calls before a turn's message on its path, and with it."""
+        """Return the number of tool calls on the path before a turn's message, and after it."""
         key = turn.agent, turn.number
         if key not in self._made_calls:
             self._count_calls(part, turn.agent)
@@ -314,8 +310,8 @@ class _TrajectoryCheck:
         return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))
 
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
-        # The run renders a short stand-in for the history if the stand-in is proven to have the same bridge.
-        # Verification must check that, so it renders the history itself.
+        # A run may render a short stand-in for the history, if the stand-in is proven to have the same bridge.
+        # Verification checks this, so it renders the history itself.
         tail = self._chat.bridger.locality.whole_tail(AnsweredTurn(history, new, segment.tools), real=True)
         bridge = self._chat.bridge(before, tail)
         self._junction = bridge.junction
@@ -323,14 +319,14 @@ class _TrajectoryCheck:
 
     def _made_junction(self, turn: Turn, before: Turn, inserted: int) -> Junction:
         junction = self._junction
-        if junction is None:  # no bridge was built, because the template was followed
+        if junction is None:  # the prompt follows the template, without a bridge
             junction = followed_junction(self._chat, turn.log.ids, before, inserted)
         if before.dropped and self._chat.history.policy is not HistoryPolicy.FORK:
             junction = replace(junction, dropped=before.dropped, cause="stop_string")
         return junction
 
     def _followed(self, part: _CheckedSegment, before: Turn, messages: Sequence[Message]) -> Ids:
-        """Return the ids after the turn in a render of everything, for a run whose prompts follow the template."""
+        """Return the ids after the turn in a render of all messages, for a run whose prompts follow the template."""
         bridger, tools = self._chat.bridger, part.segment.tools
         whole = self._made(Kind.BRIDGE, lambda: bridger.first_prompt(messages, tools))
         self._compare.ids(Kind.BRIDGE, part.segment.log.ids[: before.end], whole[: before.end], 0)
@@ -341,7 +337,7 @@ class _TrajectoryCheck:
             return make()
         except Unbridgeable as error:
             self._compare.differ(kind, f"no prompt can be made of the messages: {error}")
-        # These errors come from malformed messages, which no author could have added.
+        # Malformed messages cause these errors. A run refuses such messages, so the file was changed.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self._compare.differ(Kind.MESSAGE, f"the messages cannot be rendered: {type(error).__name__}: {error}")
 
@@ -384,7 +380,7 @@ class _TrajectoryCheck:
         return view
 
     def _said(self, turn: Turn, begin: int) -> str:
-        """The text from `begin` on, without the stop."""
+        """Return the text of the ids from `begin` on, without the stop."""
         ids, decode = turn.log.ids, self._chat.tokenizer.decode
         if turn.finish is not FinishReason.STOP or turn.stop is None:
             ends = () if turn.sampling is not None and turn.sampling.ignore_eos else self._chat.stop_ids
@@ -415,14 +411,14 @@ class _TrajectoryCheck:
 
 
 def _as_tools(segment: Segment) -> list[Tool]:
-    """The parts of the tools that parsing a call needs."""
+    """Return the tools of a segment, with only the parts that the parser of calls needs."""
     functions = [tool["function"] for tool in segment.tools]
     tools = [SimpleNamespace(name=each["name"], parameters=each.get("parameters") or {}) for each in functions]
     return cast("list[Tool]", tools)
 
 
 def _parts_of(trajectory: Trajectory) -> list[_CheckedSegment]:
-    """The segments of another agent's trajectory, which is checked separately."""
+    """Return the segments of another agent's trajectory, unchecked."""
     parts = []
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
@@ -433,7 +429,7 @@ def _parts_of(trajectory: Trajectory) -> list[_CheckedSegment]:
 
 
 def _played_again(trajectory: Trajectory) -> set[int]:
-    """The numbers of the turns that were withdrawn, since they were played again."""
+    """Return the numbers of the turns that were replaced by another play."""
     found = set()
     for segment in trajectory.segments:
         if segment.cause != RETRY or segment.origin is None:
@@ -448,12 +444,12 @@ def _played_again(trajectory: Trajectory) -> set[int]:
 
 
 def _speeches(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns that begin an assistant message, without those that continue a cut one."""
+    """Return the turns that begin an assistant message. A turn that continues a cut message is left out."""
     return [turn for before, turn in zip([None, *turns], turns, strict=False) if not _continues(before, turn)]
 
 
 def _continues(before: Turn | None, turn: Turn | None) -> bool:
-    """True if the turn continued a cut one, with nothing inserted."""
+    """True if `turn` continues the cut message of `before`: no ids are between them."""
     return before is not None and turn is not None and before.end == turn.start
 
 
@@ -464,6 +460,6 @@ def _source_name(sources: array[int], at: int) -> str:
 
 
 def _parts(view: ParsedTurn) -> dict[str, str]:
-    """The parts of a view as text, by their names for people."""
-    calls = [replace(call, failed=False) for call in view.tool_calls]  # ids do not contain the result of a tool
+    """Return the parts of a parsed turn as text, by their names in explanations."""
+    calls = [replace(call, failed=False) for call in view.tool_calls]  # the ids do not show if a tool failed
     return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(calls)}

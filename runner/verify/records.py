@@ -1,7 +1,7 @@
-"""Consistency of the records of a trajectory with each other, and with the run's configuration.
+"""Checks that the records of a trajectory agree with each other, and with the run's configuration.
 
-Prompts and turns follow from messages and sampled ids (`runner.verify.rebuild`). In addition, seeds follow from the
-run's, a reward from its parts, and log-probabilities and weight versions belong to the sampled ids, one by one.
+`runner.verify.rebuild` checks prompts and turns. This module checks seeds against the seed of the run, rewards against
+their parts, and the log-probability and weight version of each sampled id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner.verify.differences import Comparison, Difference, DifferenceFound, K
 __all__ = ["LIMITS_OF", "first_contradiction"]
 
 LOGPROB_TOLERANCE: Final = 1e-3
-"""Maximum value of a log-probability, which is above 0 by rounding to 32 bits."""
+"""Maximum log-probability, in nats. It is above 0 because of rounding to 32 bits."""
 
 LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
     Outcome.COMPLETED: ("",),
@@ -34,13 +34,13 @@ LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
     Outcome.TIME_LIMIT: ("seconds",),
     Outcome.CANCELLED: ("",),
 }
-"""Values of `limit` for each outcome; any value for the other outcomes."""
+"""Allowed values of `limit`, by outcome; other outcomes allow any value."""
 
 
 def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | None:
     """Return the first record of `trajectory` that contradicts another one, or the configuration; or None.
 
-    Its turns and ids are known to fit together (`first_difference`).
+    The caller has checked its turns and ids with `first_difference`.
     """
     try:
         _Records(trajectory, header).check()
@@ -77,7 +77,7 @@ class _Records:
         numbers = {turn.number for turn in self._trajectory.turns}
         for request in self._trajectory.requests:
             if request.turn is not None and request.turn not in numbers:
-                self._differ(Kind.LAYOUT, f"request {request.number} was answered by no turn", request.turn, "a turn")
+                self._differ(Kind.LAYOUT, f"request {request.number} names a missing turn", request.turn, "a turn")
 
     def _differ(self, kind: Kind, what: str, stored: object, derived: object) -> None:
         self._compare.differ(kind, what, stored=str(stored), derived=str(derived))
@@ -88,7 +88,7 @@ class _Records:
         trajectory = self._trajectory
         key = EpisodeKey(task=trajectory.task, index=trajectory.index, visit=trajectory.visit)
         if trajectory.id != key.id:
-            self._differ(Kind.EPISODES, "the episode's id is not that of its task and index", trajectory.id, key.id)
+            self._differ(Kind.EPISODES, "the episode's id is not from its task and index", trajectory.id, key.id)
         seed = key.seed(self._header.seed)
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
@@ -103,9 +103,9 @@ class _Records:
         if limits is not None and trajectory.limit not in limits:
             self._differ(Kind.OUTCOME, f"{outcome.value} by another limit", trajectory.limit, " or ".join(limits))
         if outcome is Outcome.COMPLETED and trajectory.error:
-            self._differ(Kind.OUTCOME, "it is completed, and says what went wrong", trajectory.error, "")
+            self._differ(Kind.OUTCOME, "it is completed, but has an error", trajectory.error, "")
         if outcome in (Outcome.ENV_ERROR, Outcome.TOKEN_ERROR) and not trajectory.error:
-            self._differ(Kind.OUTCOME, f"{outcome.value}, and nothing says what went wrong", "", "an error")
+            self._differ(Kind.OUTCOME, f"{outcome.value}, but it has no error", "", "an error")
 
     def _check_reward(self) -> None:
         trajectory, weights = self._trajectory, self._header.weights
@@ -114,13 +114,13 @@ class _Records:
             trajectory.trained or trajectory.agent == MAIN
         )
         if unscored and (rewards or stored is not None):
-            self._differ(Kind.REWARD, "it was not scored, and has a reward", rewards or stored, None)
+            self._differ(Kind.REWARD, "it was not scored, but has a reward", rewards or stored, None)
         unknown = ", ".join(rewards.keys() - weights.keys())
         if unknown:
             self._differ(Kind.REWARD, "a reward that the run does not have", unknown, ", ".join(weights))
         known = [weights[name] * value for name, value in rewards.items() if value is not None]
         derived = math.fsum(known) if known and len(known) == len(rewards) else None
-        waits = stored is None and rewards.keys() != weights.keys()  # the rewards of its group are not known yet
+        waits = stored is None and rewards.keys() != weights.keys()  # the group is not scored yet
         if not waits and not _same(stored, derived):
             self._differ(Kind.REWARD, "the reward is not the weighted sum of its parts", stored, derived)
 
@@ -136,7 +136,7 @@ class _Records:
                 self._compare.differ(Kind.LOGPROBS, "a log-probability is above 0", index=index, stored=str(value))
             if recorded and math.isnan(value):
                 self._compare.differ(
-                    Kind.LOGPROBS, "a sampled id has no log-probability, and the engine gave one for each", index=index
+                    Kind.LOGPROBS, "a sampled id has no log-probability, although the engine returns them", index=index
                 )
 
     def _check_masks(self, turn: Turn) -> None:
@@ -159,14 +159,14 @@ class _Records:
         given = top is not None or not asked or turn.start == turn.end or self._engine.get("logprobs") is None
         if not given or (top is not None and top.count != asked):
             has = 0 if top is None else top.count
-            self._differ(Kind.LOGPROBS, "its likeliest ids are not as many as it asked for", has, asked)
+            self._differ(Kind.LOGPROBS, "the number of likeliest ids differs from the requested number", has, asked)
         if top is None:
             return
         if len(top) != turn.end - turn.start:
-            self._differ(Kind.LOGPROBS, "its likeliest ids are of other positions", len(top), turn.end - turn.start)
+            self._differ(Kind.LOGPROBS, "its likeliest ids have other positions", len(top), turn.end - turn.start)
         ids, logprobs = top.id_rows(), top.logprob_rows().astype(float)
         total, own = np.exp(logprobs).sum(axis=1), np.array(turn.logprobs)[:, None]
-        # Minus infinity is not less than itself, and comparisons with NaN are false.
+        # `<=` is true for two minus infinities. Comparisons with NaN are false, so NaN counts as wrong.
         sorted_down = (logprobs[:, 1:] <= logprobs[:, :-1]).all(axis=1)
         same = ((ids != np.array(turn.token_ids)[:, None]) | (np.abs(logprobs - own) <= LOGPROB_TOLERANCE)).all(axis=1)
         wrong = np.flatnonzero(~(sorted_down & same & (total <= 1 + LOGPROB_TOLERANCE)))
@@ -195,7 +195,7 @@ class _Records:
             self._differ(Kind.VERSIONS, "a weight version of ids that were not sampled", _shown(spans), "")
 
     def _is_stamped(self, turn: Turn) -> bool:
-        """True if the engine reports the weights of each finished turn."""
+        """True if the engine reports a weight version for a turn like this."""
         ended = turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
         return ended and turn.end > turn.start and not self._engine.keys().isdisjoint(_STAMPED)
 
@@ -209,7 +209,7 @@ class _Records:
         if turn.seed is not None and turn.seed != seed:
             self._differ(Kind.SEED, "the turn's seed does not follow from the episode's", turn.seed, seed)
         sampling, sampled = turn.sampling, turn.end - turn.start
-        if sampling is None:  # no run sampled this turn
+        if sampling is None:  # the turn was not sampled by a run
             return
         if sampled > sampling.max_tokens:
             self._differ(Kind.TURN, "more ids were sampled than max_tokens", sampled, sampling.max_tokens)
@@ -217,8 +217,8 @@ class _Records:
             stops = (*sampling.all_stop_ids(self._engine.get("stop_ids", ())), *sampling.stop)
             if turn.stop not in stops:
                 known = ", ".join(map(repr, stops))
-                self._differ(Kind.STOP, "it ended by what was to end no turn", repr(turn.stop), known)
-            # A grammar that allows only its end also ends the turn.
+                self._differ(Kind.STOP, "its stop is not among the requested stops", repr(turn.stop), known)
+            # With a grammar, a turn may end earlier: when the grammar allows only its end.
             before = sampled - isinstance(turn.stop, int)
             if before < sampling.min_tokens and turn.constraint is None:
                 self._differ(Kind.STOP, "it ended before it had min_tokens ids", before, sampling.min_tokens)
@@ -234,7 +234,7 @@ class _Records:
 
 
 _STAMPED: Final = frozenset({"versions_stamped_by", "weight_version"})
-"""Keys of `Engine.describe()`, one of which an engine with weight versions has."""
+"""Keys of `Engine.describe()`. An engine with weight versions has one of them."""
 
 
 def _same(one: float | None, other: float | None) -> bool:

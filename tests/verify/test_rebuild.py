@@ -221,7 +221,7 @@ def test_the_difference_is_printed_with_its_place_and_both_sides(path: Path) -> 
     lines = result.output.splitlines()
     assert lines[0].endswith(" ids: 1 trajectory differs; the first one:")
     assert lines[1] == f"t1#0 · agent main · segment 0 · turn {turn.number} · index {begin + 1}"
-    assert re.fullmatch(r"bridge: the file has id 126 \('~'\) where id 256 \('<\|im_start\|>'\) follows", lines[2])
+    assert re.fullmatch(r"bridge: the file has id 126 \('~'\), expected id 256 \('<\|im_start\|>'\)", lines[2])
     assert lines[3].startswith("  stored   '\\n~tool")
     assert lines[5].startswith("  derived  '\\n<|im_start|>tool")
     assert lines[6].split()[:2] == ["10", "256"]
@@ -359,9 +359,9 @@ def test_sources_that_mix_up_sampled_and_retried_are_found(retried: Path) -> Non
 
 def test_a_turn_that_was_asked_something_else_is_not_played_again(retried: Path) -> None:
     change(retried, f"UPDATE segments SET messages = replace(messages, 'now', 'then') WHERE {OF_ONE}", "main", 2)
-    assert damaged(retried)["explanation"] == "the turn that is played again was asked something else"
+    assert damaged(retried)["explanation"] == "the turn that is played again has other messages before it"
     change(retried, f"UPDATE segments SET cause = 'retry' WHERE {OF_ONE}", "main", 0)
-    assert damaged(retried)["explanation"] == "there is no turn before that could be played again"
+    assert damaged(retried)["explanation"] == "the segment repeats or continues a turn, but has no origin"
 
 
 # --- the real engine

@@ -271,7 +271,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "a failure without an error": (
         sql("UPDATE episodes SET outcome = 'env_error', reward = NULL, rewards = '{}' WHERE id = 't0#0'"),
         "outcome",
-        "nothing says what went wrong",
+        "but it has no error",
     ),
     "another outcome": (
         sql("UPDATE episodes SET outcome = 'turn_limit' WHERE id = 't0#0'"),
@@ -286,7 +286,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "an outcome of one agent": (
         of_one("outcome = 'turn_limit', limit_name = 'turns'"),
         "episodes",
-        "do not agree on how it ended",
+        "have different records of its end",
     ),
     "metrics of one agent": (of_one("metrics = '{\"steps\": 4}'"), "episodes", "do not agree"),
     # seeds and sampling
@@ -339,7 +339,11 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     # whole episodes
     "an episode is gone": (delete("id = 't0#0'"), "episodes", "other episodes"),
     "an agent is gone": (delete("id = 't0#0' AND agent = 'critic'"), "episodes", "other turns"),
-    "a task's episodes are gone": (incomplete(delete("task_id = 't0'")), "episodes", "none of its episodes is there"),
+    "a task's episodes are gone": (
+        incomplete(delete("task_id = 't0'")),
+        "episodes",
+        "the file has none of its episodes",
+    ),
     "a task is gone": (delete("task_id = 't0'", tasks=True), "episodes", "other episodes"),
     "the row of an episode is gone": (
         incomplete(sql(f"DELETE FROM episodes WHERE key = {KEY}")),
@@ -364,12 +368,12 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "an episode twice, past its group": (
         incomplete(double(group_index="2")),
         "episodes",
-        "id is not that of its task and index",
+        "id is not from its task and index",
     ),
     "an episode in the place of another": (
         in_the_place_of_another,
         "episodes",
-        "id is not that of its task and index",
+        "id is not from its task and index",
     ),
     "an episode twice, by its attempt": (
         incomplete(double(attempt="1")),
@@ -386,7 +390,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
         "episodes",
         "two of its attempts are results",
     ),
-    "a launch that there was not": (of_one("launch = 9"), "episodes", "launch that there was not"),
+    "a launch that there was not": (of_one("launch = 9"), "episodes", "launch that the file does not list"),
     "a summary that counts otherwise": (
         as_json("run", "summary", put("tokens", "sampled", value=1)),
         "episodes",

@@ -52,7 +52,7 @@ CHANGES = {
         struct.pack("<8i", *[value for letter in (97, 98, 99, 257) for value in (letter, 5)]),
         "contradict",
     ),
-    "gone": (f"DELETE FROM top_logprobs WHERE {FIRST} AND ? = ''", "", "not as many as it asked for"),
+    "gone": (f"DELETE FROM top_logprobs WHERE {FIRST} AND ? = ''", "", "differs from the requested number"),
     "cut short": (f"UPDATE top_logprobs SET logprobs = ? WHERE {FIRST}", b"", "are damaged"),
     "of another number": ("UPDATE top_logprobs SET count = ?", 4, "are damaged"),
     "of no turn": (
@@ -83,7 +83,7 @@ def test_a_turn_that_ended_before_its_least_length_is_found(path: Path) -> None:
 
 def test_a_turn_that_was_ended_by_the_eos_that_it_ignores_is_found(path: Path) -> None:
     change(path, "UPDATE samplings SET sampling = json_set(sampling, '$.ignore_eos', json('true')) WHERE ? = 0", 0)
-    assert "by what was to end no turn" in verdict(path)["difference"]["explanation"]
+    assert "its stop is not among the requested stops" in verdict(path)["difference"]["explanation"]
 
 
 # --- sampling masks and routed experts
