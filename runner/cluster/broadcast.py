@@ -28,7 +28,7 @@ async def gather_answers(
 
     Args:
         handles: the workers.
-        step: what to do with one worker.
+        step: a function that calls one worker.
         finished: called as soon as a step is over, with its error if it failed.
 
     Returns:
@@ -53,8 +53,8 @@ async def gather_answers(
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
     """Call a method on several workers at the same time, and return the answers of those that are still alive.
 
-    If one worker raises and another does not, the one that raised is dismissed, since their states differ now. A worker
-    that hangs after another one has answered is dismissed too.
+    A worker that raises is dismissed if another worker does not raise, since their states differ then. A worker that
+    hangs after another one has answered is dismissed too.
 
     Args:
         handles: the workers.
@@ -140,7 +140,7 @@ def _dismiss(call: str, errors: Mapping[WorkerHandle, Exception]) -> None:
 
 
 GRACE_SECONDS: Final = 30.0
-"""Maximum number of seconds of a step after the loss of a worker in a transfer, since the others may wait for ever."""
+"""Maximum number of seconds of a step after a worker was lost in a transfer: the others may wait forever."""
 
 
 class TransferGroup:
@@ -190,8 +190,8 @@ class TransferGroup:
     ) -> dict[WorkerHandle, Any]:
         """Call a method on all workers that are left, and return the answers of those that are left then.
 
-        If a worker refuses and others do not, it is lost, since it differs from them. Workers that refuse because
-        another one was lost stay.
+        A worker that refuses is lost if other workers do not refuse, since its state differs from theirs. A worker that
+        refuses because another one was lost stays.
 
         Args:
             call: the name of the method.

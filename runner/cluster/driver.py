@@ -100,7 +100,7 @@ class Driver:
         self._not_placed = ""
         self._ending = False
 
-    # --- its life
+    # --- start and end
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
@@ -234,7 +234,7 @@ class Driver:
 
     def _note_not_placed(self, handle: WorkerHandle, why: str) -> None:
         self.fleet.not_placed(handle.slot, anyio.current_time())
-        # Report each reason once: while machines are missing, this is tried again and again.
+        # Each reason is reported once, since starts are tried again and again while machines are missing.
         if why != self._not_placed:
             self._not_placed = why
             self._note_event(f"{handle.name} was not started: {why}")
@@ -246,7 +246,10 @@ class Driver:
             listener(event)
 
     def _fail_start(self, error: DeltarunnerError) -> None:
-        """Handle a failed start. Before the fleet has begun it fails the fleet; afterwards only this worker."""
+        """Handle a failed start.
+
+        Before the fleet has begun, the failure ends the fleet; afterwards it ends only this worker.
+        """
         if not self._begun:
             self._failure = self._failure or error
             self._change()
@@ -264,7 +267,7 @@ class Driver:
         for handle in self._handles.values():
             handle.process.kill()
 
-    # --- a worker comes in
+    # --- a new worker
 
     async def _meet(self, handle: WorkerHandle) -> None:
         info: WorkerInfo = await handle.process.send("join")
@@ -284,7 +287,7 @@ class Driver:
                 caught = await self._catch_up(handle, self.snapshot)
             if await self._admitted(handle, opened, caught, waits=rounds < MAX_UNLOCKED_ROUNDS):
                 break
-            # This is also without the lock, because an author's `lifespan()` may take long, or never end.
+            # The lock is not held here either, because an author's `lifespan()` may take long, or never end.
             for number, run in list(self._runs.items()):
                 if number not in opened:
                     opened.add(number)
@@ -325,7 +328,7 @@ class Driver:
                 self.has_weights(handle, self.snapshot.version or handle.version)
             else:
                 self.fleet.waits(handle.slot)
-                self._note_event(f"{handle.name} waits for the next weights: a transfer brought those of the others")
+                self._note_event(f"{handle.name} waits for the next weights: a transfer brought the present ones")
         return True
 
     def has_weights(self, handle: WorkerHandle, version: str) -> None:
@@ -334,7 +337,7 @@ class Driver:
             return  # the worker died after it had answered, and its slot may have a new worker
         handle.version = version
         if handle.slot.state is not WorkerSlotState.READY:
-            assert handle.info is not None, "it has an engine"
+            assert handle.info is not None, "a worker that answered has described itself"
             # Twice as many episodes as requests, as in a run of one process: some wait for tools while others sample.
             self.fleet.mark_ready(handle.slot, 2 * handle.info.places)
             log.info("%s plays, with weights %r", handle.name, version)

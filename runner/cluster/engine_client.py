@@ -45,7 +45,7 @@ class HostedSession(Session):
 class HostedEngine(Engine):
     """An engine in another process, which other clients may share. It does not support a trainer's calls.
 
-    A subclass implements how the process is reached.
+    A subclass implements the connection to the process.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class HostedEngine(Engine):
 
     async def refresh_stats(self) -> None:
         """Request the engine's statistics, for `stats`."""
-        assert self._process is not None, "it was entered"
+        assert self._process is not None, "the engine was entered"
         before, self._stats = self._stats.steps, await self._process.send("stats", self._name)
         if self._stats.steps != before:
             self._progress.note()
@@ -325,7 +325,7 @@ class HostedStream(DeltaStream):
                 self.finish = Finish(FinishReason.ERROR, stop=str(self._failure))
                 raise self._failure
             if self._ended is not None:
-                raise EngineError(f"{self._request.name}: the engine ended the turn without saying how")
+                raise EngineError(f"{self._request.name}: the engine ended the turn without a finish reason")
             await self._next_event()
         delta = self._deltas.popleft()
         if delta.finish is not None:

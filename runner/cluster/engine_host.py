@@ -164,7 +164,7 @@ class EngineHost(EngineProcess):
         if client_name not in self._clients:
             raise EngineDead(f"it received no request of this process for {SILENT_SECONDS:g} s, and dropped it")
         now = anyio.current_time()
-        # At most two intervals of a pause count, since a suspended process cannot receive requests.
+        # At most two intervals count in one step, since this process receives no requests while it is suspended.
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
         self._last_request = now
         client = self._clients[client_name]

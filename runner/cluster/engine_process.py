@@ -49,9 +49,7 @@ class EngineProcess:
                     await self._until_the_end()
         except Exception as error:
             if isinstance(error, DeltarunnerError) and not self._joined.is_set():
-                error.args = (
-                    f"{error} ({self.name})",
-                )  # the name shows to which machine the files, cores and memory in the message belong
+                error.args = (f"{error} ({self.name})",)  # the name shows which machine the message is about
             self._failure = error
             raise
         finally:

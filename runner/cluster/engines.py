@@ -65,8 +65,8 @@ class FleetEngine(PlayingEngine):
         check_engine(f"{kind}(engine)", engine)
         if not isinstance(engine, Engine) or isinstance(engine, PlayingEngine):
             raise BadOption(
-                f"{kind}({type(engine).__name__}(...)): workers have engines that sample token ids, each its own, such "
-                "as VllmEngine('MODEL'); a server or an API can be asked by one process, without workers."
+                f"{kind}({type(engine).__name__}(...)): each worker needs its own engine of token ids, such as "
+                "VllmEngine('MODEL'). A run in one process, without workers, can use a server or an API."
             )
         if engine.running:
             raise BadOption(f"{kind}(engine): it was entered here and cannot be sent; pass one that was not entered.")
@@ -78,7 +78,7 @@ class FleetEngine(PlayingEngine):
         self._exit = AsyncExitStack()
         self.runtime = None
 
-    # --- its life
+    # --- start and end
 
     async def __aenter__(self) -> Self:
         if self.running:
@@ -89,7 +89,7 @@ class FleetEngine(PlayingEngine):
             self._driver = driver  # before the block, so that the display shows workers as they start
             await exit_stack.enter_async_context(driver.at_work())
             known, first = await driver.known(), driver.first
-            assert first is not None, "there is a worker, so it has described itself"
+            assert first is not None, "a worker that plays has described itself"
             self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
             self.vocabulary, self.context = known.vocabulary, first.context
             self.notes = first.notes
@@ -212,7 +212,8 @@ class FleetEngine(PlayingEngine):
         """Compare the weights of every worker with a proof, and return the worst figures."""
         runtime, driver = self._fleet_runtime, self.driver
         async with driver.settled:  # the lock is not held during the proof, for which a paused fleet has to be resumed
-            if not driver.snapshot.version and adapter is None:  # workers that start later score this proof too
+            # kept, since workers that start later score this proof too
+            if not driver.snapshot.version and adapter is None:
                 driver.change_snapshot(first_proofs=(*driver.snapshot.first_proofs, proof))
         try:
             figures: Mapping[Any, ProofFigures] = await runtime.control("prove", proof, adapter)
@@ -241,11 +242,11 @@ class FleetEngine(PlayingEngine):
         kind = type(self).__name__
         for name, engine in options.engines.items():
             if engine is self:
-                raise BadOption(f"engines[{name!r}]: {kind} plays every agent that has no engine of its own already.")
+                raise BadOption(f"engines[{name!r}]: {kind} already plays every agent without an engine of its own.")
             if engine.running and not isinstance(engine, HostedEngine):
                 raise BadOption(
-                    f"engines[{name!r}]: it was entered here, and every worker needs one of its own: give one that "
-                    "was not entered."
+                    f"engines[{name!r}]: it was entered here, but each worker enters its own copy: give an "
+                    "engine that was not entered."
                 )
         for_workers = replace(options, tasks=None, file=None, retry_failed=False, observers=())
         what = f"{kind}: the run goes to its workers, but"
@@ -272,7 +273,7 @@ def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
     for number in (least, most):
         checked.whole(f"{kind}(workers={workers!r:.60})", number, least=1, otherwise=", or (least, most)")
     if least > most:
-        raise BadOption(f"{kind}(workers={workers!r}): the first is the least to begin with, the second the most.")
+        raise BadOption(f"{kind}(workers={workers!r}): give (least, most) with least <= most.")
     return least, most
 
 

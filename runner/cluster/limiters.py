@@ -26,7 +26,8 @@ class SharedLimiters:
         Raises:
             BadOption: the limiter was opened with another limit before.
         """
-        if worker in self._gone:  # the worker's end arrived before this request, so the lease would never be released
+        # the end of the worker was reported before this request, so the lease would never be released
+        if worker in self._gone:
             return False
         limiter = self._limiters.setdefault((run, name), anyio.CapacityLimiter(limit))
         if limiter.total_tokens != limit:

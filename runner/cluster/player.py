@@ -57,7 +57,7 @@ class FleetPlayer:
     def notify(self) -> None:
         """Call the listener now."""
         if self._listener is not None:
-            # At least 1, so that without any worker an episode and the run wait for one.
+            # At least 1: without a worker, one episode begins and waits for a worker, and so does the run.
             self._listener(self._width or max(1, self.driver.fleet.width))
 
     def drain(self) -> None:
@@ -161,7 +161,7 @@ class FleetAttempt:
         number = deaths.pop(self._episode) if self._last_try else deaths[self._episode]
         workers = "1 worker was" if number == 1 else f"{number} workers were"
         error = f"{workers} lost while playing it, the last one {handle.name}: {handle.why or lost}"
-        # If the run has ended the episode already, its outcome is that ending.
+        # If the run has already cut the episode, the outcome is the ending that the run gave.
         return self._silent(self._ending or Ending(Outcome.ENGINE_ERROR, error=error))
 
     def _silent(self, ending: Ending) -> list[Trajectory]:
@@ -178,7 +178,7 @@ class FleetAttempt:
 
     def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
         """Note the episode's state in a heartbeat of its worker."""
-        assert self._handle is not None, "it is notified of the episodes"
+        assert self._handle is not None, "only an attempt on a worker gets heartbeats"
         if playing is not None:
             self.turns_taken = playing.turns
             self.activity, self.since = f"{playing.activity}, on {self._handle.name}", since

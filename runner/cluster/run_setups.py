@@ -55,8 +55,8 @@ class RunSetups:
             known = await self._entered(driver, self._number)
             yield {engine: placeholder_for(known[name]) for name, engine in self._others.items()}
         finally:
-            # This does nothing if the run was opened and closed. It does not wait for the workers, since such an engine
-            # may take minutes to start and to end.
+            # This does nothing if the run was opened and closed. It does not wait for the workers, since an engine may
+            # take minutes to start and to end.
             for handle in driver.members:
                 handle.process.send("close_run", self._number)
 
@@ -99,7 +99,7 @@ class RunSetups:
             raise BadEnvironment("; ".join(failures))
 
 
-_PLACEHOLDER_ERROR = "every worker asks an engine of its own here, and this process has no engine."
+_PLACEHOLDER_ERROR = "this engine exists only on the workers, one on each, and not in this process."
 
 
 def placeholder_for(known: OtherKnown) -> BaseEngine:
@@ -134,7 +134,7 @@ class _Placeholder(BaseEngine):
 class _TokenPlaceholder(_Placeholder, Engine):
     def __init__(self, known: OtherKnown) -> None:
         super().__init__(known)
-        assert known.ids is not None, "it takes ids"
+        assert known.ids is not None, "it is an engine of token ids"
         self.tokenizer, self.template, self.stop_ids = known.ids.tokenizer, known.ids.template, known.ids.stop_ids
         self.vocabulary = known.ids.vocabulary
 

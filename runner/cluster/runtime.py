@@ -62,7 +62,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails; no worker was changed.
-            EngineError: a worker was lost without which the others cannot connect.
+            EngineError: a worker was lost, and the others cannot connect without it.
         """
         if isinstance(given, LocalTransfer | WeightTransfer):
             began = time.monotonic()
@@ -80,7 +80,9 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         return CheckedUpdate(version, max(seconds.values(), default=0.0), weights)
 
     async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Let every worker update its weights, each once it has compared them, without waiting for the others.
+        """Let every worker update its weights.
+
+        Each updates once it has compared them, and does not wait for the others.
 
         A worker that fails is dismissed, and its successor starts with the new weights. Returns when all workers have
         them. A trainer's transfer reaches all workers at once; workers that start later get the weights of the next
@@ -93,7 +95,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         if isinstance(checked.weights, LocalTransfer | WeightTransfer):
             return await self._apply_transfer(checked, mode)
         driver = self.driver
-        # The version is recorded before the workers update, since an id of the new version must have a known age.
+        # The version is recorded before the workers update, since the age of an id is counted from recorded versions.
         self._add_version(checked.version)
         async with driver.settled:
             self.driver.change_snapshot(
@@ -140,7 +142,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
     async def _apply_transfer(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         def took(handle: WorkerHandle) -> None:
-            if self.version != checked.version:  # the first one
+            if self.version != checked.version:  # the first worker that has the new weights
                 self._add_version(checked.version)
                 self.driver.change_snapshot(version=checked.version, weights=None, proof=None, readable=False)
             self.driver.has_weights(handle, checked.version)

@@ -33,7 +33,7 @@ __all__ = ["FleetTransfers"]
 @dataclass(frozen=True, slots=True)
 class _Meeting:
     whom: Any
-    """The init info of a trainer elsewhere, or the transfer of one in this process."""
+    """The init info of a trainer in another process, or the transfer of a trainer in this process."""
     ranks: Mapping[WorkerHandle, int]
     """The workers that are connected, and the number of ranks of each."""
     ranked: bool
@@ -48,15 +48,16 @@ class FleetTransfers:
     """The connection between a fleet and its trainer; the `Receiver` of the transfer.
 
     A transfer has four parts: all workers compare the announced tensors, connect to the trainer, pause, and receive.
-    Nothing is changed until the last part. A worker that is lost there may leave the others in a call that never
-    returns. They are dismissed after `GRACE_SECONDS`, so that no part of the fleet hangs for ever.
+    Only the last part changes weights. If a worker is lost in that part, the others may wait in a call that never
+    returns. They are dismissed after `GRACE_SECONDS`, so that the fleet does not hang forever.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._met: _Meeting | None = None
         self._trainer: TrainerEndpoint | None = None
-        self._checkpoint: tuple[Checkpoint, Any] | None = None  # of the workers' model, with its configuration
+        # the workers' checkpoint and the configuration of their model
+        self._checkpoint: tuple[Checkpoint, Any] | None = None
         self._source: Any = None
         self._transfer_group = TransferGroup(())
         self._compared: tuple[str, frozenset[WorkerHandle]] = "", frozenset()
@@ -69,7 +70,7 @@ class FleetTransfers:
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails; nothing was changed.
-            EngineError: a worker was lost, and a trainer elsewhere waits for it.
+            EngineError: a worker was lost, and a trainer in another process waits for it.
         """
         driver = self._driver
         prepared = False
@@ -164,7 +165,7 @@ class FleetTransfers:
             raise self._broken_off()
         for handle in self._lacking(version) if updates else ():
             if handle in driver.handles:
-                handle.dismiss("it came when the others had met their trainer, and has older weights")
+                handle.dismiss("it started after the others had connected to their trainer, so it has older weights")
         if self._transfer_group.lost and self._having(version) < driver.fleet.least:
             raise EngineError(f"{self._shares(version)}, of at least {driver.fleet.least}: {self._who_was_lost()}")
         return updates
@@ -183,10 +184,10 @@ class FleetTransfers:
         if given is None:
             met = self._met_elsewhere()
             if not met.is_of(handles):
-                absent = [f"{handle.name} has not met it" for handle in handles if handle not in met.ranks]
-                absent += [f"{handle.name}, which has, is gone" for handle in met.ranks if handle not in handles]
+                absent = [f"{handle.name} is not connected" for handle in handles if handle not in met.ranks]
+                absent += [f"{handle.name} was connected and is gone" for handle in met.ranks if handle not in handles]
                 raise BadWeights(
-                    f"WeightTransfer(init=...) is not given, and the workers are not those that met the trainer: "
+                    f"WeightTransfer(init=...) is not given, and the workers are not the connected ones: "
                     f"{', '.join(absent)}. Connect again, with init=."
                 )
             return
@@ -201,14 +202,12 @@ class FleetTransfers:
             raise BadWeights(
                 f"WeightTransfer(init=...): world_size={size!r}, and there are {there} ranks: {offset} before the "
                 f"workers' own (rank_offset), and {there - offset} of {len(self._ranks)} workers. Count them by "
-                "`len(await engines.devices())` before the ends meet."
+                "`len(await engines.devices())` before they connect."
             )
 
     def _met_elsewhere(self) -> _Meeting:
         if self._met is None or not isinstance(self._met.whom, Mapping):
-            raise BadWeights(
-                "WeightTransfer(init=...) has to be given: engines and trainer have not met, or another one since."
-            )
+            raise BadWeights("WeightTransfer(init=...) has to be given: the engines are not connected to this trainer.")
         return self._met
 
     async def _count_ranks(self, handles: Sequence[WorkerHandle]) -> None:
@@ -222,7 +221,7 @@ class FleetTransfers:
         """Let workers compare the weights and connect to the trainer, as far as needed, as one transfer group.
 
         Returns:
-            True if the workers are ready; False if a worker was lost that the others need, or all were lost.
+            True if the workers are ready; False if all workers were lost, or one that the others need.
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails.
@@ -319,7 +318,7 @@ class FleetTransfers:
 
     async def _join(self, transfer: WeightTransfer | LocalTransfer) -> None:
         if isinstance(transfer, WeightTransfer):
-            assert transfer.init is not None, "else they have met"
+            assert transfer.init is not None, "otherwise they are connected"
             await self.meet(transfer.init)
             return
         info = _for_ranks(transfer.info, sum(self._ranks.values()))
@@ -366,7 +365,7 @@ class FleetTransfers:
         proof: WeightProof | None,
     ) -> list[WeightUpdate] | None:
         """Let the transfer group pause and receive the weights; None if it continued before any weight was sent."""
-        assert self._met is not None, "they are prepared"
+        assert self._met is not None, "the transfer is prepared"
         transfer_group = self._transfer_group = TransferGroup(self._transfer_group.handles)
         number, sends = next(self._numbers), False
         try:
@@ -426,7 +425,7 @@ class FleetTransfers:
         try:
             with transfer_group.limited(transfer.seconds) as scope:
                 if isinstance(transfer, LocalTransfer):
-                    assert self._trainer is not None, "they met"
+                    assert self._trainer is not None, "they are connected"
                     await self._trainer.send()
                 else:
                     await send_parts(transfer, self)
@@ -440,7 +439,7 @@ class FleetTransfers:
 
     def _hangs(self) -> str:
         first = next(iter(self._transfer_group.lost))
-        return f"it may wait for {first.name} for ever, which was lost {GRACE_SECONDS:g} s ago in the same transfer"
+        return f"it may wait forever for {first.name}, which was lost {GRACE_SECONDS:g} s ago in the same transfer"
 
     def _shares(self, version: str) -> str:
         there = len(self._driver.members)
@@ -457,7 +456,7 @@ class FleetTransfers:
         self._met = None
         for handle in self._transfer_group.handles:
             handle.process.send("forget_checked")
-        return EngineError(f"nothing was sent, and the weights are the old ones: {self._who_was_lost()}")
+        return EngineError(f"nothing was sent, so the weights are the old ones: {self._who_was_lost()}")
 
 
 def _for_ranks(info: Any, ranks: int) -> Any:

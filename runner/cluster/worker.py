@@ -78,7 +78,7 @@ class WorkerRun:
     """Set when the run is to be closed."""
     closed: anyio.Event = field(default_factory=anyio.Event)
     failure: Exception | None = None
-    """The error that keeps it from being played, or from closing."""
+    """The error because of which the run cannot be played or closed."""
 
 
 class Worker(EngineProcess):
@@ -237,7 +237,7 @@ class Worker(EngineProcess):
             ) from None
         except Exception as error:
             raise BadEnvironment(
-                f"{self.name} cannot make the run again from what was sent: {type(error).__name__}: {error}"
+                f"{self.name} cannot construct the run that was sent: {type(error).__name__}: {error}"
             ) from error
         return sent
 
@@ -330,7 +330,7 @@ class Worker(EngineProcess):
         """
         checked, relay = self._checked, self._relay
         self._checked = self._relay = None
-        assert checked is not None, "it was checked"
+        assert checked is not None, "the weights were checked"
         assert relay is not None, "it was announced"
         relay = RelayedTransfer(relay.announced, init)
         self._checked = await self.engine.check_update(relay, version=checked.version)
@@ -364,7 +364,7 @@ class Worker(EngineProcess):
                 await self.engine.resume()
 
     async def receive_weights(self, version: str, proof: WeightProof | None = None) -> WeightUpdate:
-        """Load the weights that `take_step` brings, and continue.
+        """Load the weights that arrive by `take_step`, and continue sampling.
 
         Raises:
             BadControl: other weights were checked since.
@@ -381,7 +381,7 @@ class Worker(EngineProcess):
             await self._resume_held()
 
     async def take_step(self, step: TransferStep, part: Any = None) -> None:
-        """Let the engine take a step of the transfer, and return when it did."""
+        """Let the engine take a step of the transfer, and return when the step is done."""
         assert self._relay is not None, "it was announced"
         await self._relay.bring(step, part)
 
@@ -435,7 +435,7 @@ class Worker(EngineProcess):
             except BadWeights:
                 if not snapshot.version:
                     raise
-                # The trainer may have overwritten the folder since. Then the tolerances of the table apply.
+                # The trainer may have overwritten the folder. Then the tolerances of the table apply.
 
     async def apply_snapshot(self, snapshot: FleetSnapshot) -> None:
         """Pause the engine or put it to sleep if the engines of the fleet are paused or asleep."""

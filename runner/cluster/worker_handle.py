@@ -36,7 +36,7 @@ class HeartbeatListener(Protocol):
         """Note the attempt's state in a heartbeat.
 
         Args:
-            playing: its state; None if others have waited longer.
+            playing: its state; None if the heartbeat lists only episodes that have waited longer.
             since: start of its current wait, in the event loop's time; without a state, the earliest possible start.
         """
 

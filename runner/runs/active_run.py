@@ -51,7 +51,10 @@ _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
 
 def _is_idle(engine: BaseEngine) -> bool:
-    """True if the trainer holds the engine or the engine has no workers. The run is not stuck then."""
+    """True if the trainer holds the engine, or if no worker of the engine plays.
+
+    A run that waits for this is not stuck.
+    """
     return engine.standstill.on or (isinstance(engine, PlayingEngine) and engine.is_deserted)
 
 
@@ -217,7 +220,8 @@ class ActiveRun:
 
     def _record_weights(self, number: int) -> None:
         engine = self.engines[number]
-        if self._versions.get(number) != engine.weight_version:  # otherwise an adapter changed, not the weights
+        # if the version is the same, only an adapter has changed
+        if self._versions.get(number) != engine.weight_version:
             self._versions[number] = engine.weight_version
             log.info("engine %d has weights %r", number, engine.weight_version)
             self._new_weights.append((number, engine.weight_version, engine.proof_figures, time.time()))

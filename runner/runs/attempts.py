@@ -74,7 +74,7 @@ class Attempts:
         try:
             return await attempt.run()
         except anyio.get_cancelled_exc_class():
-            # Commit the sampled part as a partial episode. An await needs a shield here.
+            # Commit the sampled part as a partial episode. This task is cancelled, so the await needs a shield.
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + COMMIT_SECONDS):
                 await self.writer.commit_episode(attempt.trajectories())
             raise

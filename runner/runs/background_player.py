@@ -185,8 +185,8 @@ class BackgroundPlayer:
 
         Args:
             tasks: the tasks; by default those of the environment, once.
-            full: end after so many tasks with spread, as `Run.groups(full=)` does; an iterator of tasks continues at
-                the next call.
+            full: the number of tasks with spread after which the iteration ends, as in `Run.groups(full=)`. The next
+                call takes the next task of the same iterator.
         """
         if full is not None:
             check_full(full, self.options)
@@ -259,7 +259,7 @@ class BackgroundPlayer:
         try:
             return self._result_of(future)
         except BaseException:
-            future.cancel()  # does nothing after the call is done; otherwise Ctrl-C interrupted it, and this cancels it
+            future.cancel()  # cancels a call that Ctrl-C has interrupted; a call that is done is not changed
             raise
 
     def _result_of(self, future: Future[T]) -> T:
@@ -296,7 +296,7 @@ class BackgroundPlayer:
         except BaseException as caught:
             error = self._error = caught
         finally:
-            self._end_calls(error or RunStopped("the player was closed before this was played"))
+            self._end_calls(error or RunStopped("the player was closed before it played this"))
             if not started.done():
                 started.set_exception(self._error or RunStopped("the player's thread ended before it had started"))
 
@@ -322,7 +322,7 @@ class BackgroundPlayer:
             await self._end.wait()
         finally:
             await self.player.aclose()
-            with anyio.move_on_after(EXIT_SECONDS):  # time for calls that the end of the run has woken
+            with anyio.move_on_after(EXIT_SECONDS):  # wait for the calls that the end of the run has woken
                 while self._calls:  # noqa: ASYNC110  # callbacks of futures, also in other threads, empty it
                     await anyio.sleep(0.001)
 

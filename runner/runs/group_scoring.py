@@ -98,7 +98,8 @@ class GroupScoring:
     async def _score(self, groups: list[Group], new: Collection[Trajectory] = ()) -> None:
         """Compute and commit the group rewards, and count the episodes whose rewards became final."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
-        # Counted before the rewards are set, since an earlier run may have counted some members.
+        # This list is made before the rewards are set, since afterwards all rewards are final. An earlier run may have
+        # counted some episodes.
         counted = [each for each in _by_episode(members) if each[0] in new or not self.is_final(each)]
         await _give_rewards(self._shared, groups, self._add_fault)
         await self._writer.commit_group_rewards(members)

@@ -26,7 +26,7 @@ class OpenGroup:
 
 
 def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> list[Group]:
-    """The groups of these trajectories, which are of one task: a group for each trained agent."""
+    """Return the groups of one task's trajectories: one group for each trained agent."""
     agents: dict[str, list[Trajectory]] = {}
     episodes: set[int] = set()
     cut_short = False

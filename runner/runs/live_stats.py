@@ -159,7 +159,7 @@ class LiveStats:
 
 
 class StatsReader:
-    """Reads statistics of a run, four times a second with ten thousand episodes or 500 workers."""
+    """Reads statistics of a run. Four reads a second are cheap, even with ten thousand episodes or 500 workers."""
 
     def __init__(self) -> None:
         self._sampled, self._computed = _Pace(), _Pace()
@@ -172,7 +172,7 @@ class StatsReader:
         """The time at which the counts of ids last changed."""
 
     def read(self, run: Run, *, total: int | None = None, before: int = 0, last_fault: str = "") -> LiveStats:
-        """Return the statistics now. The arguments are values of the display that a run does not have."""
+        """Return the present statistics. The arguments are values that only the display has."""
         summary = run.summary
         stats = [engine.stats() for engine in run.engines]
         lag = run.lag.percentile(99)

@@ -73,7 +73,7 @@ class EpisodePlayer(Protocol):
         """Call the listener with the wanted number of episodes in flight, now and at each change."""
 
     def drain(self) -> None:
-        """Prepare for the end: no further episode begins."""
+        """Prepare for the end of the run: the caller begins no further episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class WorkerSetup(Protocol):
         """Enter these engines on the workers; the block receives a placeholder for each.
 
         Raises:
-            BadInput, EngineError: one of them does not start; the message names the worker and why.
+            BadInput, EngineError: one of them does not start; the message names the worker and the cause.
         """
 
     def player(
@@ -165,7 +165,7 @@ class WorkerSetup(Protocol):
             report: called with messages about events of workers.
 
         Raises:
-            BadInput: a worker cannot play them; the message names the worker and why.
+            BadInput: a worker cannot play them; the message names the worker and the cause.
         """
 
 

@@ -32,7 +32,7 @@ def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
         there = ", ".join(map(repr, engine.adapters)) or "none"
         raise BadOption(
             f"Sampling(adapter={sampling.adapter!r}): the engine has no adapter of that name; it has {there}. Enter "
-            "the engine and `await engine.add_adapter(name, folder)` before the run; a ScriptedEngine(adapters=[name])."
+            "the engine and `await engine.add_adapter(name, folder)` before the run; or use ScriptedEngine(adapters=)."
         )
 
 
@@ -84,8 +84,8 @@ def _letters(chat: ChatModel) -> Iterator[str]:
     if names:
         name = chat.renderer.template.name
         yield (
-            f"template {name!r} writes {' '.join(names)}, which the vocabulary has no token for: "
-            "letters to the model, right only where it was trained so; check-template says what to do"
+            f"template {name!r} writes {' '.join(names)}, for which the vocabulary has no token: "
+            "the model reads letters, which is right only if it was trained so; see check-template"
         )
 
 
@@ -98,7 +98,7 @@ def _missing(chat: ChatModel, profile: Any, *, tools: bool, system: bool) -> Ite
         if verdict.result is Exactness.UNSUPPORTED:
             name = chat.renderer.template.name
             raises = verdict.refusal is Property.TEMPLATE_RENDERS
-            what = "an episode that comes to it ends" if raises else "each such turn starts a new segment"
+            what = "an episode with such a turn ends" if raises else "each such turn starts a new segment"
             yield f"template {name!r}, {verdict.kind.value}: {what} ({verdict.refusal}: {verdict.explanation})"
 
 

@@ -59,7 +59,7 @@ class Results:
         shown = [t for t in trajectories if t.trained or t.agent == MAIN]
         if self._feed.requests is not None:
             self._feed.requests.deliver(shown)
-        # Without a reader, only the run file stores it.
+        # Without a reader, the results are only in the run file.
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for trajectory in shown:
                 # The task source comes first, since it chooses the next task by these results, and the reader may be
@@ -120,7 +120,8 @@ class Results:
                     groups = await self._groups_of(task.trajectories)
                     wanted = [group for group in groups if full is None or group.has_spread]
                     self._state.summary.flat += len(groups) - len(wanted)
-                    # Only now, since this may begin another task, which is not needed if these groups suffice.
+                    # This call comes late, since it may begin another task, which is not needed if these groups
+                    # suffice.
                     self._state.quota.end(full=bool(wanted))
                     for group in wanted:
                         yield group

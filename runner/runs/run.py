@@ -194,10 +194,10 @@ class Run:
         Unfinished groups come last, with `complete` false.
 
         Args:
-            full: end after so many tasks with spread, that is, with rewards that differ. Groups with equal rewards are
-                left out and counted in `summary.flat`. Only tasks that may be needed begin, so no episode is discarded,
-                and the next call continues with the next task. Call it first in the `async with` block; tasks that
-                began before stay for the reader. None returns all groups.
+            full: the number of tasks with spread (rewards that differ) after which the iteration ends; None returns all
+                groups. Groups with equal rewards are left out and counted in `summary.flat`. Only tasks that may be
+                needed begin, so no episode is discarded, and the next call continues with the next task. Call it first
+                in the `async with` block, since tasks that began before are played too.
 
         Raises:
             BadOption: `full` is not a positive integer, or the groups have a single episode.
@@ -212,7 +212,7 @@ class Run:
         return self._begun.writer.stored()
 
     def flush(self) -> None:
-        """Commit the queued results to the file. Any thread may call it, for a blocked event loop."""
+        """Commit the queued results to the file. Any thread may call this, also while the event loop is blocked."""
         if self._active is not None:
             self._active.writer.flush()
 

@@ -78,7 +78,7 @@ def check_resumable(path: Path, environment: Environment[Any], options: RunOptio
         model: the name of the engine's model.
 
     Raises:
-        ConfigurationChanged: the configuration differs in a way that does not allow it.
+        ConfigurationChanged: the configuration differs so much that the run cannot be resumed.
     """
     if not holds_run(path):
         return

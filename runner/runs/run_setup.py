@@ -34,7 +34,7 @@ __all__ = ["RunSetup"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunSetup:
-    """Environment, engines and options of a run, with the checks of them."""
+    """Environment, engines and options of a run, with their checks."""
 
     environment: Environment[Any]
     """The environment object. Every episode gets its own, constructed in the same way."""

@@ -78,7 +78,8 @@ class Start:
             require_sampling(engine, options.sampling.over(part.sampling))
         await exit_stack.enter_async_context(self.lag)
         now = datetime.now().astimezone()
-        # before the header is created: it describes the format of turns, which takes renders of the templates
+        # The check comes before the header, because the header describes the format of turns, for which templates are
+        # rendered.
         await setup.check_templates(now)
         writer = await exit_stack.enter_async_context(await self._writer(setup, now))
         self._log_file(writer)

@@ -209,6 +209,6 @@ class Player:
         except BaseException as error:
             self.error = error
         finally:
-            self._requests.end(self.error or RunStopped("the player was closed before this was played"))
+            self._requests.end(self.error or RunStopped("the player was closed before it played this"))
             self._started.set()
             self._ended.set()

@@ -90,14 +90,15 @@ class TimeLeftEstimator:
         due += [(fresh, more)] if more else []
         still = sum(count * rest.mean for rest, count in due)
         variance = sum(count * rest.variance for rest, count in due)
-        # Near the end, fewer and fewer episodes run at once: half of a long episode runs with free slots.
+        # Near the end, ever fewer episodes run at once. The model here: half of the longest episode runs with free
+        # slots.
         longest = len(survival) - 1 if more else max(rest.mean for rest, _ in due)
         alone = pace * (width - 1) * longest / 2 if width > 1 else 0.0
         expected = still * pace + alone
         error = fresh.variance / sum(finished.values())  # variance of the estimated mean
         unsure = math.hypot(math.sqrt(variance + left**2 * error) / still, max(played**-0.5, self._pace_spread()))
         spread = math.hypot(expected * unsure, alone / 2)
-        # A time near 0 is shown whatever its spread. A longer time that may be 0 is unknown.
+        # A time near 0 is shown with any spread. A longer time is unknown if its spread includes 0.
         return TimeLeft(expected, spread) if spread < expected or expected < MIN_UNKNOWN_SECONDS else None
 
     def _pace_spread(self) -> float:

@@ -39,7 +39,7 @@ class Breaker:
 
     def note(self, trajectory: Trajectory) -> TooManyFailures | None:
         """Count an episode, and return the error that ends the run if too many failed."""
-        if trajectory.outcome is Outcome.CANCELLED:  # from outside, which is not a fault of the environment
+        if trajectory.outcome is Outcome.CANCELLED:  # cancelled from outside, so not a fault of the environment
             return None
         self._recent.append(trajectory.outcome.failed)
         if trajectory.outcome.failed:

@@ -49,5 +49,5 @@ def test_an_address_that_is_not_of_ray_is_refused_at_once(ray: Any, monkeypatch:
 def test_a_cluster_under_tls_is_left_to_ray(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.setattr(ray_connection, "admit", lambda address: "only its own")
-    with listening(ANSWERS["tls"]) as address, pytest.raises(BadOption, match="lets this process in: only its own"):
+    with listening(ANSWERS["tls"]) as address, pytest.raises(BadOption, match="accepts this process: only its own"):
         Connection().enter(object(), who="RayEngines", address=address)

@@ -57,7 +57,7 @@ async def test_error_of_a_call_is_its_callers_and_others_are_answered(worker: Ra
             await refused
         with pytest.raises(WorkerLost, match=r"it failed: KeyError\(.no such key"):
             await failed
-        with pytest.raises(WorkerLost, match=r"what it gave cannot be pickled"):
+        with pytest.raises(WorkerLost, match=r"its result cannot be pickled"):
             await unsent
 
 

@@ -179,6 +179,6 @@ async def test_an_address_is_refused_beside_a_cluster_of_ones_own(
     if named == "variable":
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
         address = ""
-    with pytest.raises(BadOption, match="connected to another cluster of Ray already, one of this machine's own"):
+    with pytest.raises(BadOption, match="connected to another cluster of Ray already, one that was started"):
         await launcher(address=address or None).open()
     await first.close()

@@ -109,7 +109,7 @@ async def test_engine_that_cannot_be_sent_is_refused_with_advice(ray: Any) -> No
 
 
 async def test_remote_engine_is_refused_as_the_engine_of_workers(ray: Any) -> None:
-    with pytest.raises(BadOption, match=r"RayEngines\(RemoteEngine\(...\)\): .* a server is asked by one process"):
+    with pytest.raises(BadOption, match=r"RayEngines\(RemoteEngine\(...\)\): .* one process can use a server"):
         RayEngines(RemoteEngine("http://127.0.0.1:1", "a-model"), workers=2)
 
 

@@ -90,9 +90,8 @@ def test_a_token_is_shown_where_a_cluster_asks_for_it(
     else:
         assert refused is not None
         why = "RAY_AUTH_MODE=disabled is set here" if given == "disabled" else None
-        assert refused.startswith(
-            f"it asks for a token, and {why or ('this machine has none' if token is None else 'the one of this')}"
-        )
+        missing = "this machine has none" if token is None else "this machine has another one"
+        assert refused.startswith(f"it asks for a token, and {why or missing}")
         assert "Copy the file ~/.ray/auth_token" in refused
     restore_variables(before)
     assert [os.environ.get(name) for name in VARIABLES] == [None, None]

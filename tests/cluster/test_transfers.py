@@ -156,10 +156,10 @@ async def test_untied_output_layer_is_refused_before_any_worker_compares(tmp_pat
 
 async def test_weights_without_a_connection_are_refused_before_any_call() -> None:
     async with fleet(2) as (engine, launcher), engine:
-        with pytest.raises(BadWeights, match="engines and trainer have not met"):
+        with pytest.raises(BadWeights, match="the engines are not connected to this trainer"):
             await engine.update_weights(WeightTransfer(part("a")))
         await engine.update_weights(here())
-        with pytest.raises(BadWeights, match="engines and trainer have not met"):
+        with pytest.raises(BadWeights, match="the engines are not connected to this trainer"):
             await engine.update_weights(WeightTransfer(part("a")))
         assert [len(asked_of(worker, "check_weights")) for worker in launcher.alive] == [1, 1]
 
@@ -174,7 +174,7 @@ def test_worker_without_a_connection_is_named_before_any_call(kind: Callable[[],
             await until(lambda: members(engine) == {0, 2})
             asked = len(launcher.workers[0].calls)
             if isinstance(kind(), WeightTransfer):
-                with pytest.raises(BadWeights, match=r"worker 2 on \S+ has not met it.*Connect again, with init="):
+                with pytest.raises(BadWeights, match=r"worker 2 on \S+ is not connected.*Connect again, with init="):
                     await engine.update_weights(WeightTransfer(part("a")))
                 assert not asked_of(launcher.workers[2], "check_weights")
                 assert [call for call, _ in launcher.workers[0].calls[asked:] if call != "heartbeat"] == []

@@ -45,14 +45,14 @@ Answer: TypeAlias = tuple[int, bytes]
 class RayWorker:
     """The caller's side of an actor.
 
-    Calls of one tick are sent as one call of Ray, and results come back the same way: one call of Ray is always pending
-    that returns results. It also fails when the actor dies.
+    Calls of one tick are sent as one call of Ray, and results come back the same way: one call of Ray, which returns
+    results, is always pending. This call also fails when the actor dies.
 
     Args:
         actor: Ray's handle of an `AnsweringActor`.
         tick: seconds that a call waits for others to be sent with it.
-        connected: False once the connection to the actor's cluster is closed. Ray must not be called then: it would
-            start another cluster.
+        connected: False once the connection to the actor's cluster is closed. Then Ray must not be called, since it
+            would start another cluster.
     """
 
     def __init__(self, actor: Any, *, tick: float, connected: Callable[[], bool] = lambda: True) -> None:
@@ -141,7 +141,7 @@ class RayWorker:
                 try:
                     answer.set_result(pickle.loads(packed))
                 except Exception as error:  # a result of a class that cannot be imported here
-                    _fail(answer, WorkerLost(f"what it gave cannot be read here: {error}"))
+                    _fail(answer, WorkerLost(f"its result cannot be read here: {error}"))
             self._is_fetching = False
             if self._answers:
                 self._fetch_answers()
@@ -231,7 +231,7 @@ def _why(error: BaseException) -> str:
 
 
 def _how(report: str) -> str:
-    """The way a process died, as far as Ray reports it."""
+    """Return how a process died, as far as Ray reports it."""
     if (code := re.search(r"exit code[ =:]+(-?\d+)", report)) is not None:
         number = int(code[1])
         try:
@@ -239,7 +239,7 @@ def _how(report: str) -> str:
         except ValueError:
             return f" with exit code {number}"
     if "connection error" in report:  # a process that ends without a message was ended by the kernel
-        return ": it was killed (SIGKILL, as by the kernel where memory is short) or crashed; its log may say more"
+        return ": it was killed (SIGKILL, for example by the kernel when memory is short) or crashed; see its log"
     return ""
 
 
@@ -292,7 +292,7 @@ class Raised:
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The error is sent as class and text, since its cause may not be picklable, and is not needed there.
+        # The error is sent as class and text, since its cause may not be picklable, and the caller does not need it.
         return _raised, (type(self.error), str(self.error))
 
 
@@ -392,7 +392,7 @@ class _ArgumentPickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, StoredObject):
-            raise pickle.PicklingError("it lies in Ray's store")
+            raise pickle.PicklingError("it is in Ray's store")
 
 
 def _wrapped(arguments: tuple[Any, ...]) -> Any:
@@ -413,5 +413,5 @@ def _packed(answer: Any) -> bytes:
         try:
             packed: bytes = importlib.import_module("ray").cloudpickle.dumps(answer)
         except Exception as error:
-            packed = pickle.dumps(Failed(f"what it gave cannot be pickled: {error}"))
+            packed = pickle.dumps(Failed(f"its result cannot be pickled: {error}"))
         return packed

@@ -31,9 +31,9 @@ VARIABLES: Final = (_MODE, _PATH)
 
 _FIX: Final = (
     "Copy the file ~/.ray/auth_token of the machine of `ray start --head` to the same place on this machine, or name a "
-    "copy in RAY_AUTH_TOKEN_PATH; or set RAY_AUTH_MODE=disabled on every machine before `ray start`, which then lets "
-    "everybody in who reaches the head. Ray asks for tokens where it finds that file, which it makes for a program "
-    "that starts a cluster of its own."
+    "copy in RAY_AUTH_TOKEN_PATH; or set RAY_AUTH_MODE=disabled on every machine before `ray start`, which then "
+    "accepts everybody who can reach the head. Ray requires tokens if that file exists, and creates it for a program "
+    "that starts its own cluster."
 )
 
 
@@ -96,7 +96,7 @@ def admit(address: str) -> str | None:
         if given is None and mode == "disabled" and not (address == "auto" and has_token):
             _set_mode(None)
         return None
-    has = "this machine has none" if not has_token else "the one of this machine is not the right one"
+    has = "this machine has none" if not has_token else "this machine has another one"
     asked = "RAY_AUTH_MODE=disabled is set here" if given == "disabled" else has
     return f"it asks for a token, and {asked}. {_FIX}"
 
@@ -139,7 +139,7 @@ OWN_CPU_COUNT: Final = 10_000
 
 RIGHT_ADDRESS: Final = (
     "Give the address that `ray start --head` printed (host:port), 'auto' on a machine of a running cluster, or none "
-    "for one of this machine's own."
+    "to start a cluster on this machine."
 )
 
 CONNECT_SECONDS: Final = 10.0
@@ -188,8 +188,9 @@ class RaySession:
 class _RayThread(threading.Thread):
     """The thread that calls `ray.init`, and `ray.shutdown` at the end.
 
-    Ray lets the kernel kill a cluster's processes when the thread that started them ends, not the process. So that
-    thread must live as long as the connection; a pool's thread ends after some idle seconds.
+    Ray makes the kernel kill a cluster's processes when the thread that started them ends, even if its process
+    continues. So this thread lives until the connection is closed. A thread of a pool would end after some idle
+    seconds.
 
     Args:
         settings: the arguments of `ray.init`.
@@ -302,10 +303,10 @@ class Connection:
         there: str = ray_module().get_runtime_context().gcs_address
         if not self._own and (wanted == "auto" or _meet(wanted, there)):
             return
-        which = f"one of this machine's own ({there})" if self._own else f"the one at {there!r}"
+        which = f"one that was started on this machine ({there})" if self._own else f"the one at {there!r}"
         raise BadOption(
             f"{_given(who, address, wanted)}: this process is connected to another cluster of Ray already, "
-            f"{which}, and a process has one connection. Give all that are used together the same address."
+            f"{which}, and a process has only one connection. Give all objects of this process the same address."
         )
 
     def _make(self, who: str, address: str | None) -> None:
@@ -320,7 +321,7 @@ class Connection:
             else:
                 _require_listener(who, given, address)
                 if (refused := admit(address)) is not None:
-                    raise BadOption(f"{_nowhere(who, given, address)} lets this process in: {refused}")
+                    raise BadOption(f"{_nowhere(who, given, address)} accepts this process: {refused}")
             thread = _RayThread(settings)
             try:
                 thread.connect()

@@ -63,8 +63,8 @@ class RayEngines(FleetEngine):
         require_ray("RayEngines", address)
         if isinstance(engine, RemoteEngine):
             raise BadOption(
-                "RayEngines(RemoteEngine(...)): workers have engines of their own, and a server is asked by one "
-                "process; give the run the RemoteEngine itself."
+                "RayEngines(RemoteEngine(...)): each worker has its own engine, but one process can use a server: "
+                "give the run the RemoteEngine itself."
             )
         launcher = RayLauncher(
             "RayEngines",
@@ -105,7 +105,7 @@ def require_ray(who: str, address: str | None = None) -> None:
         given = f"{who}: RAY_ADDRESS={address}"
     if address.startswith("ray://"):
         raise BadOption(
-            f"{given}: through Ray Client every call would take a detour; start the script on a "
+            f"{given}: Ray Client would send every call by a detour; start the script on a "
             "machine of the cluster, with address='auto'."
         )
 
@@ -126,9 +126,10 @@ class RayEngine(HostedEngine):
         judge = RayEngine(VllmEngine("judge-70b", tensor_parallel_size=4))
         run(Game, RayEngines(VllmEngine("policy"), workers=8), engines={"judge": judge})
 
-    Use it for judges and simulated users that many workers share, or as the model of environments that cannot move. The
-    process that enters the engine starts and ends it; the workers of a run use the same one. Requests are sent one by
-    one, and deltas of all streams come back in one batch per tick. The weights of this engine cannot be updated.
+    Use it for judges and simulated users that many workers share, or as the model of environments that cannot be sent
+    to workers. The process that enters the engine starts and ends it; the workers of a run use the same one. Requests
+    are sent one by one, and deltas of all streams come back in one batch per tick. The weights of this engine cannot be
+    updated.
 
     Args:
         engine: the engine of the process, not entered.
@@ -214,8 +215,7 @@ class RayEngine(HostedEngine):
         if not placed:
             raise EngineDead(
                 f"RayEngine: for {self._stall_seconds:g} s no machine had room for the engine's process, which needs "
-                f"{self._launcher.needs} on one of them. Leave it some: give RayEngines fewer workers, or the cluster "
-                "more machines."
+                f"{self._launcher.needs} on one machine. Give RayEngines fewer workers, or the cluster more machines."
             )
 
 

@@ -96,7 +96,7 @@ class RayLauncher:
         elif 0 < self._gpus < self._engine_gpus + number:
             raise BadOption(
                 f"{self._who}: a worker would need {self._engine_gpus + number:g} GPU with the engines of engines=, "
-                f"and was started with {self._gpus:g}. Let the run enter it, or give {self._who}(gpus=)."
+                f"and was started with {self._gpus:g}. Let the run enter {self._who}, or give {self._who}(gpus=)."
             )
 
     async def open(self) -> None:
@@ -194,8 +194,8 @@ class RayLauncher:
             if now - self._seen > HEADLESS_SECONDS:
                 raise EngineDead(
                     f"{self._who}: the head of Ray's cluster, at {self._head}, has not answered for "
-                    f"{HEADLESS_SECONDS:g} s. What was announced is kept; start a cluster again, and the same command "
-                    "continues."
+                    f"{HEADLESS_SECONDS:g} s. Announced results are kept: start a cluster, and run the same command "
+                    "again to continue."
                 ) from None
 
     def _is_connected(self) -> bool:
@@ -213,7 +213,7 @@ class RayLauncher:
         if not self._is_connected():
             raise EngineDead(
                 f"{self._who}: other code of this process called ray.shutdown(), which ended its workers. Call it "
-                "after the run. What was announced is kept, and the same command continues."
+                "after the run. Announced results are kept: run the same command again to continue."
             )
 
     async def close(self) -> None:
