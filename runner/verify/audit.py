@@ -84,7 +84,7 @@ _MISFITS: Final = (
     ),
     (
         f"SELECT id FROM episodes GROUP BY task_id, visit, group_index, attempt HAVING {_DISAGREE}",
-        "its agents have different records of its end",
+        "the records of its agents differ",
     ),
     (
         "SELECT id FROM episodes WHERE launch NOT IN (SELECT number FROM launches)",

@@ -286,9 +286,9 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "an outcome of one agent": (
         of_one("outcome = 'turn_limit', limit_name = 'turns'"),
         "episodes",
-        "have different records of its end",
+        "the records of its agents differ",
     ),
-    "metrics of one agent": (of_one("metrics = '{\"steps\": 4}'"), "episodes", "do not agree"),
+    "metrics of one agent": (of_one("metrics = '{\"steps\": 4}'"), "episodes", "the records of its agents differ"),
     # seeds and sampling
     "the seed of the run": (headers(put("seed", value=8)), "seed", "does not follow from the run's"),
     "the seed of an episode": (of_one("seed = seed + 1"), "seed", "does not follow from the run's"),
