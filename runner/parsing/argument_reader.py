@@ -32,7 +32,7 @@ _USUAL: Final = re.compile(f"{WORD}+")
 
 
 class Undecided(Exception):
-    """Later text may change the result. Raised only for an incomplete text."""
+    """A result that later text may change. Raised only for an incomplete text."""
 
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
@@ -143,7 +143,7 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """Read an unquoted value. It ends where the text that follows a value matches."""
+        """Read an unquoted value, up to the first match of a text that may follow a value."""
         style = styles[0]
         followed, alone = self._after[style.close]
         found = followed.search(text, start)
@@ -156,7 +156,7 @@ class TaggedArgumentReader:
         closed = compiled(lenient(style.close)).match(text, end)
         written = _decoded(style.notation, text[start:end])
         value: Any = written
-        # If types have the same opening text, only the schema distinguishes strings from them.
+        # If strings and other types have the same opening text, only the schema distinguishes them.
         if len(styles) > 1:
             types = shapes_for(schema).types_of_argument(name)
             value = as_typed(written, types)
@@ -205,7 +205,7 @@ class TaggedArgumentReader:
 
     @cached_property
     def _after(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """Patterns of the text after an unquoted value, by close of its style: the complete text, and its own end."""
+        """Patterns of the end of an unquoted value, by the close of its style: with and without the following text."""
         form = self.format
         patterns: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {}
         for close in {style.close for style in form.styles.values() if isinstance(style.notation, AS_TEXT)}:
@@ -228,13 +228,10 @@ class _Typed(NamedTuple):
 
 
 def _settled(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose the types of values that may also be strings. They are strings only if no other type fits the schema.
+    """Choose the types of values that may also be strings. A value is a string only if no other type fits the schema.
 
-    The types of one argument can depend on another one, as in `oneOf`. A list or an object is never read as a string,
-    so that the model receives the error in it.
-
-    The types of one argument can depend on another one, as in `oneOf`. A list or an object is never read as a string:
-    the model reads what is wrong with it.
+    The type of one argument can depend on another argument, as in `oneOf`. A list or an object is never read as a
+    string, so that the model receives a message about its errors.
     """
     either = [name for name, value in arguments.items() if isinstance(value, _Typed)]
     made = {name: value.value if isinstance(value, _Typed) else value for name, value in arguments.items()}

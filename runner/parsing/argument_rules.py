@@ -82,7 +82,7 @@ class ArgumentRules:
 
 
 def _unsatisfiable(name: str, why: str) -> NoGrammar:
-    return NoGrammar(GrammarRequirement.SATISFIABLE, f"{name} takes what nothing fits: {why}")
+    return NoGrammar(GrammarRequirement.SATISFIABLE, f"no arguments fit the tool {name}: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class _TaggedRules:
                 raise self._unwritable(key)
 
     def _rest(self, named: int) -> Rest | None:
-        """Return a rule for unnamed arguments if the schema describes them or requires more than the named ones."""
+        """Return a rule for unnamed arguments, if the schema describes them, or requires more than those it names."""
         others = [each for _, each in self.shape.of_patterns]
         if any(part.has_additional for part in self.shape.objects) or self.shape.least > named:
             others.append(self.shape.others)
@@ -231,11 +231,11 @@ class _TaggedRules:
 def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
     """Return the texts that end an unquoted string, so that the string must not contain them.
 
-    If a tag follows every value, this is only the tag. Otherwise these are the separator between values and the text
-    after the last value.
+    If a tag follows every value, only this tag is returned. Otherwise, the texts are the separator between values and
+    the text after the last value.
 
     Raises:
-        NoGrammar: no text follows such strings.
+        NoGrammar: no text follows an unquoted string.
     """
     arguments = form.arguments
     style = arguments.styles.get("string") if isinstance(arguments, TaggedArguments) else None
@@ -268,7 +268,7 @@ def _dialect(notation: Any) -> NotationDialect:
 
 
 def _by_style(shape: ValueShape) -> Iterator[tuple[ValueType, ValueShape]]:
-    """Yield the types that a template distinguishes, each with its values. A number without a point is an integer."""
+    """Yield the types that a template distinguishes, each with its values. Numbers without a point are integers."""
     if shape.kind != "number":
         yield shape.kind, shape
     elif shape.values is not None:

@@ -43,8 +43,8 @@ def constraint(
     schema, for strict arguments. A format without a trigger does not support "auto", since the beginning of a call is
     unknown.
 
-    A turn may have several calls only if `parallel` is true and every allowed tool is parallel. Tools without any call
-    in this format are left out while another one remains. If none remains, "auto" is not constrained.
+    A turn may have several calls only if `parallel` is true and every allowed tool is parallel. A tool that cannot be
+    called in this format is left out if another tool remains. If no tool remains, "auto" is not constrained.
 
     Args:
         form: format of the calls.
@@ -52,7 +52,7 @@ def constraint(
         tool_choice: "auto", "none", "required" or the name of a tool.
         parallel: True if a turn may have several calls.
         thought: reasoning that may precede the calls; reasoning that the prompt opens must be closed first.
-        control_tokens: texts of the format that are single ids. Only those ids match them, never their letters.
+        control_tokens: texts of the format that are single ids. In the grammar, only these ids match, not the letters.
         stops: control tokens that end a turn; the grammar ends before the first one.
 
     Raises:
@@ -76,7 +76,7 @@ def constraint(
         return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought))
     except NoGrammar as error:
         if tool_choice == "auto" and error.requirement is not GrammarRequirement.STRINGS_END:
-            return None  # the model receives the error of each call
+            return None  # without a grammar, the model receives the error of each call
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
 
 
@@ -109,7 +109,7 @@ def harmony_constraint(
     """Return the constraint for `tool_choice`: one message of any text, such as the reasoning, then the call.
 
     Raises:
-        BadOption: a call is required and no such tool exists.
+        BadOption: a call is required, and the tool does not exist.
     """
     return constraint(form, tools, tool_choice, parallel=False, thought=FIRST_MESSAGE, control_tokens=control_tokens)
 
@@ -131,7 +131,7 @@ def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
 def enforceable(form: CallFormat) -> str | None:
     """Return the reason why no grammar exists for this format; None if one exists.
 
-    Arguments of a tool may still lack one.
+    If one exists, the arguments of a single tool may still have no grammar.
     """
     try:
         _grammar(_Format.of(form, NO_TOKENS), _STRINGS, True, None)
@@ -157,7 +157,7 @@ class _Format:
 
 
 def _of_callable(make: Callable[[Signatures], str], form: CallFormat, signatures: Signatures) -> str:
-    """Return the result for these tools. If there is none, try only the tools that can be called.
+    """Return the result of `make` for these tools. If `make` fails, try only the tools that can be called.
 
     Raises:
         NoGrammar: no tool can be called, or the format has no end of strings.
@@ -181,7 +181,7 @@ def _why_left_out(form: CallFormat, name: str, parameters: str) -> NoGrammar | N
     return None
 
 
-# Every turn of every episode uses one of a few grammars.
+# This is cached, since the turns of all episodes use a few grammars.
 @lru_cache(maxsize=256)
 def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
     return _of_callable(partial(_grammar_of, keyed, many, thought), keyed.form, signatures)
@@ -212,7 +212,8 @@ def _tag_of(keyed: _Format, many: bool, thought: ReasoningFormat | None, signatu
         # A trigger inside reasoning does not begin a call, and a turn may consist only of reasoning.
         turn = _dispatch({thought.close.strip(): turn}, tokens, again=False)
     elif thought is not None and (opened := _mark_of(rules, thought.open)) and _alike(opened, form.trigger, tokens):
-        # The same applies to reasoning that the model opens. After it, the turn continues as if without reasoning.
+        # A trigger inside reasoning that the model opens does not begin a call either. After the reasoning, the turn
+        # continues like a turn without reasoning.
         close = _mark_of(rules, thought.close)
         thinking = _dispatch({close: {"type": "const_string", "value": ""} if again else turn}, tokens, again=False)
         turn = _dispatch({form.trigger: begun, opened: thinking}, tokens, again=again)
@@ -229,9 +230,9 @@ def _mark_of(rules: Rules, mark: str) -> str:
 
 
 def _alike(mark: str, trigger: str, tokens: Mapping[str, int]) -> bool:
-    """Return True if both marks are control tokens or both are text, and neither begins with the other.
+    """Return True if both marks are control tokens, or both are text and neither begins with the other.
 
-    One part of a structural tag can only wait for marks of one kind.
+    One part of a structural tag can wait only for marks of one kind.
     """
     return (mark in tokens) == (trigger in tokens) and not mark.startswith(trigger) and not trigger.startswith(mark)
 
@@ -255,7 +256,7 @@ them.
 
 
 def _thinking(rules: Rules, thought: ReasoningFormat) -> str:
-    """Return a rule for reasoning before the calls. It is optional if the model opens it itself."""
+    """Return a rule for reasoning before the calls. The reasoning is optional if the prompt does not open it."""
     closed = _thought(rules, thought.close)
     if thought.opened_by_prompt:
         return closed
@@ -294,7 +295,7 @@ def _piece(rules: Rules, form: CallFormat, piece: Piece, name: str) -> str:
         case Slot.NAME:
             return literal(name)
         case Slot.INDEX:
-            # Where templates number the calls of the whole conversation, models continue the count.
+            # If a template numbers the calls of the whole conversation, a model continues the count.
             return "[0-9]{1,4}"
         case _:
             pieces = form.id_pieces or ()

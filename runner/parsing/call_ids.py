@@ -14,7 +14,7 @@ from runner.parsing.turn_format import IdStyle, LiteralText, Slot, TurnFormat
 __all__ = ["with_fitting_ids"]
 
 _FIRST_FOREIGN_INDEX: Final = 10_000
-"""Number of the first foreign call. Ids that a model generates later have lower numbers, so they cannot clash."""
+"""Number of the first call from another model. Later calls of this model have lower numbers, so no id is repeated."""
 
 _MADE: Final = re.compile(r"call_\d+")
 
@@ -61,7 +61,7 @@ def _fitting(form: TurnFormat, call: ToolCallMessage, own: Collection[str], take
     named = form.calls is not None and form.calls.id_pieces is not None
     for number in itertools.count(0 if named else _FIRST_FOREIGN_INDEX):
         numbered = _numbered(form, call, number)
-        # A model that puts the tool's name in an id counts the calls of all tools together.
+        # In ids with the tool's name, a model counts the calls of all tools together, so the number must be unique too.
         if numbered["id"] not in taken and not (named and any(each.endswith(f":{number}") for each in taken)):
             taken.add(numbered["id"])
             return numbered

@@ -146,7 +146,7 @@ class CallPatterns:
 
     @cached_property
     def own_mark(self) -> str | None:
-        """First part of the close that ends a single call: "" for an object's closing bracket; None without one."""
+        """First part of the close, if it ends a single call; "" for an object's closing bracket, None otherwise."""
         if not isinstance(self.format.arguments, TaggedArguments):
             return ""
         cut = CutPoints()
@@ -236,15 +236,15 @@ class CallPatterns:
 
     @cached_property
     def close_may_go_on(self) -> bool:
-        """True if the separator between two calls begins with their close; the text after it then decides."""
+        """True if the separator between two calls begins with their close; the text after the close is then needed."""
         return self.between is not None and without_space(self.format.between or "").startswith(
             without_space(self.format.close)
         )
 
 
 MAX_BEGIN_LENGTH: Final = 400
-"""Number of characters that are examined for the beginning of a call. A longer text, due to white space, counts as a
-call.
+"""Number of characters that are examined for the beginning of a call. If white space makes a possible beginning longer,
+it counts as a call.
 """
 
 MAX_TOOL_SETS: Final = 256

@@ -43,11 +43,11 @@ class CallsReading:
 
 @dataclass(frozen=True, slots=True)
 class DecidedCalls:
-    """Calls at the start of an incomplete text that later text cannot change."""
+    """The calls at the start of an incomplete text, up to the first call that later text may change."""
 
     calls: list[ReadCall]
     end: int
-    """Position after these calls and the separator that follows them; 0 without calls."""
+    """Position after these calls and the separator that follows the last one; 0 without calls."""
     closed: bool
     """True if another call needs its own trigger."""
 
@@ -96,7 +96,7 @@ class CallReader:
         return self._triggered(text, schemas, begun) if self.format.trigger else self._bare(text, schemas)
 
     def decided(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> DecidedCalls:
-        """Return the calls at the start of an incomplete text that later text cannot change.
+        """Return the calls at the start of an incomplete text, up to the first call that later text may change.
 
         Args:
             text: output of the model so far, from the trigger.
@@ -140,7 +140,7 @@ class CallReader:
         *,
         begun: bool = False,
     ) -> Generator[ReadCall, None, int]:
-        """Yield the calls that begin at `start`; return the position after them."""
+        """Yield the calls from `start` on; return the position after the last one."""
         at = start
         try:
             for call, after in self._calls(text, start, schemas, begun=begun):
@@ -154,8 +154,8 @@ class CallReader:
     def _after_fault(self, text: str, at: int) -> int:
         """Return the position after an unreadable call: after its close, at the next trigger, or at the end."""
         trigger = text.find(self.format.trigger, at)
-        # Search only up to the next trigger. Searching all of the text after each of many triggers would take quadratic
-        # time.
+        # The search ends at the next trigger, since a search of the whole text after each of many triggers would take
+        # quadratic time.
         limit = trigger if trigger >= 0 else len(text)
         post = self.patterns.post.search(text, at, limit) if self.format.post.strip() else None
         if post is not None:
@@ -164,7 +164,7 @@ class CallReader:
         return limit
 
     def _bare(self, text: str, schemas: Schemas | None) -> list[str | ReadCall]:
-        """Return the parts of a text whose calls have no trigger: from some position on, calls fill the turn."""
+        """Return the parts of a text whose calls have no trigger: content, and then calls up to the end of the turn."""
         unreadable: list[str | ReadCall] = []
         for start in self._candidates(text, tuple(schemas or ())):
             calls = self._bare_calls(text, start, schemas)
@@ -255,7 +255,7 @@ class CallReader:
         return begun.end()
 
     def _following(self, text: str, at: int) -> int | None:
-        """Return the position of another call after the one that ends at `at`, or None."""
+        """Return the position of the call after the call that ends at `at`, or None."""
         patterns = self.patterns
         if patterns.between is None or (patterns.close_is_longer and patterns.close.match(text, at)):
             return None
@@ -311,7 +311,7 @@ class CallReader:
         return ReadCall(name or after.get("name") or "", arguments, before.get("id") or after.get("id")), tail.end()
 
     def _object(self, text: str, at: int) -> tuple[ReadCall, int]:
-        """Return a call that is one JSON object, with members in any order and possibly further ones."""
+        """Return a call that is one JSON object, with its members in any order, and possibly further members."""
         container = self.format.container
         assert container is not None
         try:
@@ -342,7 +342,9 @@ class CallReader:
 
 
 MAX_CANDIDATES: Final = 50
-"""Number of candidates of each kind for the start of a call without a trigger. Calls are near the start of turns."""
+"""Maximum number of positions of each kind that are tried as the start of a call without a trigger. Calls are near the
+start of turns.
+"""
 
 MAX_NAME_DISTANCE: Final = 400
 """Maximum distance of the name from the beginning of an unreadable call, in characters."""

@@ -20,14 +20,14 @@ class WrittenCall(NamedTuple):
 
 
 class Unwritable(ValueError):
-    """The format cannot write this; the message is a clause with the reason."""
+    """Calls that the format cannot write; the message is a clause with the reason."""
 
 
 def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
     """Return the text of `calls`, including the begin and the close of the section.
 
     Raises:
-        Unwritable: the format cannot write them.
+        Unwritable: the format cannot write the calls.
     """
     if len(calls) > 1 and form.between is None:
         raise Unwritable("a turn has only one call")

@@ -19,7 +19,7 @@ class CutPoints:
     """Splits text into control tokens, tags, words, runs of white space and single characters."""
 
     tokens: frozenset[str] = frozenset()
-    """Control tokens of a vocabulary, each one unit in any form."""
+    """Control tokens of a vocabulary. Each of them is one unit, whatever its characters."""
 
     def split(self, text: str) -> list[str]:
         """Return the units of `text`, in order; joined they equal `text`."""
@@ -30,11 +30,11 @@ class CutPoints:
         return mark in self.tokens or _TAG_ONLY.fullmatch(mark) is not None
 
     def common_prefix(self, texts: Iterable[str]) -> str:
-        """Return the common prefix of `texts`, cut at a unit of all of them."""
+        """Return the longest common prefix of `texts` that ends at the end of a unit in each text."""
         return "".join(_shared([self.split(text) for text in texts]))
 
     def common_suffix(self, texts: Iterable[str]) -> str:
-        """Return the common suffix of `texts`, cut at a unit of all of them."""
+        """Return the longest common suffix of `texts` that begins at the start of a unit in each text."""
         return "".join(reversed(_shared([self.split(text)[::-1] for text in texts])))
 
     @cached_property

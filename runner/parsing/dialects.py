@@ -38,9 +38,9 @@ class NotationDialect:
     """Text between two items of a list."""
     close_list: str
     string: Strings
-    """Rules of any string."""
+    """Adds the rules of any string."""
     key: Strings
-    """Rules of any key of an object."""
+    """Adds the rules of any key of an object."""
     encode: Callable[[Any, int], str]
     """Return the text of a value; the second argument is the number of objects and lists around it."""
     indent: int | None = None
@@ -53,9 +53,9 @@ class NotationDialect:
     signs_are_tokens: bool = False
     """True if quotes and brackets may be control tokens of the vocabulary."""
     characters: Callable[[Rules], JsonCharacters] | None = None
-    """Rules for single characters of a JSON string; None for notations without JSON strings."""
+    """Adds the rules for single characters of a JSON string; None for notations without JSON strings."""
     other_key: Callable[[Rules, Collection[str]], str] | None = None
-    """Return an expression for any key except the given ones; None if the notation cannot express it."""
+    """Returns an expression for any key except the given ones; None if the notation cannot express it."""
     free_space: bool = False
     """True if white space may follow punctuation, and precede closing brackets."""
 
@@ -110,7 +110,7 @@ def dialect_of(notation: Notation) -> NotationDialect | None:
 
 
 def plain_text(notation: Raw | Html | Cdata, rules: Rules, ends: tuple[str, ...]) -> str:
-    """Add the rules of any string in a notation of plain text that contains none of `ends`, and return its rule."""
+    """Add the rules of a string without any of `ends`, in a notation of plain text, and return its expression."""
     match notation:
         case Raw():
             return rules.add("text", text_without(ends))
@@ -187,9 +187,9 @@ _PYTHON_ESCAPE: Final = (
 
 
 def _python(rules: Rules, after: str) -> str:
-    """Return an expression for a string in either kind of quote.
+    """Return an expression for a string in single or double quotes.
 
-    `repr` chooses by the whole string, but a model may use both.
+    `repr` chooses the quotes by the whole string, but a model may use either.
     """
 
     def rest(quote: str) -> str:
@@ -214,7 +214,7 @@ def _nested(notation: Nested) -> NotationDialect:
         body = text_but(["", *names], rules, literal, lambda each: [character_class(each)], characters_but(signs))
         return f"{rules.written(notation.open_key)} {body} {rules.written(notation.close_key)}"
 
-    # Characters that would end a key, or could be confused with the text around it.
+    # These characters would end a key, or could be confused with the text around it.
     signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation))) + _SPACE
 
     return NotationDialect(
@@ -225,7 +225,7 @@ def _nested(notation: Nested) -> NotationDialect:
 
 
 def _brackets(notation: Nested) -> tuple[str, ...]:
-    """Texts with which an unmarked key could be confused."""
+    """Return the texts with which an unmarked key could be confused."""
     brackets = (notation.open_object, notation.close_object, notation.open_list, notation.close_list)
     return (*brackets, notation.member, notation.open_string)
 

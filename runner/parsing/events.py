@@ -29,7 +29,7 @@ class ContentPiece:
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call that was read completely, or that could not be read. `call.error` has the reason in the second case."""
+    """A call that was read completely, or that could not be read: then `call.error` has the reason."""
 
     call: ReadCall
 

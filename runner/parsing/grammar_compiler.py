@@ -1,7 +1,7 @@
 """Grammar compiler over xgrammar that compiles each grammar with token ids separately.
 
-xgrammar caches token masks by the shape of a rule and ignores its token ids, so a grammar could get the masks of
-another one with other ids (seen with xgrammar 0.2.8).
+xgrammar caches token masks by the shape of a rule and ignores the token ids in it. So a grammar could receive the
+masks of another grammar with other ids (seen with xgrammar 0.2.8).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 __all__ = ["TokenGrammarCompiler", "holds_token_ids"]
 
 CACHE_ENTRIES: Final = 64
-"""Number of cached grammars with token ids. A run has few of them, each of at most a few megabytes."""
+"""Number of cached grammars with token ids. A run has few such grammars, each of at most a few megabytes."""
 
 
 class TokenGrammarCompiler:
@@ -24,7 +24,7 @@ class TokenGrammarCompiler:
         from xgrammar import GrammarCompiler
 
         self._compiler = compiler
-        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info  # the compiler has no attribute for it
+        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info  # the compiler has no other way
         alone = GrammarCompiler(vocabulary, cache_enabled=False)
         self._grammar = functools.lru_cache(CACHE_ENTRIES)(alone.compile_grammar)
         self._structural_tag = functools.lru_cache(CACHE_ENTRIES)(alone.compile_structural_tag)

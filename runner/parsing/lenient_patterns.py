@@ -48,7 +48,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def merge_optional_space(pattern: str) -> str:
-    """Merge repeated optional white space. The regular expression engine would try every way to divide it."""
+    """Merge adjacent patterns of optional white space, since `re` tries every way to divide white space among them."""
     return _FREE_TWICE.sub(lambda _: FREE, pattern)
 
 

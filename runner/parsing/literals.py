@@ -11,11 +11,11 @@ from typing import Any, Final
 __all__ = ["Unreadable", "after_space", "read_literal"]
 
 MAX_DEPTH: Final = 200
-"""Maximum depth of nested lists and objects. Python's own readers fail at other depths, with another error."""
+"""Maximum depth of nested lists and objects. Python's own readers fail at other depths, with other errors."""
 
 
 class Unreadable(ValueError):
-    """The text is not a literal; the message is a clause with the reason."""
+    """Text that is not a literal; the message is a clause with the reason."""
 
 
 def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
@@ -23,7 +23,7 @@ def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
 
     White space before the value is skipped. In addition to JSON, common deviations are accepted: `True` and `None`,
     single quotes, Python's escapes, line breaks in strings, tuples, keys without quotes, a plus before a number, and a
-    trailing comma. Other numbers than those of JSON are refused, since `007` and `1_2` may be meant as text.
+    trailing comma. Numbers that JSON does not allow are refused, since `007` and `1_2` may be meant as text.
 
     Raises:
         Unreadable: no value begins there.
@@ -62,7 +62,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 
 
-# The standard library's decoder, since orjson turns integers of more than 64 bits into floats.
+# This is the standard library's decoder, since orjson turns integers of more than 64 bits into floats.
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
 _SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # missing in the type stubs
 _SPACE: Final = re.compile(r"\s*")

@@ -58,7 +58,7 @@ class Json:
     def encode(self, value: Any) -> str:
         separators = (self.item, self.key)
         text = json.dumps(value, ensure_ascii=self.ascii, indent=self.indent, separators=separators)
-        # Strings contain no raw line breaks.
+        # Each line break is between members, since JSON strings contain no raw line breaks.
         return text.replace("\n", "\n" + " " * self.margin) if self.indent is not None else text
 
 

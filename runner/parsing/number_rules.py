@@ -15,7 +15,7 @@ UNBOUNDED: Final = NumberRange()
 _NUMBERS: Final = {
     "natural": '"0" | [1-9] [0-9]*',
     "integer": '"-"? natural',
-    # At most 31 digits before the point and no exponent above 307, so that no number is infinite.
+    # A number has at most 31 digits before the point and no exponent above 307, so that it is finite.
     "unsigned": '("0" | [1-9] [0-9]{0,30}) ("." [0-9]+)? | [1-9] ("." [0-9]+)? "e" exponent',
     "number": '"-"? unsigned',
     "exponent": '"-" [0-9]{1,3} | "+"? ([0-9]{1,2} | [12] [0-9]{2} | "30" [0-7])',
@@ -205,7 +205,7 @@ def _fractions_below(value: Decimal, excluded: bool) -> list[str]:
 
 
 def _fractions_between(low: Decimal, low_excluded: bool, high: Decimal, high_excluded: bool) -> list[str]:
-    """Return expressions for fractions from `low` to `high`, to six places or as many as they have."""
+    """Return expressions for fractions from `low` to `high`, with the decimal places of the bounds and some more."""
     lows, highs = _fraction_of(low), _fraction_of(high)
     places = max(len(lows), len(highs), 1)
     least, greatest = int(lows.ljust(places, "0") or 0), int(highs.ljust(places, "0") or 0)

@@ -1,4 +1,4 @@
-"""Parser of assistant turns: reads, writes and constrains them, in the learnt format or one that the user named."""
+"""Parser that reads, writes and constrains assistant turns, in the learnt format or in a format that the user named."""
 
 from __future__ import annotations
 
@@ -159,8 +159,7 @@ class TurnParser:
         """Return the constraint for `tool_choice`, or None if nothing has to be enforced.
 
         Raises:
-            BadOption: a call is required and no such tool exists; or the format of enforced calls is
-                unknown.
+            BadOption: a call is required, and the tool does not exist; or the format of enforced calls is unknown.
         """
         form = self.format.calls
         if tool_choice == "none" or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
@@ -171,7 +170,7 @@ class TurnParser:
             raise BadOption(self._unenforceable(tool_choice))
         if self.format.harmony:
             return harmony_constraint(form, tools, tool_choice, self.control_tokens)
-        # Every turn of every episode has one of a few.
+        # Constraints are cached, since the turns of all episodes have only a few different ones.
         key = tool_choice, parallel, *[(tool.name, tool.parameters_text, tool.parallel) for tool in tools]
         if key not in self._constraints:
             if len(self._constraints) >= MAX_CONSTRAINTS:
@@ -212,9 +211,9 @@ class TurnParser:
 
     @cached_property
     def marker_tokens(self) -> Mapping[str, int]:
-        """Control tokens that mark the begin of reasoning and calls. Inside a call, its text decides.
+        """Control tokens in the marks of reasoning and in the begin of calls. Other control tokens are read as text.
 
-        Empty if the user named a format, since its reader receives the ids.
+        The mapping is empty if the user named a format, since the reader of such a format receives the ids.
         """
         if self.named is not None:
             return {}

@@ -41,9 +41,9 @@ class ResponseTemplateReader:
     def read(self, text: str, schemas: Schemas | None = None) -> TurnReading:
         """Return the parts of a turn's text.
 
-        The parser stops at the first call that it cannot read. Such a turn has the calls up to there, and one call with
-        the error; later text is not read. The parser reads a truncated call as if it were complete; that call gets an
-        error too.
+        The parser stops at the first call that it cannot read. The result then has the earlier calls and one call with
+        the error, and later text is not read. The parser reads a truncated call as if it were complete, so such a call
+        receives an error too.
         """
         tools = [
             {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -81,12 +81,12 @@ class ResponseTemplateReader:
     @property
     def _close(self) -> str:
         literals = self._loaded[1].fields[CALLS].close_literals
-        return repr(literals[0]) if literals else "what closes a call"
+        return repr(literals[0]) if literals else "the close of a call"
 
     def _until(self, text: str, tools: Sequence[Mapping[str, Any]], error: Exception) -> TurnReading:
         """Return the parts before the position at which the parser raised."""
         message: dict[str, list[Any]] = {}
-        # Character by character, since the exception discards the events of its piece.
+        # The text is fed character by character, since the exception discards all events of the piece that raises it.
         parser = self._parser(tools)
         try:
             for letter in text:
@@ -109,7 +109,7 @@ class ResponseTemplateReader:
             from transformers.utils.chat_parsing import ResponseParser
             from transformers.utils.chat_parsing.response_templates import load_response_template
         except ImportError:
-            raise NoParser("transformers, which reads by it, is not installed or too old (5.19 does)") from None
+            raise NoParser("transformers, which reads by it, is not installed or is older than 5.19") from None
         try:
             return ResponseParser, load_response_template(dict(self.format.template))
         except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -49,7 +49,7 @@ def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
 
 
 def supports_name(form: TurnFormat | None, tool: Tool) -> bool:
-    """Return whether a call of the tool is read back with the same name. Without a format, only the name is checked."""
+    """Return whether a call is read back with the name of the tool. Without a format, any printable name passes."""
     if is_tool_name(tool.name):
         return True
     if len(tool.name) > MAX_NAME_LENGTH or not tool.name.isprintable():
@@ -68,13 +68,13 @@ class _RoundtripTrial:
     """Writes calls and reads them again."""
 
     def __init__(self, form: TurnFormat, tools: Sequence[Tool]) -> None:
-        assert form.calls is not None, "who asks has looked whether calls can be read"
+        assert form.calls is not None, "the caller checks that calls can be read"
         self._form = form.calls
         self._reader = None if form.harmony else CallReader(form.calls)
         self._schemas = {tool.name: tool.parameters for tool in tools}
 
     def fault(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Return a clause with the reason why a call is not read as it was written; None if it is."""
+        """Return a clause with the reason why a call is not read as it was written; None if it is read correctly."""
         call = WrittenCall(name, arguments, id_for(self._form, name, 0))
         try:
             text = write_calls(self._form, [call])
@@ -122,11 +122,11 @@ def _lost_calls(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
         what = f"a call with all of its arguments cannot be read back ({why}). Give it another name, or {_ANOTHER}."
         yield Loss(tool.name, "", what, True)
     elif not tool.parameters.get("required") and (why := trial.fault(tool.name, {})):
-        what = f"a call without arguments cannot be read back ({why}). Give it one that is required, or {_ANOTHER}."
+        what = f"a call without arguments cannot be read back ({why}). Give it a required argument, or {_ANOTHER}."
         yield Loss(tool.name, "", what, not every)
 
 
-_ANOTHER: Final = "the run another template (--template hermes)"
+_ANOTHER: Final = "give the run another template (--template hermes)"
 
 
 _EXAMPLES: Final[Mapping[ValueType, Any]] = {
@@ -166,7 +166,7 @@ class Ambiguity(NamedTuple):
 def ambiguities(tools: Sequence[Tool]) -> Iterator[Ambiguity]:
     """Yield the arguments whose type is ambiguous in a format that writes strings without quotes.
 
-    Arguments of type string or null are omitted: only the texts "null" and "None" are ambiguous there.
+    Arguments of type string or null are omitted, since only the texts "null" and "None" are ambiguous in them.
     """
     for tool in tools:
         shapes = shapes_for(tool.parameters)

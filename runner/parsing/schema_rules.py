@@ -1,7 +1,7 @@
 """Grammar rules for the values that a JSON schema allows, in a dialect: one rule for each shape of a value.
 
-Keywords that no rule can express, or only a very large one, are recorded. Validation of the arguments checks them and
-reports errors to the model.
+Keywords that no rule can express, or only a very large rule, are recorded. Validation of the arguments checks these
+keywords, and reports errors to the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner.tools.value_shapes import KINDS, Conjunction, NumberRange, ValueShap
 __all__ = ["SchemaRules", "UnenforcedKeywords", "UnsatisfiableSchema", "members_of"]
 
 MAX_REPEAT: Final = 4096
-"""Larger length bounds are left to validation, since repetitions enlarge the compiled grammar."""
+"""Maximum length bound in a rule. Larger bounds are left to validation, since repetitions enlarge the grammar."""
 
 MAX_EXCLUDED: Final = 2000
 """Maximum number of characters of excluded key names; each character is a rule."""
@@ -170,7 +170,7 @@ class SchemaRules:
         return rule or self._dialect.string(self._rules, self._after_value(depth))
 
     def _limited(self, shape: ValueShape, after: str) -> tuple[Sequence[str], str | None]:
-        """Return the enforced keywords of a string and their rule, or None for the rule."""
+        """Return the keywords of a string that are enforced, and their rule; None if no rule enforces any."""
         if self._dialect.characters is None:
             return (), None
         characters, quote = self._dialect.characters(self._rules), self._quote()
@@ -252,7 +252,7 @@ class SchemaRules:
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
-        """Return a rule for unnamed members if the schema describes them, names none, or requires further ones."""
+        """Return a rule for unnamed members, if the schema describes them, names no members, or requires more."""
         inner = _below(path, "*")
         if not self._shapes.allows_unnamed(shape):
             return None
@@ -322,7 +322,7 @@ class SchemaRules:
                 choices += [self._written(self._key(name, 0)) for name in each.values if name not in shape.named]
                 continue
             if meets_named:
-                # Otherwise a named member could be written twice, or violate other keywords.
+                # The names that the schema lists are excluded here, since a member could otherwise be written twice.
                 self._left_out.add(path, ("propertyNames",))
                 choices.append(self._unnamed_key(shape, path))
                 continue

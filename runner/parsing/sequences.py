@@ -11,10 +11,10 @@ from runner.parsing.ebnf import NOTHING, Rules, either
 __all__ = ["Field", "Rest", "Sequenced", "ordered_fields"]
 
 MAX_REPEAT: Final = 4096
-"""Larger length bounds are left to validation, since repetitions enlarge the compiled grammar."""
+"""Maximum length bound in a rule. Larger bounds are left to validation, since repetitions enlarge the grammar."""
 
 MAX_COUNTED_RULES: Final = 1200
-"""Maximum number of rules for counting the fields of a sequence. Above it, fields are not counted."""
+"""Maximum number of rules that count the fields of a sequence. If more were needed, fields are not counted."""
 
 Field: TypeAlias = tuple[str, bool]
 """An expression, and whether it is required."""
@@ -55,14 +55,14 @@ def ordered_fields(
     least: int = 0,
     most: int | None = None,
 ) -> Sequenced:
-    """Return fields in order, optional ones possibly omitted, then `rest` repeated.
+    """Return expressions for fields in order, possibly without optional ones, and then repetitions of `rest`.
 
     Args:
         rules: rules of the grammar.
         fields: the fields.
         separator: expression between two fields.
         rest: items after the fields.
-        all_before: a field may be omitted only if all later ones are, as in an array.
+        all_before: True if a field may be omitted only together with all later fields, as in an array.
         least: minimum number of fields and rest items.
         most: maximum number of fields and rest items.
     """
@@ -94,7 +94,7 @@ def _uncounted(
 
 
 def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, str]:
-    """Return two expressions for the rest: alone with at least one item, and after other fields."""
+    """Return two expressions for the rest: for one or more items alone, and for any number of items after fields."""
     if rest is None or rest.high == 0:
         return None, NOTHING
     following = f"({separator} {rest.item})"
@@ -123,7 +123,7 @@ class _Counted:
         return Sequenced(self._first(0, known), empty)
 
     def _after(self, index: int, count: int, known: dict[tuple[int, int], str | None]) -> str | None:
-        """Return an expression after `count` fields of the first `index`; None if no sequence has them."""
+        """Return an expression for the text after `count` of the first `index` fields; None if no sequence has them."""
         if self.most is not None and count > self.most:
             return None
         if index == len(self.fields):

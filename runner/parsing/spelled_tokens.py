@@ -13,7 +13,7 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["SpelledTokenStream", "SpelledTokens"]
 
 _NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters, which normal text does not contain. If one occurs, it is doubled while names are broken up."""
+"""Unicode noncharacters. Normal text does not contain them; if the text has the sign itself, the sign is doubled."""
 
 
 class SpelledTokens:

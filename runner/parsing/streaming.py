@@ -160,14 +160,14 @@ class TurnStream(StateReader):
         return rest
 
     def _hold(self, text: str, mark: str, tell: Callable[[str], None]) -> None:
-        """Emit `text`, except for an end that may begin the mark."""
+        """Emit `text`, except for a suffix that may be the beginning of the mark."""
         begun = 0 if self._ended or not mark else partial_mark_length(text, (mark,))
         self._held = text[len(text) - begun :]
         tell(text[: len(text) - begun])
 
 
 END_LENGTH: Final = 300
-"""Number of characters that suffice for the end of a call, with white space in it."""
+"""Number of characters that suffice to contain the end of a call and the white space in it."""
 IN_LINE: Final = "."
 """Stand-in for the text before a call that does not begin its line."""
 

@@ -30,7 +30,7 @@ _SURROGATES: Final = (0xD800, 0xDFFF)
 EVERY: Final[Characters] = ((0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _MAX_CODE_POINT))
 
 MAX_REPEATED: Final = 128
-"""Larger numbers of repetitions are left to validation, since each repetition enlarges the compiled grammar."""
+"""Maximum number of repetitions in a rule. Larger numbers are left to validation, since they enlarge the grammar."""
 
 _YEAR: Final = "[0-9]{4}"
 _DATE: Final = (
@@ -120,7 +120,7 @@ class JsonCharacters:
 
 
 def repeated(rules: Rules, choices: Sequence[str], least: int, most: int | None) -> str:
-    """Return an expression for one of `choices`, repeated.
+    """Return an expression for `least` to `most` repetitions of any of `choices`; without a limit if `most` is None.
 
     The expression uses right recursion over each choice, since for a star over a rule xgrammar matches the whole
     vocabulary at every token.
@@ -139,7 +139,7 @@ def _or_nothing(choices: Sequence[str], more: str) -> str:
     return " | ".join([NOTHING, *(f"{each} {more}" for each in choices)])
 
 
-# An unpaired surrogate is not a character: the string could not be encoded.
+# These rules exclude unpaired surrogates, since a string with one could not be encoded.
 ASCII_UNITS: Final = (
     '"u" [0-9a-ce-f] [0-9a-f] [0-9a-f] [0-9a-f]',
     '"ud" [0-7] [0-9a-f] [0-9a-f]',
@@ -160,7 +160,7 @@ def text_but(
         names: the names.
         rules: rules of the grammar.
         text: returns the expression for a text.
-        choices_of: returns the forms of one of some characters.
+        choices_of: returns the forms of any one of some characters.
         every: characters that a text may have.
     """
     anything = repeated(rules, choices_of(every), 0, None)
@@ -208,7 +208,7 @@ def pattern_rule(pattern: str, characters: JsonCharacters, rules: Rules) -> str:
     """Return an expression for the strings that a pattern matches, without their quotes.
 
     Raises:
-        UnsupportedPattern: no grammar can express it.
+        UnsupportedPattern: no grammar can express the pattern.
     """
     parser: Any = importlib.import_module("re._parser")
     parsed = list(parser.parse(python_pattern(pattern).pattern))

@@ -81,7 +81,7 @@ class TaggedArguments:
     none: str | None
     """Text that replaces the arguments of a call without any; None if such a call cannot be written."""
     styles: Mapping[ValueType, ValueStyle]
-    """Form of the values of each type. Missing types cannot be written."""
+    """Form of the values of each type. Values of a missing type cannot be written."""
     sorted_keys: bool = False
     """True if arguments are sorted by name."""
     kind: Literal["tagged"] = "tagged"
@@ -121,7 +121,7 @@ class CallFormat:
     """Text before the first call."""
     call: tuple[Piece, ...]
     between: str | None
-    """Text between two calls; None if a turn can have only one."""
+    """Text between two calls; None if a turn can have only one call."""
     close: str
     """Sampled text after the last call, without the end that all turns have."""
     arguments: ArgumentsFormat
@@ -174,7 +174,7 @@ class ContentFormat:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """Response parsing of a checkpoint. It defines how answers are read, not how they are written."""
+    """Response parsing of a checkpoint, which defines how answers are read, not how they are written."""
 
     template: Mapping[str, Any]
     """The checkpoint's `response_template` for transformers."""
@@ -195,7 +195,7 @@ class TurnFormat:
     content: ContentFormat
     """Texts around the content."""
     harmony: bool = False
-    """True if turns consist of messages on channels, like gpt-oss; these are read by `harmony`."""
+    """True if turns consist of messages on channels, as for gpt-oss; the module `harmony` reads such turns."""
     response: ResponseFormat | None = None
     """Response parsing of the checkpoint; None if it has none, or the calls were learnt."""
     ids: IdStyle = IdStyle.ANY

@@ -150,7 +150,7 @@ async def test_unwritable_type_is_named_with_tool_and_fix() -> None:
     poor = ScriptedEngine("Done.", template=POOR)
     message = await refused(taking("names", required=("names",), kind="array"), poor)
     assert "cannot write calls of the tool 'look_up': its argument 'names' cannot be read back" in message
-    assert "a value of type array cannot be written). Give it another type, or the run another template" in message
+    assert "a value of type array cannot be written). Give it another type, or give the run another template" in message
     (warning,) = await warnings_of(taking("names", kind="array"), poor)
     assert "does not keep every call of the tool 'look_up': its argument 'names'" in warning
     assert await warnings_of(taking("names", required=("names",)), poor) == []

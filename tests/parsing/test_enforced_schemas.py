@@ -219,7 +219,7 @@ def test_argument_that_a_template_cannot_write_is_named() -> None:
     with pytest.raises(BadOption, match="stop takes no arguments, and its chat template has no way to write a call"):
         constraint(tagged(none=None), TOOLS, "stop")
     nothing = schema_tool("f", {"properties": {"a": False}, "required": ["a"]})
-    with pytest.raises(BadOption, match="f takes what nothing fits"):
+    with pytest.raises(BadOption, match="no arguments fit the tool f"):
         constraint(form_of("JSON object"), [nothing], "required")
 
 

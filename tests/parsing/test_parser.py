@@ -143,5 +143,5 @@ def test_unsatisfiable_argument_of_a_required_call_is_refused() -> None:
         "required": ["a"],
     }
     tool = Tool(odd, description="Do something.", parameters=parameters)
-    with pytest.raises(BadOption, match="odd takes what nothing fits: no object fits its schema"):
+    with pytest.raises(BadOption, match="no arguments fit the tool odd: no object fits its schema"):
         bundled("hermes").constraint([tool], "required")

@@ -91,14 +91,14 @@ def test_response_template_that_fails_is_refused_with_the_case(response_template
     assert learnt_format.verdict is FormatVerdict.REFUSED
     assert learnt_format.missing is FormatRequirement.VALUES
     assert learnt_format.why.startswith(
-        "no text ends a string in a call's arguments; nor can they by the model's response_template: "
+        "no text ends a string in a call's arguments; the model's response_template cannot read its calls either: "
     )
     assert case in learnt_format.why
 
 
 def test_response_template_needs_a_recent_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
-    assert "transformers, which reads by it, is not installed or too old" in learnt(unlearnable()).why
+    assert "transformers, which reads by it, is not installed or is older than 5.19" in learnt(unlearnable()).why
 
 
 def test_learnt_format_survives_a_json_round_trip() -> None:
@@ -221,7 +221,7 @@ async def test_an_episode_with_tools_is_played_and_verified(tmp_path: Path) -> N
         ("look_up", {"query": "it is <b>x</b>", "limit": 2})
     ]
     assert (first.text, first.reasoning) == ("I look.", "Hm.")
-    assert [each.error for each in second.tool_calls] == ["what closes a call is missing after it"]
+    assert [each.error for each in second.tool_calls] == ["the close of a call is missing after it"]
     stored = RunFile(path).header.template["turns"]
     assert (stored["source"], stored["verdict"]) == ("response_template", "limited")
     assert stored["format"]["response"]["template"] == READS_IT

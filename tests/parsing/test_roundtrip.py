@@ -81,7 +81,7 @@ def test_unwritable_type_is_named(missing: ValueType) -> None:
     (only,) = losses(poor, [named("a", required=("a",), schema={"type": missing})])
     assert only.uncallable
     assert only.what.startswith(f"its argument 'a' cannot be read back (a value of type {missing} cannot be written)")
-    assert "Give it another type, or the run another template" in only.what
+    assert "Give it another type, or give the run another template" in only.what
     (half,) = losses(poor, [named("a", required=("a",), schema={"type": ["string", missing]})])
     assert not half.uncallable
     assert half.what.startswith(f"its argument 'a' cannot be of type {missing} (")

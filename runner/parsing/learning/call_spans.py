@@ -132,7 +132,7 @@ def _pieces(text: str, start: int, end: int, arguments: tuple[int, int], name: s
 def with_slots(text: str, name: str, call_id: str) -> list[Piece]:
     """Return `text` with the name and the id of a call as slots."""
     pieces: list[Piece] = [LiteralText(text)]
-    # An id may contain the name.
+    # The id is replaced first, since it may contain the name.
     for word, slot in ((call_id, Slot.ID), (name, Slot.NAME)):
         pieces = [
             part

@@ -114,7 +114,7 @@ def _asked(prober: FormatProber, *calls: ProbeCall, **more: Any) -> str:
 
 
 def find_form(prober: FormatProber) -> None:
-    """Set the prober so that the template shows a call.
+    """Set `answered` and `named_ids` of the prober so that the template shows a call.
 
     Raises:
         UnlearnableFormat: the template does not show calls.
@@ -244,10 +244,10 @@ def _close(prober: FormatProber, last: str, followed: str | None, between: str |
     # Some templates write more of a call, such as its id, before a result. The common text is then empty.
     close = shared or last
     end = end_of_turn(prober)
-    # Results may follow calls after the same end of turn. The first end belongs to the turn.
+    # `close` may contain ends of turns, if results follow the end of the turn. The first end belongs to the turn.
     if end and end in close:
         return close[: close.index(end)].rstrip(), ""
-    # Answers may have a close before the end of the turn, as in Command R7B.
+    # An answer may have a mark of its own before the end of the turn, as in Command R7B.
     for mark in marks.split(_ends_of_turn(prober)):
         if mark in prober.special and mark in close:
             return close[: close.index(mark)].rstrip(), ""
@@ -284,7 +284,7 @@ def _front(prober: FormatProber, shape: _CallShape, before: str, turn_ends: str)
         return begin, None, None
     begin = shared if len(shared) < len(begin) or not begin else begin
     after_content = in_between[: len(in_between) - len(begin)]
-    # Content in its own turn is not in the turn of the calls.
+    # If the template writes content as a turn of its own, the turn of the calls has no content.
     own_turn = any(mark in after_content for mark in marks.split(turn_ends) if marks.is_tag(mark))
     return begin, None if own_turn else after_content, None
 

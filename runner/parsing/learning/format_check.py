@@ -93,7 +93,7 @@ def text_of(prober: FormatProber, form: CallFormat, case: FormatCase) -> str:
     """Return a case as the template writes it, without the texts around every turn.
 
     Raises:
-        Unwritable: the template refuses it, or writes it in another form than the format.
+        Unwritable: the template refuses the case, or writes it in another form than the format.
     """
     rendered = prober.turn(*case.calls, content=case.content)
     if rendered is None:
@@ -141,7 +141,7 @@ def equal_with_types(one: Any, other: Any) -> bool:
 
 
 def schemas_of(calls: Sequence[ProbeCall], *, typed: bool = False) -> dict[str, Any]:
-    """Return schemas that the calls satisfy. `typed` declares the type of every value; otherwise all are strings."""
+    """Return schemas of tools for the calls. `typed` declares the type of every value; otherwise, all are strings."""
     schemas: dict[str, Any] = {}
     for said in calls:
         properties = schemas.setdefault(said.name, {"type": "object", "properties": {}})["properties"]

@@ -76,7 +76,7 @@ class LearntFormat:
     def as_json(self) -> dict[str, Any]:
         """Return plain values, with verdict and source. The response template is included only if there is one."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
-        # omitted if None, so that run files from before response templates can be resumed
+        # None is omitted, so that run files of versions without response templates can be resumed
         if self.format.response is None:
             del values["format"]["response"]
         return {"source": self.source.value, "verdict": self.verdict.value, **values}
@@ -130,7 +130,7 @@ def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFo
         try:
             response, limitations = learn_response(prober, template, form.reasoning)
         except UnlearnableFormat as error:
-            why = f"{why}; nor can they by the model's response_template: {error}"
+            why = f"{why}; the model's response_template cannot read its calls either: {error}"
         else:
             form = replace(form, response=response)
             return LearntFormat(form, tuple(sorted(limitations)), None, "", prober.renders)

@@ -48,11 +48,11 @@ class ProbeCall:
 
 @dataclass
 class FormatProber:
-    """Renders assistant messages with a template and returns the text after the user's message. Renders are cached."""
+    """Renderer of probe messages, which returns the text after the user's message. Renders are cached."""
 
     renderer: Renderer
     cut_points: CutPoints
-    """Splits rendered text."""
+    """Cut points of rendered text."""
     special: frozenset[str] = frozenset()
     """Special tokens of the vocabulary, which may end a turn."""
     answered: bool = False
@@ -118,11 +118,11 @@ class FormatProber:
         return self._known[key]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ProbeCall], asking: bool) -> str | None:
-        # Some templates raise on types that they cannot describe, although they write them correctly in a call.
+        # Some templates raise on types that they cannot describe, although they write values of these types correctly.
         for typed in (True, False):
             self.renders += 1
             if self.renders > MAX_RENDERS:
-                why = f"more than {MAX_RENDERS} renders did not tell how calls are written"
+                why = f"{MAX_RENDERS} renders did not show how calls are written"
                 raise UnlearnableFormat(FormatRequirement.BOUNDED, why)
             tools = _tools(calls, typed=typed)
             try:
@@ -139,7 +139,7 @@ _NO_CALL: Final = ProbeCall("zqtoolz", {"zqkeyz": "zqvaluez"})
 
 
 def _tools(calls: Sequence[ProbeCall], *, typed: bool) -> list[dict[str, Any]]:
-    """Return schemas for the calls, since a template may look them up; `typed` False declares strings only."""
+    """Return tools for the calls, since a template may look up their schemas; `typed` False declares strings only."""
     properties: dict[str, dict[str, Any]] = {}
     for said in calls or [_NO_CALL]:
         declared = properties.setdefault(said.name, {})

@@ -44,7 +44,7 @@ def learn_response(
         reasoning: reasoning format of the template.
 
     Raises:
-        UnlearnableFormat: it misreads text of the template.
+        UnlearnableFormat: the response template misreads text of the chat template.
     """
     form = ResponseFormat(template, prober.prompt() or "")
     try:
@@ -95,7 +95,7 @@ class RenderedTurns:
         return f"{self.reasoning.close}\n\n{rest.lstrip()}"
 
     def _shared(self, text: str) -> tuple[int, bool]:
-        """Return the end of the prefix shared with the prompt, without white space; True if the prompt is longer."""
+        """Return the end of the prefix that the prompt shares, without white space; True if the prompt is longer."""
         wanted = [mark for mark in self.prober.cut_points.split(self._prompt) if mark.strip()]
         at = end = 0
         for mark in self.prober.cut_points.split(text):
@@ -149,7 +149,7 @@ class _ReaderChecker:
         yield THINKING
 
     def _tried(self, case: FormatCase) -> tuple[CaseDifference | None, CallLimitation | None]:
-        """Return a difference that no limitation explains, or the limitation that explains it."""
+        """Return the difference in a case, or the limitation that explains it. A correct reading has neither."""
         said = self._thinking() if case is THINKING else self.turns.said(*case.calls, content=case.content)
         if said is None:
             return None, None if case is THINKING else CallLimitation.SOME_VALUES_REFUSED

@@ -17,7 +17,9 @@ OTHER_ANSWER: Final = "It is 42."
 CALL: Final = ProbeCall("zqfirstz", {"zqkeyaz": "zqvaluez"})
 FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 TAGS: Final = ("<think>", "[THINK]", "<thinking>")
-"""Tags that are tried around reasoning in the content, if the template has no field for it and does not open it."""
+"""Tags that are tried around reasoning in the content, if the template has no field for reasoning, and does not open
+reasoning in the prompt.
+"""
 
 
 def learn_reasoning(prober: FormatProber) -> ReasoningFormat | None:
@@ -84,7 +86,7 @@ def _by_field(prober: FormatProber) -> Iterator[_Thought]:
 def _by_part(prober: FormatProber) -> Iterator[_Thought]:
     thought = _Thought(None)
     text = thought.render(prober, THOUGHT, ANSWERED)
-    # Literal text of the list itself is not reasoning.
+    # Some templates write the list of parts itself as text, which does not show reasoning.
     if text is not None and "type" not in text:
         yield thought
 
@@ -105,7 +107,7 @@ def _is_thought(prober: FormatProber, opened: str, prompt: str) -> bool:
     header = (prober.turn(content=ANSWERED, followed=True) or "").partition(ANSWERED)[0]
     closing = _closing(opened)
     begun = opened in prompt and not prompt.rpartition(opened)[2].replace(closing, "").strip()
-    # The mark of a role has no close, or has one before every answer.
+    # The mark of a role has no close, or its close is in the header of every answer.
     known = opened in TAGS or closing in prober.renderer.template.text
     return begun and known and (opened not in header or closing in header)
 

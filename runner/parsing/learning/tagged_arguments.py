@@ -123,7 +123,7 @@ _SAID: Final[Mapping[ValueType, str]] = {
 
 
 def _ends(prober: FormatProber, behind: str) -> tuple[str, str | None]:
-    """Return the text after the last value, and the text of a call without arguments in place of them."""
+    """Return the text after the last value, and the text that replaces the arguments in a call without any."""
     text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
@@ -141,7 +141,7 @@ def _styles(prober: FormatProber, head: str, separator: str, open_integer: str) 
             continue
         style = _style(prober, values, known, open_integer, separator)
         if style is None:
-            why = f"{_SAID[type_of(values[0])]} in a call's arguments is written in no way that could be read again"
+            why = f"{_SAID[type_of(values[0])]} in a call's arguments is not written in a form that can be read again"
             raise UnlearnableFormat(FormatRequirement.VALUES, why)
         styles[type_of(values[0])] = style
     if "string" not in styles:
