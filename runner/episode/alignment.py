@@ -31,7 +31,7 @@ class RequestAlignment:
     parent: RequestNode | None = None
     """The request whose turn this request follows."""
     last_turn: RequestNode | None = None
-    """The last turn in its history; None if no turn is in it unchanged."""
+    """The last turn in its history; None if its history contains no unchanged turn."""
     before: RequestNode | None = None
     """The earlier request with the same prompt, or the first turn of a history that was discarded completely."""
     again: Again = Again.NO
@@ -39,7 +39,7 @@ class RequestAlignment:
     messages: list[Message] = field(default_factory=list)
     """The messages to add after the turn in `parent`; the whole history if it is rendered again."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """Differences that the client made and that change nothing."""
+    """Differences that the client made, and that do not matter."""
     as_sent: bool = False
     """True if the history is used as the client sends it."""
     history: Sequence[ReadMessage] = ()
@@ -72,12 +72,12 @@ def align(
 ) -> RequestAlignment:
     """Find the turn that a request continues from.
 
-    System messages are changed to a form that the template supports, as `systems` describes it. They are joined at the
-    beginning if the template takes only one. With `system_as_user`, later ones become user messages.
+    System messages are changed to a form that the template supports, as `systems` describes it. If the template takes
+    only one, those at the beginning are joined. With `system_as_user`, later system messages become user messages.
 
-    The last handle that the client sends back selects a turn, if the content up to there confirms it. If that fails,
-    the deepest turn before the first difference is chosen. Without a handle it is the deepest turn that the content
-    leads to. Of several such turns, one with the same label is preferred, then the latest.
+    The last handle that the client sends back selects a turn, if the content before the handle confirms this turn.
+    Otherwise, or without a handle, the deepest turn before the first difference in content is chosen. Of several such
+    turns, a turn with the same label is preferred, and then the latest.
 
     Raises:
         BadMessage: an item is not a message, or there is nothing to answer.
@@ -122,8 +122,8 @@ def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
 
 def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> RequestNode | None:
     for point in reversed(match.points):
-        # Consider only the named turn, its ancestors and its descendants. Without a named turn, the content alone
-        # decides.
+        # Only the named turn, its ancestors and its descendants are considered. Without a named turn, the content
+        # alone decides.
         known = [each for each in point.answers if named is None or _in_line(each, named)]
         proven = [each for each in known if _reasons(match, each)]
         if proven:
@@ -137,7 +137,7 @@ def _in_line(one: RequestNode, other: RequestNode) -> bool:
 
 
 def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
-    """Return True if no reasoning in the history differs from its turns. Reasoning may be missing."""
+    """Return True if no reasoning in the history differs from the reasoning of its turns. Reasoning may be missing."""
     turns = {id(each.answer_node): each for each in request_node.path()} if match.thoughts else {}
     for index in match.thoughts:
         turn = turns.get(id(match.points[index]))
@@ -149,7 +149,7 @@ def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
 
 
 def _names(message: ReadMessage, turn: RequestNode) -> bool:
-    """Return True if a message has an id of a turn. The id proves the turn, whatever reasoning the client sent."""
+    """Return True if a message has an id of a turn. The id proves the turn, so the reasoning need not be equal."""
     return turn.node is not None and turn.node.turn.handle != "" and turn.node.turn.handle in message.handles
 
 
@@ -193,8 +193,8 @@ def _verdict(
 def _require_message_to_answer(match: HistoryMatch, rest: Sequence[ReadMessage]) -> None:
     if rest[-1].role == "assistant":
         raise BadMessage(
-            f"message {len(match.messages) - 1} is the last one and an assistant's, and no turn of this episode that "
-            f"was cut: add the message to answer after it."
+            f"message {len(match.messages) - 1}, the last one, is an assistant message, but not a turn of this episode "
+            f"that was cut: add the message to answer after it."
         )
 
 
@@ -211,7 +211,7 @@ def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode
 def _offered(turn: RequestNode) -> bool:
     """Return True if a turn was offered tools.
 
-    A request without tools beside it is a separate one, such as a summary.
+    A request without tools at the same place is then a separate request, such as for a summary.
     """
     return turn.node is not None and bool(turn.node.segment.tools)
 
@@ -234,7 +234,7 @@ def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdic
         return Verdict.APPEND
     if not parent.fits(label):
         return Verdict.BRANCH
-    # Other clients may have continued the turn in their own threads, which does not make this one a branch.
+    # If other clients continued the turn in their own threads, this request is still not a branch.
     own = [each for each in parent.children if each.thread is parent.thread or each.label == label]
     if not own:
         return Verdict.APPEND
@@ -245,7 +245,7 @@ def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdic
 
 
 def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: str) -> RequestNode | None:
-    """Return the deepest matched request after `parent` whose answer the client's history lacks; None without one."""
+    """Return the deepest matched request after `parent` whose answer the client's history lacks, or None."""
     for point in reversed(match.points[depth:-1]):
         for each in reversed(point.requests):
             if each.parent is parent and each.fits(label):
@@ -254,7 +254,7 @@ def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: s
 
 
 def _latest(begun: RequestNode, label: str) -> RequestNode | None:
-    """Return the latest turn among this one and its descendants."""
+    """Return the latest turn among `begun` and its descendants."""
     sampled = (each for each in begun.descendants() if each.node is not None and each.fits(label))
     return max(sampled, key=lambda each: each.number, default=None)
 

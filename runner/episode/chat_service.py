@@ -1,4 +1,4 @@
-"""Answers requests of an external agent loop. Each has a whole history, which a conversation of the episode continues.
+"""Answers requests of an external agent loop. Each request has a whole history, which a conversation continues.
 
 The caller may be any task of the event loop, or a thread that uses `anyio.from_thread`. A task of the episode answers
 the request, so that the clocks and limits of the episode apply.
@@ -58,7 +58,7 @@ MAX_ITEMS_ON_LOOP = 100
 """Maximum number of tools and messages that are read without a pause. More would block the event loop."""
 
 MAX_TOOL_CHARACTERS_ON_LOOP = 65_536
-"""Tools with more characters of JSON are created in a thread, since each schema is checked."""
+"""Tools with more characters of JSON are created in a thread, since the check of their schemas takes time."""
 
 LOOP_SLICE_SECONDS = 0.005
 """Longest time that reading a long history blocks the event loop at once."""
@@ -85,7 +85,7 @@ class _PendingRequest:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     """The cancel scope of the answer. It is cancelled when the client disconnects."""
     done: anyio.Event = field(default_factory=anyio.Event)
-    """Set when work on the request is over."""
+    """Set when the request is answered or has failed."""
     request_node: RequestNode | None = None
     """The request's node in the history tree; None until the history is matched."""
     record: ChatRequest | None = None
@@ -103,10 +103,10 @@ class ChatService:
 
     def __init__(self, episode: EpisodeState, open_thread: OpenThread) -> None:
         self.threads: list[ConversationState] = []
-        """The conversations that requests started, in that order."""
+        """The conversations that requests started, in the order of their start."""
         self._episode = episode
         self._open_thread = open_thread
-        self._own: set[ConversationState] = set()  # the same as a set, since an episode may have a thousand
+        self._own: set[ConversationState] = set()  # `threads` as a set, since an episode may have a thousand
         self._histories = HistoryTree()
         self._numbered = 0
         self._tools: dict[str, _UsableTools] = {}
@@ -121,7 +121,7 @@ class ChatService:
 
     @asynccontextmanager
     async def open(self, tasks: TaskGroup) -> AsyncIterator[None]:
-        """Answer requests while the block runs, under its clocks. Requests that are left at the end are cut.
+        """Answer requests while the block runs, under its clocks. Requests that are not answered at its end are cut.
 
         Args:
             tasks: the task group for the answers. It must be outside the block, since the author may leave scopes open
@@ -146,10 +146,10 @@ class ChatService:
 
         Args:
             chat_call: the request.
-            sink: receives the events of the turn while it is sampled; none for a finished turn that is replayed. If it
-                fails, the turn is cut.
-            deliver: delivers the turn to the client. Its second argument is the cut turn that it continues. If it fails
-                or is cancelled, the turn counts as undelivered.
+            sink: receives the events of the turn while it is sampled. It receives no events of a finished turn that is
+                sent again. If the sink fails, the turn is cut.
+            deliver: delivers the turn to the client. Its second argument is the cut turn that the turn continues. If
+                `deliver` fails or is cancelled, the turn counts as undelivered.
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
@@ -205,7 +205,8 @@ class ChatService:
 
     async def _hand_over(self, request: _PendingRequest, group: TaskGroup) -> None:
         self._answering[request] = None
-        # The caller may not be under a clock of the episode. A task has the clocks of the task that starts it.
+        # A task has the clocks of the task that starts it, and the caller may lack the clocks of the episode. So the
+        # task starts in the context of the rollout.
         self._context.copy().run(group.start_soon, self._serve, request)
         if request.sink is not None:
             await request.sink.forward()
@@ -216,7 +217,7 @@ class ChatService:
         return EpisodeOver(f"{self._episode.key.id} is not being played: no request can be answered")
 
     async def _serve(self, request: _PendingRequest) -> None:
-        request.error = self._is_over()  # the error if the task is cut
+        request.error = self._is_over()  # this error remains if the task is cut
         try:
             with request.scope, Asking():
                 if request.scope.cancel_called:
@@ -258,7 +259,7 @@ class ChatService:
         request_node = request.request_node = RequestNode(
             thread, found.match.end, found.parent, cursor.copied(), found.last_turn, record=record
         )
-        if chat_call.form == "responses":  # only this form can refer to an answer by its id alone
+        if chat_call.form == "responses":  # only this form has requests with the id of an answer
             request_node.history = found.history
         self._histories.add_request(request_node)
         self._episode.limits.context_rewritten(thread.name)
@@ -385,7 +386,7 @@ class ChatService:
         self._histories.add_answer(request_node, node, [node.turn.handle])
 
     def _thread(self, chat_call: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
-        """Return the conversation that answers: that of the earlier turns, unless another client sent the request."""
+        """Return the conversation that answers: the thread of the earlier turns, or another if another client asks."""
         known = found.before or found.parent
         if known is not None and known.fits(chat_call.label) and known.thread in self._own:
             return known.thread
@@ -445,7 +446,7 @@ def _unwritable(missing: Unbridgeable, messages: Sequence[Message], chat_call: C
         return BadMessage(text)
     where = "system messages after the beginning" if late else "system messages"
     return BadMessage(
-        f"{text}. Where that is about {where}: put them before the model as a user's, by --system-as-user of "
+        f"{text}. If that is about {where}: send them to the model as user messages, by --system-as-user of "
         f"`deltarunner serve` and `run --agent`, or serve(system_as_user=True)."
     )
 
@@ -466,7 +467,7 @@ def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
         return before(again.node, stands, "environment", takes_back=found.again is Again.TAKEN_BACK)
     node = None if parent is None else parent.node
     if node is not None and not found.whole:
-        # The same tools arrived in another order. The earlier order is kept, since templates print tools.
+        # If the same tools arrive in another order, the earlier order is kept, since templates print tools in order.
         shown = [tool["function"]["name"] for tool in node.segment.tools]
         tools = sorted(tools, key=lambda tool: shown.index(tool.name))
     whole = found.whole or ("start" if node is None else "")
@@ -474,9 +475,9 @@ def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
 
 
 def _granted(thread: ConversationState, requested: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
-    """Return the sampling fields that apply.
+    """Return the requested sampling that applies, and the fields that do not apply.
 
-    In a trained thread the run's fields apply, except for fields that end or shape the answer.
+    In a trained thread, the run's fields replace requested fields, except for fields that end or shape the answer.
     """
     if requested is None:
         return None, {}

@@ -58,14 +58,14 @@ class ReadMessage:
     message: Message
     """The message as a model may receive it."""
     key: Hashable
-    """Its content for comparison, without reasoning and ids."""
+    """The content in a form for comparison, without reasoning and ids."""
     size: int = 0
     """Size of the message as JSON, in bytes."""
     tolerated: frozenset[Tolerated] = frozenset()
     """Differences from the turn that the client always makes."""
     volatile: int = 0
-    """Number of volatile lines that were removed from it."""
-    # Computed once, since every match of a history reads it.
+    """Number of volatile lines that were removed from the message."""
+    # The two fields are computed once, since every match of a history reads them.
     role: str = field(init=False)
     call_ids: tuple[str, ...] = field(init=False)
     handles: tuple[str, ...] = field(init=False)
@@ -100,7 +100,8 @@ class MessageReader:
             raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")
         read = self._recent.read(messages, self._read)
         if read and read[-1].role == "user" and Tolerated.NOT_TEXT in read[-1].tolerated:
-            # In the new part, a bad message is refused. In the past, a note replaces it.
+            # In the new part, a message with content that is not text is refused. In the past, a note replaces the
+            # content.
             _strictly(len(read) - 1, messages[-1])
         return read
 
@@ -119,7 +120,7 @@ class MessageReader:
     def _read(self, index: int, message: Mapping[str, Any]) -> ReadMessage:
         try:
             raw = orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS, default=str)
-        except orjson.JSONEncodeError:  # integers of more than 64 bits
+        except orjson.JSONEncodeError:  # orjson refuses integers of more than 64 bits
             raw = canonical_json(message).encode("utf-8", "surrogatepass")
         # Computing a digest would release the interpreter lock, and could wait for other threads.
         known = self._known.get(raw)
@@ -159,7 +160,7 @@ def _strictly(index: int, given: Mapping[str, Any]) -> Message:
     """Return a message as a model may receive it.
 
     Raises:
-        BadMessage: it has a wrong shape, or content that is not text.
+        BadMessage: the message has a wrong shape, or content that is not text.
     """
     role = "system" if given.get("role") == "developer" else given.get("role")
     try:
@@ -172,7 +173,7 @@ def _strictly(index: int, given: Mapping[str, Any]) -> Message:
 def _softened(given: Mapping[str, Any], found: set[Tolerated]) -> Mapping[str, Any]:
     """Return a message with a note in place of each part that is not text, and with arguments that are objects.
 
-    Clients send their whole past with every request, so refusing one odd part would refuse every later request too.
+    Clients send their whole past with every request. If one odd part were refused, every later request would fail too.
     """
     content, calls = given.get("content"), given.get("tool_calls")
     soft = dict(given)
@@ -232,7 +233,7 @@ def said_by_user(read: ReadMessage) -> ReadMessage:
 
 
 def thought_of(message: Message) -> str:
-    """Return the reasoning between tags at the beginning of a content, as some clients write it; "" without any."""
+    """Return the reasoning between tags at the beginning of a content, as some clients write it; "" if missing."""
     found = _THOUGHT.match(message["content"])
     return "" if found is None else found["thought"].strip()
 
@@ -256,9 +257,9 @@ def several_systems(messages: Sequence[ReadMessage]) -> bool:
 def as_taken(messages: Sequence[ReadMessage], takes: SystemSupport, *, system_as_user: bool) -> list[ReadMessage]:
     """Return a history with system messages that the template supports.
 
-    System messages at the beginning are joined if the template takes only one. With `system_as_user`, later ones become
-    user messages; if the template takes no system message, all of them do. If the template takes no two user messages
-    in a row, each new one is merged with the user message next to it.
+    System messages at the beginning are joined if the template takes only one. With `system_as_user`, later system
+    messages become user messages; if the template takes no system message, all system messages do. If the template does
+    not take two user messages in a row, each new user message is merged with the user message next to it.
     """
     begin = next((index for index, each in enumerate(messages) if each.role != "system"), len(messages))
     first, rest = list(messages[:begin]), list(messages[begin:])
@@ -315,9 +316,9 @@ def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
 
 
 def _differences(given: Mapping[str, Any]) -> list[Tolerated]:
-    """Return the differences that a client makes to every message.
+    """Return the differences that a client makes to every message, whatever the turn was.
 
-    Our own messages have text contents and object arguments.
+    The messages of this project have text contents, and objects as arguments.
     """
     found, content, calls = [], given.get("content"), given.get("tool_calls") or ()
     parts = content if isinstance(content, list | tuple) else ()

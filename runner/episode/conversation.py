@@ -49,7 +49,7 @@ class StreamedTurn:
 
     @property
     def turn(self) -> Turn:
-        """The recorded turn. If the iteration did not reach its end, the turn has what was sampled until then.
+        """The recorded turn. If the iteration did not reach its end, the turn is cut, with the ids sampled so far.
 
         Raises:
             RuntimeError: the turn is still being sampled, or nothing was sampled.
@@ -102,7 +102,7 @@ async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> As
             group.start_soon(sample)
             try:
                 yield streamed
-            except Exception as error:  # not in the task group, which would wrap it
+            except Exception as error:  # raised outside of the task group, which would wrap it
                 left = error
             group.cancel_scope.cancel()
     streamed._settle()
@@ -137,7 +137,7 @@ def open_conversation(
     if train and isinstance(episode.shared.chat, MessageModel):
         engine = type(episode.shared.chat.engine).__name__
         raise BadOption(
-            f"agent {name!r} speaks by a {engine}, which returns no token ids: it cannot be trained. Open its "
+            f"agent {name!r} plays on a {engine}, which returns no token ids: it cannot be trained. Open its "
             "conversation without train=True to evaluate it."
         )
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
@@ -164,8 +164,8 @@ def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: 
 class Conversation:
     """The messages and turns of one agent.
 
-    The messages are a view for people and templates. The model receives the token ids that it saw and sampled before,
-    followed by the ids of new messages.
+    The messages are a view for people and templates. The prompt of the model is the token ids that it saw and sampled
+    before, followed by the ids of new messages.
     """
 
     def __init__(self, state: ConversationState) -> None:
@@ -208,7 +208,7 @@ class Conversation:
         """Add messages. The model receives all of them at the next `generate`.
 
         Raises:
-            BadMessage: an item is not a message, or answers no call. Then none of them is added.
+            BadMessage: an item is not a message, or answers no call. Then no message is added.
         """
         cursor = self._state.cursor
         new = [made for message in messages for made in as_messages(message)]
@@ -219,15 +219,15 @@ class Conversation:
     async def generate(self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None) -> Turn:
         """Sample the agent's next turn.
 
-        With no message added since the last turn, a turn that was cut is continued; its text and its calls then include
-        the earlier part.
+        If no message was added since the last turn, and this turn was cut, the new turn continues it. The text and the
+        calls of the new turn then include the earlier part.
 
         Args:
-            sampling: takes precedence over the run's and the environment's, field by field.
-            tool_choice: takes precedence over the environment's.
+            sampling: its fields take precedence over the sampling of the run and of the environment.
+            tool_choice: takes precedence over the environment's `tool_choice`.
 
         Raises:
-            EpisodeOver: a limit was reached, or the tokens or the engine failed; leaving `rollout` with it is normal.
+            EpisodeOver: a limit was reached, no exact prompt exists, or the engine failed; `rollout` need not catch it.
             RuntimeError: no message to answer, or another `generate` of this conversation is running.
             BadOption: the sampling, the limits or the tool choice cannot be used.
         """
@@ -236,7 +236,7 @@ class Conversation:
     async def _generate(self, sinks: TurnSinks, sampling: Sampling | None, tool_choice: ToolChoice | None) -> Turn:
         with self._speaking():
             return await take_turn(self._state, self._state.cursor, sampling, tool_choice, sinks=sinks)
-        # `close` cancelled the scope, which swallows its own cancellation. Other cases do not get here.
+        # Only `close` leads here: it cancelled the scope, and a scope swallows its own cancellation.
         raise self._is_over()
 
     @asynccontextmanager
@@ -245,12 +245,12 @@ class Conversation:
     ) -> AsyncIterator[StreamedTurn]:
         """Sample the agent's next turn, and iterate over its events while it is sampled.
 
-        The block receives the turn to iterate over. Leaving it before the turn is over cuts the turn there. Otherwise
-        it is like `generate`.
+        The block receives the turn to iterate over. If the block ends before the turn is over, the turn is cut there.
+        In all else, `stream` is like `generate`.
 
         Args:
-            sampling: takes precedence over the run's and the environment's, field by field.
-            tool_choice: takes precedence over the environment's.
+            sampling: its fields take precedence over the sampling of the run and of the environment.
+            tool_choice: takes precedence over the environment's `tool_choice`.
         """
 
         def last() -> Turn | None:
@@ -263,9 +263,9 @@ class Conversation:
             yield streamed
 
     async def call_tools(self, turn: Turn) -> list[Message]:
-        """Run the turn's calls and return one message with the result of each, in order.
+        """Run the turn's calls, and return one message with the result of each call, in order.
 
-        A call that does not parse is answered by a user message after the tool messages.
+        Calls that do not parse are answered by a user message after the tool messages.
         """
         episode = self._state.episode
         try:
@@ -292,8 +292,8 @@ class Conversation:
         cursor = state.cursor
         if isinstance(state.model, MessageModel):
             raise BadOption(
-                f"conversation {self.name!r}: remaining() counts ids, and the server that speaks here counts them "
-                "itself; Turn.usage has its counts of the last turn."
+                f"conversation {self.name!r}: remaining() needs token ids, and this engine takes messages. "
+                "Turn.usage has the server's counts of the last turn."
             )
         queued = list(cursor.queued)
         try:
@@ -311,7 +311,7 @@ class Conversation:
         """Return the log-probability of each text as the begin of the agent's next turn, in nats at temperature 1.
 
         Nothing is sampled or recorded: the engine computes prompt and text in one pass. A text without the ids that end
-        a turn is also the begin of longer ones.
+        a turn has the probability of all turns that begin with it.
 
         Args:
             replies: the texts, each of at least one id.
@@ -333,9 +333,9 @@ class Conversation:
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
         """Replace the history.
 
-        Added messages are appended. Without the agent's last message, that turn is sampled again from its exact prompt
-        ids. Any other history is rendered again. In the latter two cases, the next `generate` begins a segment, whose
-        prompt has loss mask 0.
+        If the new history extends the old one, the new messages are appended. If it lacks only the agent's last
+        message, the turn of that message is sampled again from its exact prompt ids. Any other history is rendered
+        again. In the last two cases, the next `generate` begins a segment, whose prompt has loss mask 0.
 
         Args:
             messages: the new whole history; None keeps it.
@@ -360,25 +360,25 @@ class Conversation:
     ) -> Conversation:
         """Open another conversation that begins with the history of this one.
 
-        It continues from the exact ids; in training both share them. Its turns become a trajectory with its own reward.
-        Branches may take turns at the same time.
+        The branch continues from the exact ids; in training, both conversations share them. The turns of the branch
+        become a trajectory with its own reward. Branches may take turns at the same time.
 
         Args:
             name: the agent of the branch.
             turn: the turn of this conversation to continue from; None for the current state, with messages that were
-                added since.
-            tools: the tools of the branch; None for the same. With other tools everything is rendered again, since
-                templates print them.
+                added after the last turn.
+            tools: the tools of the branch; None for the same tools. With other tools, the whole history is rendered
+                again, since templates print tools.
             train: train on the turns of the branch.
-            sampling: takes precedence over the run's and the class's; None for that of this conversation.
+            sampling: takes precedence over the sampling of the run and of the class; None for this conversation's.
 
         Raises:
-            BadOption: there is an agent with that name, the agent has its own engine, or the turn belongs to another
+            BadOption: an agent with that name exists or has its own engine, or the turn belongs to another
                 conversation.
         """
         state = self._state
         if name in state.episode.conversations:
-            raise BadOption(f"branch({name!r}): there is an agent of that name; give it another one.")
+            raise BadOption(f"branch({name!r}): there is an agent of that name; give another name.")
         if state.episode.shared.chat_of(name) is not state.model:
             raise BadOption(f"branch({name!r}): that agent plays on an engine of its own, which has other ids.")
         cursor = state.cursor.copied() if turn is None else Cursor(state.cursor.tools, [], self._node(turn))
@@ -393,27 +393,27 @@ class Conversation:
     async def tries(
         self, count: int, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
     ) -> list[Turn]:
-        """Sample the next turn several times, concurrently and from the same ids.
+        """Sample the next turn several times, concurrently, from the same ids and with different seeds.
 
-        The trajectory contains all tries, and training uses all. The conversation continues from the first one, until
+        The trajectory contains all tries, and all are trained on. The conversation continues from the first try, until
         `keep` selects another.
 
         Args:
             count: number of tries.
-            sampling: takes precedence over the run's and the environment's, field by field; each try has its own seed.
-            tool_choice: takes precedence over the environment's.
+            sampling: its fields take precedence over the sampling of the run and of the environment.
+            tool_choice: takes precedence over the environment's `tool_choice`.
 
         Returns:
             The turns, in the order of their seeds.
 
         Raises:
-            EpisodeOver: as in `generate`; what was sampled of the others is kept.
+            EpisodeOver: as in `generate`; the sampled parts of all tries are kept.
         """
         whole(f"tries({count!r})", count, least=1)
         state = self._state
         heads = [state.cursor.copied() for _ in range(count)]
         with self._speaking(), ExitStack() as numbers:
-            # Numbers are assigned in this order, since seeds depend on them. The tries may begin in another order.
+            # Numbers are reserved in this order, since seeds depend on them. The tries may begin in another order.
             numbered = [(cursor, numbers.enter_context(state.number())) for cursor in heads]
             await gather(
                 [partial(take_turn, state, cursor, sampling, tool_choice, number=number) for cursor, number in numbered]
@@ -423,11 +423,11 @@ class Conversation:
         raise self._is_over()
 
     def keep(self, turn: Turn, *, train_others: bool = False) -> None:
-        """Continue from one of several tries, or from an earlier turn; its exact ids begin the next prompt.
+        """Continue from one of several tries, or from an earlier turn, whose exact ids then begin the next prompt.
 
         Args:
             turn: a turn of this conversation.
-            train_others: True to train on its other tries, and on the turns that followed them and it.
+            train_others: True to train also on the other tries, and on the turns that followed any of the tries.
 
         Raises:
             BadOption: the turn belongs to another conversation.
@@ -440,9 +440,9 @@ class Conversation:
         state.cursor = Cursor(state.cursor.tools, [], kept)
 
     async def close(self) -> None:
-        """End the conversation: cut the turn in flight, and free its memory in the engine.
+        """End the conversation: cut the turn in flight, and free the memory of the conversation in the engine.
 
-        The runner calls it when the episode is over. The sampled part of the turn is kept.
+        The runner calls this method when the episode is over. The sampled part of the turn is kept.
         """
         self._closed = True
         if self._generation is not None:
@@ -494,7 +494,7 @@ class _GenerateBlock:
         """Cut the block, and wait until its sampled ids are recorded."""
         self._scope.cancel()
         over = self._over = self._over or anyio.Event()
-        # Shielded, so that a cancelled episode keeps the last tokens. Bounded, since the author's own task may be the
-        # one that generates, and it may swallow its cancellation.
+        # The shield lets a cancelled episode keep the last tokens. It has a deadline, since the author's own task may
+        # be the one that generates, and it may swallow its cancellation.
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
             await over.wait()

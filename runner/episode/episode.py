@@ -46,7 +46,7 @@ class Episode:
         self.seed: int = episode.seed
         """The seed of the episode's sampling; it differs within a group."""
         self.reason: str = ""
-        """The argument of `end(reason)`; "" before, or without one."""
+        """The argument of `end(reason)`; "" before the call, or without an argument."""
         self._state = episode
         self._chat_service = chat_service
         self._rng: random.Random | None = None
@@ -85,9 +85,9 @@ class Episode:
     def exit_stack(self) -> AsyncExitStack:
         """A stack for the contexts that `setup()` enters. It is unwound after `close()`, even if `setup()` failed.
 
-        Contexts can be entered in `setup()` only. A synchronous `setup()` leaves its contexts in a worker thread, each
-        exit within `Limits.close_seconds`; those of an asynchronous one are left on the event loop, in the episode's
-        own task.
+        Contexts can be entered in `setup()` only. If `setup()` is synchronous, a worker thread leaves the contexts, and
+        each exit may take `Limits.close_seconds`. If it is asynchronous, the episode's own task leaves them on the
+        event loop.
         """
         if not self._state.exit_stack_open:
             raise RuntimeError(
@@ -105,7 +105,7 @@ class Episode:
         return self._state.shared.weights_of(agent, sampling, self._state.environment.sampling)
 
     def end(self, reason: str = "") -> None:
-        """End the episode. It takes no further turn, finishes the requests in progress, and is scored.
+        """End the episode. It takes no further turn, and is scored after the requests in progress are finished.
 
         Args:
             reason: kept as the trajectory's `reason`.
@@ -129,7 +129,8 @@ class Episode:
     ) -> None:
         """Attach an artefact for readers. Pages and `show` print it after the latest turn.
 
-        It is in the run file and in `Trajectory.attachments`; nothing is trained on it. Give one of the contents.
+        The artefact is in the run file and in `Trajectory.attachments`, and is not trained on. Give exactly one
+        content.
 
         Args:
             name: the name for readers; several attachments may share it.
@@ -139,16 +140,16 @@ class Episode:
             file: other bytes, or the path of a file.
 
         Raises:
-            BadOption: there is not exactly one content, it does not fit its argument, or it is too large: 8 MiB
-                each, 32 MiB and 1,000 in an episode.
+            BadOption: there is not exactly one content, or the content does not fit its argument, or a limit is
+                exceeded: 8 MiB for each attachment, 32 MiB and 1,000 attachments for an episode.
         """
         made = make_attachment(name, len(self.turns), text=text, json=json, image=image, file=file)
         attached = self._state.attachments
         size = sum(len(each.data) for each in attached) + len(made.data)
         if size > MAX_ATTACHED_BYTES or len(attached) == MAX_ATTACHMENTS:
             raise BadOption(
-                f"attach({name!r:.60}): an episode keeps {MAX_ATTACHMENTS:,} attachments and {MAX_ATTACHED_BYTES:,} "
-                f"bytes of them, and this one would exceed that. Attach less."
+                f"attach({name!r:.60}): an episode keeps at most {MAX_ATTACHMENTS:,} attachments with "
+                f"{MAX_ATTACHED_BYTES:,} bytes, and this one would exceed that. Attach less."
             )
         attached.append(made)
 
@@ -165,17 +166,17 @@ class Episode:
         """Return the conversation of an agent. The first call opens it.
 
         Args:
-            name: the agent; `main` is the one that `rollout` receives.
-            system_prompt: its system message.
-            prompt: its first messages.
-            tools: the tools that it may call.
-            train: True to make its turns a trajectory that is trained on.
-            sampling: takes precedence over the run's and the class's.
+            name: the agent; `rollout` receives the conversation of `main`.
+            system_prompt: the system message.
+            prompt: the first messages.
+            tools: the tools that the agent may call.
+            train: True to train on the turns of the agent, as a trajectory of its own.
+            sampling: takes precedence over the sampling of the run and of the class.
 
         Raises:
             BadOption: an agent with its own engine cannot be trained.
             TypeError: the name is not text.
-            RuntimeError: `main` is opened after `prompt()`, and is not open yet.
+            RuntimeError: `main` is not open yet; the runner opens it after `prompt()`.
         """
         if not isinstance(name, str):
             raise TypeError(f"Episode.conversation({name!r:.60}): the name of an agent is text: give str(name)")
@@ -207,25 +208,26 @@ class Episode:
     ) -> Turn:
         """Answer a request with a whole history, from an external agent loop.
 
-        Where the history continues turns of the episode, their exact ids are kept. The relation of the history to the
-        turns is recorded in the trajectory's `requests`. Concurrent requests are answered concurrently. A client whose
-        last turn was cut by its own cancellation may send the same request again.
+        If the history continues turns of the episode, the exact ids of these turns are kept. The relation of the
+        history to the turns is recorded in the trajectory's `requests`. Concurrent requests are answered concurrently.
+        A client that cancelled a request may send the same request again.
 
-        Any task may call it, and threads by `anyio.from_thread.run`. The client appends `turn.as_message()` to its
-        history.
+        Any task may call `chat`; a thread calls it by `anyio.from_thread.run`. The client appends `turn.as_message()`
+        to its history.
 
         Args:
             messages: the whole history, as a client of OpenAI's chat has it; developer messages count as system
                 messages.
             tools: the tools that may be called: schemas in OpenAI's form.
-            sampling: the client's sampling. In a trained thread the run's sampling takes precedence, except for `stop`,
-                `stop_ids`, `schema`, `regex` and `choice`; of two `max_tokens`, the smaller one applies.
+            sampling: the client's sampling. In a trained thread, the run's sampling takes precedence, except for
+                `stop`, `stop_ids`, `schema`, `regex` and `choice`. Of two values of `max_tokens`, the smaller one
+                applies.
             tool_choice: "auto", "none", "required" or the name of a tool.
             label: the client's own name for the caller, such as the id of a sub-agent.
-            train: True to train on a thread that begins with this request; None trains threads that offer tools.
-            handles: further ids that the client sends back and that name a turn (`Turn.handle`).
-            system_as_user: turn system messages in mid-conversation into user messages, for templates that take none
-                there.
+            train: True to train on a thread that begins with this request; None to train on threads that offer tools.
+            handles: further ids that the client sends back, and that name a turn (`Turn.handle`).
+            system_as_user: change system messages after the beginning to user messages, for templates that take them
+                only at the beginning.
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached.
@@ -255,18 +257,19 @@ class Episode:
     ) -> AsyncIterator[Endpoint]:
         """Serve the episode to agent programs over HTTP while the block runs, in `rollout`.
 
-        Programs send requests in the form of OpenAI's Chat Completions or Responses or of Anthropic's Messages. They
-        are answered as by `chat`: the exact ids of the turns in their history are kept.
+        Programs send requests in the form of OpenAI's Chat Completions or Responses, or of Anthropic's Messages. The
+        requests are answered as by `chat`: the exact ids of the turns in their history are kept.
 
         Args:
-            train: True to train on all threads, or a function of a new thread; None trains threads that offer tools.
+            train: True to train on all threads, or a function that decides for a new thread; None to train on threads
+                that offer tools.
             overflow: treatment of a history that does not fit the context: "tell" the client, which may send a shorter
-                one, or "end" the episode.
-            history: "append" continues from the exact sampled ids, also those that the client left out; "client"
-                renders the history that the client sends, again at every request.
-            system_as_user: turn system messages in mid-conversation into user messages, for templates that take none
-                there; Claude Code sends such messages.
-            at_once: maximum number of requests in flight; further ones are refused as busy.
+                history, or "end" the episode.
+            history: "append" continues from the exact sampled ids, also ids that the client left out. "client" renders
+                the history that the client sends, again at every request.
+            system_as_user: change system messages after the beginning to user messages, for templates that take them
+                only at the beginning. Claude Code sends such messages.
+            at_once: maximum number of requests in flight; further requests are refused as busy.
 
         Raises:
             BadOption: a value is not allowed, the server cannot listen on the address, or the server's library is not
@@ -345,8 +348,8 @@ class Episode:
     ) -> Sandbox:
         """Open a sandbox, in an asynchronous `setup()`; it is removed at the end of the episode.
 
-        Without a provider it is a container of podman or docker. The network is off, and memory, processor cores and
-        processes are limited.
+        Without a provider, the sandbox is a container of podman or docker. Its network is off, and its memory,
+        processor cores and processes are limited.
 
         Args:
             image: the name of an image, or a folder with a Dockerfile, which is built once for each content.
@@ -357,8 +360,9 @@ class Episode:
 
         Raises:
             BadOption: an option is unknown or invalid.
-            SandboxFailed: the sandbox cannot be made: the image is missing, its build fails, or no engine works.
-            RuntimeError: this is not `setup()`.
+            SandboxFailed: the sandbox cannot be made: the image is missing, its build fails, or neither podman nor
+                docker works.
+            RuntimeError: the method is called outside of `setup()`.
         """
         try:
             chosen = SandboxOptions(image=image, **options)
@@ -366,7 +370,7 @@ class Episode:
             known = ", ".join(each.name for each in fields(SandboxOptions))
             raise BadOption(f"sandbox({', '.join(options)}): an option is unknown; the options are {known}.") from None
         stack = self.exit_stack
-        if not self._has_sandbox:  # further sandboxes do not wait, or two episodes could wait for each other
+        if not self._has_sandbox:  # later sandboxes do not wait, or two episodes could wait for each other
             await stack.enter_async_context(self.limiter("sandboxes", at_once or 4 * (os.cpu_count() or 1)))
             self._has_sandbox = True
         self._state.report_activity("sandbox")
@@ -381,7 +385,7 @@ class Episode:
             limit: maximum number of episodes inside; equal for all blocks with this name.
 
         Raises:
-            BadOption: the limit is below 1, or differs from an earlier one.
+            BadOption: the limit is below 1, or differs from the limit of an earlier block with this name.
         """
         limiter = self._state.shared.limiter(name, limit)
         # The borrower is this block, not the task: the limiter refuses a task that enters twice.

@@ -22,15 +22,15 @@ def cursor_at(conversation: ConversationState, history: Sequence[Message]) -> Cu
     now = conversation.cursor
     found = None if now.whole or now.node is None else _aligned(now.node, now, history)
     if found is None or found[1].kind not in (AlignmentKind.SAME, AlignmentKind.APPEND):
-        # The leaves of the tree. A cut turn that was continued is not a leaf, since the message belongs to the later
-        # turn.
+        # These are the leaves of the tree. A cut turn that was continued is not a leaf, since its message belongs to
+        # the later turn.
         ends = (
             node
             for node in reversed(conversation.nodes)
             if not node.extended or node.turn.finish is not FinishReason.STOP
         )
         others = (node for node in ends if node is not now.node)
-        # Of equally long matches, prefer the current path, then the latest turn.
+        # Of equally long matches, the current path is preferred, and then the latest turn.
         aligned = [each for each in (found, *(_aligned(node, now, history) for node in others)) if each is not None]
         found = max(aligned, key=lambda each: each[1].index, default=None)
     whole = Cursor(now.tools, list(history), now.node, "environment" if conversation.segments else "")
@@ -45,7 +45,7 @@ def before(node: TurnNode, now: Cursor, whole: str, *, takes_back: bool) -> Curs
 
 
 def discarded_nodes(conversation: ConversationState, kept: TurnNode) -> list[TurnNode]:
-    """Return the other tries of a turn, and all turns that followed them or it."""
+    """Return the other tries of a turn, and all turns that followed any of the tries."""
     first, left = kept.spoken, set[TurnNode]()
     on_path = set(kept.path())
     for node in conversation.nodes:
@@ -59,7 +59,7 @@ def discarded_nodes(conversation: ConversationState, kept: TurnNode) -> list[Tur
 
 
 def _answer_the_same(one: TurnNode, other: TurnNode) -> bool:
-    """Return True if two turns had the same prompt. Turns of an engine for messages have no ids to compare."""
+    """Return True if two turns had the same prompt. On engines that take messages, turns have no ids to compare."""
     if one.turn.start or other.turn.start:
         return one.turn.prompt_ids == other.turn.prompt_ids
     return list(one.prompt_messages) == list(other.prompt_messages)

@@ -49,16 +49,16 @@ class HistoryNode:
 
 @dataclass(slots=True, eq=False)
 class RequestNode:
-    """A request for a turn, in the tree from its arrival on."""
+    """A request for a turn. It is in the tree from its arrival on."""
 
     thread: ConversationState
     """The conversation that answers."""
     prompt_node: HistoryNode
     """The node at which the prompt ends."""
     parent: RequestNode | None
-    """The request of the turn that it follows."""
+    """The request whose turn this request follows."""
     cursor: Cursor
-    """The cursor of the turn. A second request for the same turn begins there too."""
+    """The cursor of the turn; a second request for the same turn begins at the same cursor."""
     last_turn: RequestNode | None = None
     """The last turn in the request's history; None without one."""
     children: list[RequestNode] = field(default_factory=list)
@@ -72,11 +72,11 @@ class RequestNode:
     taken_back: bool = False
     """True if the turn was sampled again and is no longer trained on."""
     over: anyio.Event = field(default_factory=anyio.Event)
-    """Set once sampling for it is over."""
+    """Set once sampling for the request is over."""
     gone: bool = False
     """True if the client disconnected, until it receives the answer in another request."""
     history: Sequence[ReadMessage] | None = None
-    """The history of the request, for later requests that refer to it by id; None if none can."""
+    """The history of the request, for later requests that refer to it by id; None if later requests cannot."""
     sent_answer: ReadMessage | None = None
     """The answer as the client received it; None until it was sampled."""
 
@@ -116,7 +116,7 @@ class RequestNode:
             request_node = request_node.parent
 
     def fits(self, label: str) -> bool:
-        """Return True if it may belong to the client with this label."""
+        """Return True if the request may belong to the client with this label."""
         return not label or not self.label or label == self.label
 
 
@@ -125,10 +125,10 @@ class ComparedTurn:
     """A comparison of a history with the turns in it."""
 
     parent: RequestNode | None
-    """The last of these turns."""
+    """The last compared turn."""
     messages: int
     changed: frozenset[Tolerated]
-    """The differences in these messages."""
+    """The differences in the compared messages."""
 
 
 @dataclass(slots=True)
@@ -142,19 +142,19 @@ class HistoryMatch:
     answered_calls: list[CallIndex | None] = field(default_factory=list)
     """The call that each message answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
-    """Differences that the client made and that change nothing."""
+    """Differences that the client made, and that do not matter."""
     thoughts: list[int] = field(default_factory=list)
     """Indices of the messages that have reasoning."""
     naming: list[int] = field(default_factory=list)
     """Indices of the messages that have ids of turns."""
     sent: dict[int, ReadMessage] = field(default_factory=dict)
-    """Messages, as the client sent them, that were replaced by the turn that their ids name; by index."""
+    """The client's messages that were replaced by the turn that their ids name, by index."""
     size: int = 0
     """Bytes of the messages as JSON."""
     volatile: int = 0
     """Number of volatile lines that were removed from the messages."""
     compared: ComparedTurn | None = None
-    """An earlier comparison of the beginning of this history, to be reused."""
+    """An earlier comparison of the beginning of this history, which is reused."""
 
     def copied(self) -> HistoryMatch:
         """Return a copy that can be extended."""
@@ -218,7 +218,7 @@ class HistoryTree:
         request_node.sent_answer = self.reader.read_one(node.turn.as_message())
         self._known[id(node)] = request_node
         reply = self.reader.read_one(node.reply)
-        # If the turn continues a cut one, the message began at the cut one.
+        # If the turn continues a cut turn, its message began with the cut turn.
         begun = self._known.get(id(node.spoken), request_node)
         request_node.answer_node = _stepped(begun.prompt_node, reply.key, None)
         request_node.answer_node.answers.append(request_node)
@@ -231,10 +231,7 @@ class HistoryTree:
         return max(known, key=lambda request_node: request_node.number, default=None)
 
     def own_id(self, call_id: str) -> str:
-        """Return the call id that the turn sampled, for a call id that a client received.
-
-        Return any other id unchanged.
-        """
+        """Return the call id that a turn sampled, for the call id that a client received; any other id unchanged."""
         handle, _, number = call_id.rpartition("_")
         turn = self._handles.get(handle)
         calls = [] if turn is None or turn.node is None else turn.node.turn.tool_calls
@@ -247,7 +244,7 @@ class HistoryTree:
         return turn if sent is not None and sent.key == message.key else None
 
     def take_in(self, thread: ConversationState) -> None:
-        """Add turns that the author took without a request."""
+        """Add the turns that the author took without a request."""
         for node in thread.nodes[self._taken_in.get(id(thread), 0) :]:
             before = node.spoken.parent
             parent = None if before is None else self._known.get(id(before))
@@ -266,10 +263,11 @@ class HistoryTree:
 
         Args:
             messages: its messages.
-            previous: id of an earlier answer that precedes them, together with its history; "" for none.
-            own_system: True if the first message is a system message, which then precedes all of that.
+            previous: id of an earlier answer, which precedes the messages together with its history; "" if missing.
+            own_system: True if the first message is a system message, which then precedes the earlier history.
 
-        Returns: The messages, and True if a part of the history was given only by its id.
+        Returns:
+            The messages, and True if a part of the history was given only by its id.
 
         Raises:
             BadMessage: an item is not a message, or has content that is not text.
@@ -285,7 +283,7 @@ class HistoryTree:
         return [*read[:own_system], *turn.history, turn.sent_answer, *read[own_system:]], True
 
     def _referred(self, message: Any) -> Any:
-        """Return the message of a turn for a reference that has only the id; any other message unchanged."""
+        """Return the message of a turn, for a reference that has only its id. Return any other message unchanged."""
         given = message.get("refers") if isinstance(message, dict) else None
         if given is None:
             return message
@@ -298,7 +296,7 @@ class HistoryTree:
     def match(self, messages: Sequence[ReadMessage]) -> HistoryMatch:
         """Match a history with the tree, and add nodes for new messages.
 
-        If a recently matched history is a prefix of it, only the rest is compared.
+        If a recently matched history is a prefix of this one, only the rest is compared.
         """
         before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
         match, calls = (
@@ -326,7 +324,7 @@ class HistoryTree:
     def _next(
         self, point: HistoryNode, messages: list[ReadMessage], index: int, match: HistoryMatch
     ) -> tuple[int, ReadMessage | None]:
-        """Return the number of messages read, and the message made of them; None for a message to skip."""
+        """Return the number of messages that were read, and their one message; None for a message to skip."""
         message = messages[index]
         if message.role != "assistant":
             return 1, message
@@ -361,7 +359,7 @@ class HistoryTree:
             # The client may have kept the reasoning of a cut turn before the turn that was sampled in its place.
             if known is not None and known.answers and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
-        # One turn sent as several messages, one of which has its ids.
+        # The client may have sent one turn as several messages, one of which has the ids of the turn.
         for last in range(end, index + 1, -1) if any(map(self._names_turn, messages[index:end])) else ():
             whole = joined(messages[index:last])
             if self._turn_named_by(whole) is not None:
@@ -372,7 +370,7 @@ class HistoryTree:
         return self.named(message.handles) is not None
 
     def _turn_named_by(self, message: ReadMessage) -> ReadMessage | None:
-        """Return the message of the turn that the ids of this message prove, if the two differ; else None."""
+        """Return the message of the turn that the ids of a message prove, if the two messages differ; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
         ours = turn.sent_answer if turn is not None else None
         if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):
@@ -381,7 +379,7 @@ class HistoryTree:
         return None if changed is None else replace(ours, size=message.size, tolerated=message.tolerated | changed)
 
     def _gathered(self, messages: Sequence[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
-        """Join calls of one turn that came as several messages, with results between them."""
+        """Join the calls of one turn that came as several messages with results in between."""
         gathered: list[ReadMessage] = []
         last: int | None = None  # positions of the calls of a turn that may continue
         for message in messages:
@@ -404,7 +402,7 @@ class HistoryTree:
     def _in_order_of_calls(self, messages: list[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
         """Sort the results of parallel calls by the order of the calls.
 
-        Clients send them as they arrive, and most templates match results to calls by order alone.
+        Clients send results in the order of arrival, and most templates match results to calls by their order only.
         """
         begin: int | None = None  # where results begin
         spoke: list[ReadMessage] = []  # the latest assistant messages, since a turn may come as several
@@ -425,7 +423,7 @@ class HistoryTree:
         return messages
 
     def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
-        """Return the position of each call, by id, in messages that may belong to one turn, in the turn's own order."""
+        """Return the position of each call of messages that may belong to one turn, by its id, in the turn's order."""
         ids: list[str] = []
         for message in spoke:
             ids += message.call_ids
@@ -444,15 +442,15 @@ class HistoryTree:
 @dataclass(frozen=True, slots=True)
 class _MatchedHistory:
     history: list[ReadMessage]
-    """Its messages as they came."""
+    """The messages as they came."""
     match: HistoryMatch
     calls: AnsweredCalls
 
     def goes_on_in(self, messages: Sequence[ReadMessage]) -> bool:
-        """Return True if this history is a prefix of another one, and the rest can be read independently.
+        """Return True if this history is a prefix of `messages`, and the rest can be read independently.
 
-        Reading depends on neighbouring messages where a client sent a turn, or the results of its calls, as several
-        messages.
+        The rest is not independent if a client sent a turn, or the results of its calls, as several messages, some of
+        which are in the rest.
         """
         length = len(self.history)
         if not 0 < length < len(messages) or messages[length - 1] is not self.history[-1]:
@@ -484,7 +482,7 @@ def _has_thought_of_turn(message: ReadMessage, point: HistoryNode) -> bool:
 
 
 def _thinks_alike(message: ReadMessage, known: HistoryNode) -> bool:
-    """Return True if the reasoning of a message is missing, or equals a turn's that has the same content."""
+    """Return True if the reasoning of a message is missing, or equals the reasoning of a turn with the same content."""
     received = message.message.get("reasoning_content", "").strip()
     thoughts = (each.node.reply.get("reasoning_content", "") for each in known.answers if each.node is not None)
     return not received or any(received == thought.strip() for thought in thoughts)

@@ -1,8 +1,8 @@
 """The hooks of an environment, as its episode calls them.
 
-`Environment`, which authors subclass, is in a layer above, as are the episode and the conversation that the hooks
-receive: these are typed as Any. A protocol would have to be the very type that `Environment` names, since assigned
-attributes and parameters do not accept a wider one.
+`Environment`, which authors subclass, is in a layer above. So are the episode and the conversation that the hooks
+receive, and their type here is Any. A protocol could not replace Any: attributes that are assigned, and parameters,
+do not accept a wider type than the one that `Environment` names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Hooks(Protocol):
     limits: Limits
     sampling: Sampling
 
-    # Set by the episode, before `setup()`.
+    # The episode sets these attributes before `setup()`.
     task: Any
     episode: Any
     shared: Any
@@ -81,7 +81,7 @@ def check_reply(hook: str, reply: Any) -> None:
         reply: the returned value.
 
     Raises:
-        TypeError: it is a tuple of anything but messages, or not a message at all.
+        TypeError: the value is a tuple with items that are not messages, or is not a message.
     """
     if reply is None or isinstance(reply, str):
         return

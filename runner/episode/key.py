@@ -31,15 +31,15 @@ class EpisodeKey:
 
     @property
     def id(self) -> str:
-        """Id of the episode; its attempts share it."""
+        """Id of the episode; all attempts have the same id."""
         visit = f"@{self.visit}" if self.visit else ""
         return f"{self.task.id}{visit}#{self.index}"
 
     def seed(self, run_seed: int) -> int:
-        """Seed of the episode's sampling. It differs within a group; attempts share it."""
+        """Return the seed of the episode's sampling. It differs within a group, and is the same for all attempts."""
         return derive_seed(run_seed, self.task.id, self.visit, self.index)
 
 
 def task_rng(run_seed: int, task_id: str, visit: int) -> random.Random:
-    """Return the random numbers of a task, which its group shares."""
+    """Return the random numbers of a task; all episodes of its group have the same numbers."""
     return random.Random(derive_seed(run_seed, "task", task_id, visit))

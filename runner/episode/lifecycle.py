@@ -46,18 +46,18 @@ class Phase(enum.StrEnum):
 class EpisodeRunner(EpisodeState):
     """Runs one attempt at an episode, from a fresh environment to its trajectories. Errors are recorded, not raised.
 
-    The part of its state that conversations and the author's `Episode` use is in `EpisodeState`.
+    `EpisodeState` has the part of the state that conversations and the author's `Episode` use.
     """
 
     def __init__(self, shared: RunShared, key: EpisodeKey) -> None:
         super().__init__(key, shared)
         self.phase = Phase.SETUP
         self.began = anyio.current_time()
-        """Time of its creation, in the event loop's time."""
+        """Time when this object was created, in the event loop's time."""
         self.chat_service = ChatService(self, open_thread)
         """Answers requests with whole histories."""
         self.episode = Episode(self, self.chat_service)
-        """The author's view of it."""
+        """The author's view of the episode."""
         # All hooks run in this task, so that one hook may close a scope that another hook opened.
         self._task = OwnTask()
         self._opening = self._task.clock()
@@ -100,8 +100,8 @@ class EpisodeRunner(EpisodeState):
                 yield from (segment.log for segment in conversation.segments)
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cut the rollout. The episode is closed and kept, as partial unless another ending is given."""
-        # Closing is not cut: it has its own limit, and must close the author's resources.
+        """Cut the rollout. The episode is then closed and recorded, as partial unless another ending is given."""
+        # Closing is not cut, since it has its own limit, and the author's resources must be closed.
         scopes = {Phase.SETUP: self._opening, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and not self._was_cut:
             self._was_cut, self._ending = True, ending or Ending(Outcome.CANCELLED)
@@ -110,8 +110,8 @@ class EpisodeRunner(EpisodeState):
     async def run(self, *, in_this_task: bool = False) -> list[Trajectory]:
         """Play the episode and return the trajectories of its agents, `main` first.
 
-        If this call is cancelled from outside, it still closes the environment, in a bounded shield, and keeps its
-        results in `trajectories()`.
+        If this call is cancelled from outside, it still closes the environment, in a bounded shield, and
+        `trajectories()` still returns the results.
 
         Args:
             in_this_task: run the hooks in the calling task instead of a new one, for debuggers.
@@ -154,7 +154,7 @@ class EpisodeRunner(EpisodeState):
         except Exception as error:
             passing, self._ending = error, failure(error)
         except BaseException as error:
-            # Cancellations pass too: they must reach the contexts that `setup()` entered.
+            # Cancellations pass through `_unwind` too, since they must reach the contexts that `setup()` entered.
             passing = error
         self._begin_closing()
         if passing is None and self.exit_stack.is_empty and next(unclosed(self.environment), None) is None:
@@ -181,7 +181,7 @@ class EpisodeRunner(EpisodeState):
                 except anyio.get_cancelled_exc_class() as error:
                     cut = error
                     raise
-            if clock.fired:  # the cancelled code may have swallowed the cancellation
+            if clock.fired:  # the clock is asked, since the cancelled code may have swallowed the cancellation
                 self._blame_setup(clock.seconds)
             elif main is not None:
                 await self._play_and_score(main)
@@ -202,7 +202,7 @@ class EpisodeRunner(EpisodeState):
         if self.phase is not Phase.CLOSING:
             self._enter(Phase.CLOSING)
             self._task.shield()
-            # An earlier cancellation must not cancel the scopes that are left now.
+            # An earlier cancellation must not cancel the scopes that the code below leaves.
             forget_native_cancellation()
 
     # --- before the first turn
@@ -257,7 +257,7 @@ class EpisodeRunner(EpisodeState):
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
-            # The default rollout does not start code that could send requests.
+            # Requests are answered only for an author's own rollout: the default rollout starts no code that sends any.
             async with (
                 self.chat_service.open(self._task.tasks) if self.environment.overrides("rollout") else nullcontext()
             ):
@@ -286,7 +286,8 @@ class EpisodeRunner(EpisodeState):
     async def _score_one(self, scorer: Scorer, ending: Ending) -> None:
         name, kind = scorer.name, scorer.kind
         self.report_activity(f"{kind} {name}()")
-        # Reset before each reward: a judge that reached a limit in one reward may take turns again in the next.
+        # The limits are reset before each reward, so that a judge that reached a limit in one may take turns in the
+        # next.
         self.limits.begin_scoring()
         try:
             value = await self.author_code.call(getattr(self.environment, scorer.method), name=f"{kind} {name}()")
@@ -308,7 +309,7 @@ class EpisodeRunner(EpisodeState):
             self.faults.append(error)
 
     def _fail_scoring(self, ending: Ending) -> None:
-        if not self._was_cut:  # if the episode was cut, the error is a consequence of that, not a fault of the reward
+        if not self._was_cut:  # the error of a cut episode is a consequence of the cut, and not a fault of the reward
             self._ending = ending
 
     def _keep_score(self, name: str, kind: str, value: Any) -> None:
@@ -321,8 +322,8 @@ class EpisodeRunner(EpisodeState):
 
     async def _close(self) -> None:
         close, own = self.environment.close, self._task
-        # A cancelled scope that `setup()` entered can be left only after this. A scope that `close()` leaves must not
-        # be left under a shield.
+        # If a scope that `setup()` entered was cancelled, `close()` needs a shield, since that scope is left later. In
+        # other cases there is no shield, since `close()` may leave a scope, which is impossible under a shield.
         shield = own.outer.fired or (cancellation_is_asked_for() and not self.exit_stack.is_empty)
         options: dict[str, Any] = {} if shield or not is_async(close) else {"clock": own.clock}
         seconds = self.limits.configured.close_seconds
@@ -346,7 +347,7 @@ class EpisodeRunner(EpisodeState):
         except anyio.get_cancelled_exc_class():
             if not self._opening.fired or cancellation_is_asked_for():
                 raise
-            forget_native_cancellation()  # the cancellation came from setup and passed through
+            forget_native_cancellation()  # the cancellation came from a context of `setup()`, which it has passed
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:
                 self.faults.append(f"exit_stack: {describe_error(error)}")
@@ -357,7 +358,7 @@ class EpisodeRunner(EpisodeState):
         """Close the resources that hooks left open, if they are attributes of the environment."""
         for name, close in unclosed(self.environment):
             self._closed_late.append(f"self.{name}")
-            # Another part of the resource may be unreachable, and then this part cannot be closed either.
+            # If another part of the resource is unreachable, this part cannot be closed either.
             with suppress(Exception, BaseExceptionGroup), self._task.clock(self.limits.configured.close_seconds):
                 await close()
 
@@ -380,7 +381,7 @@ class EpisodeRunner(EpisodeState):
         else:
             self._ending = Ending(Outcome.ENV_ERROR, error=text)
 
-    # --- what is left of it
+    # --- the result
 
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectory of each agent with turns, `main` first.
@@ -405,7 +406,7 @@ class EpisodeRunner(EpisodeState):
         seconds = anyio.current_time() - self.began
         spoke = {name: conversation for name, conversation in self.conversations.items() if conversation.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
-        # Without a trained trajectory, one must record how the episode ended.
+        # If no trained agent took a turn, a trajectory of `main` records how the episode ended.
         if MAIN not in spoke and any(conversation.train for conversation in spoke.values()):
             return others
         # An agent that took a turn in setup() was opened before `main`. If setup() failed, `main` does not exist yet.
@@ -419,7 +420,7 @@ class EpisodeRunner(EpisodeState):
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
         trajectory = silent(self.shared, self.key, ending, agent)
         trajectory.limit_agent = self.renamed.get(ending.agent, ending.agent)
-        trajectory.reason = str(self.episode.reason)  # any value that an author assigned
+        trajectory.reason = str(self.episode.reason)  # an author may have assigned any value
         trajectory.seconds = seconds
         return trajectory
 
@@ -434,7 +435,7 @@ class EpisodeRunner(EpisodeState):
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
         grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.part.scorers)
-        # Group rewards change the sum, so it stays unset until they are known.
+        # Group rewards change the sum, so the sum stays unset until they are known.
         if not grouped:
             trajectory.reward = weighted_sum(trajectory.rewards, self.part.scorers)
         return trajectory

@@ -28,13 +28,13 @@ class Ending:
     agent: str = ""
     """The agent that reached the limit."""
     error: str = ""
-    """The error text, for people."""
+    """The text of the error, for people."""
     permanent: bool = False
-    """True if the engine failed and would fail again, so that another attempt is useless."""
+    """True if the engine failed, and would fail again at another attempt."""
 
     @classmethod
     def of_cut_turn(cls, turn: Turn, error: str = "") -> Ending | None:
-        """Return the ending of an episode whose last turn was cut for its length; None for any other turn."""
+        """Return the ending of an episode whose last turn was cut by a limit of its length; None for any other turn."""
         outcome = _OUTCOME_OF_CUT.get(turn.finish)
         return None if outcome is None else cls(outcome, str(turn.stop), turn.agent, error)
 
@@ -46,8 +46,8 @@ class Ending:
 class EpisodeLimits:
     """The turns and sampled tokens that the conversations of one episode share, and the ending.
 
-    The first ending is kept. After it, a request for a turn cancels the whole rollout, so that no `except` can swallow
-    the ending by accident.
+    The first ending is kept. If an agent asks for a turn after it, the whole rollout is cancelled, so that no `except`
+    swallows the ending by accident.
     """
 
     def __init__(self, configured: Limits) -> None:
@@ -66,8 +66,8 @@ class EpisodeLimits:
         self.ended_by_author = False
         """True once `Episode.end()` was called."""
         self.context_full: Ending | None = None
-        """The ending that applies unless another turn is taken: a prompt did not fit, but the author may still shorten
-        it.
+        """The ending after a prompt that did not fit. It applies unless another turn is taken, since the author may
+        shorten the prompt.
         """
         self._agents_without_room: set[str] = set()
         self._scoring = False
@@ -77,7 +77,7 @@ class EpisodeLimits:
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
     async def let_speak(self, agent: str, *, counted: bool) -> None:
-        """Return if an agent may take a turn; otherwise raise.
+        """Wait until an agent may take a turn, or raise if it may not.
 
         Raises:
             EpisodeOver: the episode has ended, or the turn would exceed a limit.
@@ -118,7 +118,7 @@ class EpisodeLimits:
         self.context_full = None
 
     def end_episode(self, ending: Ending) -> NoReturn:
-        """Set the ending unless one is set, and raise it to the rollout."""
+        """Set the ending unless one is set, and raise `EpisodeOver` to the rollout."""
         self.silenced_by = self.silenced_by or ending
         raise EpisodeOver(str(ending))
 
@@ -138,12 +138,12 @@ class EpisodeLimits:
         raise ContextFull(str(ending), prompt=prompt, context=context)
 
     def context_rewritten(self, agent: str) -> None:
-        """Forget the agent's oversized prompt, since the author replaced the history."""
+        """Clear the record of the agent's oversized prompt, since the author replaced the history."""
         self._agents_without_room.discard(agent)
         self.context_full = None
 
     def begin_scoring(self) -> None:
-        """Let untrained agents take turns again, however the rollout ended, since they may be judges."""
+        """Let untrained agents take turns again after any ending of the rollout, since they may be judges."""
         self._scoring = True
         self.silenced_by = None
         self._agents_without_room.clear()

@@ -50,7 +50,7 @@ class _StreamedAnswer:
     error: EngineError | None = None
     """The server's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
-    """Times in the queue, to the first piece and for the others."""
+    """Times in the queue, until the first piece, and for the later pieces."""
 
     def begin(self) -> None:
         self.admitted = True
@@ -92,7 +92,7 @@ class MessageTurn:
         self._engine.check_sampling(settings)
         choice = tool_choice_of(self._conversation, self._cursor.tools, tool_choice)
         with self._segment() as segment:
-            # A copy: while the server answers, the author may add messages for the next turn.
+            # This is a copy, since the author may add messages for the next turn while the server answers.
             queued = list(self._cursor.queued)
             request, ceiling = self._request(settings, choice, [*self._history(), *queued])
             answer, node = _StreamedAnswer(sinks, sinks.handle_of(self._turn_context.number)), None
@@ -131,7 +131,7 @@ class MessageTurn:
             raise RuntimeError(
                 f"conversation {conversation.name!r} has no message yet: add() one, or give it a prompt."
             )
-        # Only the server counts tokens, and only for its own requests.
+        # Only the server counts tokens, and only those of requests that it has answered.
         used = node.turn.usage.total_tokens if node is not None and not cursor.whole and node.turn.usage else 0
         if used >= conversation.context:
             text = f"{conversation.episode.key.id}: {used} tokens do not fit the context of {conversation.context}"
@@ -162,7 +162,7 @@ class MessageTurn:
         return request, ceiling
 
     async def _sample(self, stream: MessageStream, answer: _StreamedAnswer) -> None:
-        """Record the server's answer. Its errors are kept and not raised."""
+        """Record the server's answer. The server's errors are recorded too, and not raised."""
         conversation = self._conversation
         conversation.episode.report_activity(f"{conversation.name}: engine")
         stall_seconds = conversation.episode.limits.configured.stall_seconds
@@ -186,7 +186,7 @@ class MessageTurn:
         if answer.error is not None:
             answer.finish = MessageFinish(FinishReason.ERROR, str(answer.error), answer.finish.usage)
 
-    # --- what came of it
+    # --- the record
 
     @contextmanager
     def _segment(self) -> Iterator[Segment]:
@@ -225,8 +225,8 @@ class MessageTurn:
         calls_before = 0 if before is None else before.calls
         answered = len(segment.messages)
         segment.messages.extend(queued)
-        # Messages leave the queue only now. A prompt that the server did not accept stays queued, and so do messages
-        # that were added during the request.
+        # Messages leave the queue only now. The messages of a prompt that the server did not accept stay queued, and so
+        # do messages that were added during the request.
         del cursor.queued[: len(queued)]
         parsed = answer.as_parsed()
         turn = Turn(
@@ -268,7 +268,7 @@ async def _read(pieces: MessageStream, answer: _StreamedAnswer, silence: Clock, 
         if first is None:
             first = now
             answer.timings.first_token = max(0.0, now - began - pieces.waited)
-        # Moving the deadline creates a timer, so it moves once per eighth of the limit, not at every piece.
+        # The deadline moves only once per eighth of the limit, not at every piece, since each move creates a timer.
         if now - received > patience / 8:
             received = now
             silence.start(silence.seconds)

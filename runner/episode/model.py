@@ -53,9 +53,9 @@ class ChatModel:
         options: names that the template reads.
         now: the time that the template sees.
         history: policy for past messages of a conversation.
-        turns: the format of turns, if it is known from a run's header; else it is learnt.
+        turns: the format of turns, if it is known from a run's header; None to learn it.
         named: creates the parser of calls for a vocabulary, if the user chose a tool format.
-        fit_tools: fit the tools' schemas to the fields that the template shows, if that is known; else it is learnt.
+        fit_tools: True to fit the tools' schemas to the fields that the template shows; None to learn whether to.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class ChatModel:
         self.stop_ids = tuple(engine.stop_ids)
         self.bridger = self.trial_bridger()
         """Creates the ids of prompts and of appended messages."""
-        # The bridger needs the engine's tokenizer. It returns one that treats words which the template writes as
-        # control tokens.
+        # The bridger needs the engine's tokenizer, and returns a tokenizer for which words that the template writes as
+        # control tokens are control tokens.
         self.tokenizer = self.bridger.tokenizer
         self.encoding: dict[PromptText, Encoding] = {}
-        """Long prompts that threads are encoding, by text."""
+        """Long prompts that threads are now encoding, by text."""
         self.learnt = turns or cached_format(self.renderer)
         """The learnt format in which the template writes a turn."""
         self.parser = TurnParser(
@@ -132,7 +132,7 @@ class ChatModel:
 
         Args:
             messages: the history.
-            own: returns the call ids that turns of this episode sampled; they are kept.
+            own: returns the call ids that turns of this episode sampled; these ids are kept.
         """
         if not any(message.get("tool_calls") for message in messages) or self._id_use is IdUse.UNREAD:
             return messages
@@ -151,7 +151,8 @@ class ChatModel:
     def closing_stop(self, turn: Turn) -> int | None:
         """Return the sampled id that closed a turn, or None if the turn was cut.
 
-        A stop string and the author's own stop id do not close a turn of the template. Such a turn counts as cut.
+        A stop string or the author's own stop id does not close a turn of the template. A turn that it ended counts as
+        cut.
         """
         if turn.finish is FinishReason.STOP and isinstance(turn.stop, int) and turn.stop in self.stop_ids:
             return turn.stop
@@ -163,7 +164,7 @@ class ChatModel:
 
 
 class MessageModel:
-    """An engine that takes and returns messages; template, vocabulary and tool format belong to its server."""
+    """An engine that takes and returns messages. Its server has the template, the vocabulary and the tool format."""
 
     def __init__(self, engine: MessageEngine) -> None:
         self.engine = engine

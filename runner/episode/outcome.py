@@ -25,7 +25,7 @@ def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
         return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
     if limits.silenced_by is not None and limits.silenced_by.outcome is not Outcome.COMPLETED:
         return limits.silenced_by
-    # After an ending, a request for a turn cancels the clock's scope. The clock did not fire then.
+    # A request for a turn after an ending cancels the clock's scope too, so `fired` alone does not show a timeout.
     if limits.clock.fired and limits.silenced_by is None:
         return Ending(Outcome.TIME_LIMIT, "seconds")
     if limits.context_full is not None:

@@ -18,8 +18,8 @@ __all__ = ["ParsedTurn", "checked_call", "closing_length", "text_of"]
 def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
     """Return the text of a turn's ids.
 
-    If the turn `stopped`, the last id is its stop. The stop is left out, and so is a close of the turn that the model
-    wrote before it.
+    If the turn `stopped`, its last id is the stop. The text lacks the stop, and a close of the turn that the model
+    wrote before the stop.
     """
     spoken = ids[: len(ids) - stopped]
     return chat.tokenizer.decode(spoken[: len(spoken) - closing_length(spoken, chat)])
@@ -42,7 +42,7 @@ class ParsedTurn:
     reasoning: str
     """The reasoning, or ""."""
     tool_calls: list[ToolCall]
-    """The calls, in order. One that did not parse has `error` set."""
+    """The calls, in order. A call that did not parse has `error` set."""
     ends_in_thought: bool = False
     """True if the text ends inside its reasoning."""
 
@@ -59,7 +59,7 @@ class ParsedTurn:
     ) -> ParsedTurn:
         """Parse the text of a turn with these `ids`.
 
-        Calls are numbered from `before` on, the number of earlier calls in the conversation.
+        The conversation has `before` earlier calls, so the calls are numbered from there on.
         """
         stopped = bool(ids) and ids[-1] in chat.stop_ids
         spelling = SpelledTokens(text, ids[: len(ids) - stopped], chat.parser.marker_tokens, chat.tokenizer)
@@ -79,7 +79,7 @@ class ParsedTurn:
     def as_message(self) -> Message:
         """Return the assistant message.
 
-        Calls that did not parse are left out, since templates omit or refuse their answers.
+        Calls that did not parse are left out, since templates omit or refuse the answers to such calls.
         """
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
@@ -93,7 +93,7 @@ class ParsedTurn:
 def checked_call(
     call: ToolCall, spelling: SpelledTokens | SpelledTokenStream, names: Collection[str], chat: ChatModel
 ) -> ToolCall:
-    """Return the call, with an error if its invented name would become control ids."""
+    """Return the call, with an error if its name was invented and would become control ids in a prompt."""
     call = spelling.restored_call(call)
     if call.error is not None or call.name in names:
         return call

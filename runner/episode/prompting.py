@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 REENCODED = "reencoded"
-"""Cause of a first segment whose prompt contains text that this episode sampled. Its ids may differ from the sampled
-ones.
+"""Cause of a first segment whose prompt contains text that this episode sampled. The ids of the prompt may differ from
+the sampled ids.
 """
 
 MAX_CHARACTERS_ON_LOOP = 16_384
@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 Schemas = Sequence[dict[str, Any]]
 
-# Problems that affect any prompt: they are in the messages, the template or the run's options. Rendering everything
-# again does not help.
+# These problems are in the messages, the template or the run's options, so they affect every prompt, and a new render
+# of the whole history does not help.
 _NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT, Property.CONTENT_SHOWN)
 
 
@@ -61,14 +61,14 @@ class PreparedPrompt:
     """A prompt that the engine has not received yet. It is recorded once the engine has admitted it."""
 
     segment: Segment
-    """The segment whose log it extends, or a new one."""
+    """The segment whose log the prompt extends, or a new segment."""
     ids: array[int]
     """All prompt ids: the segment's log and `new_ids`."""
     new_ids: Sequence[int]
     source: Source
     """Source of `new_ids`."""
     plain: bool
-    """True if all its messages are plain."""
+    """True if all messages of the prompt are plain."""
     messages: Sequence[Message] = ()
     """The messages to append to the segment."""
     answered_count: int = 0
@@ -76,9 +76,9 @@ class PreparedPrompt:
     queued: int = 0
     """Number of the conversation's queued messages in this prompt."""
     junction: Junction | None = None
-    """The junction with the turn before; None for a prompt that follows no turn."""
+    """The junction with the previous turn; None for a prompt that does not follow a turn."""
     continued: bool = False
-    """True if it continues a cut turn."""
+    """True if the prompt continues a cut turn."""
     taken_back: TurnNode | None = None
     """The turn that is sampled again and no longer trained on."""
 
@@ -91,8 +91,8 @@ async def next_prompt(
     Args:
         conversation: the conversation of the turn.
         cursor: the point of the turn.
-        extend: True to extend the segment of the turn before; else a new segment begins with a copy of its ids.
-        raise_unbridgeable: True to raise if no exact prompt exists; else the episode ends.
+        extend: True to extend the segment of the previous turn; False to begin a new segment with a copy of its ids.
+        raise_unbridgeable: True to raise if no exact prompt exists; False to end the episode then.
 
     Raises:
         EpisodeOver: the prompt does not fit the context, or is not exact.
@@ -100,7 +100,7 @@ async def next_prompt(
         RuntimeError: no message to answer.
     """
     _refuse_oversized(conversation, cursor)
-    # A copy: while a thread renders the template, the author may add messages for the next turn.
+    # This is a copy, since the author may add messages for the next turn while a thread renders the template.
     queued = list(cursor.queued)
     try:
         prompt = await _prompt_of(conversation, cursor, queued)
@@ -182,7 +182,7 @@ def _branch_off(prompt: PreparedPrompt, node: TurnNode) -> None:
 async def _answering(
     conversation: ConversationState, cursor: Cursor, node: TurnNode, new: Sequence[Message]
 ) -> PreparedPrompt:
-    """Return the prompt after the turn that it follows, by the run's history policy."""
+    """Return the prompt that follows a turn, by the run's history policy."""
     plain = node.plain and all(map(is_plain, new))
     segment, last, history, tools = node.segment, node.turn, conversation.chat.history, cursor.schemas()
     if tools != segment.tools:
@@ -219,7 +219,7 @@ async def _bridge(
 async def _forked(
     conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
-    """Return a new segment with everything rendered again and loss mask 0."""
+    """Return a new segment: the whole history, rendered again, with loss mask 0."""
     bridger, messages = conversation.chat.bridger, [*node.messages, *new]
     text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
     ids = await _encoded(conversation, text)
@@ -231,7 +231,7 @@ async def _forked(
 async def _followed(
     conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas
 ) -> PreparedPrompt:
-    """Return the template's render of everything. It is an append if the past is unchanged, else a fork."""
+    """Return the template's render of the whole history: as an append if the past is unchanged, else as a fork."""
     fork = await _forked(conversation, node, new, tools, "template")
     before = node.turn.end
     unsampled = any(message["role"] == "assistant" for message in new)
@@ -253,7 +253,7 @@ async def _encoded(conversation: ConversationState, text: PromptText) -> array[i
     with Waiting():
         while (other := chat.encoding.get(text)) is not None:
             await other.done.wait()
-            if other.ids is not None:  # None: the encoding failed or was cancelled
+            if other.ids is not None:  # the ids are None if the encoding failed or was cancelled
                 return other.ids[:]
         chat.encoding[text] = own = Encoding()
         try:
@@ -286,7 +286,7 @@ def oversized(conversation: ConversationState, cursor: Cursor) -> int:
 
 
 def _refuse_oversized(conversation: ConversationState, cursor: Cursor) -> None:
-    # Checked before encoding, which would block the event loop for a huge text.
+    # This is checked before encoding, since encoding a huge text would block the event loop.
     size = oversized(conversation, cursor)
     if size:
         least = size // conversation.chat.tokenizer.longest_token
@@ -295,7 +295,7 @@ def _refuse_oversized(conversation: ConversationState, cursor: Cursor) -> None:
 
 
 def _end_without_prompt(conversation: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
-    """End the episode. The outcome depends on the author of the past, and on the cause that cut the turn."""
+    """End the episode. The outcome depends on the source of the history, and on the cause that cut the last turn."""
     name = conversation.name
     ending: Ending | None = None
     if not conversation.train:
@@ -305,13 +305,13 @@ def _end_without_prompt(conversation: ConversationState, cursor: Cursor, missing
     conversation.episode.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
 
 
-# --- records of how it was made, also for verification
+# --- junctions, also for verification
 
 
 def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:
-    """Return the junction of a prompt in which the template's render of everything follows a turn.
+    """Return the junction between a turn and the rest of the prompt, if the whole history was rendered again.
 
-    `ids` is the whole prompt, encoded at once; `inserted` of its ids come after the turn.
+    `ids` is the whole prompt, encoded at once; its last `inserted` ids come after the turn.
     """
     seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED
     close = Close.MASKED if chat.closing_stop(last) is None else Close.SAMPLED

@@ -27,9 +27,7 @@ __all__ = ["SampledTurn", "sample"]
 class SampledTurn:
     """The result of one request in the log.
 
-    It is filled while the request streams, so that a cancellation loses nothing.
-
-    It is filled in while the request streams, so that a cancellation loses nothing.
+    The object is filled while the request streams, so that a cancellation loses nothing.
     """
 
     log: TokenLog
@@ -43,17 +41,17 @@ class SampledTurn:
     stop: int | str | None = None
     """The stop id or stop string that ended the turn, or the text of an error."""
     text: str | None = None
-    """The text before a stop string, where one was found."""
+    """The text before the stop string; None if no stop string was found."""
     dropped: int = 0
-    """Number of ids after a stop string; they are not in the log."""
+    """Number of ids after a stop string, which are not in the log."""
     resampled: int = 0
-    """Number of ids sampled before the engine cut the turn for its trainer; they are not in the log either."""
+    """Number of ids sampled before the engine cut the turn for its trainer, which are not in the log either."""
     cached_tokens: int | None = None
-    """Number of prompt ids that the prefix cache held; None where the engine does not report it."""
+    """Number of prompt ids that the prefix cache held; None if the engine does not report it."""
     error: EngineError | None = None
     """The engine's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
-    """Times in the queue, to the first id and for the others."""
+    """Times in the queue, until the first id, and for the later ids."""
     event_parser: TurnEventParser | None = None
     """Parses the ids while they are sampled."""
     receive: Callable[[TurnProgress], None] | None = None
@@ -104,7 +102,7 @@ class SampledTurn:
         self.stop, self.text = stops.found, stops.text
 
     def close(self, stream: DeltaStream) -> None:
-        """Keep the ids that arrived while the block was being left, and the end of the stream."""
+        """Record the ids that arrived while the block was being left, and the end of the stream."""
         if not self.admitted:
             return
         for delta in stream.rest:
@@ -118,7 +116,7 @@ class SampledTurn:
         if finish.reason is FinishReason.ERROR and self.text is None:
             self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
         self.cached_tokens = finish.cached_tokens
-        # The engine counts everything that it sampled. Ids after a stop string are not in the log.
+        # The engine counts all ids that it sampled, but ids after a stop string are not in the log.
         self.log.stamp(finish.versions, self.start)
         if self.text is not None:
             self.finish = FinishReason.STOP
@@ -150,13 +148,13 @@ class StopStrings:
         return cls(tokenizer, sampling.stop, after=sampling.min_tokens)
 
     def feed(self, ids: Sequence[int]) -> int | None:
-        """Return how many of `ids` belong to the turn if one of them completed a stop string, else None."""
+        """Return the number of `ids` that belong to the turn if one of them completed a stop string, else None."""
         for index, token_id in enumerate(ids):
             piece = self._decoder.feed([token_id])
             self._fed += 1
             if not piece:
                 continue
-            # A stop string may begin in earlier text, but cannot end there.
+            # A stop string may begin in earlier text, but ends in the new text.
             window, before = self._tail + piece, len(self._tail)
             self._pieces.append(piece)
             looked = self._stop if self._fed > self._after else ()
@@ -166,7 +164,7 @@ class StopStrings:
                 if (at := window.find(stop, max(0, before - len(stop) + 1))) >= 0
             ]
             if hits:
-                # The first stop string; of several at the same position, the longest.
+                # The first stop string counts; of several at the same position, the longest.
                 at, _, self.found = min(hits)
                 text = "".join(self._pieces)
                 self.text = text[: len(text) - len(window) + at]
@@ -187,7 +185,7 @@ async def sample(
 ) -> None:
     """Stream `request` into the log after `new_ids`, which are appended once the engine has admitted it.
 
-    `into` receives everything that arrives. A failure of the engine is stored there too, and not raised.
+    All results are stored in `into`. A failure of the engine is stored there too, and not raised.
     """
     cut = True
     with WhileSampling():
@@ -235,7 +233,7 @@ async def _sample_once(
 
 
 def _shared(engine: Engine, silence: Clock) -> AbstractContextManager[None]:
-    """A block during which a silent engine does not count as stalled if it is busy with other requests."""
+    """Return a block in which a silent engine does not count as stalled while it is busy with other requests."""
     return nullcontext() if engine.progress is None else engine.progress.watched(silence)
 
 
@@ -251,7 +249,7 @@ async def _read(
             into.timings.first_token = now - admitted
         if progress is not None:
             progress.note(now)
-        # Moving the deadline creates a timer, so it moves once per eighth of the limit, not at every delta.
+        # The deadline moves only once per eighth of the limit, not at every delta, since each move creates a timer.
         elif now - received > patience / 8:
             received = now
             silence.start(silence.seconds)

@@ -30,12 +30,12 @@ threads that offer tools.
 """
 
 Overflow: TypeAlias = str
-"""Treatment of a history that does not fit: "tell" the client, which may shorten it, or "end" the episode."""
+"""Treatment of a history that does not fit: "tell" the client, which may send a shorter one, or "end" the episode."""
 
 SentHistory: TypeAlias = str
-"""Source of the past that the model sees.\n\n"append": its own sampled ids, also those that the client left out.
-"client": the history that the client sends, rendered again at every request, as without this endpoint.
+"""Source of the past that the model sees.
 
+"append": the exact sampled ids, also ids that the client left out.
 "client": the history that the client sends, rendered again at every request, as without this endpoint.
 """
 
@@ -49,7 +49,7 @@ class ServedEpisode:
         train: selects the threads that are trained.
         overflow: treatment of a history that does not fit.
         history: source of the past that the model sees.
-        system_as_user: turn system messages in mid-conversation into user messages.
+        system_as_user: True to change system messages after the beginning to user messages.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ServedEpisode:
         return "".join(text_of_token(self._chat.tokenizer, token_id) for token_id in ids)
 
     def threads(self) -> list[ChatThread]:
-        """The threads so far."""
+        """The threads that clients began so far."""
         return [_seen(thread) for thread in self._chat_service.threads]
 
     def _trains(self, chat_call: ChatCall) -> bool | None:
@@ -109,13 +109,13 @@ class ServedEpisode:
         names = [_tool_name(tool) for tool in chat_call.tools]
         try:
             return bool(self._train(ChatThread("", chat_call.label, names, bool(names), (), ())))
-        except Exception as error:  # clients cannot fix this
+        except Exception as error:  # this ends the episode, since clients cannot correct the error
             self._episode.limits.end_episode(failure(error))
 
     def _refuse_if_over(self) -> None:
-        """Raise `EpisodeOver` at every request once the episode is over.
+        """Raise `EpisodeOver` if the episode is over.
 
-        A turn after the end would cancel the whole rollout, and the program could not end by itself.
+        A turn after the end would cancel the whole rollout, so that the program could not end by itself.
         """
         ending, now = self._episode.limits.silenced_by, anyio.current_time()
         if ending is None:

@@ -47,7 +47,7 @@ class EnvironmentPart:
     """Its rewards and metrics, with the run's weights."""
     resources: Any
     prefix: str = ""
-    """The beginning of the task's id that the mixture added."""
+    """The prefix that the mixture added to the task's id."""
 
     def own(self, task: Task) -> Task:
         """Return the task with the id that its own environment set."""
@@ -59,10 +59,10 @@ class RunShared:
     """State of one run that its episodes share. No state is global: two runs on one loop share at most an engine."""
 
     environment: Hooks
-    """The object that the author constructed. Episodes use their own."""
+    """The object that the author constructed. Each episode has its own copy."""
     chat: Model
     other_models: Mapping[str, Model] = field(default_factory=dict)
-    """Models of agents with their own engines. Those agents are not trained."""
+    """Models of the agents with their own engines. These agents are not trained."""
     sampling: Sampling
     """The run's sampling, with unset fields."""
     limits: Limits
@@ -78,12 +78,12 @@ class RunShared:
     """HTTP server of the endpoints for agent programs."""
     resources: Any = None
     make_limiter: Callable[[str, int], Limiter] = lambda _, limit: anyio.CapacityLimiter(limit)
-    """Create a limiter with this name and limit. A run on several processes has its own kind."""
+    """Function that creates a limiter with a name and a limit. A run on several processes sets another function."""
     _asked: set[str] = field(default_factory=set)
     _reported: set[str] = field(default_factory=set)
     _limiters: dict[str, tuple[int, Limiter]] = field(default_factory=dict)
-    # Cached by `counted`, for conversations without their own sampling. Nearly all episodes need one of these two, and
-    # merging the layers takes a large part of the time of a turn.
+    # The merged sampling is cached by `counted`, for conversations without their own sampling. Nearly all episodes need
+    # one of these two, and merging the layers takes a large part of the time of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
 
     def part_of(self, task: Task) -> EnvironmentPart:
@@ -104,7 +104,8 @@ class RunShared:
     def weights_of(self, agent: str, sampling: Sampling | None, environment: Sampling) -> list[str]:
         """Return the weights of an untrained agent, as a cache key for its answers.
 
-        Names of new weights and adapters are unique only within one life of the engine. Other runs may use them again.
+        Names of new weights and adapters are unique only within one life of the engine. Other runs may use the same
+        names.
 
         Args:
             agent: the agent's name.
@@ -117,7 +118,7 @@ class RunShared:
         """
         engine = self.chat_of(agent).engine
         runtime = getattr(engine, "runtime", None)
-        if runtime is None:  # an API, or an engine in another process
+        if runtime is None:  # the engine is an API, or is in another process
             version = engine.stats().weight_version
             return [version] if version else []
         if not runtime.version:
@@ -132,18 +133,18 @@ class RunShared:
         self._asked.add(agent)
 
     def evaluates(self, agent: str) -> bool:
-        """Return True if the run evaluates this agent: it uses the run's engine, and that engine takes messages."""
+        """Return True if the run evaluates this agent: it plays on the run's engine, and this engine takes messages."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)
 
     def is_new(self, what: str) -> bool:
-        """Return True at the first call with this key. It is for messages that appear once a run."""
+        """Return True at the first call with this key, so that a message appears once in a run."""
         if what in self._reported:
             return False
         self._reported.add(what)
         return True
 
     def unused(self) -> list[str]:
-        """Return the agents with their own engines that no episode opened. Their names are mostly misspelt."""
+        """Return the agents with their own engines that no episode opened; usually their names are misspelt."""
         return sorted(self.other_models.keys() - self._asked)
 
     def sampling_of(
@@ -172,7 +173,7 @@ class RunShared:
     def limits_of(self, environment: Limits, part: EnvironmentPart) -> Limits:
         """Return the limits of an episode of this part, with every field set.
 
-        Its environment may have assigned some in `setup()`.
+        The environment may have assigned some limits in `setup()`.
         """
         if environment is part.environment.limits or environment == part.environment.limits:
             return part.limits
@@ -180,8 +181,8 @@ class RunShared:
             raise BadOption(f"self.limits = {environment!r:.60}: give Limits(...).")
         if environment.setup_seconds != part.environment.limits.setup_seconds:
             raise BadOption(
-                f"self.limits = Limits(setup_seconds={environment.setup_seconds!r}) in setup(): that clock runs "
-                f"already. Give it in the class, limits = Limits(setup_seconds=...), or to the run."
+                f"self.limits = Limits(setup_seconds={environment.setup_seconds!r}) in setup(): the clock of setup() "
+                f"runs already. Set it in the class, limits = Limits(setup_seconds=...), or to the run."
             )
         return self.own_limits.over(environment).over(Limits.defaults())
 

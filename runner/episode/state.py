@@ -1,11 +1,11 @@
 """The state of one episode and of its conversations, shared by the modules of this package.
 
-The classes here contain little logic: `prompting` makes prompts, `turn` samples and records, `Conversation` and
-`Episode` are what the author sees, and `EpisodeRunner` in `lifecycle` extends the state of an episode. A `Conversation`
-does not extend its `ConversationState`, since authors would see internals.
+The classes here contain little logic: `prompting` makes prompts, and `turn` samples and records. The author sees
+`Conversation` and `Episode`. `EpisodeRunner` in `lifecycle` extends the state of an episode. A `Conversation` does not
+extend its `ConversationState`, since authors would see internals.
 
-In this package `conversation` is a `ConversationState`, and its `episode` an `EpisodeState`. Modules that also use the
-author's `Conversation` and `Episode` call them `state`.
+In this package, a variable `conversation` is a `ConversationState`, and its `episode` is an `EpisodeState`. In modules
+that also use the author's `Conversation` and `Episode`, a variable `state` is the state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["ConversationState", "EpisodeState", "OpenConversation", "checked_too
 
 
 class OpenConversation(Protocol):
-    """The methods of `Conversation` that an episode calls. The class itself is in a layer above."""
+    """The methods of `Conversation` that an episode calls. `Conversation` itself is in a layer above."""
 
     async def call_tools(self, turn: Turn) -> list[Message]: ...
 
@@ -58,7 +58,7 @@ class EpisodeState:
         self.environment = self.part.environment
         """The environment: the shared object until the episode has its own."""
         self.limits = EpisodeLimits(self.part.limits)
-        """The limits that are left, and how the episode ended."""
+        """The remaining turns and tokens, and the ending of the episode."""
         self.author_code = AuthorCode(shared.workers)
         """Calls the author's hooks and tools."""
         self.conversations: dict[str, ConversationState] = {}
@@ -101,9 +101,9 @@ class EpisodeState:
     async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
         """Leave one context of the exit stack in a thread.
 
-        If that takes too long, it is abandoned and the next context is left.
+        An exit that takes too long is abandoned, and the next context is left.
 
-        The clock over the unwinding is paused, and a cancellation waits: each exit has its own limit.
+        Each exit has its own limit. So the clock over the unwinding is paused, and a cancellation waits.
         """
         seconds = self.limits.configured.close_seconds
         with Waiting(), anyio.CancelScope(shield=True):
@@ -115,7 +115,7 @@ class EpisodeState:
         return swallowed
 
     def call_ids(self) -> set[str]:
-        """Return the ids of all calls of this episode, as its turns have them."""
+        """Return the ids of all calls of this episode, in the form of its turns."""
         turns = (turn for conversation in self.conversations.values() for turn in conversation.turns)
         return {call.id for turn in turns for call in turn.tool_calls}
 
@@ -126,7 +126,8 @@ class EpisodeState:
         return any(_says(turn, message) for conversation in self.conversations.values() for turn in conversation.turns)
 
 
-# These blocks are classes, since every turn enters both, and a generator takes three times as long.
+# These two blocks are classes and not generators, since every turn enters both, and a generator takes three times as
+# long.
 
 
 class NumberOfTurn:
@@ -150,7 +151,7 @@ class NumberOfTurn:
 
 
 class SessionOfTurn:
-    """A block that has one of a conversation's sessions."""
+    """A block that holds one of a conversation's sessions."""
 
     __slots__ = ("_conversation", "_session")
 
@@ -183,8 +184,8 @@ class ConversationState:
         self.train = train
         """True if the sampled ids of the conversation are trained on."""
         self.counted = counted
-        """True if the run's sampling and limits apply: to a trained agent, or to an evaluated `main` on an engine for
-        messages.
+        """True if the run's sampling and limits apply: for a trained agent, or for an evaluated `main` on an engine
+        that takes messages.
         """
         self.episode = episode
         self.author_conversation: OpenConversation
@@ -198,27 +199,27 @@ class ConversationState:
         """The nodes of the turn tree, in the order in which the turns ended."""
         self.segments: list[Segment] = []
         """The token logs, with the messages that they render."""
-        self._indices: dict[int, int] = {}  # ids of its segments
+        self._indices: dict[int, int] = {}  # places of the segments by their object ids
         self.numbered = 0
         """Number of turn numbers that were reserved."""
         self.requests: list[ChatRequest] = []
         self.thread = name
-        """Name with which it was opened; its seeds depend on it."""
+        """Name with which the conversation was opened; its seeds depend on this name."""
         self.own_sampling = sampling
-        """Sampling with which it was opened; None for none."""
+        """Sampling with which the conversation was opened, or None."""
         self.checked_sampling: Sampling | None = None
-        """The sampling of the latest turn, which the engine supports; None before."""
+        """The sampling of the latest turn, which the engine supports; None before the first turn."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
-        # Only the first request of an episode waits for requests of episodes in progress. The first request of a second
-        # agent does not wait.
+        # Only the first request of an episode waits for the requests of episodes in progress. The first request of a
+        # second agent does not wait.
         self._sessions = [self.model.engine.session(late=bool(episode.conversations), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
     @cached_property
     def chat(self) -> ChatModel:
         """The model of the agent, which takes ids."""
-        assert isinstance(self.model, ChatModel), "who asks for ids has looked what speaks"
+        assert isinstance(self.model, ChatModel), "the caller checks that the engine takes ids"
         return self.model
 
     @property
@@ -229,7 +230,7 @@ class ConversationState:
         return engine if limit is None else min(limit, engine)
 
     def session(self) -> SessionOfTurn:
-        """The engine's memory of this conversation between turns. Turns in flight at the same time have one each."""
+        """The engine's memory of this conversation between turns. Concurrent turns have separate sessions."""
         return SessionOfTurn(self)
 
     def take_session(self) -> Session:
@@ -244,7 +245,7 @@ class ConversationState:
         self._free_sessions.append(session)
 
     def _another(self) -> Session | None:
-        """Return the session of another conversation of this episode on the same engine; None without one."""
+        """Return the session of another conversation of this episode on the same engine, or None."""
         engine = self.model.engine
         return next(
             (
@@ -296,7 +297,7 @@ class ConversationState:
     def sampling(self) -> Sampling:
         """Return the sampling of the next turn, with every field set.
 
-        The environment may assign its own between turns.
+        The environment may assign another sampling between turns.
         """
         episode = self.episode
         given = episode.environment.sampling
@@ -311,7 +312,7 @@ class ConversationState:
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
-        """Return the trajectory. Messages that the model never saw are at its end."""
+        """Store the segments in the trajectory. The messages that the model never saw are at its end."""
         self._order_segments()
         cursor, segments = self.cursor, self.segments
         if cursor.queued:
@@ -335,7 +336,7 @@ class ConversationState:
         trajectory.thread = "" if self.thread == self.name else self.thread
 
     def _order_segments(self) -> None:
-        """Sort the segments by their first turns. If turns ran at the same time, a later one may have ended first."""
+        """Sort the segments by their first turns. Of concurrent turns, the later turn may have ended first."""
         if len(self.segments) < 2:
             return
         first: dict[int, int] = {}

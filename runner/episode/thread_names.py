@@ -39,7 +39,7 @@ def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) ->
         episode.renamed[thread.thread] = name
     _rename(episode, threads)
     home = episode.conversations.get(MAIN)
-    # Threads without turns leave no trajectory. They are kept because the model saw their requests.
+    # A thread without turns has no trajectory of its own, but its requests are kept.
     silent = [thread for thread in threads if not thread.turns and thread is not home]
     if home is not None and home.turns:
         home.requests += [request for thread in silent for request in thread.requests]

@@ -34,7 +34,7 @@ async def answer_calls(
     Calls that failed are marked in the turn.
 
     Raises:
-        Exception: an error of a tool, other than `ToolError`; the first one in the order of the calls.
+        Exception: a tool raised an error other than `ToolError`; the first such error in the order of the calls.
     """
     known = {tool.name: tool for tool in tools}
     calls = [call for call in turn.tool_calls if call.error is None]
@@ -67,7 +67,7 @@ class _RunningCalls:
         self._errors: dict[str, Exception] = {}
 
     async def run(self, batch: Sequence[ToolCall]) -> None:
-        if len(batch) == 1:  # a task group takes as long as a whole turn of a fast environment
+        if len(batch) == 1:  # a task group would take as long as a whole turn of a fast environment
             self.results[batch[0].id] = await self._result(batch[0])
             return
         in_order = [call for call in batch if not self._together(call)]
@@ -90,7 +90,8 @@ class _RunningCalls:
             try:
                 self.results[call.id] = await self._result(call)
             except Exception as error:
-                # The waiting task raises the error: a task group would wrap it and lose the order of the calls.
+                # The waiting task raises the error later, since a task group would wrap it and lose the order of the
+                # calls.
                 self._errors[call.id] = error
                 siblings.cancel()
                 return
@@ -117,7 +118,7 @@ class _RunningCalls:
         return text
 
 
-# The result is converted to text in the thread of the tool, so that a large one does not block the event loop.
+# The result is converted to text in the thread of the tool, so that a large result does not block the event loop.
 def _call(tool: Tool, arguments: dict[str, object]) -> str:
     return _text(tool, tool.call(**arguments))
 
@@ -135,9 +136,9 @@ def _text(tool: Tool, result: object) -> str:
 
 
 def _where(call: Callable[..., object]) -> str:
-    """Return the place where a tool is defined, for a result that cannot become text.
+    """Return the place where a tool is defined, for an error about a result that cannot become text.
 
-    The tool's frame no longer exists then.
+    The traceback of such an error does not show the tool.
     """
     code = getattr(inspect.unwrap(call), "__code__", None)
     return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""

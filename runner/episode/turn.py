@@ -56,8 +56,8 @@ async def take_turn(
     Args:
         conversation: the conversation that takes the turn.
         cursor: the point of the turn; turns in flight at the same time have different cursors.
-        sampling: takes precedence over the conversation's.
-        tool_choice: takes precedence over the environment's.
+        sampling: takes precedence over the conversation's sampling.
+        tool_choice: takes precedence over the environment's tool choice.
         number: the turn's number, if it was reserved before.
         sinks: receivers of the turn's events while it is sampled.
     """
@@ -76,7 +76,7 @@ async def take_turn(
         try:
             await _sampling(conversation, prompt, request, sampled)
         finally:
-            # A cancelled or failed turn is recorded too: the engine had the prompt once it admitted the request.
+            # A cancelled or failed turn is recorded too, if the engine admitted the request and so had the prompt.
             if sampled.admitted:
                 node = _recorded(turn_context, prompt, request, sampled)
                 await _parse(turn_context, node, sampled)
@@ -182,7 +182,7 @@ def _request(
         seed=turn_context.seed,
         session=turn_context.session,
         constraint=_constraint(chat, tools, settings, choice),
-        # Stop strings are found in the deltas as they arrive; ids after one are dropped.
+        # Stop strings are found in the deltas as they arrive, and ids after a stop string are dropped.
         acts_on_deltas=sinks.receive is not None or bool(settings.stop),
     )
     return _TurnRequest(generation, unconstrained(settings), choice, ceiling)
@@ -219,8 +219,8 @@ def _empty_sample(
         event_parser=None if send is None else _event_parser(turn_context, prompt, request, send),
         receive=receive if sinks.sends_ids else None,
         handle=sinks.handle_of(turn_context.number),
-        # Clients number calls after the calls that they already have. Only a turn that continues a cut one has such
-        # calls.
+        # The calls of a client's message are numbered from its first call on. Only a turn that continues a cut turn has
+        # earlier calls in its message.
         calls_before=len(before.turn.tool_calls) if prompt.continued and before is not None else 0,
     )
 
@@ -241,7 +241,7 @@ def _event_parser(
 def _sampling(
     conversation: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: SampledTurn
 ) -> Coroutine[Any, Any, None]:
-    # Not a coroutine, which would add one frame to each delta.
+    # This function is not a coroutine, since a coroutine would add one frame to each delta.
     conversation.episode.report_activity(f"{conversation.name}: engine")
     return sample(
         into,
@@ -254,7 +254,7 @@ def _sampling(
     )
 
 
-# --- what came of it
+# --- the record
 
 
 def _recorded(
@@ -265,8 +265,8 @@ def _recorded(
     if prompt.taken_back is not None:
         _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
-    # Messages leave the queue only now. A prompt that the engine did not admit stays queued, and so do messages that
-    # were added during the request.
+    # Messages leave the queue only now. The messages of a prompt that the engine did not admit stay queued, and so do
+    # messages that were added during the request.
     del cursor.queued[: prompt.queued]
     turn = Turn(
         agent=turn_context.conversation.name,
@@ -289,7 +289,7 @@ def _recorded(
     )
     if turn.finish is FinishReason.LENGTH:
         turn.stop = request.ceiling
-        # The engine receives one number only, so its limit is named here.
+        # The engine receives the smallest of several limits as one number, so the limit is named here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
     return _node(turn_context, prompt, turn)
@@ -361,9 +361,7 @@ async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn
 async def _in_thread(conversation: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
     """Parse a turn with another library in a thread, since parsing a long turn may take a second.
 
-    A cancellation waits for it.
-
-    A cancellation waits for it.
+    A cancellation waits until the thread is done.
     """
     conversation.episode.report_activity(f"{conversation.name}: reading")
     with anyio.CancelScope(shield=True):

@@ -1,4 +1,4 @@
-"""Compares a message that has the ids of a turn with that turn, and finds what its client changed."""
+"""Compares a message that has the ids of a turn with this turn, and finds the changes that the client made."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WORD: Final = re.compile(r"\w+")
 
 
 def changed_around(ours: ReadMessage, theirs: ReadMessage) -> frozenset[Tolerated] | None:
-    """Return the differences that a client made to a turn; None if the message is an edit of it.
+    """Return the differences that a client made to a turn; None if the client edited the turn.
 
-    The message still is the turn if text was left out, reformatted, renamed or reordered. Other words, other values of
-    arguments, or calls that the turn did not make are an edit.
+    The message still counts as the turn if text was left out, reformatted, renamed or reordered. It is an edit if it
+    has other words, other values of arguments, or calls that the turn did not make.
 
     Args:
         ours: the turn's message as it was delivered.
@@ -92,7 +92,7 @@ def _in_order(few: Sequence[str], many: Sequence[str]) -> bool:
 
 
 def is_prefix(received: Message, sampled: Message) -> bool:
-    """Return True if a message is the beginning of a turn, as a client has it after an interrupted stream."""
+    """Return True if a message is the beginning of a turn, which a client has after an interrupted stream."""
     for name in ("content", "reasoning_content"):
         if not str(sampled.get(name, "")).strip().startswith(str(received.get(name, "")).strip()):
             return False

@@ -22,7 +22,7 @@ __all__ = ["TurnEventParser"]
 class TurnEventParser:
     """Parses the ids of a turn as they are sampled, and sends events. The events together equal the finished turn.
 
-    Ids or text that may be the end of the turn are held back until more follows.
+    Ids or text that may be the end of the turn are held back until more text follows.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TurnEventParser:
         self._stream = self._chat.parser.stream(self._tools, self._tool_choice)
         self._number = CallNumbers(self._chat.parser.format, before)
         self._held = deque[int]()  # ids that may end the turn
-        self._pieces = deque[tuple[str, int]]()  # text that may begin a stop string, with the id that completed it
+        self._pieces = deque[tuple[str, int]]()  # text that may begin a stop string, each piece with its last id
         self._length = 0  # characters of all text so far
         self._waiting = 0  # characters in `_pieces`
         self._take(earlier, self._note)

@@ -43,7 +43,7 @@ class TurnContext:
     """The point of the conversation at which the turn is taken; it moves after the turn."""
     number: int
     session: Session
-    """The engine's memory of the turns before."""
+    """The engine's memory of the previous turns."""
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ NO_SINKS = TurnSinks()
 def sampling_of(conversation: ConversationState, given: Sampling | None) -> Sampling:
     """Return the sampling of the next turn, with every field set.
 
-    Fields of `given` take precedence over the conversation's.
+    Fields of `given` take precedence over the conversation's sampling.
     """
     own = conversation.sampling()
     return own if given is None else given.over(own)
@@ -101,7 +101,7 @@ def sampling_of(conversation: ConversationState, given: Sampling | None) -> Samp
 
 def end_by(conversation: ConversationState, error: EngineError) -> NoReturn:
     """End the episode of a conversation whose engine failed."""
-    # The engine would refuse the request again: the same seeds create the same request.
+    # The engine would refuse another attempt too, since the same seeds create the same request.
     rejected = isinstance(error, RequestRejected)
     ending = Ending(Outcome.ENGINE_ERROR, agent=conversation.name, error=str(error), permanent=rejected)
     conversation.episode.limits.end_episode(ending)
@@ -113,7 +113,7 @@ def tool_choice_of(conversation: ConversationState, tools: Sequence[Tool], given
         return "none"
     if given is not None:
         return given
-    # The environment's choice applies to `main` only: another agent may not have that tool.
+    # The environment's choice applies to `main` only, since another agent may lack the chosen tool.
     choice = conversation.episode.environment.tool_choice
     known = ("auto", "none", *(tool.name for tool in tools))
     return choice if conversation.name == MAIN or choice in known else "auto"
@@ -140,7 +140,7 @@ def given_constraint(settings: Sampling) -> Constraint | None:
 
 
 def record_not_enforced(conversation: ConversationState, settings: Sampling) -> None:
-    """Add a fault, once a run, with the parts of a schema that nothing enforces."""
+    """Add a fault, once in a run, with the parts of a schema that are not enforced."""
     schema = settings.schema
     if schema is None:
         return

@@ -1,4 +1,4 @@
-"""The tree of a conversation's turns, from each of which a later turn can continue with the exact ids."""
+"""The tree of a conversation's turns. A later turn can continue from any of them, with the exact ids."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class TurnNode:
     segment: Segment
     """Segment in which the turn was sampled."""
     parent: TurnNode | None
-    """The turn before it, in this conversation or in the one that it branched from; None for a first turn."""
+    """The previous turn, in this conversation or in the conversation that it branched from; None for a first turn."""
     answered: int
     """Index, in its segment, of the first message that the turn answers; 0 if the whole prompt was rendered."""
     start: int
-    """Index of its own message in the segment."""
+    """Index of the turn's own message in the segment."""
     reply: Message
     """The assistant message, parsed from the ids at `begin` on. A cut turn has the sampled part."""
     begin: int
-    """Index of the first sampled id of its message. The message may have begun in an earlier turn that was cut."""
+    """Index of the first sampled id of the turn's message, which may have begun in an earlier turn that was cut."""
     calls_before: int
     """Number of calls on the path before the message."""
     calls: int
-    """Number of calls on the path, the message included."""
+    """Number of calls on the path, including the message."""
     plain: bool
     """True if every message up to this turn is plain: a template has no reason to change it later (see `is_plain`)."""
     extended: bool = False
-    """True if a later turn extends this segment. Any other turn that follows then begins its own segment."""
+    """True if a later turn extends this segment. Any other turn that follows this one then begins its own segment."""
 
     @property
     def messages(self) -> list[Message]:
@@ -50,7 +50,7 @@ class TurnNode:
 
     @property
     def prompt_messages(self) -> Sequence[Message]:
-        """The messages that the turn answers: those between the previous turn and its own message."""
+        """The messages that the turn answers: all messages between the previous turn and its own message."""
         return self.segment.messages[self.answered : self.start]
 
     @property
@@ -67,9 +67,9 @@ class TurnNode:
         return node
 
     def line(self) -> Iterator[TurnNode]:
-        """The turn itself, and the earlier turns whose ids precede its own in the log.
+        """The turn itself, and the earlier turns whose ids precede its ids in the log.
 
-        Their messages are in its segment.
+        The messages of these turns are in the same segment.
         """
         node: TurnNode | None = self
         while node is not None:

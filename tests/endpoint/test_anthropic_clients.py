@@ -257,7 +257,7 @@ async def test_cut_turn_continues_if_it_is_sent_last() -> None:
 
 async def test_words_put_into_the_mouth_of_the_model_are_refused() -> None:
     async def loop(program: Program, engine: Any) -> None:
-        with pytest.raises(Exception, match="the last one and an assistant's") as raised:
+        with pytest.raises(Exception, match="the last one, is an assistant message") as raised:
             await program.ask(TASK, {"role": "assistant", "content": "The answer is ("})
         assert refusal_of(raised.value).reason is Reason.INVALID
 

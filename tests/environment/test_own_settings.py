@@ -106,7 +106,7 @@ async def test_time_limits_from_setup_hold(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"limits": Limits(setup_seconds=5)}, "setup_seconds=5) in setup(): that clock runs already"),
+        ({"limits": Limits(setup_seconds=5)}, "setup_seconds=5) in setup(): the clock of setup() runs already"),
         ({"limits": {"turns": 2}}, "self.limits = {'turns': 2}: give Limits(...)"),
         ({"sampling": {"max_tokens": 2}}, "self.sampling = {'max_tokens': 2}: give Sampling(...)"),
     ],

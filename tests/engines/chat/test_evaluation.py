@@ -184,9 +184,9 @@ async def test_a_simulated_user_by_an_api_plays_with_a_trained_agent(tmp_path: P
 async def test_training_on_a_chat_api_is_refused_by_name() -> None:
     class Trains(Plain):
         async def rollout(self, conversation: Conversation) -> None:
-            with pytest.raises(BadOption, match="agent 'other' speaks by a ChatEngine, which returns no token ids"):
+            with pytest.raises(BadOption, match="agent 'other' plays on a ChatEngine, which returns no token ids"):
                 self.episode.conversation("other", train=True)
-            with pytest.raises(BadOption, match="agent 'branch' speaks by a ChatEngine"):
+            with pytest.raises(BadOption, match="agent 'branch' plays on a ChatEngine"):
                 conversation.branch("branch")
             await conversation.generate()
 
