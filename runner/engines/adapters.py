@@ -48,7 +48,7 @@ class Adapters:
     theirs. Turns in flight also keep an adapter that was removed. A version that no turn uses leaves the engine with
     the next change.
 
-    This class keeps names only; a subclass loads the adapters.
+    This class keeps only names; a subclass loads the adapters into its engine.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -88,7 +88,7 @@ class Adapters:
         return version
 
     def leave(self, version: AdapterVersion | None) -> None:
-        """End the count of a turn that `take` began."""
+        """Remove a turn from the count that `take` increased."""
         if version is not None:
             version.turns -= 1
 
@@ -160,7 +160,7 @@ def is_adapter_name(name: object) -> bool:
 
 def _checked(name: str) -> str:
     if not is_adapter_name(name):
-        raise BadOption(f"adapter {name!r:.120}: its name has letters, digits, '_', '.' and '-', up to 100 of them.")
+        raise BadOption(f"adapter {name!r:.120}: give a name of up to 100 letters, digits, '_', '.' and '-'.")
     return name
 
 

@@ -74,7 +74,7 @@ class Finish:
     """Reason for the end. The engine reports LENGTH also at the end of the context; the caller counts ids to
     distinguish them."""
     stop: int | str | None = None
-    """Stop id or stop string that ended it, or the text of an error."""
+    """Stop id or stop string that ended the stream, or the text of an error."""
     versions: tuple[VersionSpan, ...] = ()
     """The weight versions of the stream's ids, as spans that count from its first sampled id."""
     cached_tokens: int | None = None
@@ -112,8 +112,8 @@ class GenerationRequest:
     sampling: Sampling
     """Sampling parameters, every field set. The engine ignores `stop` strings."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the turn. The model's own are left out if `sampling` ignores them. A sampled stop id is the last id
-    of the stream.
+    """Ids that end the turn. The model's own stop ids are left out if `sampling` ignores them. A sampled stop id is the
+    last id of the stream.
     """
     seed: int | None = None
     """Seed of this turn's random numbers; None leaves it to the engine."""
@@ -146,7 +146,7 @@ class EngineStats:
     open: int
     """Unfinished requests in the engine."""
     running: int = 0
-    """Open requests that are sampled."""
+    """Open requests that are being sampled."""
     queued: int = 0
     """Open requests that wait inside the engine: for its cache, for a grammar, or while it is paused."""
     waiting: int = 0
@@ -378,7 +378,7 @@ class Engine(BaseEngine):
                     values += delta.logprobs or ()
             if deltas.finish is None or deltas.finish.reason is not FinishReason.ABORT:
                 return deltas, values
-            if self.cuts == cuts:  # without a new cut, it could be repeated without end
+            if self.cuts == cuts:  # a request that ends without a new cut could be repeated forever
                 raise EngineError(f"{request.name}: the engine ended the request by itself")
 
     async def _score_as_sampled(
@@ -463,7 +463,7 @@ def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:
     except TypeError as error:
         raise BadOption(f"score(ids=...): {error}; give token ids, whole numbers.") from None
     if len(plain) < 2:
-        raise BadOption(f"score(ids=...): {len(plain)} ids; give two or more, since the first has nothing before it.")
+        raise BadOption(f"score(ids=...): {len(plain)} ids; give two or more, since the first id has no score.")
     wrong = next((each for each in plain if not 0 <= each < vocabulary), None)
     if wrong is not None:
         raise BadOption(f"score(ids=...): the id {wrong} does not exist; the model's ids are 0 to {vocabulary - 1}.")

@@ -414,7 +414,7 @@ class Controllable:
 
     def _controlled(self) -> EngineRuntime[Any]:
         if self.runtime is None:
-            raise BadControl(f"{type(self).__name__} cannot be controlled: its weights are not ours, or it never ran.")
+            raise BadControl(f"{type(self).__name__} cannot be controlled: its weights are external, or it never ran.")
         if self.loop is not None and self.loop != current_token():
             raise BadControl(f"{type(self).__name__} belongs to another event loop: control it where it was entered.")
         return self.runtime

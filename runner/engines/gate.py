@@ -1,7 +1,7 @@
-"""Admission gate: a limit of concurrent requests in the engine, later turns before first ones.
+"""Admission gate: a limit of concurrent requests in the engine, later turns before first turns.
 
-An engine such as vLLM has an unbounded first-come-first-served queue: ten thousand first turns in it would starve
-every later turn and evict its cache. So requests wait at this gate instead.
+An engine such as vLLM has an unbounded first-come-first-served queue: ten thousand first turns in this queue would
+delay every later turn and evict its cache. So requests wait at this gate instead.
 
 Each data-parallel rank of an engine has its own cache and places. A session stays on its first rank, where its cache
 is, and waits for a place there.
@@ -85,9 +85,9 @@ _Found: TypeAlias = tuple[_Waiter, _Rank, _Queue]
 class AdmissionGate:
     """Decides which requests enter the engine, and in which order.
 
-    A request is *late* if its session was admitted before. Late requests go before first ones; each kind keeps the
+    A request is *late* if its session was admitted before. Late requests go before first requests; each kind keeps the
     order of arrival. The KV cache has room for `room` ids. Room that live sessions reserve delays first requests, but
-    never late ones; a first request is always admitted when no session is live. An admission costs constant time.
+    never late requests. If no session is live, a first request is always admitted. An admission takes constant time.
 
     Places and room are split evenly among the ranks. A request without a rank goes to the rank with a free place and
     the least reserved room; its session then stays there.

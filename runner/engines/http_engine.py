@@ -26,7 +26,7 @@ FinishT = TypeVar("FinishT")
 
 
 def server_address(given: str, *, engine: str, option: str, example: str) -> SplitResult:
-    """Return the parts of an HTTP server's address; an address that holds a secret is refused.
+    """Return the parts of an HTTP server's address; an address that contains a secret is refused.
 
     Args:
         given: the address.
@@ -53,8 +53,8 @@ class ErrorTexts:
     """
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        # Shorter secrets are not masked, since errors contain short words by chance, such as "none", which means no
-        # key.
+        # Short secrets are not masked, since errors contain short words by chance. An example is "none", which stands
+        # for no key.
         self._secrets = [secret for secret in secrets if len(secret) > 4]
 
     def masked(self, text: str) -> str:
@@ -103,7 +103,7 @@ class HttpRuntime(Generic[ServerT]):
         if self._death is None:
             self._death = EngineDead(why)
             self.gate.fail(lambda: self.death_error(""))
-        # Each request gets a copy, since one object that is raised in many tasks would collect all their tracebacks.
+        # Each request gets a copy, since an object that many tasks raise would collect the tracebacks of all of them.
         return EngineDead(*self._death.args)
 
     @abstractmethod
@@ -118,7 +118,7 @@ class HttpRuntime(Generic[ServerT]):
         """Wait until a request may be sent again; the clocks of its episode stop during the wait.
 
         Returns:
-            False if the request is not sent again.
+            False if the request is not to be sent again.
         """
         seconds = self.retries.wait_after(failure, attempt)
         if seconds is None:
@@ -156,7 +156,7 @@ class HttpRuntime(Generic[ServerT]):
         Args:
             name: name of the request.
             failure: the failure of its last attempt.
-            alone: True where a rejected body is specific to this request.
+            alone: True if a rejected body is an error of this request only.
         """
         if failure.kind is FailureKind.REFUSED:
             return self.death_error(f"The server at {self.server.url} refuses the requests: {failure}")
@@ -182,7 +182,7 @@ class RetriedStream(Generic[PieceT, FinishT]):
             try:
                 await self._read()
             except HttpFailure as failure:
-                if self._begun:  # sampled output cannot be sampled again
+                if self._begun:  # a retry would sample another output
                     raise self._failed(failure) from failure
                 await self._again(failure)
                 await self._open()

@@ -27,7 +27,9 @@ class ProofHistory:
 
     def __init__(self) -> None:
         self.quantization = ""
-        """Quantization of the weights or the cache, which changes scores by more than rounding; "" without one."""
+        """Quantization of the weights or the cache, which changes scores by more than rounding; "" without
+        quantization.
+        """
         self.last: Accepted | None = None
         """Last proof that held."""
         self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # figures by ids and number types
@@ -48,7 +50,8 @@ class ProofHistory:
             scores: the engine's log-probabilities of the same ids.
             dtype: number type of the engine's computation.
             in_steps: True if the scores are of the ids that are scored in steps.
-            measures: True if the difference by rounding is measured: it may be somewhat larger than usual.
+            measures: True if this proof measures the difference by rounding, which may then be somewhat larger than
+                usual.
         """
         computed_in, last = self.quantization or dtype, self.last
         tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
@@ -70,7 +73,7 @@ class ProofHistory:
         """
         if self.quantization and self._baseline_of(proof) is None:
             raise BadControl(
-                f"update_weights(proof=): the engine computes with {self.quantization}, whose difference from the "
+                f"update_weights(proof=): the engine computes with {self.quantization}, and the difference to the "
                 "trainer was not measured for these ids: before the first update, call prove() with a proof of the "
                 "starting weights, the same ids and number types."
             )
@@ -92,8 +95,9 @@ class ProofHistory:
             version: version of the weights that it scored.
             baseline: the figures of a proof of the starting weights, which show the difference by rounding alone; else
                 None.
-            ran_beside_turns: True if turns ran beside the scores, whose batch changes the rounding.
+            ran_beside_turns: True if turns ran at the same time, since another batch size changes the rounding.
         """
         self.last = Accepted(proof, next(iter(scores.values())), version, None if ran_beside_turns else scores)
-        if baseline is not None:  # the first one is kept, since an owner may exchange weights without a new version
+        # only the first baseline is kept, since an owner may exchange weights without a new version
+        if baseline is not None:
             self._baselines.setdefault((proof.ids, *number_types(proof)), baseline)

@@ -24,10 +24,12 @@ BASELINE_FACTOR: Final = 3.0
 """Allowed difference, as a multiple of the difference with the starting weights."""
 WIDE_BASELINE_FACTOR: Final = 1.5
 """Allowed median difference, as a multiple of the median with the starting weights if that exceeds the table's value.
-It is small, since an engine with a large difference from the start must not hide a stale tensor.
+The factor is small: a difference that is large from the start must not hide a stale tensor.
 """
 SMALL_MEDIAN_NATS: Final = 0.005
-"""Median difference that is small compared with a stale tensor's. Up to it, the whole `BASELINE_FACTOR` applies."""
+"""Median difference that is small compared with the difference that a stale tensor causes. Up to this value, the whole
+`BASELINE_FACTOR` applies.
+"""
 MISSING_STANDARD_ERRORS: Final = 4.0
 """A change counts as missing if its share is this many standard errors below `ProofTolerance.min_arrived`."""
 SHOWN_SHARE: Final = 0.5
@@ -53,7 +55,7 @@ STEP_MEDIAN_FACTOR: Final = 2.0
 
 
 def ids_in_steps(ids: Sequence[int]) -> Sequence[int]:
-    """Return the ids at `STEP_PLACES`, after the one before them."""
+    """Return the ids at `STEP_PLACES`, and before them the id that precedes the first one."""
     return ids[STEP_PLACES.start - 1 : STEP_PLACES.stop]
 
 
@@ -206,7 +208,7 @@ class ProofFigures:
 
     @property
     def holds(self) -> bool:
-        """True where the differences are within the tolerance."""
+        """True if the differences are within the tolerance."""
         few_outliers = self.outliers <= self.tolerance.outlier_share * self.ids
         return math.isfinite(self.largest) and self.median <= self.tolerance.median and few_outliers
 
@@ -247,10 +249,11 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
         baseline: figures of a proof of the starting weights, of the same ids and number types; they replace the table.
 
     Returns:
-        The tolerance of the coarser type. With a baseline: three times its median, but at most the table's value, one
-        and a half times the baseline's median or `SMALL_MEDIAN_NATS`, the largest of the three; and the larger
-        of three times its largest difference and the table's value. A type outside of the table, as of quantized
-        weights, has no such maximum.
+        The tolerance of the coarser type. A baseline replaces two of its values. The median becomes three times the
+        baseline's median, at least a fifth of the table's median for float32, and at most the largest of three values:
+        the table's median, one and a half times the baseline's median, and `SMALL_MEDIAN_NATS`. The largest difference
+        becomes three times the baseline's, or stays the table's if that is larger. For a type outside of the table,
+        such as quantized weights, the median has no maximum.
     """
     names = [engine_dtype, *([proof.dtype] if proof.dtype is not None else [])]
     known = max((_TOLERANCES.get(name, _COARSEST) for name in names), key=lambda each: each.median)
@@ -259,7 +262,7 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
     median = max(BASELINE_FACTOR * baseline.median, _TOLERANCES["float32"].median / 5)
     if known is not _COARSEST:
         median = min(median, max(known.median, WIDE_BASELINE_FACTOR * baseline.median, SMALL_MEDIAN_NATS))
-    # At least the table's value, since with experts, rounding alone can route an id to another expert.
+    # At least the table's value, since rounding alone can route an id to another expert.
     return replace(known, median=median, largest=max(BASELINE_FACTOR * baseline.largest, known.largest))
 
 
@@ -304,7 +307,7 @@ def largest_differences(before: ScoresByPass, now: ScoresByPass) -> dict[ScoredP
     largest = {}
     for each in now:
         old, new = np.asarray(before[each]), np.asarray(now[each])
-        # Equal scores have the difference 0, also if both are infinite.
+        # Equal scores have the difference 0, even if both are infinite.
         difference = np.abs(np.subtract(new, old, out=np.zeros(len(new)), where=old != new))
         largest[each] = float(np.where(np.isnan(difference), np.inf, difference).max())
     return largest
@@ -322,7 +325,7 @@ def shows_arrival(figures: ProofFigures) -> bool:
 
 
 def number_types(proof: WeightProof) -> tuple[str | None, str | None]:
-    """Return the number types of computation and weights. Proofs with other number types are not compared."""
+    """Return the number types of computation and weights. Only proofs with equal number types are compared."""
     return proof.dtype, proof.weights_dtype
 
 
@@ -334,11 +337,11 @@ def _is_comparable(proof: WeightProof, before: WeightProof, engine_dtype: str) -
 
 
 def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tuple[float | None, float | None]:
-    """Return the slope of the engine's change on the trainer's, and its error; None if the error is too large.
+    """Return the share of the trainer's change that the engine shows, and its error; None if the error is too large.
 
-    The slope is of least squares, not a median of ratios. Logits in half precision move in steps. So for a small change
-    most scores do not move and a few move too much, but their mean is correct. The error allows a different variance
-    for each id (HC3 of MacKinnon and White 1985), since some ids may be routed to other experts.
+    The share is a slope by least squares, not a median of ratios. Logits in half precision move in steps: for a small
+    change most scores do not move and a few move too much, but their mean is correct. The error allows a different
+    variance for each id (HC3 of MacKinnon and White 1985), since some ids may be routed to other experts.
     """
     old = np.asarray(before.proof.logprobs)
     change, seen = wanted - old, scores - np.asarray(before.scores)

@@ -139,7 +139,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         return version
 
     def require_unused(self, version: str) -> None:
-        """Check that neither these checked weights nor others of the same version were applied."""
+        """Check that these checked weights were not applied yet, nor other weights with the same version."""
         if version in self._ages:
             raise BadControl(
                 f"apply_update(): the engine got weights of the version {version!r} since the check: apply each "
@@ -169,7 +169,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     async def hold(self, mode: PauseMode) -> None:
         """Change from running to paused. A failure or a cancellation undoes the change."""
-        # The gate is closed first, so that no request enters that would be cut or waited for.
+        # The gate is closed first. Otherwise further requests could enter, and would be cut or waited for.
         self.gate.hold()
         self.cuts += mode is PauseMode.ABORT
         try:
@@ -177,14 +177,15 @@ class EngineRuntime(ABC, Generic[RequestT]):
                 self.standstill.begin()
             await self.pause(mode)
         except BaseException:
-            self.state = EngineState.PAUSED  # set until it resumes, since `resume` may be called again after a failure
+            # set before the engine resumes, since `resume` may be called again after a failure
+            self.state = EngineState.PAUSED
             await to_its_end(self._undo)
             raise
         self.standstill.begin()
         self.state = EngineState.PAUSED
 
     async def _undo(self) -> None:
-        # With a time limit, since an engine that failed to pause may hang here too.
+        # This has a time limit, since an engine that failed to pause may hang here too.
         with anyio.move_on_after(UNDO_SECONDS):
             await self.release()
 
@@ -213,7 +214,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         await to_its_end(partial(self._fall_asleep, level))
 
     async def _fall_asleep(self, level: int) -> None:
-        self.cuts += 1  # includes turns that an earlier pause kept
+        self.cuts += 1  # the sleep also cuts turns that an earlier pause kept
         await self.sleep(level)
         self.asleep = frozenset(SLEEP_TAGS)
         self.weights_discarded = self.weights_discarded or level == 2
@@ -322,7 +323,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
 
 class ModelRuntime(EngineRuntime[RequestT]):
-    """The runtime of an engine that has one model and replaces its weights itself."""
+    """The runtime of an engine that has one model and can replace its weights."""
 
     score_noise = 0.0
     """Largest difference between two passes over the same ids with the same weights, in nats."""
@@ -384,11 +385,11 @@ class ModelRuntime(EngineRuntime[RequestT]):
         finally:
             self.state = before
         await self._release_unless_paused()
-        if self._waiting_proof is None:  # otherwise listeners are notified with the figures of the proof
+        if self._waiting_proof is None:  # with a waiting proof, listeners are notified later, with its figures
             self.notify_listeners()
 
     async def _prove(self, proof: WeightProof, version: str, last: Accepted | None) -> ProofFigures:
-        """Score a proof's ids on every rank while no turn runs. End the engine if its scores differ from the proof.
+        """Score a proof's ids on every rank while no turn runs, and end the engine if the scores differ from the proof.
 
         Args:
             proof: the proof.
@@ -400,7 +401,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
             by_pass = await self.score_while_paused(proof.ids)
         except RequestRejected as error:
             raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
-        for scored, scores in by_pass.items():  # scores of prompts come first
+        for scored, scores in by_pass.items():  # the passes over whole prompts come first
             figures, why = self.proofs.compare(proof, scores, self.dtype, in_steps=scored.in_steps)
             if why:
                 where = f" of its data-parallel rank {scored.rank}" if len(self.gate.ranks) > 1 else ""
@@ -413,7 +414,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
                 )
             if not scored.in_steps:
                 worst = figures if worst is None or figures.median > worst.median else worst
-        assert worst is not None, "an engine has a rank"
+        assert worst is not None, "the engine has at least one rank"
         self.proofs.keep(proof, by_pass, version)
         if last is not None and self.moved is None:
             self._compare_with_last(proof, version, by_pass, last)

@@ -57,7 +57,8 @@ async def ensure_running(engine: BaseEngine) -> AsyncIterator[None]:
             async with _guest(entered):
                 yield
             return
-        # Starting or closing: check again afterwards, since another waiting task may enter it next.
+        # The engine is starting or closing. The state is checked again afterwards, since another waiting task may enter
+        # the engine first.
         await (entered.closed if entered.started.is_set() else entered.started).wait()
     if engine.running:
         if engine.loop not in (None, current_token()):

@@ -21,7 +21,7 @@ class PauseMode(enum.StrEnum):
     WAIT = "wait"
     """The pause waits for the end of the turns."""
     KEEP = "keep"
-    """The turns are paused, and continue where they were."""
+    """The turns are paused, and continue later from the same id."""
     ABORT = "abort"
     """The turns are cut; a run samples them again from the same prompts."""
 
@@ -70,7 +70,7 @@ class WeightUpdate:
     version: str
     """Version of the new weights, which sample from now on."""
     check_seconds: float
-    """Seconds of the comparison with the model; the engine runs during it."""
+    """Seconds of the comparison with the model, during which the engine continues to sample."""
     pause_seconds: float
     """Seconds until the engine was paused."""
     load_seconds: float
@@ -80,5 +80,6 @@ class WeightUpdate:
     it waits for a sleeping cache: then `wake` scores it.
     """
     moved: bool | None = None
-    """False if no score of a sample of ids changed, on a data-parallel rank or on all: the same weights, a change below
-    rounding, or a change that did not arrive. None if scores were not compared."""
+    """False if all compared scores stayed equal on at least one data-parallel rank. Then the weights are the same, or
+    the change is below rounding, or it did not arrive. None if scores were not compared.
+    """

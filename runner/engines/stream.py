@@ -36,8 +36,8 @@ class VersionStamps:
         self._marks.append((version, sampled))
 
     def spans(self, length: int) -> tuple[VersionSpan, ...]:
-        """Return the versions of the first `length` ids, in order, without versions that sampled none."""
-        if len(self._marks) == 1:  # nearly always
+        """Return the versions of the first `length` ids, in order. Versions that sampled no id are left out."""
+        if len(self._marks) == 1:  # nearly all requests have only one version
             return (VersionSpan(self.named(self._marks[0][0]), 0, length),) if length else ()
         ends = [*((version, min(start, length)) for version, start in self._marks), ("", length)]
         return tuple(
@@ -67,7 +67,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         runtime.requests[self] = None
         self._inside = True
         try:
-            # Chosen only now, since weights and adapters can change while the request waits at the gate.
+            # Adapter and version are read only now, since both can change while the request waits at the gate.
             self._adapter = runtime.adapters.take(request.name, request.sampling.adapter)
             self._stamps = VersionStamps(runtime.version, self._adapter)
             await self._begin()

@@ -1,7 +1,8 @@
 """Bytes of tensors, read without releasing the GIL.
 
 Most torch operations release the GIL; a thread beside a busy event loop then waits up to 5 ms
-(`sys.getswitchinterval()`) to get it back. 270 MB in 272 tensors took 10 s because of this, and take 0.4 s now.
+(`sys.getswitchinterval()`) to get it back. With torch, 270 MB in 272 tensors took 10 s because of this; with this
+module they take 0.4 s.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    # This keeps the memory alive while a view exists, since the tensor itself could get other memory.
+    # The reference keeps the memory alive while a view exists. A reference to the tensor would not suffice, since the
+    # tensor could get other memory.
     memory.owner = tensor.untyped_storage()
     return np.frombuffer(memory, np.uint8)
 

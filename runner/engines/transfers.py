@@ -31,7 +31,7 @@ class Receiver(Protocol):
     """Receiving end of a transfer: one engine, or all of a fleet."""
 
     async def meet(self, init: Mapping[str, Any]) -> None:
-        """Join the trainer; return when both ends are connected."""
+        """Connect to the trainer; return when both ends are connected."""
 
     async def step(self, step: TransferStep, part: Any = None) -> None:
         """Do a step; return when it is done.
@@ -70,7 +70,7 @@ class _Step:
 
 
 class RelayedTransfer:
-    """Weights of a trainer that another process talks to, which relays its steps.
+    """Weights of a trainer that is connected to another process, which relays the steps of the transfer.
 
     Args:
         announced: description of the transfer.
@@ -85,7 +85,7 @@ class RelayedTransfer:
         self._over = False
 
     async def bring(self, step: TransferStep, part: Any = None) -> None:
-        """Relay a step to the engine, and return after the engine did it.
+        """Relay a step to the engine, and return once the engine has done it.
 
         Raises:
             EngineError: the engine does no more steps: it failed, or the transfer is complete.

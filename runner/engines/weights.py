@@ -78,7 +78,7 @@ class WeightFolder:
 
     folder: Path
     files: tuple[Path, ...]
-    """Files in use, some of those in the folder."""
+    """Files in use; the folder may contain further files."""
     forms: Mapping[str, TensorForm]
 
 
@@ -210,7 +210,7 @@ def _read_header(file: Path) -> dict[str, TensorForm]:
 
 
 def _entries(file: Path) -> list[tuple[str, Any]]:
-    """Return the header entry of each tensor; a file that ends before its last tensor is refused by that name."""
+    """Return the header entry of each tensor. If the file is truncated, the error names the first incomplete tensor."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -304,7 +304,7 @@ async def test_an_engine_whose_kernels_cannot_be_mended_takes_no_adapter(
     with pytest.raises(BadOption, match=r"inherit from runner\.engines\.vllm\.worker\.extension\.WeightWorker"):
         await book.add("poet", folder)
     vllm.fails, vllm.masks = None, False
-    with pytest.raises(BadOption, match="applies adapters to turns without one"):
+    with pytest.raises(BadOption, match="applies adapters to turns without an adapter"):
         await book.add("poet", folder)
     assert not vllm.loaded
     assert not kept(book)

@@ -154,7 +154,7 @@ class ChatEngine(MessageEngine):
         return ChatStream(self._asked, request)
 
     def close_session(self, session: Session) -> None:
-        """Forget the conversation; idempotent."""
+        """Remove the conversation; idempotent."""
         if self._running is not None:
             self._running.gate.close(session)
         session.closed = True

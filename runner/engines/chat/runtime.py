@@ -19,7 +19,7 @@ __all__ = ["ChatRuntime", "RateLimiter"]
 
 
 class RateLimiter:
-    """Adjusts the places of a gate to the rate that a server accepts, and delays requests until the server wants them.
+    """Adjusts the places of a gate to the rate that a server accepts, and delays requests to an overloaded server.
 
     The allowed rate of a key is unknown, and changes with other users of the server. The limit is adapted like a TCP
     congestion window: additive increase, multiplicative decrease.
@@ -65,10 +65,12 @@ class RateLimiter:
 
         Args:
             sent: the result of `until_open` for the request.
-            retry_after: seconds of Retry-After; None without it: the pause then doubles until a request succeeds.
+            retry_after: seconds of Retry-After; None without this header. Then the pause doubles until a request
+                succeeds.
         """
         self.throttled += 1
-        # Halve once for all requests that were sent under the same limit, since they do not measure a smaller one.
+        # The limit is halved once for all requests that were sent under the same limit, since their failures do not
+        # show if a smaller limit is also too large.
         if sent == self._halvings:
             self._halvings += 1
             self._in_a_row += 1
@@ -133,5 +135,5 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         if failure.kind is FailureKind.TOO_LONG:
             prompt, context = too_long(failure.text)
             return PromptTooLong(f"{request.name}: {self.server.url}: {failure}", prompt=prompt, context=context)
-        # After the server has answered once, a rejected body is a fault of its own request.
+        # After the server has answered once, a rejected body is an error of this request alone.
         return self.permanent_error(request.name, failure, alone=self._answered)

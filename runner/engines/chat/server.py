@@ -59,7 +59,7 @@ def require_openai() -> None:
 
 
 def check_url(url: str) -> str:
-    """Return the address of an HTTP server without its last slash; one that holds a secret is refused.
+    """Return the address of an HTTP server without its last slash; an address that contains a secret is refused.
 
     Raises:
         BadOption: the text is not such an address.
@@ -69,7 +69,7 @@ def check_url(url: str) -> str:
 
 
 def too_long(text: str) -> tuple[int, int]:
-    """Read the token counts of prompt and context from the error of a long prompt; 0 if unknown."""
+    """Read the token counts of prompt and context from the error about a long prompt; a count is 0 if unknown."""
     prompt, context = (found.search(text) for found in (_PROMPT, _CONTEXT))
     return tuple(0 if each is None else int(next(filter(None, each.groups()))) for each in (prompt, context))  # type: ignore[return-value]  # two
 
@@ -211,7 +211,7 @@ class ChatServer:
         assert self._client is not None, "the server is used outside of its block"
         return self._client
 
-    # --- what went wrong
+    # --- failures
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ class ChatServer:
         inner = error.body.get("innererror") if isinstance(error.body, Mapping) else None
         if isinstance(inner, Mapping):  # Azure reports errors in this form
             codes.add(inner.get("code"))
-        if not codes.isdisjoint(_UNPAID):  # a 429 that a retry cannot fix
+        if not codes.isdisjoint(_UNPAID):  # a 429 without credit, which a retry cannot fix
             return FailureKind.REFUSED
         if default in (FailureKind.BAD_REQUEST, FailureKind.SERVER):
             if not codes.isdisjoint(_FILTERED):

@@ -63,8 +63,8 @@ def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
             continue
         if row.chat is None:
             raise BadOption(
-                f"Sampling({name}={value!r:.60}): a chat API does not support it; leave it out, for "
-                f"a conversation of its own with sampling=Sampling({name}={row.default!r})."
+                f"Sampling({name}={value!r:.60}): a chat API does not support it; leave it out, or "
+                f"override it for this conversation by sampling=Sampling({name}={row.default!r})."
             )
         if name != "max_tokens" and row.chat in leave_out:
             raise BadOption(
@@ -101,7 +101,7 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
         value = getattr(sampling, name)
         if row.chat is not None and name in _WRITERS:
             body[row.chat] = _WRITERS[name](value)
-        elif row.chat is not None:  # 0 turns a penalty off, but not a temperature
+        elif row.chat is not None:  # 0 turns a penalty off, but is a real temperature
             body[row.chat] = value if value or row.default else None
     return body
 
@@ -194,7 +194,8 @@ class ChatAnswerReader:
         reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
         if reasoning:
             yield ReasoningPiece(_text(reasoning))
-        for name in ("content", "refusal"):  # the refusal to answer by a schema comes in its own field
+        # a model that refuses to answer by a schema writes its text into another field
+        for name in ("content", "refusal"):
             if delta.get(name):
                 yield ContentPiece(_text(delta[name]))
         for part in delta.get("tool_calls") or ():

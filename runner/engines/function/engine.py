@@ -95,7 +95,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         self._given_stop_ids = None if stop_ids is None else _stop_ids(stop_ids)
         self._logprobs = LogprobsKind(logprobs)
         self._adapters = tuple(adapters)
-        FunctionAdapters(self._adapters)  # this checks the names
+        FunctionAdapters(self._adapters)  # this call checks the names
         if not isinstance(tokenizer, str | os.PathLike):
             self._load_object(tokenizer)
         self.runtime = None

@@ -33,7 +33,7 @@ class FunctionRequest(OpenRequest, Protocol):
 
 
 class FunctionAdapters(Adapters):
-    """Adapters that a function supports, by name; they cannot change here."""
+    """Adapters that a function supports, by name. Only the owner of the function can change them."""
 
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
@@ -92,10 +92,10 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             self._news = None
 
     async def resume(self) -> None:
-        """Do nothing, since only the gate was closed, and it opens by itself."""
+        """Do nothing: `pause` closed only the gate, and `release` opens it."""
 
     async def check_weights(self, given: Any) -> Any:
-        _not_ours("update_weights()", "exchanges its weights; TokenOutput(version=) says which sampled what")
+        _not_ours("update_weights()", "exchanges its weights; TokenOutput(version=) records the version of each id")
 
     async def load_weights(self, checked: Any, version: str) -> None:
         """Never called, since `check_weights` refuses."""
@@ -135,7 +135,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         if self._death is None:
             self._death = error
             self.gate.fail(lambda: self.death_error(error))
-        # Each request gets a copy, since one object that is raised in many tasks would collect all their tracebacks.
+        # Each request gets a copy, since an object that many tasks raise would collect the tracebacks of all of them.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy

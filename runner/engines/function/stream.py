@@ -26,7 +26,7 @@ from runner.tokens.top_logprobs import TopLogprobs
 __all__ = ["FunctionSession", "FunctionStream"]
 
 _END_SECONDS = 2.0
-"""Seconds that a cancelled call may take to end. After that, the turn ends without it."""
+"""Seconds that a cancelled call may take to end. After that, the turn ends without waiting for the call."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._last: Delta | None = None
         """Delta with the finish. It is held back until the call ends, since further output would be an error."""
         self._end: Finish | None = None
-        """Finish of the call. It is copied to `finish` once it was read."""
+        """Finish of the call. It is copied to `finish` once the reader has received it."""
         self._failure: EngineError | None = None
         self._last_version = ""
 
@@ -125,7 +125,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         except EngineError as error:
             self._fail(error)
         except Exception as error:  # the function may raise any exception
-            if not self._cut:  # clean-up code may raise after a cut
+            if not self._cut:  # after a cut, errors of clean-up code are ignored
                 self._fail(EngineError(f"{self.request.name}: generate() raised {one_line(error)}"), cause=error)
         finally:
             if self._end is None and not self._cut and self._failure is None and self._last is None:
@@ -155,7 +155,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._reader.end()
 
     def _take(self, output: Any) -> None:
-        if self._end is not None:  # the turn was cut, or the engine stopped, but the call continues
+        if self._end is not None:  # the turn was cut, or the engine stopped, while the call continues
             return
         reader = self._reader
         delta = reader.read(output)
@@ -175,7 +175,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._tell()
 
     def _settle(self) -> None:
-        """Set the end of the turn unless it is set; the call has ended or its time is over."""
+        """Set the finish of the turn if it is not set yet. The call has ended, or its time to end is over."""
         if self._end is not None:
             return
         if self._last is None:

@@ -15,7 +15,7 @@ from runner.sampling_fields import SAMPLING_FIELDS
 __all__ = ["LogprobsKind", "TokenFeature", "TokenFunction", "TokenOutput", "TokenSampling"]
 
 _OURS = ("flat_logprobs", "detokenize", "extra_args")
-"""Arguments that only the runner's reader of vLLM's outputs needs."""
+"""Arguments that only the runner's own reader of vLLM's outputs uses."""
 
 
 class TokenFeature(enum.StrEnum):

@@ -37,8 +37,8 @@ _DEFAULT_PLACES = 128
 _STREAM_INTERVAL_IDS = 8
 """Default number of ids in a delta, as for vLLM in this process."""
 _CERTAIN = math.log(0.99)
-"""Log-probability above which the id of the probe counts as certain. A bias makes the id certain in the sampling
-distribution, but not in the model's own (`probe_request`).
+"""Log-probability above which the id of the probe counts as certain. Because of its bias the id is certain in the
+sampling distribution, but not in the model's own distribution (`probe_request`).
 """
 
 
@@ -56,7 +56,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         name: the model's name on the server; default its only model.
-        dialect: the server's protocol; default by the kind of server that it reports.
+        dialect: the server's protocol; by default it follows from the kind of server that the server reports.
         api_key: the API key; never stored.
         places: maximum number of concurrent requests, further ones wait at the gate; default the server's own limit, or
             128 if it does not report one.
@@ -123,7 +123,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
 
         Raises:
             BadModel: the model does not exist, or the server has another one.
-            BadOption: the server refuses, or has no endpoint for token ids; or the event loop is trio's.
+            BadOption: the server refuses the request, or has no endpoint for token ids; or the event loop is trio's.
             EngineError: the server does not answer.
         """
         self._require_not_entered()

@@ -21,7 +21,7 @@ from runner.errors import BadControl, EngineError, RequestRejected
 
 __all__ = ["RemoteAdapters", "RemoteRuntime"]
 
-_LOOK_SECONDS = 0.2  # seconds until a cut is repeated for requests that had not reached the server
+_LOOK_SECONDS = 0.2  # seconds between two cuts: a request may reach the server after the first cut
 
 
 class RemoteRequest(OpenRequest, Protocol):
@@ -32,7 +32,7 @@ class RemoteRequest(OpenRequest, Protocol):
 
 
 class RemoteAdapters(Adapters):
-    """Adapters of a server; they cannot change here."""
+    """Adapters of a server. They change only when the server restarts."""
 
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
@@ -61,7 +61,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         stream_interval: int,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
-        self.progress = None  # no shared clock, since one connection may be lost while others continue
+        self.progress = None  # None, since one connection may be lost while others continue
         self.dtype = ""  # a server does not report its dtype
         self.server = server
         self.dialect = dialect
@@ -109,7 +109,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
                     return self._scores(answer, request)
                 except HttpFailure as failure:
                     if not await self.wait_to_retry(failure, attempts):
-                        # Every turn has another body, so a rejection does not end the engine.
+                        # A rejection does not end the engine, since every turn has another body.
                         raise self.permanent_error("score()", failure, alone=True) from failure
         finally:
             self.gate.leave(session, room)
@@ -132,7 +132,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
 
         A failure that affects every request ends the engine.
         """
-        # Other requests may have no constraint, so its rejection does not end the engine.
+        # A rejected constraint does not end the engine, since other requests may have none.
         return self.permanent_error(request.name, failure, alone=request.constraint is not None)
 
     # --- control by the trainer
@@ -147,7 +147,8 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     async def pause(self, mode: PauseMode) -> None:
         self._resumed = anyio.Event()
         if mode is PauseMode.WAIT:
-            # We wait here, since vLLM's own wait keeps queued requests, which would then have two weight versions.
+            # This loop waits instead of vLLM, since vLLM's own wait keeps queued requests, which would then have two
+            # weight versions.
             await self._until_sent()
         # Shielded, since a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
@@ -162,7 +163,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             with anyio.move_on_after(_LOOK_SECONDS):
                 await self._until_sent()
                 return
-            # The time limit was reached, so a request arrived after the cut.
+            # Requests are left after the time limit, so they arrived after the cut.
 
     async def resume(self) -> None:
         # Shielded: after a cancellation, the server could run although this engine is marked as paused. An update could

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "RemoteServer", "base_url", "require_aiohttp"]
 
-_KEEPALIVE_SECONDS = 2.0  # servers close idle connections later (uvicorn: 5 s), so none is used while it closes
-_BUFFER_BYTES = 1 << 20  # unread bytes of an answer, above which the server has to wait
-_MAX_ERROR_BYTES = 1 << 16  # bytes of an answer that are read for its error text
+# shorter than in servers (uvicorn: 5 s), so that a connection is not used while the server closes it
+_KEEPALIVE_SECONDS = 2.0
+_BUFFER_BYTES = 1 << 20  # maximum unread bytes of an answer; the server waits if there are more
+_MAX_ERROR_BYTES = 1 << 16  # maximum bytes of an answer that are read for an error text
 
 
 def require_aiohttp() -> None:
@@ -123,8 +124,8 @@ class RemoteServer:
         import aiohttp
 
         self._session = aiohttp.ClientSession(
-            # The gate limits the number of requests. aiohttp's own time limits are off: they cancel the task, which a
-            # cancel scope does not expect.
+            # The gate limits the number of requests. aiohttp's own time limits are off, since they cancel the task, for
+            # which anyio's cancel scopes are not made.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             headers=self._headers,

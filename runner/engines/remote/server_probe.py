@@ -109,7 +109,7 @@ class ServerProbe:
         """Send a request, with retries, and return its JSON.
 
         Raises:
-            EngineError: the server does not answer, or with an error.
+            EngineError: the server does not answer, or answers with an error.
             BadOption: the server refuses the request.
         """
         attempt = 0
@@ -129,7 +129,7 @@ class ServerProbe:
             return None
 
     async def probe(self, folder: Path, tokenizer: Tokenizer) -> ServerInfo:
-        """Return the properties of the server; one without the model of the folder is refused.
+        """Return the properties of the server. A server without the model of the folder is refused.
 
         Raises:
             BadModel: the server has no such model, or another vocabulary.
@@ -206,7 +206,7 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
 def probe_request(tokenizer: Tokenizer) -> GenerationRequest:
     """Return a request for one id that a bias makes almost certain; its log-probability shows the distribution.
 
-    In the sampling distribution, the id has nearly the whole probability; in the model's own distribution, hardly any.
+    In the sampling distribution, the id has a probability of nearly 1; in the model's own distribution, of nearly 0.
     """
     wanted = tokenizer.encode("~")[-1]
     sampling = replace(Sampling.defaults(), max_tokens=1, logit_bias={wanted: 100})

@@ -127,8 +127,8 @@ def _grammar(constraint: Constraint) -> dict[str, str]:
 class _SglangReader:
     """Reader of the chunks of `/generate`.
 
-    A server with `--incremental-streaming-output` sends new ids, any other server all ids so far. Both report the
-    number of ids so far, from which the number of new ids follows.
+    A server with `--incremental-streaming-output` sends only new ids; other servers send all ids so far. Both report
+    the number of ids so far, from which the reader derives the number of new ids.
     """
 
     def __init__(self, count: int, experts: int, prompt: int) -> None:
@@ -170,7 +170,7 @@ class _SglangReader:
         )
 
     def _routed(self, said: Mapping[str, Any]) -> RoutedExperts | None:
-        """The experts of all positions but the last, sent as int32 without a shape."""
+        """Return the experts of all positions but the last. The server sends them as int32 without a shape."""
         text, positions = said.get("routed_experts"), self._prompt + self._known - 1
         if not text or not self._experts:
             return None
@@ -186,7 +186,10 @@ class _SglangReader:
 
 
 def _masked_logprobs(given: Sequence[Any], rows: Sequence[Sequence[int]], ids: Sequence[int]) -> list[float]:
-    """The log-probability of each sampled id. Newer servers send a list for each: a value for each possible id."""
+    """Return the log-probability of each sampled id.
+
+    Newer servers send a list for each position, with a value for each possible id.
+    """
     return [
         float(value[row.index(token_id)] if isinstance(value, Sequence) else value)
         for value, row, token_id in zip(given, rows, ids, strict=True)

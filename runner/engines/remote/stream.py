@@ -83,12 +83,12 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         self._reader: PieceReader
         self._pieces: deque[Delta] = deque()
         self._last: Piece | None = None
-        """Piece with the finish reason. It is held back until the end of the answer, which may have the usage."""
+        """Piece with the finish reason. It is held back until the end of the answer, since the usage may follow."""
         self._cached_tokens: int | None = None
 
     @property
     def sent_all(self) -> bool:
-        """True if the server will not send more, even if sent data is unread."""
+        """True once the server has sent everything, even if a part is unread."""
         if self.finish is not None or self._answer is None:
             return not self._sending
         return self._answer.arrived

@@ -105,7 +105,7 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
     if parameters["logit_bias"]:
         parameters["logit_bias"] = {str(token_id): bias for token_id, bias in parameters["logit_bias"].items()}
     if parameters["logprobs"]:
-        # vLLM counts the sampled id as one of them, so the last of the most likely ids would be missing.
+        # vLLM counts the sampled id as one of the requested ids, so one more id is requested.
         parameters["logprobs"] += 1
     if request.constraint is not None:
         parameters["structured_outputs"] = constraint_arguments(request.constraint)
@@ -168,7 +168,7 @@ class Completions(_Vllm):
         if request.extra:
             raise RequestRejected(f"{request.name}: completions take no extra arguments ({', '.join(request.extra)})")
         parameters = _parameters(request, stream_interval)
-        if count := request.sampling.logprobs:  # completions do not count the sampled id
+        if count := request.sampling.logprobs:  # completions return the sampled id in addition
             parameters["logprobs"] = count
         for name in ("detokenize", "stream_interval"):
             parameters.pop(name, None)

@@ -38,7 +38,7 @@ _NOISE_COUNT: Final = 1 << 13  # number of drawn log-probabilities per seed
 
 @dataclass(slots=True)
 class DeliveryPlan:
-    """Deltas of one request and their times. The tick clock only moves forward in this plan."""
+    """Deltas of one request and their times, which are fixed when the request begins."""
 
     ids: list[int]
     """Sampled ids, up to the fault if there is one."""
@@ -112,7 +112,7 @@ class DeliveryPlanner:
     def ask(
         self, request: GenerationRequest, turn: int, number: int
     ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
-        """Return the call, its fault and its reply, which may have to be awaited and may have a fault of its own."""
+        """Return the call, its fault and its reply. The reply may be an awaitable, and may contain another fault."""
         call = ModelCall(request, turn, number, self.tokenizer, self.seed)
         # The fault comes before the reply, since both may use the turn's random numbers.
         fault = self.faults(call) if callable(self.faults) else (self.faults or {}).get(number)
@@ -184,7 +184,7 @@ class DeliveryPlanner:
             ids, reason, stop = ids[:end], FinishReason.STOP, ids[end]
         elif reason is FinishReason.STOP:
             stop = self._stop_id(request, reply)
-        if stop is not None and stop not in stops:  # a model that continues past its end starts over
+        if stop is not None and stop not in stops:  # this stop id does not end the turn, so the reply is repeated
             ids, reason, stop = _repeated([*ids, stop], room), FinishReason.LENGTH, None
         elif stop is not None:
             ids = [*self._long_enough(request, ids), stop]
@@ -231,7 +231,8 @@ class DeliveryPlanner:
         if not self.logprobs:
             return None
         drawn = _noise(self.seed)
-        # The factor is odd, so 8,192 consecutive keys have different starts; the closest starts are 273 draws apart.
+        # The factor is odd, so 8,192 consecutive keys begin at different draws; the closest beginnings are 273 draws
+        # apart.
         start = (call.key * 7919 + self.seed) % _NOISE_COUNT
         noise = drawn[start : start + length]
         while len(noise) < length:

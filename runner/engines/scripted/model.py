@@ -18,7 +18,7 @@ class EncodedReply:
 
     reply: Reply
     ids: list[int]
-    """Ids of its text and calls; shared, since they are never changed."""
+    """Ids of its text and calls. Turns share the list, since it is never changed."""
 
 
 class ScriptedModel(ABC):

@@ -45,7 +45,7 @@ class RecordedReplies(ScriptedModel):
 
     def _read(self) -> dict[bytes, list[tuple[int | None, Reply]]]:
         said: dict[bytes, list[tuple[int | None, Reply]]] = {}
-        # An open file is closed by its owner.
+        # A file that the caller opened is closed by the caller.
         with open_run_file(self._run) if isinstance(self._run, Path) else nullcontext(self._run) as run:
             for row in run.rows(trained=None):
                 for turn in run.trajectory(row).turns:
@@ -56,7 +56,7 @@ class RecordedReplies(ScriptedModel):
         said = self._said.get(_digest(call.prompt_ids))
         if said is None:
             raise RequestRejected(
-                f"{call.request.name}: the recorded run has no turn with this prompt of {len(call.prompt_ids)} ids: "
+                f"{call.request.name}: the recorded run has no turn with this prompt ({len(call.prompt_ids)} ids): "
                 "something before it differs (task, template, tools, an answer)."
             )
         wanted = call.request.seed
@@ -98,7 +98,7 @@ class ReplyEncoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        # Functions often repeat replies. The cache is bounded, since they may not.
+        # Functions often repeat replies. The cache is bounded, since a function may also return a new reply every time.
         self._encode = lru_cache(maxsize=1024)(tokenizer.encode)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,13 +126,13 @@ class ReplyEncoder:
             ) from None
 
     def _closed_thought(self, text: str) -> str:
-        """Return the close of a thought that the prompt opened, if the text has none: no calls are read in thoughts."""
+        """Return the end mark of reasoning that the prompt began, or "". Calls inside reasoning are not read."""
         thought = self._parser.format.reasoning
         needed = thought is not None and thought.opened_by_prompt and thought.close.strip() not in text
         return thought.close if thought is not None and needed else ""
 
     def _beside(self, text: str) -> str:
-        """Return the content before calls; with channels it is a separate message."""
+        """Return the content before calls; in a format with channels it is a separate message."""
         plain = self._parser.format.harmony and "<|" not in text
         return f"<|channel|>commentary{MESSAGE}{text}{NEXT_MESSAGE}" if plain else text
 
@@ -199,7 +199,7 @@ class _ListModel(ScriptedModel):
             return self._encoded[call.turn]
         raise RequestRejected(
             f"{call.request.name}: the list of {len(self._encoded)} replies is exhausted: "
-            f"this conversation asks for number {call.turn + 1}. Add a reply, or give a function."
+            f"this conversation requests number {call.turn + 1}. Add a reply, or give a function."
         )
 
     def describe(self) -> Any:

@@ -85,22 +85,22 @@ class Fault:
 
     @classmethod
     def error(cls, at: int = 0, message: str = "a scripted error") -> Self:
-        """End the stream with an error after `at` ids."""
+        """Return a fault that ends the stream with an error after `at` ids."""
         return cls(FaultKind.ERROR, at, message)
 
     @classmethod
     def stall(cls, at: int = 0) -> Self:
-        """Send nothing after `at` ids."""
+        """Return a fault after which nothing is sent: `at` ids come, and the request stays open."""
         return cls(FaultKind.STALL, at)
 
     @classmethod
     def death(cls, at: int = 0, message: str = "a scripted death") -> Self:
-        """End the engine after `at` ids of this reply."""
+        """Return a fault that ends the engine after `at` ids of this reply."""
         return cls(FaultKind.DEATH, at, message)
 
     @classmethod
     def reject(cls, message: str = "a scripted refusal") -> Self:
-        """Refuse the request once it has a place."""
+        """Return a fault that refuses the request once it has a place."""
         return cls(FaultKind.REJECT, 0, message)
 
 
@@ -119,7 +119,7 @@ class Reply:
     top_logprobs: TopLogprobs | Sequence[Mapping[int, float]] | None = None
     """Most likely ids at the position of each of `ids`, with their log-probabilities; synthetic by default.
 
-    At least as many as `Sampling(logprobs=)` asks for.
+    At least as many ids per position as `Sampling(logprobs=)` requests.
     """
     sampling_masks: SamplingMasks | Sequence[Sequence[int]] | None = None
     """Ids that could be sampled in the place of each of `ids`, for an engine with `sampling_masks=True`; synthetic by

@@ -95,7 +95,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         return runtime.planner.plan(call, said, fault, runtime.tick_clock.now)
 
     async def __aexit__(self, *_: object) -> None:
-        # Nothing here waits, so there is nothing to shield.
+        # Nothing here waits, so a shield is not needed.
         if not self._inside:
             return
         self._drain()

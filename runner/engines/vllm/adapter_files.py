@@ -100,7 +100,7 @@ def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) 
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, kept / _TENSORS)
         (kept / _CONFIG).write_text(written)
-    except (OSError, RuntimeError) as error:  # such as a full disk, or tensors that share memory
+    except (OSError, RuntimeError) as error:  # for example, a full disk or tensors that share memory
         shutil.rmtree(kept, ignore_errors=True)
         raise BadWeights(f"the tensors cannot be kept: {error}") from error
     return kept
@@ -184,7 +184,7 @@ def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any
         if (module, one) not in parts:
             name, _ = parts[module, other]
             raise BadWeights(f"the tensor {name!r} has no matching lora_{one}: the file is incomplete; {_SAVE}.")
-    if not rules.forms or _EXPERTS in module:  # these may be fused or split in several ways, so only vLLM checks them
+    if not rules.forms or _EXPERTS in module:  # experts may be fused or split in several ways, so only vLLM checks them
         return
     shape = _shape_of(module, rules)
     if shape is None:

@@ -84,7 +84,7 @@ class VllmAdapters(Adapters):
                 f"let that class inherit from runner.engines.vllm.worker.extension.WeightWorker ({error})."
             ) from error
         if not all(masked):
-            raise BadOption("add_adapter(): this vLLM's CPU backend applies adapters to turns without one.")
+            raise BadOption("add_adapter(): this vLLM's CPU backend applies adapters to turns without an adapter.")
         self._masked = True
 
     def _prepare(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> Path:
@@ -103,7 +103,7 @@ class VllmAdapters(Adapters):
         return folder
 
     async def _add(self, version: AdapterVersion) -> None:
-        # Shielded: after a cancellation vLLM might keep the adapter for ever.
+        # Shielded: after a cancellation vLLM might keep the adapter forever.
         with anyio.CancelScope(shield=True):
             try:
                 await self._answered("add_adapter()", self._llm.add_lora(self.request(version)))

@@ -147,12 +147,12 @@ class VllmCallReader:
             start, end = end, min(end + len(decoder.feed([token_id])), len(text))
             if end > begin or start >= begin:
                 yield text[max(start, begin) : end], [token_id]
-        if end < len(text):  # the text after the last id ends with an incomplete character
+        if end < len(text):  # the last character is incomplete
             yield text[max(end, begin) :], []
 
     def _parser(self, tools: Sequence[Any]) -> Any:
         parser = self._parser_class(self._vocabulary, tools)
-        if hasattr(parser, "skip_reasoning_parsing"):  # the reasoning is no longer in the text
+        if hasattr(parser, "skip_reasoning_parsing"):  # the text does not contain the reasoning any more
             parser.skip_reasoning_parsing = True
         return parser
 

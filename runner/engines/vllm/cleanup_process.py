@@ -148,9 +148,9 @@ def _run(owner: str, folder: str) -> None:
     give_up = time.monotonic() + _ORPHAN_SECONDS
     while any(map(is_alive, processes)) and time.monotonic() < give_up:
         time.sleep(_SECONDS)
-    # Python's resource tracker, if alive, frees its own entries first, and warns about missing ones.
+    # Python's resource tracker warns about missing entries, so it gets time to free its own entries first.
     time.sleep(_SECONDS)
-    # Other children of the owner have the variable too if they started during the engine's start, and may use memory.
+    # Children of the owner that started during the engine's start also have the variable. Memory that they use is kept.
     used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
     for name in memory - used:
         Path(_FOLDER, name).unlink(missing_ok=True)

@@ -66,7 +66,7 @@ def choose_dtype(
     """
     config = _json(folder / "config.json")
     if given.get("quantization") or _is_quantized(folder, config):
-        return ChosenDtype()  # its kernels support only 16 bits
+        return ChosenDtype()  # kernels for quantized weights support only 16 bits
     stored = _stored(config)
     usual = stored if stored in _HALVES else "bfloat16"
     if is_fast(usual):
@@ -128,7 +128,7 @@ def weight_bytes(folder: Path) -> int:
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if indexed := _json(folder / index).get("metadata", {}).get("total_size", 0):
             return int(indexed)
-    # Mistral's folders have the same weights once more, as "consolidated".
+    # Mistral's folders contain the same weights twice. The second copy is named "consolidated".
     for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
         if size := sum(path.stat().st_size for path in folder.glob(pattern)):
             return size
@@ -154,7 +154,7 @@ def _is_quantized(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a configuration and the configurations in it, of text models first."""
+    """Yield a configuration and the configurations in it; configurations of text models come first."""
     yield config
     nested = [(name, part) for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
     for _, part in sorted(nested, key=lambda each: each[0] not in _TEXT_PARTS):

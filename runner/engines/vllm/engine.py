@@ -1,7 +1,7 @@
 """vLLM engine in this process: `AsyncLLM` with token ids as input and output.
 
-Requests use `add_request` and its collector instead of `generate()`: that aborts inside the cancelled scope, where the
-abort itself is cancelled, so the request continues in the engine.
+Requests use `add_request` and its collector. `generate()` is not used, since it aborts a request inside the cancelled
+scope. There the abort itself is cancelled, so the request would continue in the engine.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from runner.version import installed_version
 __all__ = ["VllmEngine"]
 
 _STREAM_INTERVAL_IDS = 8
-"""Default number of ids in a delta. At 1,000 streams an id then costs 14 us, and 25 us if each is a delta
-(docs/benchmarks.md)."""
+"""Default number of ids in a delta. At 1,000 streams an id costs 14 us with it, and 25 us with one id in a delta
+(docs/benchmarks.md).
+"""
 _FILE_FORMATS = ("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer", "safetensors")
 """Load formats of vLLM whose weights are the safetensors of the model's folder. The weights of "dummy" are random."""
 _PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
@@ -107,7 +108,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         self._starting: VllmProcess | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Absolute paths are added to the given ones, which the header of a run contains.
+        # The paths as given are kept, since the header of a run contains them. The absolute paths are added.
         paths = absolute_paths(self.model, self.given.get("tokenizer"))
         return {**self.__dict__, "_template": sendable_template(self._template), "_paths": {**self._paths, **paths}}
 
@@ -323,7 +324,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         self.vllm.require_alive()
         try:
             await self.vllm.llm.check_health()
-        except Exception as error:  # vLLM's own error for a death that it just detected
+        except Exception as error:  # vLLM raises its own error for a death that it has just detected
             raise self.vllm.death_error(error) from error
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:

@@ -136,7 +136,8 @@ class ExternalProcess(VllmProcess):
                 f"start it with {_EXTENSION}, or with enable_chunked_prefill=False."
             )
         self.settings = VllmSettings({"logprobs_mode": mode}, {}, {})
-        # Fill vLLM's cache now; else the first request asks the engine core, and waits for ever if it is dead.
+        # This fills a cache of vLLM. Otherwise the first request would ask the engine core, and wait forever if it is
+        # dead.
         await llm.get_supported_tasks()
         return llm
 
@@ -145,10 +146,10 @@ class ExternalProcess(VllmProcess):
         self.llm = None
 
     def kill(self) -> None:
-        """Do nothing, since the owner ends it."""
+        """Do nothing, since only the owner may end the `AsyncLLM`."""
 
     def cause_of_death(self) -> str:
-        return "the AsyncLLM died or was shut down; its owner's log says why"
+        return "the AsyncLLM died or was shut down; see its owner's log"
 
 
 def _bare_on_cpu(llm: Any) -> bool:
@@ -201,7 +202,7 @@ class ExternalRuntime(VllmRuntime):
     # --- control by the trainer
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause this engine's requests; the owner's continue."""
+        """Pause this engine's requests; requests of the owner continue."""
         if mode is PauseMode.KEEP:
             raise BadControl(
                 "pause('keep'): this would pause vLLM for its owner too; give mode='wait' for the end "
@@ -212,7 +213,7 @@ class ExternalRuntime(VllmRuntime):
         await self.answered("pause()", self._until_sent())
 
     async def resume(self) -> None:
-        """Do nothing: `pause` closed only the gate, which opens by itself."""
+        """Do nothing: `pause` closed only the gate, and `release` opens it."""
 
     async def check_weights(self, given: Any) -> Any:
         _not_ours("update_weights()", "its owner exchanges the weights; sampled ids record their version")

@@ -34,11 +34,11 @@ __all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
 ABORT_SECONDS = 2.0
 """Seconds that the shielded end of a request may take."""
 
-_FIRST_VERSION = "0"  # used for a vLLM without weight versions
+_FIRST_VERSION = "0"  # for a vLLM that does not report weight versions
 _LISTEN_SECONDS = 0.2  # seconds between checks for vLLM's death during a call
 
 _log = logger_for("engines")
-_NUMBERS = itertools.count()  # across engines, since several may share one vLLM
+_NUMBERS = itertools.count()  # one count for all engines, since several engines may share one vLLM
 
 _Answer = TypeVar("_Answer")
 
@@ -141,9 +141,9 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.WAIT:
-            # This is not vLLM's own wait, which keeps queued requests: they would then have two weight versions.
+            # vLLM's own wait is not used, since it keeps queued requests, which would then have two weight versions.
             await self.answered("pause()", self._until_sent())
-        # Shielded, since vLLM needs a step for it: a cancelled pause could take effect late.
+        # Shielded, since vLLM needs a step for a pause, so a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
             await self._pause(mode)
         await checkpoint_if_cancelled()
@@ -173,7 +173,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         advice = ". Start the engine again: part of its weights may be the old ones"
         with self._ended_by_failure(f"the weights {version!r} could not be loaded", advice):
             await self.answered("update_weights()", self.weights.load(checked))
-            # Versions are also recorded here: a request that is cut has no versions of vLLM's.
+            # Versions are also recorded here, since vLLM returns none for a request that is cut.
             if self.stamps_itself:
                 await self.answered("update_weights()", self.llm.update_weight_version(version))
             await self.reset_prefix_cache()
@@ -197,8 +197,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         kept = stale_tensors([tensors for tensors in self._changed if tensors is not None])
         return "".join(
             f"Worker {number} of {len(self._changed)}, counted from 0, kept its old values of {len(names)} tensors, "
-            f"such as {names[0]!r}, and another one did not: start the engine again, and find out why this worker did "
-            "not receive them. "
+            f"such as {names[0]!r}, but another worker exchanged them: start the engine again, and find out why this "
+            "worker did not receive them. "
             for number, names in kept.items()
         )
 
@@ -338,7 +338,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """Release memory; on a CPU vLLM only pauses."""
         # After a partial sleep it is unknown which memory is released.
         with self._ended_by_failure("it could not be put to sleep"):
-            await self._pause(PauseMode.ABORT)  # this also ends turns that an earlier pause kept
+            await self._pause(PauseMode.ABORT)  # also ends turns that an earlier pause kept
             if self.own_scores is not None and not self.asleep:
                 await self._check_reload(self.own_scores)  # ids cannot be scored while the engine sleeps
             await self.answered("sleep()", self.llm.sleep(level))
@@ -439,7 +439,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             self._death.__cause__ = error
             self.gate.fail(lambda: self.death_error(None))
             self.process.stats.clear()
-        # Each request gets a copy, since one object that is raised in many tasks would collect all their tracebacks.
+        # Each request gets a copy, since an object that many tasks raise would collect the tracebacks of all of them.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy

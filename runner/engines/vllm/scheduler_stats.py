@@ -49,7 +49,7 @@ class Rate:
 
 
 class SchedulerStats:
-    """Counts of the schedulers of all engine cores. vLLM's front end does not count requests that leaked in a core."""
+    """Counts of the schedulers of all engine cores, with leaked requests, which vLLM's front end does not count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prefix_queries = 0

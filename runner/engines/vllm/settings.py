@@ -39,7 +39,7 @@ _EVERYWHERE: dict[str, Any] = {
     "max_logprobs": MAX_LOGPROBS,
     # vLLM's own statistics print and keep histograms; `SchedulerStats` has its own logger.
     "disable_log_stats": True,
-    # By default vLLM chooses the library by the first constraint, and keeps it for later ones.
+    # By default vLLM chooses the grammar library by the first constraint, and keeps it for later constraints.
     "structured_outputs_config": {"backend": "xgrammar"},
     # Lets vLLM's workers load a state dict.
     "worker_extension_cls": "runner.engines.vllm.worker.extension.WeightWorker",
@@ -121,17 +121,17 @@ def _cache_gigabytes(workers: int) -> int:
 
 
 def sampling_arguments(request: GenerationRequest, *, stream_interval: int, known: frozenset[str]) -> dict[str, Any]:
-    """Return the arguments of vLLM's `SamplingParams` for a request, of the `known` names.
+    """Return the arguments of vLLM's `SamplingParams` for a request, but for output kind, constraint and bad words.
 
-    Without output kind, constraint and bad words.
+    Arguments that an older vLLM lacks are included only if `known` contains their names.
     """
     sampling = request.sampling
     arguments: dict[str, Any] = {
         **{name: getattr(sampling, name) for name in _SAME_FIELDS},
         "logit_bias": sampling.logit_bias or None,
         "seed": request.seed,
-        # Exactly these ids end a turn: with ignore_eos vLLM adds no EOS of the tokenizer or generation_config. A
-        # request that ignores the model's stop ids does not contain them.
+        # Only these ids end a turn, since with ignore_eos vLLM adds no EOS of the tokenizer or of generation_config. If
+        # a request ignores the model's stop ids, they are not in this list.
         "stop_token_ids": list(request.all_stop_ids),
         "ignore_eos": True,
         # Flat lists of ids and log-probabilities without text: the cheapest output of vLLM.

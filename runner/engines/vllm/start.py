@@ -93,7 +93,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _unexpected(record: logging.LogRecord) -> bool:
-    """Return whether a record is not one of every shutdown: killed processes, or an engine core without an answer."""
+    """Return False for warnings of every shutdown: about killed processes, or an engine core that does not answer."""
     if record.levelno < logging.WARNING:
         return True
     error = record.exc_info[0] if record.exc_info else None
@@ -175,7 +175,8 @@ class VllmProcess:
             await self._thread.call(job := Job(self._start, "the start of vLLM"))
             if job.error is not None:
                 raise job.error
-            # Fill vLLM's cache now; else the first request asks the engine core, and waits for ever if it is dead.
+            # This fills a cache of vLLM. Otherwise the first request would ask the engine core, and wait forever if it
+            # is dead.
             await self.llm.get_supported_tasks()
         except BaseException:
             await self.stop()
@@ -324,7 +325,7 @@ class VllmProcess:
             parent_watch.FAILURES: str(self.folder.failures),
             SOCKETS: str(self.folder.path),
         }
-        if allowed := os.environ.get("VLLM_PLUGINS"):  # a list of allowed plugins that lacks ours
+        if allowed := os.environ.get("VLLM_PLUGINS"):  # the user allows only these plugins
             ours["VLLM_PLUGINS"] = ",".join(
                 [allowed, *(each.ENTRY_POINT for each in (parent_watch, spin_wait_patch, grammar_patch))]
             )

@@ -150,8 +150,8 @@ def _side(completion: Any) -> SideData | None:
     )
 
 
-# vLLM's flat lists have for each position the sampled id, then the requested number of most likely ids.
-# Before 0.32 those of a merged output may begin with older positions.
+# For each position, vLLM's flat lists have the sampled id, and then the requested number of most likely ids. Before
+# 0.32 the lists of a merged output may begin with older positions.
 
 
 def _logprobs(flat: Any, count: int, positions: int) -> list[float] | None:

@@ -25,7 +25,7 @@ def compare_tied(
     *,
     given_as: str,
 ) -> None:
-    """Check that an output layer equals the embedding where both are given and the model ties them.
+    """Check that an output layer equals the embedding, if both are given and the model ties them.
 
     vLLM ignores one of them, so a difference would be lost.
 

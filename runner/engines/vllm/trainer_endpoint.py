@@ -38,7 +38,7 @@ class TrainerEndpoint:
         self._trainer: Any = None
 
     def is_for(self, transfer: LocalTransfer) -> bool:
-        """Return whether this endpoint can send a transfer's weights too."""
+        """Return whether this endpoint can also send the weights of another transfer."""
         return self._transfer.info == transfer.info and self._transfer.source is transfer.source
 
     async def meet(self, info: Any) -> None:

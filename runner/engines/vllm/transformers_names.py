@@ -85,7 +85,7 @@ def tied_names(config: Any) -> list[tuple[str, str]]:
 
 
 class CheckpointSource:
-    """`WeightSource` for vLLM that sends the tensors of another one under the names of the checkpoint.
+    """`WeightSource` for vLLM that sends the tensors of another source under the names of the checkpoint.
 
     Optional tensors that the checkpoint does not have, such as a tied output layer, are not sent: some models of vLLM
     fail at them (Bloom).

@@ -107,7 +107,7 @@ class VllmWeights:
                 f"the weights are {type(given).__name__}: give a folder, a mapping of names to tensors (a state "
                 f"dict), a WeightTransfer or a LocalTransfer.{state}"
             )
-        made: list[CheckedWeights] = []  # not the thread's result, which an idle thread would keep in memory
+        made: list[CheckedWeights] = []  # a list, since an idle thread would keep its result in memory
         await anyio.to_thread.run_sync(lambda: made.append(check(given, model)))
         return made.pop()
 
@@ -194,7 +194,7 @@ class VllmWeights:
         )
         self._compare_tied(found.forms, model, partial(equal_in_folder, found), str(found.folder))
         files = tuple(map(str, found.files))
-        # The model computes them itself, or has them under another name.
+        # The model computes these tensors itself, or has them under another name.
         ignored = tuple(name for name in found.forms if name not in model.forms)
         return CheckedWeights(found.folder, files, ignored)
 

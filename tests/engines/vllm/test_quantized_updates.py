@@ -141,7 +141,7 @@ async def test_quantized_weights_arrive_and_are_proven(
     folder = save(model, kind, tmp_path / "start", demo_model_folder)
     async with VllmEngine(folder, template="hermes", dtype=dtype, max_model_len=512, max_num_seqs=4) as engine:
         proof = weight_proof(model, engine.tokenizer)
-        with pytest.raises(BadControl, match=r"weights in .*, whose difference from the trainer"):
+        with pytest.raises(BadControl, match=r"weights in .*, and the difference to the trainer"):
             await engine.update_weights(folder, proof=proof)
         first, figures = np.array(await engine.score(proof.ids)), await engine.prove(proof)
         assert 1e-3 < figures.median < 0.1, "rounding of the layers' inputs"

@@ -77,7 +77,8 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         adapters = self.model_runner.lora_manager._adapter_manager
         adapter = adapters.get_adapter(key)
         used = {id(adapters._get_lora_layer_weights(adapter, module)) for module in adapters.modules}
-        # Fused experts are stacked from entries whose names begin with theirs. These entries stay in the adapter.
+        # Fused experts are stacked from entries whose names begin with the name of the fused module. These entries stay
+        # in the adapter.
         parts = tuple(f"{module}." for module in adapters.modules)
         return [
             module

@@ -42,7 +42,7 @@ def _forced(params: Any) -> Any:
 
 # The position is the number of sampled ids, not that of calls, since a preempted request is sampled again.
 def _leave_one(ids: list[int], sampled: list[int], logits: Any) -> Any:
-    """Set all logits of a row, shape [vocabulary], but that of the next forced id to minus infinity."""
+    """Set all logits of a row, shape [vocabulary], to minus infinity, except the logit of the next forced id."""
     if len(sampled) < len(ids):
         logits.fill_(float("-inf"))
         logits[ids[len(sampled)]] = 0.0

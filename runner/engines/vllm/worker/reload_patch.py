@@ -1,10 +1,10 @@
 """Patch of vLLM's CPU workers: a reload of weights renews every packed or derived copy.
 
 A layer on a CPU keeps packed copies of its weights, in the parameters or beside them. vLLM's own reload (0.32)
-processes a layer again after its own tensors were loaded. So a tied output layer, whose tensor has the embedding's
-name, keeps its old copy, and packed experts are packed twice (vllm#42821, vllm#48284, vllm#48312). Here new weights are
-loaded into a second model, as at the engine's start, and all its results are copied into the first one. This needs the
-memory of a second model during the load.
+processes a layer again after its own tensors were loaded. So a tied output layer, whose tensor has the name of the
+embedding, keeps its old copy. Packed experts are packed twice (vllm#42821, vllm#48284, vllm#48312). Here new weights
+are loaded into a second model, as at the engine's start, and all its results are copied into the first one. This needs
+the memory of a second model during the load.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _plain(name: str) -> str:
 
 @contextmanager
 def _own_layer_names(compilation: Any) -> Iterator[None]:
-    """Let the second model's layers register under the names of the first one's."""
+    """Let the second model's layers register under the names of the first model's layers."""
     layers, experts = compilation.static_forward_context, compilation.static_all_moe_layers
     compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
     try:
