@@ -51,7 +51,7 @@ async def gather_answers(
 
 
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
-    """Call a method on several workers at the same time, and return the answers of those that are still alive.
+    """Call a method on several workers at the same time, and return the answers of the workers that are still alive.
 
     A worker that raises is dismissed if another worker does not raise, since their states differ then. A worker that
     hangs after another one has answered is dismissed too.
@@ -188,7 +188,7 @@ class TransferGroup:
     async def ask(
         self, call: str, arguments: Callable[[WorkerHandle], tuple[Any, ...]], *, compares: bool = False
     ) -> dict[WorkerHandle, Any]:
-        """Call a method on all workers that are left, and return the answers of those that are left then.
+        """Call a method on all workers that are left, and return the answers of the workers that stay.
 
         A worker that refuses is lost if other workers do not refuse, since its state differs from theirs. A worker that
         refuses because another one was lost stays.

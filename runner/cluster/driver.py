@@ -145,7 +145,7 @@ class Driver:
 
     @property
     def _placed_count(self) -> int:
-        """Number of workers with a machine, including those whose engines do not run yet."""
+        """Number of workers with a machine, including workers whose engines do not run yet."""
         return sum(handle.placed for handle in self._handles.values())
 
     async def _next_change(self) -> None:
@@ -444,7 +444,7 @@ class Driver:
         return next(self._run_numbers)
 
     async def open_run(self, number: int, packed: bytes, clock: datetime) -> None:
-        """Set a run up on every worker, including those that start later.
+        """Set a run up on every worker, including workers that start later.
 
         Raises:
             BadInput: a worker cannot play it.

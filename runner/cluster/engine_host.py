@@ -224,7 +224,7 @@ class EngineHost(EngineProcess):
             client.cut[number] = self._running_seconds
 
     async def event(self, client_name: str) -> StreamBatch:
-        """Wait for events of this client's streams, and return those since its last read; none after it has left.
+        """Wait for events of this client's streams, and return all events since its last read; none after it has left.
 
         Raises:
             EngineDead: the client was dropped.

@@ -45,7 +45,7 @@ class RunSetups:
 
     @asynccontextmanager
     async def engines(self) -> AsyncIterator[Mapping[BaseEngine, BaseEngine]]:
-        """Let the workers enter those engines within the block, and yield a placeholder for each."""
+        """Let the workers enter the engines of `worker_engines` within the block, and yield a placeholder for each."""
         if not self._others:
             yield {}
             return

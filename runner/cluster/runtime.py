@@ -1,4 +1,4 @@
-"""The trainer's calls to a fleet: each call goes to all workers, and later to those that start later."""
+"""The trainer's calls to a fleet: each call goes to all workers, and later to workers that start later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers of weights from a trainer to a whole fleet: the only update in which workers wait for one another."""
+"""Transfers of weights from a trainer to a whole fleet: the only update in which workers wait for each other."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class FleetTransfers:
         return isinstance(met.whom, Mapping) and transfer.init in (None, met.whom)
 
     async def _meet(self, transfer: WeightTransfer | LocalTransfer) -> None:
-        """Connect the transfer group to the trainer. If one worker is lost, none is connected.
+        """Connect the transfer group to the trainer. If one worker is lost, all workers are left unconnected.
 
         Raises:
             BadWeights: the connection fails, and not because of a worker.

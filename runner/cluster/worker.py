@@ -50,7 +50,7 @@ from runner.tasks import Task
 __all__ = ["Worker"]
 
 MAX_OLDEST_EPISODES: Final = 10
-"""Number of episodes in a heartbeat: those that have waited longest."""
+"""Number of episodes in a heartbeat: the episodes that have waited longest."""
 
 NO_TASK: Final = Task("", "")
 
@@ -68,7 +68,7 @@ class WorkerRun:
     others: dict[str, BaseEngine] = field(default_factory=dict)
     """The engines of agents that have their own."""
     entered: anyio.Event = field(default_factory=anyio.Event)
-    """Set once those engines run, or have failed."""
+    """Set once the engines in `others` run, or have failed."""
     clock: datetime | None = None
     begun: anyio.Event = field(default_factory=anyio.Event)
     """Set once the clock is known, or will not be."""

@@ -292,7 +292,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
-        """Drop all cached prompts, also those of running requests."""
+        """Drop all cached prompts, also prompts of running requests."""
 
     def check_sleep(self, level: int) -> None:  # default: sleep is always possible
         """Check that `sleep` is possible, before anything changes.

@@ -27,7 +27,7 @@ class _Entered:
     """State of an engine that one of its users entered."""
 
     guests: int = 0
-    """Users besides the one that entered it."""
+    """Number of users, without the user that entered it."""
     open: bool = False
     """True after the start and before the close."""
     started: anyio.Event = field(default_factory=anyio.Event)

@@ -97,7 +97,7 @@ class Checkpoint:
         return name.endswith(_BUFFERS) or self.is_tied(name)
 
     def is_tied(self, name: str) -> bool:
-        """Return whether a name is that of a tied output layer."""
+        """Return whether this is the name of a tied output layer."""
         return self.tied and (name == _TIED or name.endswith(f".{_TIED}"))
 
 

@@ -71,7 +71,7 @@ class BackgroundPlayer:
     Methods may be called from any thread. If the thread or its run dies, waiting and later calls raise the cause.
     Leaving the block with an error cancels the episodes in flight.
 
-    Arguments and errors are those of `Player`.
+    It takes the arguments of `Player`, and raises the same errors.
     """
 
     def __init__(
@@ -165,15 +165,15 @@ class BackgroundPlayer:
     def play_groups(self, tasks: Iterable[Task], *, sampling: Sampling | None = None) -> list[Group]:
         """Play a group for each task, concurrently, and return the groups in the order of the tasks.
 
-        A task that occurs twice is played twice. Errors are those of `Player.play_group`; the first one cancels the
-        other groups.
+        A task that occurs twice is played twice. It raises the errors of `Player.play_group`; the first error cancels
+        the other groups.
         """
         return self._call(self._play_groups(list(tasks), sampling))
 
     def play_many(self, episodes: Iterable[tuple[Task, int]]) -> list[list[Trajectory]]:
         """Play single episodes, each by its task and index, concurrently, and return their trajectories in this order.
 
-        Errors are those of `Player.play`; the first one cancels the others.
+        It raises the errors of `Player.play`; the first error cancels the other episodes.
         """
         return self._call(gather([partial(self.player.play, task, index=index) for task, index in episodes]))
 
@@ -184,7 +184,7 @@ class BackgroundPlayer:
         so does its `close()`, which any thread may call.
 
         Args:
-            tasks: the tasks; by default those of the environment, once.
+            tasks: the tasks; by default the tasks of the environment, once.
             full: the number of tasks with spread after which the iteration ends, as in `Run.groups(full=)`. The next
                 call takes the next task of the same iterator.
         """

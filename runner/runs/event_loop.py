@@ -230,7 +230,7 @@ def collector_settings() -> Iterator[None]:
     frozen = gc.get_freeze_count() > 0  # unfreezing would also unfreeze the program's own objects
     gc.collect()
     if not frozen:
-        gc.freeze()  # existing objects live as long as the process, so collecting them again is wasted time
+        gc.freeze()  # existing objects live until the process ends, so collecting them again wastes time
     gc.set_threshold(50_000, 20, 20)
     try:
         yield

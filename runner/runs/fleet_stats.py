@@ -1,4 +1,4 @@
-"""Live statistics of a fleet's workers: which have problems, and what the others are doing."""
+"""Live statistics of a fleet: workers with problems, and the state of the other workers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class FleetStats:
         return heapq.nlargest(most, troubled, key=self._badness)
 
     def worth_a_look(self, most: int) -> list[FleetWorker]:
-        """The workers with problems, then those with the fewest and the most episodes; `most` workers at most."""
+        """Up to `most` workers: workers with problems, then the workers with the fewest and the most episodes."""
         if len(self.workers) <= most:
             return list(self.workers)
         # Workers are ordered by number, so that a row keeps its position while others change.

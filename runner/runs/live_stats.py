@@ -78,7 +78,7 @@ class LiveStats:
     """The number of these episodes that earlier runs of the file played."""
 
     done: int = 0
-    """The number of finished episodes, including failed ones and those of earlier runs, but not cancelled ones."""
+    """The number of finished episodes, with failed episodes and episodes of earlier runs, without cancelled ones."""
 
     cancelled: int = 0
     """The number of cancelled episodes, which a resumed run plays again."""
@@ -87,7 +87,7 @@ class LiveStats:
     """The number of finished episodes that failed."""
 
     running: int = 0
-    """Episodes in flight, including those that wait for the engine."""
+    """Episodes in flight, including episodes that wait for the engine."""
 
     in_engine: int | None = None
     """Episodes that the engine samples for; None if workers play them."""

@@ -101,7 +101,7 @@ class Run:
 
     @property
     def engines(self) -> list[BaseEngine]:
-        """All engines of the run, each once; the one of the trained agents comes first.
+        """All engines of the run, each once; the engine of the trained agents comes first.
 
         After the start, placeholders replace the engines that exist only on workers.
         """
@@ -155,7 +155,7 @@ class Run:
         self._results.close()
         if anyio.get_current_task().id != self._task_id:
             raise RuntimeError(
-                "the run was entered in another task than the one that leaves it, so it cannot be closed here: leave "
+                "the run was entered in another task, so it cannot be closed here: leave "
                 "it in the task that entered it, or use Player(...), which is started and closed from any task"
             )
         try:

@@ -132,7 +132,7 @@ class RunState:
         self.feeding.cancel()
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cancel every episode in flight, with this ending if given, else as partial."""
+        """Cancel every episode in flight, with this ending; by default the episodes are kept as partial."""
         self.drain()
         if self.cancelled_with is None and self.in_flight:
             log.warning("%d episodes in flight are cancelled", len(self.in_flight))

@@ -66,7 +66,7 @@ class TimeLeftEstimator:
             finished: the number of finished episodes by their turns.
             done_turns: the turns of the episodes that finished in this launch.
             running: the turns so far of each episode in flight.
-            left: the number of unfinished episodes, including those in flight; None if unknown.
+            left: the number of unfinished episodes, including episodes in flight; None if unknown.
         """
         turns = done_turns + sum(running)
         self._note(_ProgressPoint(now, turns, len(running)))

@@ -151,7 +151,7 @@ class Output:
         return bytes(self._head)
 
     def content(self) -> bytes:
-        """Return the kept bytes, with a note in place of the dropped ones."""
+        """Return the kept bytes. A note replaces the dropped bytes."""
         tail = b"".join(self._tail)[-self._tail_bytes :] if self._tail_bytes else b""
         dropped = self.dropped_bytes
         note = b"\n[%d bytes left out]\n" % dropped if dropped else b""

@@ -42,7 +42,7 @@ UNSURE_CODES: Final = (125, 126, 127, 137, 255)
 """Exit codes of the client that may also mean that the container is gone."""
 
 PROCESS_VARIABLE: Final = "DELTARUNNER_EXEC"
-"""Variable that identifies the processes of a command, even those that left its session."""
+"""Variable that identifies the processes of a command, even processes that left its session."""
 
 FIRST_LINE_BYTES: Final = 16
 """Longest first line of the error output, which is the process id of the command."""

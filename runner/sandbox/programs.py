@@ -45,7 +45,7 @@ async def restore_programs(client: ContainerClient, name: str) -> None:
     A folder at or below the working folder is left as it is. Nothing is copied if the container changed none of them.
 
     Raises:
-        OSError: the container has a folder in place of a program, or no space.
+        OSError: the container has a folder under the name of a program, or no space.
         SandboxFailed: the engine fails.
     """
     image, folders = await _folders(client, name)

@@ -135,10 +135,10 @@ class Sandbox(Protocol):
         ...
 
     async def restart(self) -> None:
-        """End all processes in the sandbox. Its files stay, except those on `tmpfs`.
+        """End all processes in the sandbox. Its files stay, except files on `tmpfs`.
 
-        If changes inside the sandbox prevent a start, each later command returns an `Executed` with code 126 and
-        the reason.
+        If changes inside the sandbox prevent a start, each later command returns an `Executed` with code 126 and the
+        reason.
 
         Raises:
             SandboxGone: the sandbox does not exist any more.

@@ -182,7 +182,7 @@ class RunFile:
     def summary(self) -> dict[str, Any]:
         """The summary computed from the rows of the file, with the keys of `Summary.as_dict()`.
 
-        It counts the last attempts, including those cut short. Values that no row holds (`seconds`,
+        It counts the last attempts, including attempts that were cut short. Values that no row holds (`seconds`,
         `tokens_per_second`, `faults`, ...) are from the last launch; None, 0 or empty while it plays or if it was
         killed.
         """

@@ -173,7 +173,7 @@ class _Records:
         if len(wrong):
             self._compare.differ(
                 Kind.LOGPROBS,
-                "the likeliest ids of a position contradict one another or the sampled one",
+                "the likeliest ids of a position contradict each other or the sampled id",
                 index=turn.start + int(wrong[0]),
                 stored=str(dict(zip(ids[wrong[0]].tolist(), logprobs[wrong[0]].tolist(), strict=True))),
             )

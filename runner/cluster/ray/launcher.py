@@ -37,7 +37,7 @@ HEAD_SECONDS: Final = 5.0
 """Seconds between two checks of the cluster's head, and the time that one may take."""
 
 SESSION_SECONDS: Final = 0.1
-"""Seconds between two comparisons of the session, each of which takes about 10 us."""
+"""Seconds between two comparisons of the session. A comparison takes about 10 us."""
 
 HEADLESS_SECONDS: Final = 40.0
 """Seconds without a head after which it counts as dead. Ray ends this process after a minute, without a message."""

@@ -143,7 +143,7 @@ class ChatEngine(MessageEngine):
         return self._running
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Check that the server supports a sampling, every field of which is set.
+        """Check that the server supports a sampling whose fields are all set.
 
         Raises:
             BadOption: a field is not supported; the message names it.

@@ -52,7 +52,7 @@ class RequestFormat:
 
 
 def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
-    """Check that a chat API supports a sampling, every field of which is set.
+    """Check that a chat API supports a sampling whose fields are all set.
 
     Raises:
         BadOption: a field is not supported; the message names it.
@@ -225,7 +225,7 @@ class ChatAnswerReader:
             call.arguments.append(arguments if isinstance(arguments, str) else json.dumps(arguments))
 
     def _whole_calls(self, before: int | None) -> Iterator[ToolCall]:
-        """Yield the complete calls: those before `before`, the index of a call that begins, or all."""
+        """Yield the complete calls: the calls before index `before`, at which a call begins, or all calls."""
         for index in list(self._calls)[self._reported :]:
             if before is None or index < before:
                 self._reported += 1
@@ -272,7 +272,7 @@ class ChatAnswerReader:
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, Sequence):  # content parts, of which only text is used
+    if isinstance(value, Sequence):  # content parts; only text is used
         return "".join(_text(part.get("text") or "") for part in value)
     raise TypeError(f"text of type {type(value).__name__}")
 

@@ -49,7 +49,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         generate: the function; see `TokenFunction`.
         tokenizer: the model's folder or Hugging Face id, from which only small files are read, or a `Tokenizer`.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
-        stop_ids: the ids that end a turn; default those of the model.
+        stop_ids: the ids that end a turn; default the stop ids of the model.
         context: maximum number of ids of prompt and turn together in the function's engine.
         places: maximum number of concurrent calls; further ones wait at the gate.
         takes: fields of `TokenSampling` that the function supports besides temperature, `max_tokens` and `stop_ids`;

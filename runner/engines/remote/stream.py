@@ -67,8 +67,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
     Args:
         runtime: runtime of the engine.
         request: the request.
-        exact: True if the server's log-probabilities are those of the sampling distribution; otherwise they are
-            dropped.
+        exact: True if the server's log-probabilities are of the sampling distribution; otherwise they are dropped.
     """
 
     def __init__(self, runtime: RemoteRuntime, request: GenerationRequest, *, exact: bool) -> None:

@@ -37,7 +37,7 @@ class AdapterRules:
     forms: Mapping[str, TensorForm]
     """Form of every tensor of the model, by name; empty if unknown."""
     quantized: bool
-    """True if the model is quantized, so that the shapes of its tensors differ from those of the matrices."""
+    """True if the model is quantized. Then the shapes of its tensors differ from the shapes of the matrices."""
     composite: bool
     """True if the model has several parts, whose files may use other names than PEFT."""
     check_config: Callable[[dict[str, Any]], None]

@@ -100,7 +100,7 @@ def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
         devices: number of CPU cores or GPUs.
 
     Raises:
-        BadOption: there are more workers than devices, the number of core lists differs from that of workers, or vLLM
+        BadOption: there are more workers than devices, the number of core lists is not the number of workers, or vLLM
             is known to fail with these sizes.
     """
     sizes = ParallelSizes.of(given)
@@ -139,7 +139,7 @@ def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
     if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
     bound = os.environ.get(BINDING) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    # The variables are those of GNU's OpenMP library; other libraries have other variables.
+    # These are the variables of GNU's OpenMP library; other libraries have other variables.
     other_openmp = re.search(r"libi?omp", os.environ.get("LD_PRELOAD", ""))
     if other_openmp or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", bound):
         return {}

@@ -51,8 +51,8 @@ _MAX_PATH_BYTES: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-
 class EngineFolder:
     """Private folder of an engine, for the sockets of vLLM's processes and their failure notes.
 
-    By default vLLM binds its sockets in the folder for temporary files, and those of a killed process stay. This folder
-    is removed when the engine is stopped, or by the cleanup process if this process is killed.
+    By default vLLM binds its sockets in the folder for temporary files, and the sockets of a killed process stay there.
+    This folder is removed when the engine is stopped, or by the cleanup process if this process is killed.
     """
 
     def __init__(self) -> None:

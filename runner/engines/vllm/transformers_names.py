@@ -68,7 +68,7 @@ def compare_with_checkpoint(
 
 
 def tied_names(config: Any) -> list[tuple[str, str]]:
-    """Return the names of an output layer and its embedding, by the model's own names and by those of its checkpoint.
+    """Return the names of an output layer and its embedding, in the model and in its checkpoint.
 
     Args:
         config: transformers' configuration of a model that ties them.

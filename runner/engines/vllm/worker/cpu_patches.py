@@ -53,8 +53,9 @@ def _fill(bitmask: Any, size: int) -> None:
 def patch_rotary_embeddings() -> None:
     """Patch the rotary embeddings of this process to rotate every head; has to come before the model is created.
 
-    For a query of shape [ids, heads, size], vLLM's CPU kernel (seen with 0.32.0) treats the dimension of heads as that
-    of ids, and rotates by wrong positions. Multi-head latent attention (DeepSeek V2 and V3) passes such queries.
+    For a query of shape [ids, heads, size], vLLM's CPU kernel (seen with 0.32.0) takes the dimension of heads for the
+    dimension of ids, and rotates by wrong positions. Multi-head latent attention (DeepSeek V2 and V3) passes such
+    queries.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -114,7 +115,7 @@ def patch_generators() -> None:
     """Patch vLLM in this process: requests get generators that can be reset, so that seeds and chunked prompts agree.
 
     After each chunk but the last vLLM samples an id that it drops, and resets the generator by an offset. Only
-    generators of GPUs have an offset; those of CPUs raise, which ends the engine (seen with vLLM 0.32).
+    generators of GPUs have an offset. Generators of CPUs raise, which ends the engine (seen with vLLM 0.32).
     """
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 

@@ -40,7 +40,7 @@ def _forced(params: Any) -> Any:
     return (params.extra_args or {}).get("force", ())
 
 
-# The position is the number of sampled ids, not that of calls, since a preempted request is sampled again.
+# The position is the number of sampled ids, not the number of calls, since a preempted request is sampled again.
 def _leave_one(ids: list[int], sampled: list[int], logits: Any) -> Any:
     """Set all logits of a row, shape [vocabulary], to minus infinity, except the logit of the next forced id."""
     if len(sampled) < len(ids):

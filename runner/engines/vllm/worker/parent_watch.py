@@ -1,8 +1,8 @@
 """Watch in every process of an engine: exit after the end of the parent, and note the cause of a failure.
 
-vLLM loads `watch_parent` by entry point into each of its processes, also those of a user's `vllm serve`. So it does
-nothing without the variables that our engine sets for its processes. It is called twice: as a platform plugin, which
-vLLM loads first, and as a general plugin, after logging is set up.
+vLLM loads `watch_parent` by entry point into each of its processes, also into the processes of a user's `vllm serve`.
+So it does nothing without the variables that our engine sets for its processes. It is called twice: as a platform
+plugin, which vLLM loads first, and as a general plugin, after logging is set up.
 """
 
 from __future__ import annotations

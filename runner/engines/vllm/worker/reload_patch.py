@@ -159,7 +159,7 @@ class _Copies:
             self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
 
     def _keep_tensors(self, new: Any) -> None:
-        """Keep the tensors of the second model's layer as long as its handle, which has addresses of its scales."""
+        """Keep the tensors of the second model's layer until its handle, which has addresses of its scales, is freed."""
         if _is_handle(new):
             new.tensors = self._tensors
 

@@ -1,8 +1,7 @@
 """Patch of vLLM's processes on a CPU: a process that waits for a message sleeps instead of polling.
 
 For a second after each message vLLM polls its shared memory for the next one. With a GPU this saves some microseconds
-per step. On a CPU it takes a core from the model and the environments: the engine core polls for as long as the model
-computes.
+per step. On a CPU it takes a core from the model and the environments: the engine core polls while the model computes.
 """
 
 from __future__ import annotations
