@@ -86,7 +86,7 @@ class FleetEngine(PlayingEngine):
         async with AsyncExitStack() as exit_stack:
             fleet = Fleet(self.least, self.most)
             driver = Driver(self.launcher, self.engine, fleet, stall_seconds=self._stall_seconds)
-            self._driver = driver  # before the block, so that the display shows workers as they start
+            self._driver = driver  # set before the block, so that the display shows workers as they start
             await exit_stack.enter_async_context(driver.at_work())
             known, first = await driver.known(), driver.first
             assert first is not None, "a worker that plays has described itself"
@@ -212,7 +212,7 @@ class FleetEngine(PlayingEngine):
         """Compare the weights of every worker with a proof, and return the worst figures."""
         runtime, driver = self._fleet_runtime, self.driver
         async with driver.settled:  # the lock is not held during the proof, for which a paused fleet has to be resumed
-            # kept, since workers that start later score this proof too
+            # the proof is kept, since workers that start later score it too
             if not driver.snapshot.version and adapter is None:
                 driver.change_snapshot(first_proofs=(*driver.snapshot.first_proofs, proof))
         try:

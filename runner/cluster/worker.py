@@ -199,7 +199,8 @@ class Worker(EngineProcess):
 
     @asynccontextmanager
     async def _set_up(self, run: WorkerRun, number: int, packed: bytes) -> AsyncIterator[None]:
-        # In a thread: an author's constructor may read files for minutes, and the event loop must answer the driver.
+        # A thread is used: an author's constructor may read files for minutes, and the event loop must answer the
+        # driver.
         sent, environment = await anyio.to_thread.run_sync(self._made, packed, abandon_on_cancel=True)
         options = sent.options
         workers = Workers(options.concurrency.threads)
@@ -449,7 +450,7 @@ class Worker(EngineProcess):
 
 async def _read(given: Any) -> Any:
     """Return a value of the driver. If it is a reference, read the value from there."""
-    # In a thread, since the value may come from another machine, and episodes continue during that time.
+    # A thread is used, since the value may come from another machine, and episodes continue during that time.
     return await anyio.to_thread.run_sync(given.read) if isinstance(given, StoredObject) else given
 
 

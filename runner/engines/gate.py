@@ -63,7 +63,7 @@ class _Waiter:
             self.woken.set()
 
 
-# Ordered, since removing a cancelled waiter from the middle must take constant time.
+# The queue is an ordered dict, since removing a cancelled waiter from the middle must take constant time.
 _Queue: TypeAlias = OrderedDict[_Waiter, None]
 
 

@@ -210,7 +210,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Change from running or paused to asleep; turns that are being sampled are cut."""
         if self.state is EngineState.RUNNING:
             await self.hold(PauseMode.ABORT)
-        # Shielded, since partly released memory could not be allocated again.
+        # A shield is needed, since partly released memory could not be allocated again.
         await to_its_end(partial(self._fall_asleep, level))
 
     async def _fall_asleep(self, level: int) -> None:
@@ -361,7 +361,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
             EngineDead: the weights could not be loaded, or their proof does not hold.
         """
         figures: list[ProofFigures] = []
-        # Shielded, since partly exchanged weights can be neither used nor restored.
+        # A shield is needed, since partly exchanged weights can be neither used nor restored.
         await to_its_end(partial(self._exchange, checked, version, proof, figures))
         return figures[0] if figures else None
 

@@ -35,7 +35,7 @@ def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.name == (dtype or tensor.dtype.name) and tensor.dtype.isnative:
             return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        # A copy, since torch warns about read-only arrays; in the native byte order.
+        # The array is copied, since torch warns about read-only arrays. The copy has the native byte order.
         tensor = torch.from_numpy(tensor.astype(tensor.dtype.newbyteorder("=")))
     wanted = tensor.dtype if dtype is None else getattr(torch, dtype)
     if not _lies_so(tensor, wanted):

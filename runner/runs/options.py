@@ -129,7 +129,7 @@ class RunOptions:
     """Observers that receive the events of the run, each in a thread of its own."""
 
     def __post_init__(self) -> None:
-        # Checked without pydantic, since each message names the option as written, and the fix.
+        # These checks do not use pydantic, since each message names the option as written, and the fix.
         _check_engines(self.engines)
         checked.whole(f"group_size={self.group_size!r:.60}", self.group_size, least=1)
         checked.whole(f"retries={self.retries!r:.60}", self.retries, least=0)

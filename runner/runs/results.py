@@ -49,7 +49,8 @@ class Results:
         self._state = state
         self._feed = feed
         self._groups_of = groups_of
-        self._waiting: dict[tuple[str, int], OpenGroup] = {}  # kept for the next iteration if an iteration ends early
+        # the next iteration continues with these if an iteration ends early
+        self._waiting: dict[tuple[str, int], OpenGroup] = {}
         self._announce_to, self._announced = anyio.create_memory_object_stream[QueuedResult](width)
 
     # --- from the episodes

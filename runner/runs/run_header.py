@@ -118,7 +118,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
         tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
         template_options=_without_secrets(options.template_options),
         tool_format=options.tool_format,
-        # in the form that the file returns, where time zones have no names
+        # the file returns this form, in which time zones have no names
         clock=datetime.fromisoformat(now.isoformat()),
         sampling=options.sampling.given(),
         environment_sampling=environment.sampling.given(),

@@ -45,7 +45,7 @@ class Slots:
 
     async def take(self) -> None:
         """Wait for a free slot and take it; called by one task only."""
-        await anyio.lowlevel.checkpoint()  # also with a free slot, so that draining can stop the feeder
+        await anyio.lowlevel.checkpoint()  # needed with a free slot too, so that draining can stop the feeder
         while self._taken >= self.width:
             self._one_is_free = anyio.Event()
             await self._one_is_free.wait()

@@ -48,7 +48,7 @@ _RULES: Final = (
     ("platform", OnChange.WARN),
     ("*template.name", OnChange.FREE),
     ("*template.fingerprint", OnChange.FREE),  # derived from compared fields
-    ("*template.turns.format.response*", OnChange.REFUSE),  # from the checkpoint, so it is not derived
+    ("*template.turns.format.response*", OnChange.REFUSE),  # read from the checkpoint, so it is compared itself
     ("*template.turns.*", OnChange.FREE),  # also derived from compared fields
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),

@@ -149,7 +149,7 @@ class RunWriter:
             check_format(connection, path)
             self.resumed = tables_in(connection)
             if self.resumed:
-                self._compare(path, connection)  # before the first write, so that a refused file stays unchanged
+                self._compare(path, connection)  # the check precedes the first write, so a refused file stays unchanged
             write_ahead(connection, durable=self._durable)
             if not self.resumed:
                 self._create(connection)

@@ -21,7 +21,7 @@ __all__ = ["EngineActor", "HostActor", "Surroundings", "WorkerActor", "ray_modul
 
 
 def ray_module() -> Any:
-    # Imported here, since the import takes a second. Typed as Any, since its type stubs lack some of its options.
+    # Ray is imported here, since the import takes a second. The type is Any, since Ray's type stubs lack some options.
     try:
         return importlib.import_module("ray")
     except ImportError as error:

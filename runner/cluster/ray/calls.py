@@ -262,7 +262,7 @@ def record_exit_reason(words: str) -> None:
     ray = importlib.import_module("ray")
     put = importlib.import_module("ray.experimental.internal_kv")._internal_kv_put
     key = _exit_reason_key(ray.get_runtime_context().get_actor_id())
-    # In a thread, so that the process ends even if this fails.
+    # A thread calls Ray, so that the process ends even if the call hangs.
     leaving = threading.Thread(target=put, args=(key, words.encode()), daemon=True)
     leaving.start()
     leaving.join(EXIT_REASON_SECONDS)

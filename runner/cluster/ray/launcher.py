@@ -199,7 +199,7 @@ class RayLauncher:
                 ) from None
 
     def _is_connected(self) -> bool:
-        # Called at every tick of every worker, so a comparison is used for `SESSION_SECONDS`. `ray.init` takes longer.
+        # Every worker calls this at every tick, so a result is reused for `SESSION_SECONDS`. `ray.init` takes longer.
         if not ray_module().is_initialized():
             return False
         now = time.monotonic()

@@ -101,7 +101,7 @@ class ChatAnswer:
 
     async def close(self) -> None:
         """End the request: close its connection, unless the answer was read to its end."""
-        # Shielded, so that a cancelled task leaves no open connection; bounded, since a network may not answer.
+        # The shield lets a cancelled task close its connection. The time limit is for a network that does not answer.
         with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_SECONDS), self._server.failures_ignored():
             await self._stream.close()
 

@@ -150,7 +150,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             # This loop waits instead of vLLM, since vLLM's own wait keeps queued requests, which would then have two
             # weight versions.
             await self._until_sent()
-        # Shielded, since a cancelled pause could take effect late.
+        # A shield is needed, since a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
             await self._pause(mode)
         await checkpoint_if_cancelled()
@@ -166,8 +166,8 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             # Requests are left after the time limit, so they arrived after the cut.
 
     async def resume(self) -> None:
-        # Shielded: after a cancellation, the server could run although this engine is marked as paused. An update could
-        # then change the weights during requests.
+        # A shield is needed: after a cancellation, the server could run although this engine is marked as paused. An
+        # update could then change the weights during requests.
         with anyio.CancelScope(shield=True):
             await self._call_control(self.dialect.resume())
         self._resumed.set()

@@ -103,7 +103,7 @@ class VllmAdapters(Adapters):
         return folder
 
     async def _add(self, version: AdapterVersion) -> None:
-        # Shielded: after a cancellation vLLM might keep the adapter forever.
+        # A shield is needed: after a cancellation vLLM might keep the adapter forever.
         with anyio.CancelScope(shield=True):
             try:
                 await self._answered("add_adapter()", self._llm.add_lora(self.request(version)))
@@ -136,7 +136,7 @@ class VllmAdapters(Adapters):
 
     async def unload(self, version: AdapterVersion) -> None:
         """Unload a version that no request uses from vLLM, and delete its copy."""
-        # Shielded: otherwise the copy could stay after vLLM unloaded it.
+        # A shield is needed: otherwise the copy could stay after vLLM unloaded the adapter.
         with anyio.CancelScope(shield=True):
             await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
         self._delete(version.folder)

@@ -113,7 +113,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         try:
             prompt, parameters = self._as_vllm(request)
             lora = self.adapters.request(adapter)
-            # Shielded, since a partly sent request could not be aborted.
+            # A shield is needed, since a partly sent request could not be aborted.
             with anyio.CancelScope(shield=True):
                 collector = await llm.add_request(name, prompt, parameters, lora_request=lora, **routing)
             sent = True
@@ -143,7 +143,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         if mode is PauseMode.WAIT:
             # vLLM's own wait is not used, since it keeps queued requests, which would then have two weight versions.
             await self.answered("pause()", self._until_sent())
-        # Shielded, since vLLM needs a step for a pause, so a cancelled pause could take effect late.
+        # A shield is needed: vLLM needs a step for a pause, so a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
             await self._pause(mode)
         await checkpoint_if_cancelled()
@@ -153,13 +153,13 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             # The cache is kept: vLLM fails to clear it while a session is idle, and stays paused.
             await self.answered("pause()", self.llm.pause_generation(mode=mode.value, clear_cache=False))
             if mode is not PauseMode.ABORT or self.sent_all:
-                break  # otherwise a request arrived in vLLM after the abort, so abort again
+                break  # otherwise a request arrived in vLLM after the abort, and the loop aborts again
         if mode is not PauseMode.KEEP:
             self.process.stats.clear()  # a scheduler without steps keeps its old counts
 
     async def resume(self) -> None:
-        # Shielded: after a cancellation, vLLM could run although this engine is marked as paused. An update could then
-        # happen during requests.
+        # A shield is needed: after a cancellation, vLLM could run although this engine is marked as paused. An update
+        # could then happen during requests.
         with anyio.CancelScope(shield=True):
             await self.answered("resume()", self.llm.resume_generation())
 

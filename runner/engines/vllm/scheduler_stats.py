@@ -142,7 +142,7 @@ class SchedulerStats:
 
         count = self
 
-        # A subclass, since vLLM otherwise adds its Prometheus logger, which fills histograms for every token.
+        # This is a subclass, since vLLM otherwise adds its Prometheus logger, which fills histograms for every token.
         class Logger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not typed
             def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
                 self.engine_indexes = engine_indexes

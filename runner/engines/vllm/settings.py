@@ -233,7 +233,7 @@ class RequestConverter:
             arguments |= self._bad_words(tuple(request.sampling.bad_words))
         if "skip_clone" in self._known:  # the parameters are made for this request only
             arguments["skip_clone"] = True
-        # A new list, since vLLM keeps it.
+        # The list is copied, since vLLM keeps it.
         return self._prompt(list(request.prompt)), self._parameters(output_kind=self._kind, **arguments)
 
     def _bad_words(self, words: tuple[str, ...]) -> dict[str, Any]:

@@ -106,8 +106,9 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-# Written without the library, whose `serialize` needs memory for all tensors at once: 1,026 MiB for a file of 512 MiB,
-# against 64 MiB here. Its `serialize_file` renames a temporary file, which does not work for a file without a name.
+# The file is written without the library. Its `serialize` needs memory for all tensors at once: 1,026 MiB for a file of
+# 512 MiB, against 64 MiB here. Its `serialize_file` renames a temporary file, which does not work for a file without a
+# name.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
     """Return the header and the order of the tensors: by dtype, the widest first, so that all are aligned."""
     order = sorted(forms, key=lambda name: (-_width(forms[name].dtype), forms[name].dtype))
@@ -147,7 +148,7 @@ def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
 
 def _write(descriptor: int, parts: list[memoryview]) -> None:
     while parts:
-        written = os.writev(descriptor, parts)  # at most two gigabytes
+        written = os.writev(descriptor, parts)  # writes at most two gigabytes
         while parts and written >= parts[0].nbytes:
             written -= parts.pop(0).nbytes
         if parts:

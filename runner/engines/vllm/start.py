@@ -169,8 +169,8 @@ class VllmProcess:
         A cancellation ends its processes.
         """
         try:
-            # In a thread that lives until the stop: if vLLM starts Ray (data_parallel_backend="ray"), the kernel kills
-            # Ray's processes when the thread that started them ends, and an idle thread of a pool ends.
+            # The thread lives until the stop. If vLLM starts Ray (data_parallel_backend="ray"), the kernel kills Ray's
+            # processes when the thread that started them ends, and an idle thread of a pool ends.
             self._thread = WorkerThread()
             await self._thread.call(job := Job(self._start, "the start of vLLM"))
             if job.error is not None:
@@ -276,7 +276,7 @@ class VllmProcess:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             assert self.settings is not None
-            # Started before SIGINT is blocked, since the start of the tracker unblocks it.
+            # The tracker is started before SIGINT is blocked, since its start unblocks SIGINT.
             resource_tracker.ensure_running()
             with _environment(self._variables(self.settings.environment)), _kept(_LOADED), _no_interrupts():
                 if self._given_up:

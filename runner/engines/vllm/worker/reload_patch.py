@@ -47,7 +47,7 @@ def _begin(model: Any) -> None:
     config = get_current_vllm_config()
     with _own_layer_names(config.compilation_config), set_default_torch_dtype(config.model_config.dtype):
         second = initialize_model(config, model_class=type(model))
-    # Set in `vars`, so that the second model does not become a submodule of the first one.
+    # The attribute is set in `vars`, so that the second model does not become a submodule of the first one.
     vars(model)["load_weights"] = second.load_weights
     vars(model)["_second_model"] = second
 
@@ -159,7 +159,7 @@ class _Copies:
             self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
 
     def _keep_tensors(self, new: Any) -> None:
-        """Keep the tensors of the second model's layer until its handle, which has addresses of its scales, is freed."""
+        """Keep the tensors of the second model's layer until its handle is freed: it has addresses of the scales."""
         if _is_handle(new):
             new.tensors = self._tensors
 
@@ -171,7 +171,7 @@ class _Copies:
             form = (tuple(old.shape), old.dtype) if isinstance(old, torch.Tensor) else type(old).__name__
             made = (tuple(new.shape), new.dtype)
             raise RuntimeError(f"{place} is {form} in the running model and {made} in the second model")
-        # Into the old memory, since other objects may hold the same tensor.
+        # The values are copied into the old memory, since other objects may hold the same tensor.
         if old.numel() and old.data_ptr() != new.data_ptr():
             self._planned.append(lambda: old.data.copy_(new.data))
 
