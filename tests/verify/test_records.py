@@ -334,7 +334,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
             f'"content": "?"}}\')) WHERE episode = {KEY} AND number = 0'
         ),
         "message",
-        "segment that is not the last",
+        "only the last segment",
     ),
     # whole episodes
     "an episode is gone": (delete("id = 't0#0'"), "episodes", "other episodes"),
@@ -400,7 +400,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "the size of the groups": (
         incomplete(headers(put("group_size", value=1))),
         "episodes",
-        "not within a group of the run's size",
+        "not below the run's group size",
     ),
 }
 
