@@ -189,7 +189,7 @@ async def test_a_run_says_which_tokens_of_its_template_are_letters() -> None:
     async with run:
         [_ async for _ in run]
     (message,) = [fault for fault in run.summary.faults if "letters" in fault]
-    assert "writes <|turn|>, which the vocabulary has no token for" in message
+    assert "writes <|turn|>, for which the vocabulary has no token" in message
 
 
 def test_options_are_given_to_the_template(check: Check, public: Callable[[str], str]) -> None:

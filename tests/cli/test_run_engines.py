@@ -78,7 +78,7 @@ def test_a_ray_that_does_not_load_is_named_before_anything_is_played(
 def test_ray_client_is_refused_from_the_environment_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_ray()
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
-    with pytest.raises(BadOption, match=re.escape("RAY_ADDRESS=ray://10.0.0.1:10001: through Ray Client")):
+    with pytest.raises(BadOption, match=re.escape("RAY_ADDRESS=ray://10.0.0.1:10001: Ray Client")):
         play(environment="mine.py:Greeting", workers="2")
 
 

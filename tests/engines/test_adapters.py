@@ -259,7 +259,7 @@ async def test_adapter_source_of_a_wrong_type_is_refused_by_its_type(book: VllmA
 
 @pytest.mark.parametrize("name", ["", "a+b", "a@2", "../x", "a b", "x" * 101, None], ids=repr)
 async def test_a_name_that_could_be_misread_in_a_weight_version_is_refused(book: VllmAdapters, name: Any) -> None:
-    with pytest.raises(BadOption, match="its name has letters"):
+    with pytest.raises(BadOption, match="give a name of up to 100 letters"):
         await book.add(name, "anywhere")
 
 

@@ -283,7 +283,7 @@ async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(owners_llm
         async with engine.stream(asked(max_tokens=900)) as stream:
             await drain(stream, [], 3)
             owners_llm.shutdown()
-            with anyio.fail_after(300), pytest.raises(EngineDead, match="died or was shut down; its owner's log"):
+            with anyio.fail_after(300), pytest.raises(EngineDead, match="died or was shut down; see its owner's log"):
                 await drain(stream, [])
         assert not engine.is_alive()
     with pytest.raises(EngineDead, match="is dead, or was shut down"):
