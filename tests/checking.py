@@ -66,7 +66,8 @@ def folder_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """The body of a fixture: a folder whose mine.py each test imports again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(leak_checks, "SETTLE_SECONDS", 0.5)  # leaks of these tests would not end in five seconds either
+    # the leaks of these tests would not end in five seconds either
+    monkeypatch.setattr(leak_checks, "SETTLE_SECONDS", 0.5)
     yield tmp_path
     sys.modules.pop("mine", None)
     gc.collect()

@@ -1,9 +1,10 @@
-"""Shared by all tests: their sample, event loop and order, and the engines.
+"""Configuration of all tests: the sample of a sweep, the event loop, the order, and the engines.
 
-`make test` plays the tests in three processes: many wait, for an engine that starts or for a process, and a fourth one
-makes it no faster. Those that share a real engine are one group, in one process, and begin with the
-first, since they take longest: those on `real_engine` by their options, then those on `engine`, last those on
-`doomed_engine`, which they may kill. Tests that start an engine for themselves, `apart`, are a group in another one.
+`make test` plays the tests in three processes. Many tests wait, for an engine that starts or for a process, and a
+fourth process makes the run no faster. Tests that share a real engine are one group in one process. They start with the
+first tests of the run, since they take longest. Their order is: tests on `real_engine`, by its options; tests on
+`engine`; tests on `doomed_engine`, which may end that engine. Tests with the marker `apart`, which start an engine of
+their own, are a group in another process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests import engine_starts, lanes, lasting, sweeps, turns
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
-# A machine that is busy with something else fails no test.
+# A slow machine fails no test.
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("whole", deadline=None)
 
@@ -57,16 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("whole" if whole else "quick")
     if hasattr(config, "workerinput"):
         lasting.begin()
-        # One core for vLLM and for torch, the others for the other lanes: their threads wait for one another by
-        # spinning, and two of them on cores that are taken cost several times what one costs. The first process has
-        # the tests that share an engine, and only one of the others has tests that start one.
+        # vLLM and torch get one core in each process, and the other processes get the other cores. The threads of both
+        # libraries wait for one another by spinning: two threads on cores that are in use cost several times what one
+        # thread costs. The first process has the tests that share an engine. Only one of the other processes has tests
+        # that start an engine.
         cores, worker = sorted(os.sched_getaffinity(0)), int(config.workerinput["workerid"].removeprefix("gw"))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[min(worker, len(cores) - 1)]))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Room for 16 requests of 2,000 ids in float32. vLLM fills its cache with zeros at its start, which takes seconds
-    # where it is larger.
+    # Room for 16 requests of 2,000 ids in float32. vLLM fills its cache with zeros at its start, and a larger cache
+    # takes seconds.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    # vLLM leaves its sockets' context to the garbage collector, which comes by in any later test, or after the last.
+    # vLLM leaves the context of its sockets to the garbage collector, which may run in any later test or after the
+    # last.
     config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
     warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
 
@@ -94,13 +97,13 @@ def anyio_backend() -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     of_backends = metafunc.definition.get_closest_marker("both_backends") or sweeps.whole()
     if of_backends and _may_be_on_trio(metafunc):
-        # As a mark, since anyio's own fixture of that name would be asked for its parameters otherwise.
+        # This is a mark because pytest would otherwise ask anyio's own fixture of that name for its parameters.
         both = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"], scope="module")
         metafunc.definition.add_marker(both)
 
 
 def _may_be_on_trio(metafunc: pytest.Metafunc) -> bool:
-    """The test is asynchronous, of what works on trio too, and neither it nor its module says on what it runs."""
+    """True if the test is asynchronous, can run on trio, and has no event loop set by itself or by its module."""
     alone = "session_engine" in metafunc.fixturenames or any(
         metafunc.definition.get_closest_marker(name) for name in ("engine", "ray", "asyncio_alone")
     )
@@ -128,8 +131,8 @@ def release() -> Iterator[threading.Event]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    # Here, since `-m` selects before the hook below.
-    # `real_engine` alone is not one: tests of the kit have it start a stand-in.
+    # Markers are added here because `-m` selects before the hook below. `real_engine` alone does not count: tests of
+    # the kit let it start a stand-in.
     if {"session_engine", "doomed_float32_engine"} & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.engine)
 
@@ -160,9 +163,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take torch, vLLM and all else that was imported out of the garbage collector's sight.
+    """Exclude torch, vLLM and all other imported objects from garbage collection.
 
-    Whatever looks for leaks collects several times, and each time went through a million objects that stay.
+    Tests that look for leaks collect several times. Without this, each collection visits a million objects that stay.
     """
     gc.collect()
     gc.freeze()
@@ -174,14 +177,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 _TURNS = ("doomed_engine", "session_engine", "doomed_float32_engine", "float32_engine", "real_engine")
-"""Fixtures of tests that come late, the last first."""
+"""Fixtures of tests that are played late. The tests of the first fixture are played last."""
 
 
 def _turn(item: pytest.Item) -> int:
     if item.get_closest_marker("apart"):
         return -1
     real = item.get_closest_marker("engine")
-    # A test that takes its engine by a parameter says with its marker which one that is.
+    # A test that takes its engine by a parameter names that engine in its marker.
     fixtures = {*getattr(item, "fixturenames", ()), *(real.args if real else ())}
     late = next((len(_TURNS) - place for place, name in enumerate(_TURNS) if name in fixtures), 0)
     return late + 1 if real else 0
@@ -198,16 +201,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End what the tests of a real engine share with the last of them, and the cluster with the last test on it.
+    """End a shared real engine after the last test that uses it, and the cluster after its last test.
 
-    The process then runs other tests, and an event loop that still exists would be in the way of theirs.
+    The process then plays other tests, and an event loop that still exists would disturb them.
     """
     if _shared_by(item) and nextitem is not None and _shared_by(nextitem) != _shared_by(item):
-        item.session._setupstate.teardown_exact(None)  # private, and as pytest 8 and 9 have it
+        item.session._setupstate.teardown_exact(None)  # private; pytest 8 and 9 have it in this form
 
 
 def pytest_runtest_logfinish() -> None:
-    """Free models in reference cycles: by itself, the collector waits for new objects, not for new memory."""
+    """Free models in reference cycles: the collector runs by the number of new objects, not by memory."""
     global _memory
     if _process.memory_info().rss > _memory + 2**29:
         gc.collect()
@@ -215,7 +218,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def _shared_by(item: pytest.Item) -> str:
-    """The name of the group of tests that share something of the kind with this one; "" without a group."""
+    """The name of the group of tests that share an engine or a cluster with this test; "" without a group."""
     if item.get_closest_marker("ray"):
         return "ray"
     return "engine" if item.get_closest_marker("engine") and not item.get_closest_marker("apart") else ""
@@ -232,15 +235,15 @@ def demo_model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def small_model_folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fifth of the demo model, for tests to which it does not matter what is said."""
+    """The folder of a model with a fifth of the demo model, for tests in which the generated text does not matter."""
     return small_model(tmp_path_factory.mktemp("small-model"), demo_model_folder)
 
 
 @pytest.fixture(scope="session")
 def hugging_face_model(small_model_folder: Path) -> Any:
-    """The small model in Transformers, in float32, to compare an engine with; no test changes it."""
+    """The small model in Transformers, in float32, as a reference for an engine. Tests do not change it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
+        warnings.simplefilter("ignore")  # warnings of other libraries
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -256,14 +259,14 @@ async def session_engine(demo_model_folder: Path, anyio_backend: str) -> AsyncIt
 
 @pytest.fixture
 async def engine(session_engine: VllmEngine) -> AsyncIterator[VllmEngine]:
-    """The same, for a test that leaves it as it was."""
+    """The same engine, for a test that leaves it unchanged."""
     async with as_it_was(session_engine):
         yield session_engine
 
 
 @pytest.fixture
 def doomed_engine(session_engine: VllmEngine) -> VllmEngine:
-    """The same, for the last test, which ends it."""
+    """The same engine, for the last test on it, which ends it."""
     return session_engine
 
 
@@ -281,7 +284,7 @@ def doomed_float32_engine(
     return real_engine(
         model=small_model_folder,
         template="pythonic",
-        dtype="float32",  # greedy ids are the same however requests are batched
+        dtype="float32",  # greedy ids do not depend on how requests are batched
         max_num_batched_tokens=512,  # a longer prompt is computed in pieces
         profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},
         weight_transfer_config={"backend": "file"},
@@ -294,7 +297,7 @@ def doomed_float32_engine(
 
 @pytest.fixture
 def float32_engine(request: pytest.FixtureRequest) -> Iterator[PooledEngine]:
-    """The same, for a test that leaves it as it was."""
+    """The same engine, for a test that leaves it unchanged."""
     engine: PooledEngine = request.getfixturevalue("doomed_float32_engine")
     with engine.home.wrap_async_context_manager(as_it_was(engine.inner)):
         yield engine

@@ -1,8 +1,9 @@
 """Start of vLLM's processes in tests: each is forked from a process that has imported vLLM already.
 
 An import of vLLM takes ten seconds of processor time, and a spawned process repeats it. vLLM's API server forks its
-processes in this way too. Users' engines are spawned: a forked process has the environment variables of the process
-that forks it in `/proc`, where the cleanup process looks for those of its engine. So tests of that spawn theirs.
+processes in this way too. Users' engines are spawned. The reason is the cleanup process: it reads the environment
+variables of its engine in `/proc`, and there a forked process has the variables of the process that forks it. So the
+tests of the cleanup process spawn their engines.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PRELOADED: Final = [
 
 
 class ForkedProcess(ForkServerProcess):
-    """A process with the environment variables that its parent has when it starts it."""
+    """A forked process that gets the environment variables that its parent has at the start of the process."""
 
     def start(self) -> None:
         self.environment = dict(os.environ)
@@ -43,7 +44,7 @@ class ForkingContext(ForkServerContext):
 
 
 def fork_engines(*, forks: bool) -> None:
-    """Choose how vLLM's processes start from now on in this process; imports vLLM."""
+    """Choose how vLLM's processes start from now on in this process. Imports vLLM."""
     with import_of_vllm():
         from vllm.v1.engine import coordinator, utils
 
@@ -53,8 +54,8 @@ def fork_engines(*, forks: bool) -> None:
 
 
 def end_forking() -> None:
-    """End the process that forks: tests of other things look for processes that are left."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # private, and by itself it ends with this process
+    """End the process that forks, since other tests look for processes that are left."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # private; without this call it ends with this process
 
 
 class _ChosenContext:

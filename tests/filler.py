@@ -1,7 +1,7 @@
-"""Filler: letters that mean nothing, which stand in recordings for texts of other people and are as long as those were.
+"""Filler: meaningless letters that replace the texts of other people in recordings, at the same length.
 
-In a file filler is a mark: «7:12» is the begin of the seventh one, twelve characters of it, and «7:12^» the same with a
-capital. Expanded, it has no vowels, so that no word is among it.
+In a file, filler is written as a mark. «7:12» is the first twelve characters of filler 7, and «7:12^» is the same with
+a capital. Expanded filler has no vowels, so it contains no word.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MARK: Final = re.compile(r"«(\d+):(\d+)(\^?)»")
 LETTERS: Final = "bcdfghjklmnpqrstvwxz"
 
 _FIRST_WORD_LENGTH: Final = 24
-"""Characters before the first full stop: names of tools have letters alone."""
+"""Characters before the first full stop: names of tools contain only letters."""
 
 _WORD_LENGTH: Final = 6
 """Characters from one full stop to the next."""
 
 
 def filler(number: int, length: int) -> str:
-    """The first characters of a filler; those of different numbers differ from the first few letters on."""
+    """The first characters of a filler. Two fillers with different numbers differ within the first few letters."""
     letters, rest, state = list[str](), number, number * 7919 + 17
     for place in range(length):
         rest, digit = divmod(rest, len(LETTERS))
@@ -32,13 +32,13 @@ def filler(number: int, length: int) -> str:
         if place >= _FIRST_WORD_LENGTH and place % _WORD_LENGTH == 0:
             letters.append(".")
         else:
-            # The number itself comes first, and what follows is drawn by it.
+            # The number is written first, and it is the seed of the letters that follow.
             letters.append(LETTERS[digit if rest or digit else (state >> 16) % len(LETTERS)])
     return "".join(letters)
 
 
 def expanded(value: Any) -> Any:
-    """A recorded value with filler in the place of its marks."""
+    """A recorded value, with filler in place of its marks."""
     match value:
         case dict():
             return {expanded(key): expanded(each) for key, each in value.items()}

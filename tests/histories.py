@@ -1,4 +1,4 @@
-"""Templates and episodes that the tests of kept pasts share."""
+"""Templates and episodes for the tests of kept histories."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from runner.tokens.template import ChatTemplate
 from tests.playing import Plain, twice
 
 OPENER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-# The turn before the last is written in another way, as by templates that strip what was thought.
+# An assistant turn before the last message is written differently, as in templates that remove earlier thoughts.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     "{{ '(said) ' if m.role == 'assistant' and not loop.last }}{{ m.content }}{{ '<|im_end|>\\n' }}{% endfor %}"
     + OPENER
 )
-# The last turn's words are shown before it and nowhere else, so that no sentinel can be found where they end.
+# The template changes the text of every assistant turn, so a sentinel in it cannot be found.
 HIDDEN = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     "{{ m.content | upper if m.role == 'assistant' else m.content }}{{ '<|im_end|>\\n' }}{% endfor %}" + OPENER
@@ -25,14 +25,14 @@ def template(text: str) -> ChatTemplate:
 
 
 class Twice(Plain):
-    """Speaks, is asked something more, and speaks again."""
+    """Environment whose agent speaks, is asked another question, and speaks again."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await twice(conversation)
 
 
 PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
-# From the fifth message on another word follows every turn: no probe has so long a history of only questions.
+# From the sixth question on, the template writes another word. No probe has a history with so many questions.
 COUNTING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"

@@ -1,10 +1,11 @@
-"""Assigns tests to processes of pytest-xdist: those on a real engine are together in one, and so are timed ones.
+"""Scheduler of pytest-xdist that plays a group of tests in one process.
 
-Those that start an engine of their own, for themselves, are together as well, so that two engines at most are alive.
+The tests on one real engine are a group, and so are the timed tests. Tests that start an engine of their own are a
+group as well, so that at most two engines are alive.
 
-The option `--dist loadgroup` is made for this, and with pytest 9.2 and pytest-xdist 3.8 it forgets every group without
-a word (pytest-xdist issue 1386), as the process that deals the tests out knows nothing of them but their ids. Here it
-reads their groups in a file.
+The option `--dist loadgroup` is made for this. With pytest 9.2 and pytest-xdist 3.8 it silently drops every group
+(pytest-xdist issue 1386), since the process that deals out the tests has only their ids. This scheduler reads the
+groups from a file.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ import pytest
 __all__ = ["scheduler", "tell"]
 
 GROUPS = ("on_ray", "ray", "apart", "engine", "timing")
-"""Markers of tests that stay together, the first one that a test has."""
+"""Markers of tests that stay together. The first marker that a test has is its group."""
 
 BEGIN_FIRST = ("engine", "apart", "on_ray")
-"""The groups that take longest, whatever their number of tests. The first process has those that share an engine."""
+"""The groups that take longest, whatever their number of tests. The first process plays the tests that share an engine.
+"""
 
 
 def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Write down the groups, in a process that was given its tests by another one."""
+    """Write the groups to a file, in a process that another process gives its tests."""
     if hasattr(config, "workerinput"):
         found = {item.nodeid: group for item in items if (group := _group(item))}
-        # All of them write the same, so that each may replace what another one wrote, at once and as a whole.
+        # Every process writes the same content, so each may replace the file of another, in one step.
         written = _folder(config) / "groups.json"
         written.write_text(json.dumps(found), encoding="utf-8")
         written.replace(_folder(config).parent / written.name)
@@ -37,12 +39,12 @@ def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 
 def _group(item: pytest.Item) -> str | None:
     marked = next((group for group in GROUPS if item.get_closest_marker(group)), None)
-    # The whole sweeps of a file are played once, for all tests that look at them.
+    # The whole sweeps of a file are played once, for all tests that read their results.
     return marked or (str(item.path) if item.get_closest_marker("whole") else None)
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deals out single tests, and groups as a whole."""
+    """Return a scheduler that deals out single tests, and groups as a whole."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # not typed
@@ -55,7 +57,7 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
 
         def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
             if lacking := set(self.collection or ()) - set(collection):
-                # The run would wait for them for ever.
+                # The run would wait for these tests for ever.
                 pytest.exit(
                     f"{node.gateway.id} takes the place of a process that ended and does not find {min(lacking)}: "
                     f"were files changed during the run?",
@@ -74,28 +76,28 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
             group = self.assigned_work[node][self._split_scope(nodeid)]
             group[nodeid] = True
             if all(group.values()):
-                # What is kept is counted at every test, and given out again when the process ends before its time.
+                # Entries that stay are counted at every test, and are dealt out again if the process ends early.
                 del self.assigned_work[node][self._split_scope(nodeid)]
             self._reschedule(node)
 
         def remove_node(self, node: Any) -> str | None:
-            """Give the tests of a process that ended to others, but for the one that ended it."""
+            """Give the tests of a process that ended to other processes, except for the test that ended it."""
             left: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
             waiting = ((group, nodeid) for group in left.values() for nodeid, done in group.items() if not done)
             ended_by = None
             if (ending := next(waiting, None)) is not None:
                 group, ended_by = ending
-                group[ended_by] = True  # it failed by that, and would end the next process too
+                group[ended_by] = True  # it failed, and would end the next process too
             self.workqueue.update({scope: group for scope, group in left.items() if not all(group.values())})
             for other in self.assigned_work:
                 self._reschedule(other)
             return ended_by
 
         def _reschedule(self, node: Any) -> None:
-            if node not in self.registered_collections:  # it takes another one's place, and does not know the tests yet
+            if node not in self.registered_collections:  # a replacement that has not collected its tests yet
                 return
             super()._reschedule(node)
-            # A process begins a test when it knows the one after it, and a single one may be all that it was given.
+            # A process begins a test when it has the next one, so a process with one test gets another.
             while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
                 self._assign_work_unit(node)
 
@@ -103,6 +105,6 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _folder(config: Any) -> Path:
-    """The folder of this process's temporary files; those of the others lie in that of the first."""
+    """The folder of this process's temporary files. The folders of the other processes lie in the first one's folder."""
     folder: Path = config._tmp_path_factory.getbasetemp()
     return folder

@@ -1,4 +1,4 @@
-"""Guard of the process that plays the tests: no test ends it, and its stderr names any other cause of its end."""
+"""Guard of a process that plays tests: no test ends the process, and its stderr names any other cause of its end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _end = os._exit
 
 
 def begin() -> None:
-    """Guard this process, before anything is captured."""
+    """Guard this process, before pytest captures its output."""
     process, stderr = os.getpid(), os.dup(2)
 
     def end(code: int) -> None:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        # In this process alone, and only for ours: a child that was forked ends so, and a worker whose tests are over.
+        # The guard is for this process and for calls from `runner` only. A forked child may end so, and a worker whose
+        # tests are over.
         if os.getpid() == process and caller.partition(".")[0] == "runner":
             raise AssertionError(f"{caller} would have ended the process of the tests with code {code}")
         _end(code)
@@ -29,5 +30,5 @@ def begin() -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    os._exit = end  # type: ignore[assignment]  # it does not return where it may end the process
+    os._exit = end  # type: ignore[assignment]  # it does not return if it may end the process
     signal.signal(signal.SIGTERM, report_signal)

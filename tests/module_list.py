@@ -25,7 +25,7 @@ def _first_line(path: Path) -> str:
 
 
 def as_markdown() -> str:
-    """The list as a table for each package."""
+    """Return the list as one table for each package."""
     tables = []
     for package, modules in groupby(first_lines(), key=lambda module: module[0]):
         rows = "".join(f"| `{name}` | {line.replace('|', '&#124;')} |\n" for _, name, line in modules)

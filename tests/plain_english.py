@@ -96,10 +96,12 @@ UNITS: Final = re.compile(
 
 BUDGET: Final[dict[str, tuple[int, int, int]]] = {
     "tests": (0, 17, 0),
-    "tokens": (0, 1, 0),  # a word that templates are probed with
+    "tokens": (0, 1, 0),  # the text of a probe of templates
     "training": (0, 1, 0),  # the text of a proof, whose ids must not change
 }
-"""Headless docstrings, avoided words and constants without a unit, by part; none for a part not listed."""
+"""Headless docstrings, avoided words and constants without a unit, by part. A part that is not listed has a budget of
+0.
+"""
 
 ALLOWED_TWICE: Final = frozenset({"Verdict"})
 """Class names that may occur twice: both are public, in `runner` and in `runner.training`."""
@@ -167,7 +169,7 @@ def avoided_words(
     """Find the avoided words in lines of text; `any_word` matches all of `words`."""
     for number, text in lines:
         plain = PLACEHOLDER.sub("", text)
-        if any_word.search(plain):  # one search, since few lines have any
+        if any_word.search(plain):  # one search first, since few lines have an avoided word
             for pattern, better in words.items():
                 for found in re.finditer(pattern, plain, re.IGNORECASE):
                     yield Fault(1, f"{name}:{number}", f"{found[0]!r} ({better}): {text.strip()[:100]}")
@@ -183,7 +185,9 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines of the literal text of strings: from the syntax tree, since tokens of f-strings differ between Pythons."""
+    """Lines of the literal text of strings. They come from the syntax tree, since the tokens of f-strings differ
+    between Python versions.
+    """
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -201,7 +205,7 @@ def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str, any_word: re.Pattern[str]) -> Iterator[tuple[int, str]]:
-    """Comments with their lines; a module without such a word after a # is skipped."""
+    """Comments with their lines. A module that has none of these words after a # is skipped."""
     if any(any_word.search(line) for line in source.splitlines() if "#" in line):
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
@@ -290,7 +294,7 @@ def files() -> list[Path]:
 
 
 def main() -> int:
-    """Print the counts, and return 1 where one is not its budget."""
+    """Print the counts, and return 1 if one differs from its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", help="packages of runner/, other folders, or files; all by default")
     parser.add_argument("-v", "--verbose", action="store_true", help="print every place of every part")

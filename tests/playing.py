@@ -31,13 +31,13 @@ Talk = Callable[[Conversation], Awaitable[None]]
 
 
 class Plain(Environment):
-    """One question, one answer, always right."""
+    """Environment with one question, whose answer is always right."""
 
     def tasks(self) -> list[Task]:
         return tasks(1)
 
     @reward
-    def correct(self) -> Any:  # a subclass may give another reward, of either colour
+    def correct(self) -> Any:  # a subclass may return another reward, in a synchronous or an asynchronous method
         return True
 
 
@@ -50,7 +50,7 @@ def recording(replies: Replies, **settings: Any) -> ScriptedEngine:
 
 
 def assert_nothing_open(engine: Any) -> None:
-    """The engine has no request, and no task waits for one."""
+    """Assert that the engine has no request, and that no task waits for one."""
     stats = engine.stats()
     assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
 
@@ -58,7 +58,7 @@ def assert_nothing_open(engine: Any) -> None:
 async def play_all(
     environment: Environment[Any] | type[Environment[Any]], engine: Any, **options: Any
 ) -> list[Trajectory]:
-    """Every trajectory of a run, each of them exact; a list may hold more than is said."""
+    """Every trajectory of a run, checked to be exact. A list of replies may hold more than the run uses."""
     engine = engine if isinstance(engine, ScriptedEngine) else recording(engine)
     return await play_many_async(environment, engine, **{"breaker": 0.5, **options})
 
@@ -67,7 +67,7 @@ async def until_end(run: Run, got: list[Trajectory]) -> None:
     """The trajectories of a run before the error that it ends with."""
     async with run:
         async for trajectory in run:
-            got.append(trajectory)  # noqa: PERF401  # it raises in the end
+            got.append(trajectory)  # noqa: PERF401  # the loop ends with an error
 
 
 async def play(environment: Environment[Any] | type[Environment[Any]], engine: Any, **options: Any) -> Trajectory:
@@ -92,14 +92,14 @@ async def talked(talk: Talk, engine: Any, **options: Any) -> Trajectory:
 
 
 async def twice(conversation: Conversation) -> None:
-    """Speaks, is asked something more, and speaks again."""
+    """Speak, ask for more, and speak again."""
     await conversation.generate()
     conversation.add("And twice that?")
     await conversation.generate()
 
 
 async def until(true: Callable[[], object], *, seconds: float = 600) -> None:
-    """Wait for a change without an event: processes, connections, an engine's figures."""
+    """Poll until a condition is true, for changes without an event: processes, connections, an engine's counters."""
     with anyio.fail_after(seconds):
-        while not true():  # noqa: ASYNC110  # these have no event
+        while not true():  # noqa: ASYNC110  # there is no event
             await anyio.sleep(0.005)

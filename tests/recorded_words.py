@@ -1,4 +1,6 @@
-"""Words of a recording that are not filler: the words of wire forms, in their places, and identifiers as keys."""
+"""Words of a recording that filler does not replace: the words of wire formats in their places, and identifiers as
+keys.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Final
 __all__ = ["IDENTIFIER", "KEPT", "STAYS"]
 
 IDENTIFIER: Final = re.compile(r"[$@-]?[A-Za-z_][\w.-]{0,39}", re.ASCII)
-"""A key: one word, and no text."""
+"""A key: one word, without spaces."""
 
 _TYPES: Final = frozenset(
     {
@@ -63,10 +65,10 @@ KEPT: Final[dict[str, frozenset[str]]] = {
     "effort": frozenset({"minimal", "low", "medium", "high"}),
     "syntax": frozenset({"lark", "regex"}),
 }
-"""The words that stay under a key."""
+"""The words that stay as values of a key."""
 
 STAYS: Final[dict[str, re.Pattern[str]]] = {
     "required": IDENTIFIER,
     "$ref": re.compile(r"#(/[$\w]{1,40}){1,4}", re.ASCII),
 }
-"""Values that stay under a key of a schema."""
+"""Values that stay as values of a key of a schema."""

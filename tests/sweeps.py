@@ -8,7 +8,8 @@ from typing import Final, TypeVar
 
 __all__ = ["DEFAULT_SEED", "begin", "part", "random_of", "times", "whole"]
 
-# The same for every commit: one that is green stays green, and `git bisect` finds the commit that broke a test.
+# The seed is the same for every commit: a green commit stays green, and `git bisect` finds the commit that broke a
+# test.
 DEFAULT_SEED: Final = 0
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ _seed = 0
 
 
 def begin(*, whole: bool, seed: int) -> None:
-    """Say how much is played; before test modules are imported, since they ask while they are parametrised."""
+    """Set how much is played. Must be called before test modules are imported, since their parameters depend on it."""
     global _whole, _seed
     _whole, _seed = whole, seed
 
@@ -28,7 +29,7 @@ def whole() -> bool:
 
 
 def part(items: Sequence[T], one_in: int) -> list[T]:
-    """All items of a whole sweep, else every n-th of them; the seed says with which to begin."""
+    """Return all items in a whole sweep, else every n-th item, beginning at a place that the seed chooses."""
     return list(items) if _whole else list(items[_seed % one_in :: one_in])
 
 
@@ -37,5 +38,5 @@ def times(whole: int, sampled: int) -> int:
 
 
 def random_of(name: str) -> random.Random:
-    """The source of random cases: the same for the same seed, which the head of every test run prints."""
+    """Return the source of random cases. It is the same for the same seed, which the head of every test run prints."""
     return random.Random(f"{name} {_seed}")

@@ -1,4 +1,4 @@
-"""A program in a terminal of its own, where Ctrl-C goes to its whole process group, as a person's would."""
+"""A program in a terminal of its own, in which Ctrl-C reaches the whole process group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CTRL_C = b"\x03"
 
 
 class Terminal:
-    """Run `command` in a pseudo-terminal; it leads a session, so that the terminal is its controlling one."""
+    """A command in a pseudo-terminal. It leads a session, so that the terminal is its controlling terminal."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, columns: int = 100, rows: int = 30) -> None:
         self._master, self._slave = pty.openpty()
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         name = os.ttyname(self._slave)
-        # A session leader that opens a terminal gets it as its controlling one.
+        # A session leader that opens a terminal gets it as its controlling terminal.
         script = f"exec {shlex.join(command)} <{name} >{name} 2>&1"
-        # pytest-xdist sets a fixed size for its processes, and a program would take it for the size of its window.
+        # pytest-xdist sets a fixed size in its processes, and a program would use it as the size of its window.
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         environment["TERM"] = "xterm-256color"
         self.process = subprocess.Popen(["sh", "-c", script], cwd=folder, env=environment, start_new_session=True)
@@ -48,7 +48,7 @@ class Terminal:
         os.close(self._master)
 
     def read_until(self, text: str, *, seconds: float) -> None:
-        """Read what is printed until `text` is among it."""
+        """Read the output until it contains `text`."""
         end = time.monotonic() + seconds
         start = len(self.text)
         while text not in self.text[max(0, start - len(text)) :]:
@@ -56,7 +56,7 @@ class Terminal:
                 raise AssertionError(f"{text!r} was not printed within {seconds:g} s, but: {self.text[-3000:]}")
 
     def read_until_like(self, pattern: str, *, seconds: float) -> None:
-        """Read what is printed until something that is like `pattern` is among it."""
+        """Read the output until it matches `pattern`."""
         end = time.monotonic() + seconds
         start = len(self.text)
         while not re.search(pattern, self.text[start:]):
@@ -71,7 +71,7 @@ class Terminal:
         os.write(self._master, keys)
 
     def wait(self, *, seconds: float) -> int:
-        """The exit code."""
+        """Wait for the end of the program, and return its exit code."""
         end = time.monotonic() + seconds
         while self.process.poll() is None:
             if time.monotonic() > end:

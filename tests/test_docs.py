@@ -1,4 +1,4 @@
-"""The pages say what the code does."""
+"""The code agrees with the statements of the pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_every_guide_is_linked_from_the_start(start: Path) -> None:
 
 
 def test_guides_link_into_the_reference_where_they_name_what_is_in_it() -> None:
-    """A page whose prose names a public class leads its reader on; the page on the inside is for no user."""
+    """A page whose prose names a public class links to the reference. The page on the inside is not for users, so it is
+    left out.
+    """
     classes = "|".join(name for name in runner.__all__ if inspect.isclass(getattr(runner, name)))
     unlinked = []
     for page in sorted(set(DOCS.glob("*.md")) - {DOCS / "architecture.md"}):
@@ -78,7 +80,7 @@ async def test_the_first_environment_of_the_page_plays(tmp_path: Path) -> None:
 
 
 def defined(name: str, folder: Path) -> Any:
-    """A class that a block of the page defines; from a file, since a tool's source is read."""
+    """Return a class that a block of the page defines. It is loaded from a file, since a tool's source is read."""
     source = folder / f"block_{name.lower()}.py"
     source.write_text(next(block for block in blocks() if f"class {name}" in block))
     spec = importlib.util.spec_from_file_location(source.stem, source)
@@ -141,9 +143,9 @@ MODULES = (
     "runner.training.tree_attention",
     "runner.training.tree_torch",
 )
-"""Modules whose names users import from there: what `Run` takes by name, and what needs torch or hypothesis."""
+"""Modules whose names users import from there: keyword arguments of `Run`, and names that need torch or hypothesis."""
 UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "check_full", "tree_attention")
-"""Names of those that only the library itself imports."""
+"""Names of `MODULES` that only the library itself imports."""
 WITHIN = (
     "runner.cluster.driver.Driver",
     "runner.cluster.run_setups.RunSetups",
@@ -163,10 +165,11 @@ WITHIN = (
     "runner.runs.player.Attempt",
     "runner.runs.run_setup.RunSetup",
 )
-"""Names in annotations that users do not meet: arguments of the library's own classes, the `RunOptions` by name, and a
-run file as engines know it."""
+"""Names in annotations that users do not need: arguments of the library's own classes, the keywords of `RunOptions`,
+and a run file as engines receive it.
+"""
 ROWS = ("runner.store.reader.EpisodeRow",)
-"""Classes whose fields the table of columns explains, and so docs/run-file.md."""
+"""Classes whose fields are explained by the table of columns, and so by docs/run-file.md."""
 REFERENCE = DOCS / "reference"
 
 
@@ -178,7 +181,7 @@ def in_the_reference() -> list[str]:
 
 @pytest.fixture(scope="module")
 def documented() -> griffe.Module:
-    """The package as the reference is made from it: read, not imported."""
+    """The package as the reference is built from it: parsed, not imported."""
     loaded = griffe.load("runner", search_paths=[str(ROOT)], docstring_parser="google")
     assert isinstance(loaded, griffe.Module)
     return loaded
@@ -209,14 +212,16 @@ def defined_as(documented: griffe.Module, name: str) -> griffe.Object:
 
 
 def is_said(thing: griffe.Object, on_pages: set[str]) -> bool:
-    """True if a reader need not look for it: it is private, a type variable, or a kind of something on a page."""
+    """True if the reference need not list the name: it is private, a type variable, or a subclass of something on a
+    page.
+    """
     if isinstance(thing, griffe.Attribute):
         return thing.name.startswith("_") or str(thing.value).startswith("TypeVar(")
     return isinstance(thing, griffe.Class) and any(base.path in on_pages for base in thing.mro())
 
 
 def held_by(thing: griffe.Object) -> Iterator[str]:
-    """The names of the package that stand in its annotations, and in those of its public members, inherited or not."""
+    """The package's names in the annotations of a thing and of its public members, including inherited ones."""
     parts: list[griffe.Object | griffe.Alias] = [thing]
     if isinstance(thing, griffe.Class):
         inner = thing.all_members.values()
@@ -229,7 +234,7 @@ def held_by(thing: griffe.Object) -> Iterator[str]:
 
 
 def annotated(part: griffe.Object | griffe.Alias) -> Iterator[str | griffe.Expr | None]:
-    """The annotations of one function or attribute, and what an alias of types stands for."""
+    """The annotations of one function or attribute, and the value of a type alias."""
     if part.is_function:
         yield part.returns
         yield from (parameter.annotation for parameter in part.parameters)
@@ -240,7 +245,7 @@ def annotated(part: griffe.Object | griffe.Alias) -> Iterator[str | griffe.Expr 
 
 
 def members(thing: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | griffe.Alias]:
-    """The public members of a class, its errors' and enums' included."""
+    """The public members of a class, also of an error or an enum."""
     for member in thing.members.values():
         if not member.name.startswith("_") and not member.is_alias:
             yield member
@@ -258,7 +263,7 @@ def test_every_name_of_the_reference_and_each_member_says_what_it_is(documented:
 
 
 def is_documented(thing: griffe.Class, name: str) -> bool:
-    """True if the class, or one that it inherits from, documents its member."""
+    """True if the class, or a class that it inherits from, documents this member."""
     owners = [owner for owner in (thing, *thing.mro()) if name in owner.members]
     return any(owner.members[name].docstring is not None for owner in owners)
 
@@ -297,7 +302,7 @@ async def test_the_environment_of_the_page_on_sampling_plays() -> None:
 
 
 def rows_of_the_architecture() -> list[list[str]]:
-    """Packages and single modules of each row of its table."""
+    """Packages and single modules of each row of the architecture table."""
     table = (DOCS / "architecture.md").read_text(encoding="utf-8").split("| row | contents |\n|---|---|\n")[1]
     return [re.findall(r"`([\w/]+)`", row.split(" | ", maxsplit=1)[0]) for row in table.split("\n\n")[0].splitlines()]
 

@@ -21,7 +21,7 @@ PAGE = (DOCS / "branches.md").read_text(encoding="utf-8")
 
 
 def shown(name: str) -> Any:
-    """A class of the page, with a task and a reward where it shows none."""
+    """A class of the page, with a task and a reward added if the page shows none."""
     (block,) = [each for each in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if f"class {name}(" in each]
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(block, "branches.md", "exec"), names)

@@ -1,4 +1,4 @@
-"""docs/engines.md: what its blocks say plays; clients of other projects are stand-ins with their sources' fields."""
+"""The blocks of docs/engines.md run. Clients of other projects are stand-ins with the fields of their sources."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_contract_of_the_page_is_played_on_its_engine(pytester: pytest.Pytes
 
 @dataclass
 class VerlOutput:
-    """As `TokenOutput` in verl/workers/rollout/replica.py."""
+    """Stand-in for `TokenOutput` in verl/workers/rollout/replica.py."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -60,7 +60,7 @@ class VerlOutput:
 
 
 class VerlClient:
-    """As `AsyncLLMServerManager` in verl/experimental/agent_loop/agent_loop.py."""
+    """Stand-in for `AsyncLLMServerManager` in verl/experimental/agent_loop/agent_loop.py."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ class VerlClient:
 
 
 class SkyrlClient:
-    """As `InferenceEngineInterface` in SkyRL: batches in and out."""
+    """Stand-in for `InferenceEngineInterface` in SkyRL: batches in and out."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class SkyrlClient:
 
 
 class TinkerClient:
-    """As `SamplingClient` of tinker."""
+    """Stand-in for `SamplingClient` of tinker."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Means with a standard error clustered by task, against references that compute it otherwise."""
+"""Means with a standard error clustered by task, against references with another way of computing them."""
 
 from __future__ import annotations
 

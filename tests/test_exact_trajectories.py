@@ -14,7 +14,7 @@ from runner.tokens.junction import Result
 from runner.tokens.log import Source
 from tests import sweeps
 
-EPISODES = sweeps.times(64, 24)  # either way more than the engine has places
+EPISODES = sweeps.times(64, 24)  # both numbers exceed the engine's places
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ def sent(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[
 
 
 async def play(engine: VllmEngine, path: Path) -> None:
-    # Questions that no other test asks: blocks that another run left in the cache would be no evidence.
+    # No other test asks these questions: blocks that another run left in the cache would be no evidence.
     environment = Calculator(questions=EPISODES, first=20_000)
     async with Run(environment, engine, sampling=Sampling(temperature=0), file=path) as run:
         async for trajectory in run:
@@ -71,7 +71,7 @@ async def test_run_file_holds_the_sent_ids_and_prompts_extend_the_last(
             if before:
                 assert turn.junction is not None
                 assert turn.junction.result is Result.APPENDED
-                # Evidence from the engine itself: it found every full block of what came before in its cache.
+                # The engine's own counter is evidence: the cache had every full block of the ids before this turn.
                 assert turn.cached_tokens == (len(before) - 1) // block * block
             before = prompt + list(turn.token_ids)
         mask = trajectory.segments[0].log.mask()

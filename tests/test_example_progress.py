@@ -1,4 +1,4 @@
-"""Display of training: lines, a curve, a picture, and reading it again."""
+"""Display of training: lines, a curve, an image, and reading the log back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Promises of tests/lanes.py: a group of tests is in one process, and one that ends takes no tests along.
+"""Groups of tests in one process, and the end of a process: tests/lanes.py and tests/lasting.py.
 
-And what tests/lasting.py promises: a process of tests is ended by nothing of ours, and by nothing without a word.
+A group of tests is played in one process, and a process that ends takes no other tests with it. Code of `runner` cannot
+end a process of tests, and any other end is reported.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def test_on_ray(worker_id): played("on_ray", worker_id)
 
 
 def play(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: str) -> pytest.RunResult:
-    """Play with pytest-xdist and without the other plugins, which every process would import."""
+    """Play with pytest-xdist and without other plugins, since every process would import them."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return pytester.runpytest_subprocess("-p", "xdist", "-p", "no:cacheprovider", *options, timeout=WATCHDOG_SECONDS)
 

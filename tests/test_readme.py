@@ -1,4 +1,4 @@
-"""The README's own examples run as they stand."""
+"""The README's examples run unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.engines.scripted.script import ModelCall, call
 from runner.training import TrainingTensors
 from tests.repository import ROOT
 
-# Not all blocks of the README are weather scripts: tests/endpoint/test_pages.py plays those of agent programs.
+# Some blocks of the README are not weather scripts: tests/endpoint/test_pages.py plays the ones for agent programs.
 BLOCKS = [
     block
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -50,7 +50,7 @@ def test_the_scripts_of_the_readme_run(
     weather: ModuleType, block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     says: list[Any] = [call("weather", city="Oslo"), "Sunny, rainy or foggy."]
-    # The engine is the one thing that is replaced: starting the real one is tried in tests/engines.
+    # Only the engine is replaced: the tests in tests/engines start the real one.
     monkeypatch.setattr("runner.VllmEngine", lambda model: ScriptedEngine(says))
     exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The stages of `.ci/setup`: what each installs, and what is not done twice. Nothing is installed here."""
+"""The stages of `.ci/setup`: what each stage installs, and what it does not repeat. Nothing is installed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONSTRAINT = " --constraint constraints.txt"
 
 
 class Project:
-    """A copy of the project's set-up with an interpreter that installs nothing."""
+    """A copy of the project's set-up, with an interpreter that installs nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,7 +40,7 @@ class Project:
         (folder / ".venv" / ".setup").mkdir()
 
     def setup(self, *arguments: str) -> list[str]:
-        """Run it; return the lines of what was installed."""
+        """Run the set-up, and return the lines of what it would install."""
         installed = self.folder / ".venv" / "installed"
         installed.unlink(missing_ok=True)
         self.done = subprocess.run(

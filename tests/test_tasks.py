@@ -1,4 +1,4 @@
-"""Tasks: what an episode may do with its own."""
+"""Tasks: an episode may change its own copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass
 class Hand:
-    """Values of a player; nothing is frozen here."""
+    """Values of a player. They are not frozen."""
 
     cards: list[int]
 
@@ -45,12 +45,12 @@ def deal() -> Deal:
 
 
 def state(task: Any) -> str:
-    """Everything in it."""
+    """Return everything in a task."""
     return f"{task!r}"
 
 
 class Spends(Environment[Deal]):
-    """An episode takes what it can from its task."""
+    """Environment whose episode takes from its task what it can."""
 
     def __init__(self, given: Deal) -> None:
         self.given = given
@@ -133,7 +133,7 @@ def test_copy_shares_only_objects_that_cannot_be_copied() -> None:
 
 
 class World:
-    """Values in an author's own class: some that can be copied beside one that cannot."""
+    """Values in a class of the author: some can be copied, and two cannot."""
 
     def __init__(self) -> None:
         self.deck = [1, 2, 3]

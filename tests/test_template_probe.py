@@ -1,4 +1,4 @@
-"""Traits of a template are found by rendering; one that never ends, or never begins, is named."""
+"""Traits of a template, found by rendering it. A template that never ends or never begins a turn is named."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def chatml(
     separator: str = "\n",
     opening: str = OPENING,
 ) -> str:
-    """A small template in which each trait can be changed alone."""
+    """A small template. Each argument changes one trait."""
     turn = f"<|im_start|>{role}\n{thought}{content}{calls}{close}{separator}"
     return f"{head}{{% for m in messages %}}{before}{turn}{{% endfor %}}{opening}"
 
@@ -74,7 +74,7 @@ TOGETHER = (
     "loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}{% endfor %}" + OPENING
 )
 TRAITS: list[tuple[str, str, Any]] = [
-    # the small template itself
+    # the small template unchanged
     ("bos", PLAIN, "not_written"),
     ("default_system", PLAIN, ""),
     ("clock", PLAIN, False),
@@ -98,7 +98,7 @@ TRAITS: list[tuple[str, str, Any]] = [
     ("null_content", PLAIN, "accepted"),
     ("system_mid_run", PLAIN, "kept"),
     ("trimmed", PLAIN, ()),
-    # and one that does otherwise
+    # a template that behaves otherwise
     ("bos", "<s>" + PLAIN, "written"),
     ("bos", "<s><s>" + PLAIN, "twice"),
     (

@@ -1,4 +1,4 @@
-"""The GRPO example: what it learns from, its gradient, and two steps on the real engine."""
+"""The GRPO example: its training data, its gradient, and two steps on the real engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests import sweeps
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from examples import train_grpo, train_proof  # noqa: E402  # torch is what they are about
+from examples import train_grpo, train_proof  # noqa: E402  # the examples need torch
 from examples.train_grpo import Batch, Loop, Settings, Trainer, play, questions, train  # noqa: E402  # the same
 from runner.training.grammar import GrammarMasks  # noqa: E402  # the same
 from runner.training.grammar_torch import masked_logprobs  # noqa: E402  # it imports torch
@@ -50,7 +50,9 @@ SMALL = Settings(
     frozen_layers=sweeps.times(20, 27),
     enough=2.0,
 )
-"""Steps that go far, so that new weights can be told from old ones; whole ones so far that episodes get long."""
+"""Settings with large steps, so that new weights differ clearly from old ones. Whole sweeps play until episodes get
+long.
+"""
 
 
 def tiny_model(**settings: Any) -> Any:
@@ -70,7 +72,7 @@ def tiny_model(**settings: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch keeps the threads that all tests have; a trainer takes every core, and one is the other lane's."""
+    """Keep torch's number of threads: a trainer takes every core, and one core belongs to another process of tests."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
 
@@ -107,7 +109,7 @@ def test_held_out_and_prompt_questions_are_not_trained_on(seed: int) -> None:
 
 def _asked() -> Calculator:
     environment = Calculator()
-    environment.task = Task(id="asked", prompt="What is it?")  # type: ignore[assignment]  # only its prompt is read
+    environment.task = Task(id="asked", prompt="What is it?")  # type: ignore[assignment]  # only the prompt is read
     return environment
 
 
@@ -136,7 +138,7 @@ async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(
     trainer = Trainer(tiny_model(attn_implementation=TREE_ATTENTION), grammar, SMALL)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # in float32, so that both can be compared
     gaps = trainer.gradient(trainer.batch(groups), engine.weight_version)
-    assert fmean(gaps) > 0.5  # the engine's weights are others; by their version they count as these
+    assert fmean(gaps) > 0.5  # the engine has other weights, but their version matches
     ours = [parameter.grad.clone() for parameter in trainer.parameters]
     assert all(gradient.abs().max() > 0 for gradient in ours)
 
@@ -235,7 +237,9 @@ async def test_trainer_steps_move_the_weights_and_leave_a_usable_folder(
 
 
 async def greedy(engine: VllmEngine) -> tuple[list[int], list[float]]:
-    """Its greedy reply to a fixed prompt, with log-probabilities; alone, so that it is the same each time."""
+    """The engine's greedy reply to a fixed prompt, with log-probabilities. It runs alone, so that it is the same each
+    time.
+    """
     await engine.reset_prefix_cache()
     sampling = Sampling(temperature=0, max_tokens=32).over(Sampling.defaults())
     request = GenerationRequest(name="greedy", prompt=list(range(1000, 1040)), sampling=sampling)
@@ -245,7 +249,7 @@ async def greedy(engine: VllmEngine) -> tuple[list[int], list[float]]:
 
 
 def difference(folder: Path, grammar: GrammarMasks, played: Sequence[Group]) -> float:
-    """Between a model's log-probabilities and those that an engine recorded, in nats, mean over ids; in bfloat16."""
+    """Mean difference per id, in nats, between a model's log-probabilities in bfloat16 and the recorded ones."""
     from transformers import AutoModelForCausalLM
 
     trainer = Trainer(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), grammar, SMALL)
@@ -259,7 +263,7 @@ def difference(folder: Path, grammar: GrammarMasks, played: Sequence[Group]) -> 
 
 
 class Nudged(Trainer):
-    """Learns at once, as soon as the next episodes are in flight: by a nudge to its weights."""
+    """Trainer that changes its weights by a fixed factor, as soon as the next episodes are in flight."""
 
     engine: VllmEngine
     batches: list[Batch]
@@ -274,7 +278,7 @@ class Nudged(Trainer):
     async def sampling(self) -> None:
         before = self.engine.stats().sampled_tokens
         with anyio.fail_after(1200):
-            while self.engine.stats().sampled_tokens == before:  # noqa: ASYNC110  # it has no event
+            while self.engine.stats().sampled_tokens == before:  # noqa: ASYNC110  # there is no event
                 await anyio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Transcripts and tables hold whatever tools, tasks and models write, and show all of it."""
+"""Transcripts and tables accept any text of tools, tasks and models, and show all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that are sampled: every one has seeds that choose it, and one that is named is always played."""
+"""Sampling of tests: every marked test has seeds that choose it, and a test that is named is always played."""
 
 from __future__ import annotations
 

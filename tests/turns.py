@@ -1,4 +1,4 @@
-"""Tests that are sampled: a seed chooses some of them, and whole sweeps play all."""
+"""Sampling of tests: a seed chooses some of the marked tests, and whole sweeps play all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["of_others"]
 
 
 def of_others(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """The tests that other seeds choose, by the markers `cases_in_turns` and `in_turns`."""
+    """Return the tests that only other seeds choose, by the markers `cases_in_turns` and `in_turns`."""
     cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     units: dict[tuple[str, int], dict[str, list[pytest.Item]]] = {}
     for item in items:
@@ -22,7 +22,8 @@ def of_others(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             cases.setdefault((item.path, function, mark.args[0]), []).append(item)
         if mark := item.get_closest_marker("in_turns"):
             name, one_in = (*mark.args, 0)[:2]
-            of_file = item.nodeid.partition("::")[0]  # without the folder of the checkout, so that all choose the same
+            # without the checkout's folder, so that all checkouts choose the same
+            of_file = item.nodeid.partition("::")[0]
             unit = mark.kwargs.get("unit") or f"{of_file} {function if mark in item.own_markers else ''}"
             units.setdefault((name, one_in), {}).setdefault(unit, []).append(item)
     others = set()

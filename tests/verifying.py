@@ -1,4 +1,4 @@
-"""A run file with every kind of turn, how it is damaged, and what verifying it says."""
+"""A run file with every kind of turn, functions that damage it, and the verdict of `deltarunner verify`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def jump(height: int) -> int:
 
 
 class Wandering(Environment):
-    """Everything that can become of a turn: calls, cuts, stops, a rewritten history, and two more agents."""
+    """Environment with every kind of turn: calls, cuts, stops, a rewritten history, and two more agents."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=f"t{number}", prompt=f"Question {number}, größer <|im_end|>?") for number in range(3)]
@@ -154,7 +154,7 @@ OF_ONE = "episode = (SELECT key FROM episodes WHERE id = 't1#0' AND agent = ?) A
 
 
 def change_id(path: Path, index: int, *, agent: str = "main", segment: int = 0) -> None:
-    """Another id at one place of a segment."""
+    """Change one id of a segment."""
     ids = trajectory_of(path, agent).segments[segment].log.ids
     packed = bytearray(struct.pack(f"<{len(ids)}i", *ids))
     struct.pack_into("<i", packed, 4 * index, ord("~"))
@@ -168,14 +168,14 @@ def change_message(path: Path, number: int, content: str, *, segment: int = 0) -
 
 
 def bridges(trajectory: Trajectory, segment: int = 0) -> list[tuple[Turn, int]]:
-    """The turns of a segment that a bridge leads to, and where that begins."""
+    """The turns of a segment that have a bridge before them, each with the index of the bridge's first id."""
     turns = [turn for turn in trajectory.turns if turn.segment == segment]
     pairs = zip(turns[1:], turns, strict=False)
     return [(turn, before.end) for turn, before in pairs if turn.start > before.end]
 
 
 def damaged(path: Path) -> dict[str, Any]:
-    """The difference that was found, once the rest of the verdict is as it must be."""
+    """Return the difference that was found, and assert the other fields of the verdict."""
     report = verdict(path)
     assert (report["verified"], report["differing"], report["exit_code"], verify(path).exit_code) == (False, 1, 7, 7)
     difference: dict[str, Any] = report["difference"]
