@@ -28,7 +28,7 @@ BEGIN_FIRST = ("engine", "apart", "on_ray")
 
 
 def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Write the groups to a file, in a process that another process gives its tests."""
+    """Write the groups to a file, in a process that gets its tests from another process."""
     if hasattr(config, "workerinput"):
         found = {item.nodeid: group for item in items if (group := _group(item))}
         # Every process writes the same content, so each may replace the file of another, in one step.
@@ -105,6 +105,6 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _folder(config: Any) -> Path:
-    """The folder of this process's temporary files. The folders of the other processes lie in the first one's folder."""
+    """The folder of this process's temporary files. It lies in the folder of the first process."""
     folder: Path = config._tmp_path_factory.getbasetemp()
     return folder

@@ -1,4 +1,4 @@
-"""All benchmarks or those named, one after the other, each in a process of its own: `python -m tests.benchmarks`."""
+"""All benchmarks, or the named ones, one after the other, each in a new process: `python -m tests.benchmarks`."""
 
 from __future__ import annotations
 

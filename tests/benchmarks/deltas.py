@@ -1,4 +1,4 @@
-"""Turns read while they are sampled, by class of format: what a delta costs, also in a long argument."""
+"""Cost of reading a delta of a turn during sampling, by class of format, also in a long argument."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LONG_CALL_CHARS = 64_000
 FORMATS: tuple[str, ...] = tuple(CLASSES)
 PROSE = "I think so, yes: 3 < 4, and f(x) = [x] {y}. " * 40
 Begin: TypeAlias = Callable[[], TurnStream | HarmonyStream]
-# Brackets, quotes and tags, as files of code have them.
+# Brackets, quotes and tags, as in files of code.
 CODE = "def f(x):\n    return x < 3 and '<b>' or \"a\\b\"\n\tif not x: {1: [2, 3]}  # it's é </b>\n"
 
 
 def measure() -> Iterator[Figure]:
-    """Deltas of 1 to 6 characters read, by class of format, by processor time."""
+    """Processor time for reading deltas of 1 to 6 characters, by class of format."""
     on_one_core()
     reader = TurnReader(format_of(CLASSES[FORMATS[0]]))
     yield _figure("a delta of prose", partial(TurnStream, reader), _cut(PROSE), calls=0)

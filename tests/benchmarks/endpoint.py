@@ -1,7 +1,9 @@
-"""Costs of an endpoint: the time that it adds to a turn, the loop's time for a long history, and a chunk of a stream.
+"""Costs of an endpoint: time added to a turn, the event loop's time for a long history, and cost of a chunk of a
+stream.
 
 Clients run in a process of their own, as agent programs do. So their processor time is not counted, but the latencies
-contain it. Each load is also played without HTTP: the same conversations, whose deltas are received while sampled.
+contain it. Each load is also played without HTTP: the episodes hold the same conversations, and receive the deltas
+during sampling.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ STREAM_COUNT = 1_000
 """Streams that are open at once."""
 SHORT_STREAM_IDS = 5
 LONG_STREAM_IDS = 50
-"""Ids of a stream, one a chunk. A long stream costs more than a short one by its chunks alone."""
+"""Ids of a long stream, one per chunk. A long stream costs more than a short one only by its additional chunks."""
 TICK_SECONDS = 0.01
 TICKS_PER_ID = 20
 """Ticks from one id to the next: a stream has five ids a second, so that 1,000 streams do not fill a core."""
 START_SPREAD_SECONDS = 5.0
-"""Seconds over which streams are begun."""
+"""Seconds within which all streams begin."""
 PROBE_SECONDS = 0.005
-"""Seconds from one look at the event loop to the next."""
+"""Seconds between two probes of the event loop."""
 HISTORY_TURN_COUNT = 240
 MEASURED_TURN_COUNT = 20
-"""Turns that are measured at the end of a long history, and at its beginning."""
+"""Turns that are measured at the beginning of a long history, and as many at its end."""
 WORDS = "word " * 600
 
 MESSAGES: list[Message] = [{"role": "system", "content": "s" * 20_000}, {"role": "user", "content": "Go."}]
@@ -91,7 +93,7 @@ def measure() -> Iterator[Figure]:
 
 
 def played(rollout: Callable[[Any, Conversation], Any], engine: ScriptedEngine, episodes: int = 1) -> None:
-    """Episodes that are nothing but this."""
+    """Play episodes that run only this function."""
 
     class Load(Environment):
         limits = Limits(seconds=None)
@@ -116,28 +118,30 @@ def played(rollout: Callable[[Any, Conversation], Any], engine: ScriptedEngine, 
 
 
 class _Load:
-    """As many episodes as there are turns: a client in another process asks for each, or the episode itself does."""
+    """Episodes with one turn each. A client in another process requests each turn, or the episode generates it."""
 
     def __init__(self, count: int, ids: int, *, mode: str, served: bool) -> None:
         self.took: list[float] = []
-        """The seconds of each turn, by who asked."""
+        """Seconds of each turn, measured by the side that requested it."""
         self.beside: list[float] = []
-        """The same without those that the engine took, where turns are asked for at once."""
+        """Seconds of each turn without the engine's time, if turns are requested at once."""
         self.chunks = 0
         """Number of chunks that clients received."""
         self.processor = 0.0
-        """Seconds of this process, while they were asked."""
+        """Processor seconds of this process while turns were requested."""
         self.clock = 0.0
-        """The same by the clock."""
+        """Seconds of that time by the clock."""
         self.round_of_the_loop = 0.0
-        """Milliseconds of processor time of a round of the loop, 99th percentile: nothing comes later by it."""
+        """Processor time of one round of the loop in milliseconds, 99th percentile: the largest delay that a round
+        causes.
+        """
         self._count, self._ids, self._mode, self._served = count, ids, mode, served
         self._urls: list[str] = []
         self._seconds_of: dict[str, float] = {}
         self._turn = anyio.Lock()
 
     def play(self) -> _Load:
-        """Play all of it."""
+        """Play all episodes."""
         self._all_there, self._asked = anyio.Event(), anyio.Event()
         at_once = self._mode == "at_once"
         latency = Latency(first=1, between=TICKS_PER_ID) if at_once else Latency()
@@ -213,12 +217,12 @@ class _Load:
 
     async def _generate(self, conversation: Conversation) -> None:
         began = time.perf_counter()
-        # The turn is streamed, as it is to a client; the deltas are thrown away.
+        # The turn is streamed, as for a client. The deltas are dropped.
         turn = await conversation._generate(TurnSinks(receive=lambda event: None), None, None)
         self._note([turn], [time.perf_counter() - began])
 
     def _note(self, turns: Sequence[Turn], took: Sequence[float]) -> None:
-        """Note turns, and the seconds of each by who asked; none where they are noted already."""
+        """Record turns with their seconds as measured by the requesting side; record none that are already recorded."""
         self.took += took
         for turn, seconds in zip(turns, took, strict=False):
             timings = turn.timings
@@ -242,12 +246,12 @@ class _Round:
         long, short = self.served.processor - self.bare.processor, served.processor - bare.processor
         chunk = (long - short) / (self.served.chunks - served.chunks)
         self.chunk = 1e6 * chunk
-        """Microseconds of a chunk."""
+        """Microseconds for a chunk."""
         self.request = 1e6 * (short - chunk * served.chunks) / STREAM_COUNT
-        """Microseconds of a request, its chunks apart."""
+        """Microseconds for a request, without its chunks."""
 
     def late(self, load: _Load, share: float) -> float:
-        """Milliseconds that such a share of turns took at most, without those that the engine took."""
+        """Milliseconds within which this share of turns ended, without the engine's time."""
         return 1e3 * sorted(load.beside)[int(share * (len(load.beside) - 1))]
 
 
@@ -260,14 +264,14 @@ def _median_alone(*, served: bool) -> float:
 
 @dataclass
 class _LongHistory:
-    """Milliseconds of this thread for a request of a history that grows, its whole answer."""
+    """Milliseconds of this thread for a request with a growing history, including its whole answer."""
 
     first: float = 0.0
-    """At its begin."""
+    """Milliseconds at the beginning of the history."""
     last: float = 0.0
-    """At its end."""
+    """Milliseconds at the end of the history."""
     bare: float = 0.0
-    """The same without HTTP."""
+    """Milliseconds at the end of the history without HTTP."""
     size: int = 0
     """The bytes of the last body."""
 
@@ -309,7 +313,7 @@ def _long_history() -> _LongHistory:
 
 
 async def _long_without_http(episode: Any) -> float:
-    """Milliseconds of this thread for one of the last turns of the same conversation, held by the episode itself."""
+    """Milliseconds of this thread for a late turn of the same conversation, held by the episode itself."""
     conversation, spent = episode.conversation("bare", prompt="Go.", tools=tools_of([TOOL])), 0.0
     for number in range(HISTORY_TURN_COUNT - 1):
         began = time.thread_time()
@@ -324,7 +328,7 @@ async def _long_without_http(episode: Any) -> float:
 async def _clients(
     mode: str, urls: Sequence[str], given: dict[str, Any]
 ) -> AsyncIterator[tuple[AsyncIterator[str], Any]]:
-    """Clients in a process of their own: the lines that it says, and the process."""
+    """Clients in a process of their own: the lines that they print, and the process."""
     host, _, rest = urls[0].removeprefix("http://").partition(":")
     paths = [f"/{url.removeprefix('http://').partition('/')[2]}/chat/completions" for url in urls]
     settings = {**given, "address": host, "port": int(rest.partition("/")[0]), "paths": paths}

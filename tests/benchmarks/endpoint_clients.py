@@ -1,7 +1,7 @@
 """Clients of an endpoint in a process of their own, so that their processor time is not the server's.
 
 `python endpoint_clients.py MODE` reads one JSON object from stdin. It prints a line of JSON at each step, and continues
-after a further line on stdin. It uses only the standard library, and reads little of the answers.
+after a further line on stdin. It uses only the standard library, and parses little of the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def post(path: str, host: str, body: bytes) -> bytes:
 
 
 class _Stream(asyncio.Protocol):
-    """One stream on a connection of its own, looked at as little as may be."""
+    """One stream on a connection of its own, whose content is hardly parsed."""
 
     def __init__(self, request: bytes) -> None:
         self.over = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ class _Stream(asyncio.Protocol):
 
 
 async def _stream(given: Any, number: int, body: bytes) -> tuple[str, float, int]:
-    """The id of the answer, the seconds that it took, and how many chunks came."""
+    """Return the id of the answer, the seconds that it took, and the number of chunks."""
     paths, address, port = given["paths"], given["address"], given["port"]
     await asyncio.sleep(given["spread"] * number / len(paths))
     request = post(paths[number], f"{address}:{port}", body)
@@ -56,7 +56,7 @@ async def _stream(given: Any, number: int, body: bytes) -> tuple[str, float, int
 
 
 async def at_once(given: Any) -> None:
-    """All streams side by side, begun one after the other over some seconds."""
+    """Read all streams at once. They begin one after the other, over some seconds."""
     body = json.dumps(given["body"]).encode()
     async with asyncio.TaskGroup() as group:
         streams = [group.create_task(_stream(given, number, body)) for number in range(len(given["paths"]))]
@@ -64,7 +64,7 @@ async def at_once(given: Any) -> None:
 
 
 def one_by_one(given: Any) -> None:
-    """One stream after the other, on one connection."""
+    """Read one stream after the other, on one connection."""
     body, took = json.dumps(given["body"]).encode(), list[float]()
     with _connected(given) as connection:
         for path in given["paths"]:
@@ -79,7 +79,7 @@ def one_by_one(given: Any) -> None:
 
 
 def long_history(given: Any) -> None:
-    """A loop with a tool, whose history grows. Before each request in `stops` it waits for a line on stdin."""
+    """Play a loop with a tool: the history grows. Before the requests in `stops` it waits for a line on stdin."""
     messages: list[Any] = [{"role": "user", "content": "Go."}]
     (path,) = given["paths"]
     with _connected(given) as connection:
@@ -105,7 +105,7 @@ def _connected(given: Any) -> socket.socket:
 
 
 def _whole(connection: socket.socket) -> bytes:
-    """An answer that has its length in its head."""
+    """Read an answer whose length is in its header."""
     data = b""
     while b"\r\n\r\n" not in data:
         data += connection.recv(65536)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own that this one asks: what a delta of many streams costs on either side."""
+"""An engine in another process: cost of a delta of many streams in each of the two processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TICK_SECONDS = 0.02
 
 
 def measure() -> Iterator[Figure]:
-    """Deltas of single ids, of streams that are sampled together."""
+    """Deltas of one id each, from streams that are sampled together."""
     here, there, rate = zip(*on_event_loop(_shared, TICK_SECONDS), strict=True)
     hurried, _, most = zip(*on_event_loop(_shared, 0.0), strict=True)
     alone = tuple(on_event_loop(_alone))
@@ -59,7 +59,7 @@ async def _alone() -> list[float]:
 
 
 async def _read(engine: Engine) -> tuple[float, float]:
-    """This process's microseconds for each delta, and the seconds that all took."""
+    """Return this process's microseconds for each delta, and the seconds for all of them."""
 
     async def read(number: int) -> None:
         sampling = dataclasses.replace(Sampling.defaults(), max_tokens=STREAM_IDS)

@@ -1,4 +1,4 @@
-"""The environments that are played: three calls of a tool and an answer."""
+"""Environments for benchmarks: three tool calls and an answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Sums(Environment):
 
 
 class AsyncSums(_Sums):
-    """Its code runs on the event loop."""
+    """Environment whose code runs on the event loop."""
 
     @tool
     async def add(self, a: int, b: int) -> int:
@@ -37,7 +37,7 @@ class AsyncSums(_Sums):
 
 
 class SyncSums(_Sums):
-    """The same in worker threads."""
+    """Environment whose code runs in worker threads."""
 
     @tool
     def add(self, a: int, b: int) -> int:

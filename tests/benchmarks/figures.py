@@ -1,4 +1,4 @@
-"""Figures of a benchmark: several rounds of one measurement, what they should be, and how they are shown."""
+"""Results of a benchmark: rounds of one measurement, their limits, and their display."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def main(measure: Callable[[], Iterable[Figure]]) -> None:
 
 
 def show(figures: Sequence[Figure]) -> None:
-    """Print a table, which is not cut to the width of a terminal if stdout is a file or a pipe."""
+    """Print a table. If stdout is a file or a pipe, the table is not cut to the width of a terminal."""
     console = Console()
     (console if console.is_terminal else Console(width=140)).print(shown(figures))
 
 
 def shown(figures: Sequence[Figure]) -> Table:
-    """Medians with the lowest and highest round, and the target beside each."""
+    """Medians with the lowest and the highest round, and the target next to each."""
     table = Table("", "median", "rounds", "", "target", "", box=None, pad_edge=False)
     for column in (1, 2):
         table.columns[column].justify = "right"

@@ -1,4 +1,4 @@
-"""A turn's token fix-up by length of the history, beside rendering all of it again and a hand-written renderer."""
+"""Cost of a turn's token fix-up by length of the history, compared with a full render and a hand-written renderer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EPISODE_COUNT = 200
 
 
 def measure() -> Iterator[Figure]:
-    """A turn's token fix-up by length of the history, and whole turns on a history of 10,000 tokens."""
+    """Cost of a turn's token fix-up by length of the history, and of whole turns on a history of 10,000 tokens."""
     on_one_core()
     tokenizer = vocabulary("qwen")
     cases = {name: _case(length, tokenizer) for name, length in LENGTHS.items()}
@@ -54,7 +54,7 @@ def measure() -> Iterator[Figure]:
 
 @dataclass(frozen=True)
 class _Case:
-    """One history, and what a turn on top of it costs in several ways."""
+    """One history, and the cost of a turn on top of it in several ways."""
 
     bridge: Callable[[], object]
     encode_tail: Callable[[], object]
@@ -73,7 +73,7 @@ def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
     sampled = [*tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'), eos]
 
     def bridge() -> list[int]:
-        """As a conversation does it: what is compared with a full render is made in another thread."""
+        """Bridge as a conversation does. The comparison with a full render runs in another thread."""
         answered = AnsweredTurn(history, new, [ADD], turn, plain=True)
         tail = bridger.locality.tail_at_once(answered)
         if tail is None:
@@ -86,7 +86,8 @@ def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
 
     tail = tokenizer.decode(bridge())
     prompt = list(bridger.first_prompt(history[:-1], [ADD]))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)  # the peer takes the library's own
+    # the compared renderer uses the library's own tokenizer
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     peer = renderers.qwen3.Qwen3Renderer(fast)
     assert peer.bridge_to_next_turn(prompt, sampled, new, tools=[ADD["function"]]) is not None
     return _Case(
@@ -108,7 +109,7 @@ ADD: dict[str, Any] = {
 
 
 def _history(length: int, tokenizer: VocabularyTokenizer) -> tuple[list[Message], int]:
-    """Tool rounds of some 200 ids, up to `length`, and the turn that is answered now."""
+    """Tool rounds of some 200 ids, up to `length`, and the turn that is answered next."""
     each = len(tokenizer.encode(WORDS)) + 40
     rounds = length // each
     messages: list[Message] = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -127,7 +128,7 @@ def _calls(number: int) -> Message:
 
 
 def _in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, tuple[float, ...]]:
-    """Microseconds of each way, by rounds that take turns, so that what else the machine does hits all alike."""
+    """Microseconds of each way. The ways take turns, so that other load on the machine affects all of them alike."""
     values: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUND_COUNT):
         for name, way in ways.items():
@@ -147,7 +148,7 @@ def _microseconds(way: Callable[[], object], times: int) -> float:
 
 
 class LongSums(Environment):
-    """Three sums on top of 10,000 tokens that stand before the question."""
+    """Environment with three sums on top of 10,000 tokens that precede the question."""
 
     def tasks(self) -> Iterator[Task]:
         before: list[Message] = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "Noted."}]

@@ -1,4 +1,4 @@
-"""Whole episodes on workers of Ray: what each costs its driver and its worker, and whether waiting workers add up."""
+"""Whole episodes on Ray workers: cost for the driver and for a worker, and the efficiency of workers that only wait."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ ROUND_COUNT = 5
 WORKER_COUNT = 4
 PLACE_COUNT = 8
 FIRST_ID_TICK_COUNT = 8
-"""Ticks from a request to its first id, of those engines that wait."""
+"""Ticks from a request to its first id, for engines that only wait."""
 TICK_SECONDS = 0.02
-"""Seconds of a tick: some twelve trajectories a second of one of them, so that none of them is busy.
+"""Seconds of a tick: an engine then plays some twelve trajectories a second, so that no engine is busy.
 
-One that comes late on full cores delays all that follow, so there are few of them."""
+A late tick on busy cores delays all later ones, so the ticks are few.
+"""
 
 
 def measure() -> Iterator[Figure]:
@@ -61,12 +62,12 @@ async def _alone() -> float:
 
 
 class ReplayingWorker(Worker):
-    """Plays one episode, and returns its trajectories for all later ones."""
+    """Worker that plays one episode, and returns its trajectories for all later episodes."""
 
     _first: AttemptResult | None = None
 
     async def play(self, run_number: int, number: int, packed: bytes) -> AttemptResult:
-        """The trajectories of the first episode, under the name of this one."""
+        """Return the trajectories of the first episode, with the name of this one."""
         key = self._key(packed)
         first = self._first = self._first or await super().play(run_number, number, packed)
         renamed = [
@@ -76,7 +77,7 @@ class ReplayingWorker(Worker):
 
 
 class ReplayingActor(WorkerActor):
-    """One in an actor."""
+    """A `ReplayingWorker` in an actor."""
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         number, _ = arguments
@@ -84,7 +85,7 @@ class ReplayingActor(WorkerActor):
 
 
 class NoLimiterService:
-    """Its episodes have no limiters."""
+    """Limiter service for episodes without limiters."""
 
     async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
         raise AssertionError(f"a limiter {name}")
@@ -94,7 +95,7 @@ class NoLimiterService:
 
 
 class ReplayingEngines(RayEngines):
-    """A driver is measured on its own core: playing would take both."""
+    """Engines of a fleet that replays. The driver is measured on its own core, and playing would use both cores."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngine(REPLIES), workers=1)
@@ -111,7 +112,7 @@ async def _busy() -> list[tuple[float, float, float]]:
 
 
 async def _measured(engine: RayEngines) -> list[tuple[float, float, float]]:
-    """Trajectories a second, and milliseconds of the driver and the workers for each, by rounds."""
+    """Trajectories a second, and the milliseconds of the driver and of the workers per trajectory, for each round."""
     measured = []
     async with engine:
         for _ in range(ROUND_COUNT):
@@ -137,7 +138,7 @@ def _slow() -> ScriptedEngine:
 
 
 async def _play(engine: Any, episodes: int, file: Path | None) -> tuple[float, float]:
-    """Trajectories a second, and this process's own milliseconds for each."""
+    """Return the trajectories a second, and this process's milliseconds per trajectory."""
     concurrency = Concurrency(episodes=None if file is None else 256)
     async with Run(AsyncSums(episodes), engine, file=file, concurrency=concurrency) as run:
         with collector_settings():
@@ -152,7 +153,7 @@ async def _play(engine: Any, episodes: int, file: Path | None) -> tuple[float, f
 
 
 def _worked(engine: RayEngines) -> float:
-    """Seconds of processor time that the workers took so far."""
+    """Seconds of processor time that the workers have used so far."""
     times = [psutil.Process(worker.pid).cpu_times() for worker in engine.workers()]
     return sum(each.user + each.system for each in times)
 

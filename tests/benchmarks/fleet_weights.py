@@ -1,4 +1,4 @@
-"""New weights for two workers with real engines, under running episodes: the call, and how long each was paused."""
+"""Update of the weights of two workers with real engines during episodes: time of the call, and of each pause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engines.small_model import small_model
 
 ROUND_COUNT = 5
 LAYERS: int | None = None
-"""Layers of the demo model; all of them are 270 MB."""
+"""Number of layers of the demo model that are used. All of its layers are 270 MB."""
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -47,7 +47,7 @@ async def _updates(model: Path) -> list[tuple[float, float, float]]:
         Run(TalksLong, engine, group_size=8) as run,
         anyio.create_task_group() as group,
     ):
-        # As a trainer does, which has a batch first; and the first steps of an engine take seconds.
+        # A trainer also has a batch before its first update, and the first steps of an engine take seconds.
         await anext(run)
         group.start_soon(_drop, run)
         for _ in range(ROUND_COUNT):

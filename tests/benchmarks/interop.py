@@ -1,4 +1,4 @@
-"""Tools and tasks of other projects: calls of MCP and OpenEnv beside a plain tool, and a large Parquet file."""
+"""Tools and tasks of other projects: calls of MCP and OpenEnv compared with a plain tool, and a large Parquet file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print(json.dumps([count, megabytes() - before]))
 
 
 class Plain(Environment):
-    """A tool of the environment itself."""
+    """Environment with a tool of its own."""
 
     def tasks(self) -> list[Task]:
         return [Task(id="sum", prompt="Add.")]
@@ -62,7 +62,7 @@ class Plain(Environment):
 
 
 def measure() -> Iterator[Figure]:
-    """Milliseconds from the end of a turn with one call to its answer, and the memory that tasks of a file take."""
+    """Milliseconds from the end of a turn with one call to its answer, and the memory for the tasks of a file."""
     with ExitStack() as stack:
         one = [{"prompt": "Add.", "answer": "3"}]
         server = f"{sys.executable} {MCP_SERVER}"
@@ -87,7 +87,7 @@ def measure() -> Iterator[Figure]:
 
 
 async def _answered(environment: Callable[[], Environment], made: Any) -> float:
-    """Milliseconds that the calls of one episode took, for each."""
+    """Milliseconds of each call of one episode."""
     replies = [*[[made]] * TURN_COUNT, "Done."]
     limits = Limits(turns=TURN_COUNT + 1)
     async with Run(environment(), ScriptedEngine(replies, context=65536), limits=limits, breaker=1) as run:
@@ -114,7 +114,7 @@ def _table(first: int) -> pa.Table:
 
 
 def _memory(file: Path, shuffle: int | None, rows: int) -> float:
-    """Most memory beyond that of the imports, in MiB, while a process of its own reads all tasks."""
+    """Peak memory in MiB, beyond the memory after the imports, of a process that reads all tasks."""
     command = [sys.executable, "-c", READ, str(file), json.dumps(shuffle)]
     count, memory = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     if count != rows:

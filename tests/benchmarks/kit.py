@@ -1,4 +1,4 @@
-"""The testing kit: what loading its pytest plugin costs every test run, and what an episode costs a test."""
+"""The testing kit: the time that its pytest plugin adds to every test run, and the time of an episode in a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print((time.perf_counter() - began) * 1e3)
 
 
 class Product(Environment):
-    """One tool, two turns."""
+    """Environment with one tool and two turns."""
 
     def tasks(self) -> list[Task]:
         return [Task(id="product", prompt="What is 6 * 7?", answer="42")]
@@ -42,7 +42,7 @@ def measure() -> Iterator[Figure]:
     yield Figure(
         "import runner.pytest_plugin, pytest being there", "ms", tuple(map(_imported, range(ROUND_COUNT))), under=30
     )
-    _played(0)  # what is loaded once
+    _played(0)  # loads everything that is loaded once
     yield Figure(
         "play() of two turns, an event loop of its own each time", "ms", tuple(map(_played, range(ROUND_COUNT)))
     )

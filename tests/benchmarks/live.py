@@ -1,4 +1,4 @@
-"""Ten thousand episodes alive at once, on one core: what one of them weighs, and how late the event loop runs."""
+"""Ten thousand episodes alive at once, on one core: memory per episode, and lag of the event loop."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ PROBE_SECONDS = 0.005
 
 
 def measure() -> Iterator[Figure]:
-    """Ten thousand live episodes: memory, and the loop's lag while an id comes for each of them every 250 ms."""
+    """Ten thousand live episodes: memory, and the loop's lag while each of them gets an id every 250 ms."""
     on_one_core()
     yield from on_event_loop(_measure)
 
 
 async def _measure() -> list[Figure]:
-    # An id a tick for each stream; that they begin apart by up to 50 ticks changes nothing once all have begun.
+    # One id per tick for each stream. Streams begin up to 50 ticks apart, which makes no difference once all have
+    # begun.
     engine = ScriptedEngine(
         "x" * REPLY_CHARS,
         places=EPISODE_COUNT,
@@ -79,7 +80,7 @@ async def _lags() -> tuple[list[float], list[float]]:
 
 
 def _token_bytes(engine: ScriptedEngine) -> int:
-    """Bytes of ids, log-probabilities and sources in the logs, and of what the engine keeps for what it will say."""
+    """Bytes of ids, log-probabilities and sources in the logs, and of the engine's copy of its future replies."""
     streams = cast("Iterable[ScriptedStream]", engine.runtime.requests)
     logged = sum(len(stream.request.prompt) + stream.sent for stream in streams)
     return logged * 9 + EPISODE_COUNT * (REPLY_CHARS + 1) * 2 * 8

@@ -1,4 +1,4 @@
-"""Time until the driver of a fleet notices a lost worker or machine, and has replaced it."""
+"""Time until the driver of a fleet detects a lost worker or machine, and until it has replaced it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.benchmarks.figures import Figure, main
 from tests.cluster.ray_cluster import standing
 
 WORKER_KILL_COUNT = 4
-"""Workers that are killed, in two slots by turns: a slot gets at most three new workers an hour."""
+"""Number of workers that are killed, in two slots in turn: a slot gets at most three new workers an hour."""
 MACHINE_KILL_COUNT = 3
 POLL_SECONDS = 0.002
 """Seconds between two looks at the list of workers."""
 
 
 def measure() -> Iterator[Figure]:
-    """From `kill -9` to the driver's word of it, and to a worker that plays again."""
+    """Time from `kill -9` until the driver reports it, and until a replacement plays."""
     noticed, replaced = zip(*on_event_loop(_workers), strict=True)
     yield Figure("a worker's process is killed: noticed", "s", noticed, under=0.5)
     yield Figure("another one is ready to play, its back-off of 1 to 2 s included", "s", replaced, under=5)
-    with TemporaryDirectory(prefix="dr-", dir="/tmp") as folder:  # a short name, since Ray's sockets lie in it
+    with TemporaryDirectory(prefix="dr-", dir="/tmp") as folder:  # a short path, since Ray's sockets lie in it
         yield Figure("a machine is killed: noticed", "s", tuple(on_event_loop(_machines, Path(folder))), under=5)
 
 
@@ -60,7 +60,7 @@ async def _machines(folder: Path) -> list[float]:
 
 
 async def _after(engine: RayEngines, began: float, *, workers: int) -> float:
-    """Wait until there are so many workers, and return the seconds since `began`."""
+    """Wait until this many workers exist, and return the seconds since `began`."""
     while len(engine.workers()) != workers:  # noqa: ASYNC110  # no event is set
         await anyio.sleep(POLL_SECONDS)
     return time.perf_counter() - began

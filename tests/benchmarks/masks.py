@@ -1,4 +1,4 @@
-"""Enforced calls by class of format: what an id's token mask costs, and what compiling the grammar does."""
+"""Enforced calls by class of format: cost of an id's token mask, and of compiling the grammar."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def _one_of_many(form: CallFormat) -> str:
 
 
 class _Bench:
-    """The vocabulary as vLLM hands it to xgrammar."""
+    """The vocabulary in the form in which vLLM passes it to xgrammar."""
 
     def __init__(self, marks: Sequence[str] = ()) -> None:
-        """With `marks` as further control tokens."""
+        """Load the vocabulary, with `marks` as additional control tokens."""
         self._tokenizer = vocabulary("qwen")
         own = self._tokenizer._tokenizer
         names = [own.id_to_token(token_id) or "" for token_id in range(own.get_vocab_size())]
@@ -110,7 +110,7 @@ class _Bench:
         self._mask = xgrammar.allocate_token_bitmask(1, VOCABULARY_SIZE)
 
     def marks_of(self, form: CallFormat) -> list[str]:
-        """The tags of a format, which vocabularies made for it have as control tokens."""
+        """The tags of a format, which are control tokens in vocabularies made for it."""
         texts = TurnFormat(form, None, ContentFormat("", "")).texts()
         return sorted({mark for text in texts for mark in CutPoints().split(text) if CutPoints().is_tag(mark)})
 
@@ -124,12 +124,12 @@ class _Bench:
     def figures(
         self, name: str, enforced: Constraint | None, text: str, under: tuple[float, float] = (50, 600)
     ) -> Iterator[Figure]:
-        """Costs of a mask and of compiling, with their limits in us and ms."""
+        """Times of a mask in us and of compiling in ms, with their limits."""
         assert enforced is not None
         ids = self._ids(text)
         compiling, filling = [], []
         for _ in range(ROUND_COUNT):
-            # A new compiler, since one keeps what it compiled.
+            # A new compiler, since a compiler caches its results.
             compiler = TokenGrammarCompiler(xgrammar.GrammarCompiler(self._info, max_threads=8))
             began = time.process_time()
             compiled = _compiled(compiler, enforced)

@@ -1,4 +1,4 @@
-"""The same token-level requests through `Run` and straight through `AsyncLLM`, on one engine, turns about."""
+"""The same token-level requests through `Run` and directly through `AsyncLLM`, in turn, on one engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER = "Continue, and say what comes next. " * 2
 
 
 class Work(NamedTuple):
-    """Size of the work that both ways do in a round, and the number of rounds."""
+    """Work of both ways in a round, and the number of rounds."""
 
     episodes: int
     turns: int
@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 class Chatter(Environment):
-    """Turns of a fixed length, so that both ways ask for the same work."""
+    """Environment with turns of a fixed length, so that both ways do the same work."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -56,18 +56,18 @@ class Chatter(Environment):
 
 
 Requests = list[list[tuple[list[int], tuple[int, ...], int | None]]]
-"""Of each episode, of each turn: the prompt's ids, the ids that end it, the seed."""
+"""For each turn of each episode: the ids of the prompt, the ids that end the turn, the seed."""
 
 
 def measure() -> Iterator[Figure]:
-    """Sampled ids a second through `Run` and straight through `AsyncLLM`: the same requests, turns about."""
+    """Sampled ids a second through `Run` and directly through `AsyncLLM`, in turn, for the same requests."""
     with TemporaryDirectory() as folder, quiet_output(Path(folder) / "vllm.log"):
         ours, raw = on_event_loop(_on_an_engine)
     yield from figures(ours, raw)
 
 
 def figures(ours: tuple[float, ...], raw: tuple[float, ...]) -> Iterator[Figure]:
-    """Of the ids a second that both ways gave, round by round."""
+    """Figures from the ids a second of both ways, by round."""
     ratios = tuple(one / other for one, other in zip(ours, raw, strict=True))
     name = f"{EPISODE_COUNT} episodes of {TURN_COUNT} turns of {TURN_TOKENS} ids"
     yield Figure(f"{name}, through Run", "ids/s", ours)
@@ -81,14 +81,14 @@ async def _on_an_engine() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 async def rounds(engine: VllmEngine, work: Work | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Ids a second through `Run` and straight through `AsyncLLM`, for each round."""
+    """Ids a second through `Run` and directly through `AsyncLLM`, for each round."""
     work = work or Work(EPISODE_COUNT, TURN_COUNT, TURN_TOKENS, ROUND_COUNT)
     ours: list[float] = []
     raw: list[float] = []
     _, requests = await _through_run(engine, work)  # also warms the engine up
     await _straight(engine, work, requests)
     for number in range(work.rounds):
-        # Who comes first alternates, since a machine that is getting busier would favour the other.
+        # The order alternates, since rising load on the machine would favour the way that is always first.
         for own in (True, False) if number % 2 else (False, True):
             await engine.vllm.llm.reset_prefix_cache()
             if own:

@@ -1,9 +1,9 @@
-"""Planted faults that proofs of weights find, and right updates that they refuse.
+"""Planted faults that weight proofs detect, and correct updates that they refuse.
 
 `python -m tests.benchmarks.proof_power [--model demo] [--dtype float32] [--updates 200]`
 
-The engine gets weights with a fault, and the proofs are of the right ones. Then come right updates. `--model` is the
-demo model, its lowest layers (`small`) or a tiny mixture of experts (`experts`).
+First, the engine gets weights with a fault, and proofs of the correct weights. Then it gets correct updates. `--model`
+is the demo model (`demo`), its lowest layers (`small`) or a tiny mixture of experts (`experts`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost of a weight proof beside an update, and ids per second of `score`."""
+"""Cost of a weight proof compared with an update, and ids per second of `score`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ LARGE: dict[str, Any] | None = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-"""Sizes of Llama 3.2 1B, which is measured with random weights and the demo model's vocabulary; None for none."""
+"""Sizes of Llama 3.2 1B, measured with random weights and the demo model's vocabulary. None skips it."""
 LARGE_ROUND_COUNT = 2
 LARGE_PROOF_LENGTH = 64
 LARGE_SEQUENCE_COUNT = 2
 LARGE_SAMPLED_TOKENS = 8
-"""Fewer ids than for the demo model: two cores compute some ten ids of the 1B shape in a second."""
+"""Sampled ids of the large model, fewer than for the demo model: two cores compute some ten of its ids a second."""
 LARGE_BYTES = 12 * 2**30
-"""Free memory that the large model needs: trainer, engine, a second model while weights are loaded, and their copy."""
+"""Free memory that the large model needs: trainer, engine, and, while weights are loaded, a second model and its copy.
+"""
 
 
 def measure() -> Iterator[Figure]:
-    """On the real engine: the demo model in float32, and a model of 1 billion parameters in bfloat16."""
+    """Measure on the real engine: the demo model in float32, and a model of 1 billion parameters in bfloat16."""
     yield from anyio.run(_measured)
 
 
@@ -71,7 +72,7 @@ async def _large_figures(demo: Path) -> list[Figure]:
 
 
 def _large(folder: Path, demo: Path) -> Any:
-    """A model with the sizes of `LARGE` and random weights, in bfloat16, saved in `folder`."""
+    """Create a model with the sizes of `LARGE` and random weights, in bfloat16, saved in `folder`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -102,7 +103,7 @@ async def _figures(
         proof = weight_proof(model, engine.tokenizer, size=length)
         await engine.prove(proof)
         alone, proven, made = list[float](), list[float](), list[float]()
-        for _ in range(rounds):  # in turns, so that both see the same machine
+        for _ in range(rounds):  # in turns, so that load on the machine affects both alike
             alone.append(await _seconds(engine.update_weights(tensors)))
             proven.append(await _seconds(engine.update_weights(tensors, proof=proof)))
             began = time.perf_counter()
@@ -120,7 +121,7 @@ async def _figures(
         ):
             rates = [await _ids_per_second(engine, ids[:scored], sampling, sequences) for _ in range(rounds)]
             figures.append(Figure(f"  {way}: {sequences} sequences of {scored} ids", "ids/s", tuple(rates)))
-    for figure in figures:  # in case the rest takes too long
+    for figure in figures:  # printed here, in case the rest takes too long
         print(f"{figure.name}: {figure.median:.3g} {figure.unit}", file=sys.stderr, flush=True)
     return figures
 

@@ -1,6 +1,6 @@
-"""Two data-parallel ranks in one engine: how much of late turns is in the cache, by our pin and by vLLM's own choice.
+"""Two data-parallel ranks in one engine: share of late prompts in the cache, with our pinning and with vLLM's choice.
 
-The same episodes twice, by counts and not by the clock: what vLLM computes again is the same on any machine.
+Both play the same episodes. The result is a count, not a time, so it is the same on any machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORDS = "Tell me of the river, the mill, the town and the road that goes there. 
 
 
 class Talk(Environment):
-    """Many turns, each with something to read."""
+    """Environment with many turns, each with a text to read."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt=f"Story {number}. {WORDS}") for number in range(EPISODE_COUNT)]
@@ -34,7 +34,7 @@ class Talk(Environment):
     async def rollout(self, conversation: Conversation) -> None:
         for turn in range(TURN_COUNT):
             await conversation.generate(sampling=Sampling(max_tokens=24, stop_ids=()))
-            # They come back in another order than they went, as they do from tools.
+            # Episodes continue in another order than they paused, as they do after tools.
             await anyio.sleep(0.01 * (int(self.task.id) * 7 % 5))
             conversation.add(f"And then, in chapter {turn}? Say it in other words than before, please.")
 
@@ -44,7 +44,7 @@ class Talk(Environment):
 
 
 def measure() -> Iterator[Figure]:
-    """The share of the prompts' ids that the cache of two ranks held, and the late turns that changed their rank."""
+    """Share of the prompts' ids that the cache of two ranks had, and the number of late turns that changed rank."""
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(Path(folder), demo_model(), layers=2)
         for way, (cached, moved) in on_event_loop(_both, model).items():

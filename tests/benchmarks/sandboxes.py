@@ -1,4 +1,4 @@
-"""Sandboxes: turns with a command in one over turns with a plain tool, sandboxes a minute, and the lag of the loop."""
+"""Sandboxes: cost of a turn with a command compared with a plain tool, sandboxes a minute, and the event loop's lag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMAND_COUNT = 1
 
 
 class Plain(Environment):
-    """The same turns with a tool that does nothing."""
+    """Environment with the same turns, and a tool that does nothing."""
 
     limits = Limits(turns=50)
 
@@ -43,7 +43,7 @@ class Plain(Environment):
 
 
 def measure() -> Iterator[Figure]:
-    """Sandboxes: a command over a plain tool, sandboxes a minute, and the lag of the loop with 32 of them."""
+    """Sandboxes: a command compared with a plain tool, sandboxes a minute, and the loop's lag with 32 sandboxes."""
     engine, reason = engine_or_reason()
     if not engine:
         print(reason)
@@ -103,7 +103,7 @@ async def _exec_milliseconds(provider: Containers) -> tuple[float, ...]:
 
 
 async def _lags(provider: Containers) -> list[float]:
-    """The lag of each wake-up, one every 5 ms, while all sandboxes are opened, used and removed."""
+    """Lag of a timer that fires every 5 ms, while all sandboxes are opened, used and removed."""
     lags: list[float] = []
 
     async def watch() -> None:

@@ -1,4 +1,4 @@
-"""Cost of the scripted engine itself, which every other figure on it contains: a turn, and a token, on one core."""
+"""Cost of the scripted engine itself for a turn and a token, on one core. All figures on this engine contain it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start times: `import runner`, and an answer of the command line."""
+"""Start times of `import runner` and of the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUND_COUNT = 9
 
 
 def measure() -> Iterator[Figure]:
-    """Start times, as a new process each time."""
+    """Start times, each in a new process."""
     command = str(Path(sys.executable).with_name("deltarunner"))
     nothing = _milliseconds([sys.executable, "-c", "pass"])
     imported = _milliseconds([sys.executable, "-c", "import runner"])
@@ -32,7 +32,7 @@ def _milliseconds(command: Sequence[str]) -> tuple[float, ...]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return (time.perf_counter() - began) * 1e3
 
-    once()  # writes what is compiled
+    once()  # writes the compiled files
     return tuple(once() for _ in range(ROUND_COUNT))
 
 

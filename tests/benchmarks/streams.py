@@ -1,7 +1,7 @@
 """Cost of an id at 1,000 streams, from vLLM's wire format to the token log, on one core.
 
-Everything of vLLM that runs in this process runs here: the decoder of its messages, `AsyncLLM`'s own output loop,
-its output processor and collectors; then ours. Only the core is missing: one encoded step is answered again and again.
+All of vLLM's code for this process runs here: the decoder of its messages, `AsyncLLM`'s own output loop, its output
+processor and its collectors. Our code follows. Only the engine core is missing: a stand-in repeats one encoded step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure() -> Iterator[Figure]:
 
 
 class Core:
-    """Answers as a core would that samples one id for every stream in every step."""
+    """Stand-in for an engine core that samples one id for every stream in every step."""
 
     def __init__(self) -> None:
         from vllm.v1.engine import EngineCoreOutputs
@@ -68,12 +68,12 @@ class Core:
         self._step, self._last = _encoded_step(finished=False), _encoded_step(finished=True)
 
     async def get_output_async(self) -> Any:
-        # As the socket's reader does: the loop comes to everybody else between two steps.
+        # vLLM's socket reader also yields here: other tasks of the loop run between two steps.
         await asyncio.sleep(0)
         if self.answered == STEP_COUNT:
             await asyncio.Event().wait()
         self.answered += 1
-        if self.answered == 2:  # the first step wakes tasks that are still being started
+        if self.answered == 2:  # the first step still starts tasks
             self.began = time.thread_time()
         return self._decode(self._last if self.answered == STEP_COUNT else self._step)
 
@@ -100,7 +100,7 @@ def _encoded_step(*, finished: bool) -> Any:
 
 
 class Frontend:
-    """The part of `AsyncLLM` that an engine of ours calls, over its real output loop and processor."""
+    """The part of `AsyncLLM` that our engine calls, with its real output loop and processor."""
 
     errored = False
 
@@ -115,7 +115,7 @@ class Frontend:
         self.renderer = SimpleNamespace(mm_processor_cache=None)
 
     def read(self) -> None:
-        """Begin `AsyncLLM`'s own output loop, over the attributes that it reads."""
+        """Start `AsyncLLM`'s own output loop, with the attributes that it reads."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         AsyncLLM._run_output_handler(self)
@@ -142,7 +142,7 @@ class Frontend:
 
 
 def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
-    """An engine of ours that was not started: its core is not there."""
+    """An engine of ours that is not started, since it has no core."""
     engine = VllmEngine("smollm2-135m", stream_interval=stream_interval)
     engine.runtime = VllmRuntime(
         VllmProcess(ResolvedModel("none", "", Path()), {}),

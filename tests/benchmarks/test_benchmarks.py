@@ -1,4 +1,4 @@
-"""Every benchmark runs through, in sizes at which its figures mean nothing."""
+"""Every benchmark runs to its end, in sizes that are too small for meaningful figures."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ CONTAINERS = ("sandboxes",)
 
 
 def for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cores that this process was given for one worker, for each of two."""
+    """Let each of two workers use the cores that were set for one worker of this process."""
     if cores := os.environ.get(BINDING):
         monkeypatch.setenv(BINDING, f"{cores}|{cores}")
 
@@ -101,7 +101,7 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module(f"tests.benchmarks.{name}")
     for constant, value in SMALL[name].items():
         monkeypatch.setattr(module, constant, value)
-    if hasattr(module, "on_one_core"):  # the tests that follow may have all of them
+    if hasattr(module, "on_one_core"):  # later tests may use all cores
         monkeypatch.setattr(module, "on_one_core", lambda: None)
     return module
 
@@ -145,7 +145,7 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.engine
 @pytest.mark.in_turns("benchmarks of vLLM")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch in its own code
 @pytest.mark.parametrize(
     "name",
     [VLLM[0], *(pytest.param(name, marks=pytest.mark.whole) for name in VLLM[1:])],
@@ -153,7 +153,7 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "ranks":
         for_each_worker(monkeypatch)
-    if name == "verifiers":  # a test installs nothing, and plays with what is there
+    if name == "verifiers":  # a test installs nothing, and uses what is installed
         monkeypatch.setattr(verifiers, "install", lambda: verifiers.PEER.missing)
     assert_measured(small(name, monkeypatch).measure())
 

@@ -1,4 +1,4 @@
-"""Beside verifiers: what counts as a prompt that lost its ids, and that only the same episodes are compared."""
+"""The benchmark against verifiers: which prompts have lost their ids, and that only equal episodes are compared."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`Run` beside straight `AsyncLLM` where the turns of many episodes end together, with a scripted engine core.
+"""`Run` compared with direct `AsyncLLM` if the turns of many episodes end together, with a scripted engine core.
 
-The core shares this process's event loop, so its steps wait for prompts that are being built: with a core in a process
-of its own, as vLLM has it, the ratio is higher.
+The core shares this process's event loop, so its steps wait while prompts are built. vLLM's core has a process of its
+own, so the ratio is higher there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEP_SECONDS = 0.05
 
 
 def measure() -> Iterator[Figure]:
-    """Ids a second through `Run`, as a ratio of those straight through `AsyncLLM`, by the number of episodes."""
+    """Ids a second through `Run`, divided by ids a second directly through `AsyncLLM`, by the number of episodes."""
     with TemporaryDirectory() as folder, quiet_output(Path(folder) / "vllm.log"):
         ratios = on_event_loop(_ratios)
     for width, values in ratios.items():

@@ -25,7 +25,7 @@ TEXT = "A sentence of the model that is about as long as a call of a tool. " * 3
 
 
 class Counting(RunObserver):
-    """An observer that does the least."""
+    """An observer that only counts."""
 
     count = 0
 
@@ -45,7 +45,7 @@ def measure() -> Iterator[Figure]:
     yield Figure("TrainingBatch.padded: rows", "1/s", tuple(len(trajectories) / each for each in padded))
     yield Figure("  memory of the batch, an id", "bytes", (_bytes(groups) / (ids * len(trajectories)),))
     yield Figure("Run: an episode", "us", tuple(_run() for _ in range(ROUND_COUNT)))
-    # Alone, since both are less than the differences between runs.
+    # Measured alone, since both are smaller than the differences between runs.
     yield Figure("  an observer of it, its thread included", "us", tuple(_observer(groups) for _ in range(ROUND_COUNT)))
     yield Figure("  BackgroundPlayer: a call and its result, in place of an await", "us", tuple(_calls(ROUND_COUNT)))
 
@@ -88,7 +88,7 @@ def _run() -> float:
 
 
 def _observer(groups: list[Group]) -> float:
-    """Microseconds of the events of an episode of two turns, until an observer has them."""
+    """Microseconds until an observer has the events of an episode of two turns."""
 
     def send() -> None:
         for _ in range(REPEAT_COUNT):
@@ -103,7 +103,7 @@ def _observer(groups: list[Group]) -> float:
 
 
 def _calls(rounds: int) -> Iterator[float]:
-    """Microseconds of a call from another thread that plays nothing."""
+    """Microseconds of a call from another thread, with nothing to play."""
 
     async def nothing() -> None:
         pass

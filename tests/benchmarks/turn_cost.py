@@ -1,6 +1,6 @@
 """Processor time of this process for each turn over vLLM's `AsyncLLM`, whose engine core is replaced by a script.
 
-What a turn costs the event loop bounds how many turns one process plays, however fast the model is.
+The cost of a turn on the event loop limits the number of turns that one process plays, even with a fast model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEP_SECONDS = 0.005
 
 
 def measure() -> Iterator[Figure]:
-    """Milliseconds of this process's processor time a turn of one constrained call, with a run file."""
+    """Milliseconds of this process's processor time per turn with one constrained call, with a run file."""
     with TemporaryDirectory() as folder, quiet_output(Path(folder) / "vllm.log"):
         rounds = on_event_loop(_rounds, Path(folder))
     for width, values in rounds.items():
@@ -50,7 +50,7 @@ async def _rounds(folder: Path) -> dict[int, list[float]]:
             for number in range(ROUND_COUNT + 1):
                 for width in WIDTHS:
                     cost = await _play(engine, width, folder / f"{number}-{width}.db")
-                    if number:  # the first round loads and learns
+                    if number:  # the first round loads modules and learns the template
                         figures[width].append(1000 * cost)
     finally:
         llm.shutdown()
@@ -78,7 +78,7 @@ async def _play(engine: VllmEngine, width: int, file: Path) -> float:
 
 
 def scripted_llm(folder: str, reply: Sequence[int], width: int, step_seconds: float) -> Any:
-    """An `AsyncLLM` whose core answers every request with these ids, one a step."""
+    """An `AsyncLLM` whose core answers every request with these ids, one per step."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -98,7 +98,7 @@ def scripted_llm(folder: str, reply: Sequence[int], width: int, step_seconds: fl
 
 
 class ScriptedCore:
-    """As much of vLLM's client of an engine core as a run asks, with steps that take no processor time."""
+    """The methods of vLLM's core client that a run calls, with steps that take no processor time."""
 
     engine_ranks_managed = (0,)
 
@@ -113,14 +113,14 @@ class ScriptedCore:
         self.resources = type("Resources", (), {"engine_dead": False, "engine_manager": None})()
 
     async def add_request_async(self, request: Any) -> None:
-        """Open a request; it is encoded as for a process."""
+        """Open a request. It is encoded as if for another process."""
         self._encode(request)
         count = request.sampling_params.logprobs
         self._open[request.request_id] = iter(self._reply), count
         self._some.set()
 
     async def get_output_async(self) -> Any:
-        """The ids of a step."""
+        """Return the ids of a step."""
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
         while not self._open:
@@ -158,7 +158,7 @@ class ScriptedCore:
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Nothing runs."""
+        """Do nothing, since nothing runs."""
 
 
 def _logprobs(ids: Sequence[int], count: int) -> Any:

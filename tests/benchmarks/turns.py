@@ -1,4 +1,4 @@
-"""Turns a second on one core, with a scripted engine that takes no time: what the runner itself costs."""
+"""Turns a second on one core, with a scripted engine that takes no time: the cost of the runner itself."""
 
 from __future__ import annotations
 

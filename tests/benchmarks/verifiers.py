@@ -1,6 +1,7 @@
-"""Episodes of tool calls beside verifiers': ours in the engine's process and over a server, theirs over the same one.
+"""Tool-call episodes compared with verifiers: ours in the engine's process and over a server, theirs over that server.
 
-verifiers and vLLM want other versions of the same libraries, so it gets a virtual environment of its own, once.
+verifiers and vLLM need different versions of the same libraries. So verifiers gets a virtual environment of its own,
+created once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ROUND_COUNT = 3
 TURN_COUNT = 6
 TURN_TOKENS = 48
 
-# 0.3.1 is the last with `ToolEnv`, whose episodes are played in the process; openai 3 came after it.
+# 0.3.1 is the last version with `ToolEnv`, whose episodes are played in the process. openai 3 came later.
 PEER = Install("verifiers", ("verifiers==0.3.1", "openai<3"), npm=False, script="")
 THEIRS = "verifiers 0.3.1 over the same server"
 ENGINE: dict[str, Any] = {
@@ -50,16 +51,18 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "logprobs_mode": "processed_logprobs",
 }
-"""Arguments of the engine, in the process and as the server."""
+"""Arguments of the engine, both in this process and as a server."""
 RETURNS = "{%- if 'return' in function -%}"
-"""The part of our template with the return type of a tool, which OpenAI's form of a tool, and so verifiers, lacks."""
+"""The part of our template with the return type of a tool. OpenAI's form of a tool has no return type, and so verifiers
+has none.
+"""
 
 Turns = Sequence[tuple[list[int], list[int]]]
-"""Of each turn of an episode the prompt's ids and the sampled ones."""
+"""For each turn of an episode: the ids of the prompt and the sampled ids."""
 
 
 class Sums(Calculator):
-    """Its calls are free, since each side would force them by another grammar."""
+    """Environment with unconstrained calls, since each side would constrain them by another grammar."""
 
     tool_choice = "auto"
 
@@ -71,9 +74,9 @@ class Round:
     wall: float
     """Seconds by the clock."""
     processor: float
-    """Seconds of the client's process: engine and server are others."""
+    """Seconds of processor time of the client's process: engine and server are other processes."""
     right: float
-    """Episodes that gave the right answer."""
+    """Number of episodes with the correct answer."""
     episodes: Sequence[Turns]
     """The ids of every episode."""
 
@@ -91,13 +94,15 @@ class Way:
     """One way to play."""
 
     warm: Round
-    """A first round, at temperature 1: of that only ids are compared."""
+    """A first round, at temperature 1. Only its ids are compared."""
     rounds: list[Round]
-    """The measured ones, at temperature 0, in which all ways sample alike."""
+    """The measured rounds, at temperature 0, at which all ways sample alike."""
 
 
 def continuing(episodes: Sequence[Turns]) -> tuple[int, int]:
-    """Numbers of prompts that continue an episode, and of those that do not begin with the earlier prompt and turn."""
+    """Return the number of prompts that continue an episode, and of those that do not begin with the earlier prompt and
+    turn.
+    """
     pairs = [pair for turns in episodes for pair in pairwise(turns)]
     return len(pairs), sum(
         prompt[: len(before) + len(sampled)] != [*before, *sampled] for (before, sampled), (prompt, _) in pairs
@@ -105,8 +110,8 @@ def continuing(episodes: Sequence[Turns]) -> tuple[int, int]:
 
 
 def measure() -> Iterator[Figure]:
-    """Episodes of tool calls: in the engine's process, over a server, and verifiers' over that server."""
-    # Else the server would leave a core of each pair idle, and the engine in our process would not.
+    """Tool-call episodes: in the engine's process, over a server, and with verifiers over that server."""
+    # Otherwise the server would leave one core of each pair idle, and the engine in our process would not.
     os.environ.setdefault(BINDING, cores_by_worker(1, os.sched_getaffinity(0)))
     if why := install():
         print(why, file=sys.stderr, flush=True)
@@ -121,7 +126,7 @@ def measure() -> Iterator[Figure]:
 
 
 def figures(ways: dict[str, Way]) -> Iterator[Figure]:
-    """Of each way to play."""
+    """Figures of each way to play."""
     for way, of in ways.items():
         played = of.rounds
         yield Figure(
@@ -142,7 +147,7 @@ def figures(ways: dict[str, Way]) -> Iterator[Figure]:
 
 
 def same_prompts(ways: dict[str, Way]) -> None:
-    """Refuse to compare what does not begin alike."""
+    """Raise an error if episodes begin with different prompts."""
     first = {
         way: [sorted(turns[0][0] for turns in each.episodes) for each in (of.warm, *of.rounds)]
         for way, of in ways.items()
@@ -154,7 +159,7 @@ def same_prompts(ways: dict[str, Way]) -> None:
 
 
 def install() -> str:
-    """Install verifiers where it is not there yet; why it cannot be, or ""."""
+    """Install verifiers if it is missing. Return the reason why it cannot be installed, or ""."""
     if PEER.missing:
         try:
             PEER.install()
@@ -173,7 +178,7 @@ async def _in_process(template: Path) -> Way:
 
 
 def _over_a_server(template: Path, *, beside_verifiers: bool) -> dict[str, Way]:
-    """Turns about, so that a machine that is getting busier favours neither."""
+    """Play the ways in turn, so that rising load on the machine favours neither."""
     arguments = ["--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
     with model_server(demo_model(), template.with_name("server.log"), *_options(), *arguments) as server:
 
@@ -212,7 +217,7 @@ async def _round(engine: Engine, temperature: float) -> Round:
 
 @contextmanager
 def _peer(url: str, model: str, log: Path) -> Iterator[Callable[[float], Round]]:
-    """verifiers in a process of its own, begun at its first round."""
+    """verifiers in a process of its own, which starts at its first round."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     command = [PEER.program("python"), "-P", str(SCRIPTS / "verifiers_tools.py")]
     given = {
@@ -221,7 +226,7 @@ def _peer(url: str, model: str, log: Path) -> Iterator[Callable[[float], Round]]
         "rows": list(_rows()),
         "turns": TURN_COUNT,
         "concurrency": PLACE_COUNT,
-        # As trainers ask: with ids and log-probabilities, which ours always have.
+        # Trainers request ids and log-probabilities, which our turns always contain.
         "sampling": {"max_tokens": TURN_TOKENS, "logprobs": True, "extra_body": {"return_token_ids": True}},
     }
     processes: list[subprocess.Popen[str]] = []
@@ -250,7 +255,7 @@ def _peer(url: str, model: str, log: Path) -> Iterator[Callable[[float], Round]]
 
 
 def _rows() -> Iterator[dict[str, Any]]:
-    """The same tasks as rows of a data set: messages as OpenAI's API takes them, and the answer."""
+    """The same tasks as rows of a data set: messages in the form of OpenAI's API, and the answer."""
     for task in (environment := Sums(EPISODE_COUNT)).tasks():
         environment.task = task
         messages: list[dict[str, Any]] = [{"role": "system", "content": environment.system_prompt}]
@@ -271,7 +276,7 @@ def _template() -> str:
 
 
 def _options() -> Iterator[str]:
-    """The engine's arguments as the server's command line has them."""
+    """The engine's arguments in the form of the server's command line."""
     for name, value in ENGINE.items():
         yield f"--{name.replace('_', '-')}"
         if value is not True:

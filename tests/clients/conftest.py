@@ -1,4 +1,4 @@
-"""Tests with agent programs are played by `make test-clients` alone, those whose program is installed."""
+"""Selection of tests with agent programs: only `make test-clients` plays them, if their program is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of a request on its way: a proxy in front of a run's endpoints that damages one of them."""
+"""Faults in the transport of a request: a proxy in front of a run's endpoints damages one request."""
 
 from __future__ import annotations
 
@@ -28,13 +28,10 @@ class Trouble(enum.StrEnum):
 
 
 class Troubled(Application):
-    """Endpoints of a run, where one request for a turn goes wrong.
+    """Endpoints of a run that damage one request for a turn.
 
-    Args:
-        hosts: as for `Application`.
-        trouble: what goes wrong.
-        at: which request for a turn it befalls, from 0.
-        further: other arguments of the server for its endpoints.
+    Args: hosts: as for `Application`. trouble: the kind of fault. at: index of the damaged request for a turn, from 0.
+    further: other arguments of the server for its endpoints.
     """
 
     seen: list[str]
@@ -88,14 +85,14 @@ class Troubled(Application):
             if trouble is Trouble.LOST or last or (trouble is Trouble.CUT and sent == 2):
                 if trouble is Trouble.CUT or last:
                     gone.set()
-                    await anyio.sleep_forever()  # until the application has noticed
+                    await anyio.sleep_forever()  # until the application detects the lost connection
                 return
             sent += body
             await send(message)
 
         await super().__call__(scope, receive_until_gone, send_until_cut)
         if trouble is Trouble.LOST:
-            # Of an answer that was not begun the server would make a 500.
+            # The server would answer with status 500 if the answer has not begun.
             send.__self__.transport.abort()  # type: ignore[attr-defined]  # uvicorn's
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -103,7 +100,7 @@ class Troubled(Application):
 
 
 class _Cut(Exception):
-    """A connection is cut."""
+    """The connection is to be cut."""
 
 
 async def _answer(send: Send, status: int, error: Mapping[str, Any], *headers: tuple[bytes, bytes]) -> None:
@@ -115,7 +112,7 @@ async def _answer(send: Send, status: int, error: Mapping[str, Any], *headers: t
 
 @contextmanager
 def troubled(trouble: Trouble, at: int) -> Iterator[list[Troubled]]:
-    """Have runs inside of the block serve such endpoints, and return the list of them."""
+    """Let runs inside the block serve these endpoints, and return the list of them."""
     made: list[Troubled] = []
 
     def make(hosts: Sequence[str], **further: Any) -> Troubled:

@@ -21,7 +21,7 @@ HOME = ROOT / ".venv" / "clients"
 
 
 class Failed(Exception):
-    """Something could not be installed."""
+    """A client could not be installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Install:
     packages: tuple[str, ...]
     npm: bool
     script: str
-    """The install script of an npm package whose binary comes with it; npm does not run it by itself."""
+    """The install script of an npm package that contains its binary. npm does not run the script by itself."""
 
     @property
     def folder(self) -> Path:
@@ -40,7 +40,7 @@ class Install:
 
     @property
     def missing(self) -> str:
-        """The reason why it cannot be played with; "" if it can."""
+        """The reason why the client cannot be played with, or ""."""
         if self._stamp.is_file() and json.loads(self._stamp.read_text()) == list(self.packages):
             return ""
         if self.npm and (shutil.which("node") is None or shutil.which("npm") is None):
@@ -48,7 +48,7 @@ class Install:
         return f"{self.name} is not installed: `make test-clients` does so"
 
     def program(self, name: str) -> str:
-        """The path of a program that comes with it."""
+        """The path of a program that the client contains."""
         return str(self.folder / ("node_modules/.bin" if self.npm else "bin") / name)
 
     @property
@@ -96,7 +96,7 @@ def size(folder: Path) -> float:
 
 
 def main(names: list[str]) -> int:
-    """Install what is not there yet; what fails is said, and its tests are skipped."""
+    """Install missing clients. Failures are printed, and the tests of these clients are skipped."""
     failed = 0
     for client in [CLIENTS[name] for name in names] or CLIENTS.values():
         if not client.missing:

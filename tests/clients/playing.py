@@ -1,4 +1,4 @@
-"""An agent program plays an episode: its prompt, its requests, and assertions that hold for each such episode."""
+"""Play of an episode by an agent program: its prompt, its requests, and the assertions for every such episode."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ Argv: TypeAlias = Callable[[Endpoint], Sequence[str]]
 
 @dataclass(slots=True)
 class ProgramEpisode:
-    """Results of an episode of a program."""
+    """Results of a program's episode."""
 
     folder: Path
     """The folder in which the program worked."""
     file: Path
     """The run file."""
     finished: FinishedProgram | None = None
-    """The end of the program."""
+    """The exit of the program."""
     threads: list[ChatThread] = field(default_factory=list)
-    """Its conversations, those that are not trained as well."""
+    """Its conversations, including untrained ones."""
     trajectories: list[Trajectory] = field(default_factory=list)
     """The trained trajectories."""
 
@@ -65,7 +65,7 @@ class ProgramEpisode:
 
     @property
     def requests(self) -> list[ChatRequest]:
-        """The requests of trained threads, as they came."""
+        """The requests of trained threads, in order of arrival."""
         return sorted((each for own in self.trajectories for each in own.requests), key=lambda each: each.number)
 
     @property
@@ -99,7 +99,7 @@ class ProgramEpisode:
 def respelling(says: Says, model: Path, **settings: Any) -> ScriptedEngine:
     """An engine with a model's vocabulary, whose ids always differ from the encoding of its text.
 
-    So the ids of a prompt show whether text that the engine sampled was encoded again.
+    So the ids of a prompt show whether sampled text was encoded again.
     """
     tokenizer = load_tokenizer(model)
 
@@ -116,7 +116,7 @@ def respelling(says: Says, model: Path, **settings: Any) -> ScriptedEngine:
 
 
 def in_order(*answers: Answer, aside: Answer = "A short title") -> Says:
-    """Reply with these answers in order where tools are offered, else with `aside`."""
+    """Reply with these answers in order if tools are offered, else with `aside`."""
 
     def says(asked: ModelCall) -> Answer:
         if "<tools>" not in asked.prompt:
@@ -127,7 +127,7 @@ def in_order(*answers: Answer, aside: Answer = "A short title") -> Says:
 
 
 def by_history(*answers: Answer, aside: Answer = "A short title") -> Says:
-    """Reply with the answer after those in the history, so that a repeated request gets the same answer."""
+    """Reply by the number of answers in the history, so that a repeated request gets the same answer."""
     least: dict[str, int] = {}
 
     def says(asked: ModelCall) -> Answer:
@@ -143,7 +143,7 @@ def environment_of(
     argv: Argv, played: ProgramEpisode, env: Mapping[str, str], serve: Mapping[str, Any]
 ) -> type[Environment]:
     class Program(Environment):
-        """A program plays."""
+        """Environment that a program plays."""
 
         def tasks(self) -> list[Task]:
             return [Task(id="t0", prompt=PROMPT)]
@@ -171,7 +171,7 @@ async def play_program(
     serve: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ProgramEpisode:
-    """Have a program play one episode."""
+    """Let a program play one episode."""
     folder = tmp_path / "work"
     folder.mkdir(exist_ok=True)
     played = ProgramEpisode(folder, tmp_path / "run.db")
@@ -193,7 +193,7 @@ async def assert_good(played: ProgramEpisode, engine: ScriptedEngine, model: Pat
 
 
 async def assert_exact_and_verified(played: ProgramEpisode, engine: ScriptedEngine, model: Path) -> None:
-    """All that is trained is exactly what was sampled, once, and the run file follows from it."""
+    """Assert that trained ids are exactly the sampled ids, each once, and that the run file can be rebuilt."""
     for trajectory in played.trajectories:
         assert_exact(trajectory, engine)
         assert_trained_once(trajectory)
@@ -202,13 +202,13 @@ async def assert_exact_and_verified(played: ProgramEpisode, engine: ScriptedEngi
 
 
 def assert_trained_once(trajectory: Trajectory) -> None:
-    """Every id that was sampled is trained once, but for those of turns that were taken back."""
+    """Assert that every sampled id is trained once, except for the ids of discarded turns."""
     kept = sum(turn.end - turn.start for turn in trajectory.turns if not turn.retried)
     assert sum(sum(segment.log.mask()) for segment in trajectory.segments) == kept
 
 
 def assert_appends(trajectory: Trajectory) -> None:
-    """Each prompt of a request that appends begins with the ids of the prompt before it and what was sampled on it."""
+    """Assert that the prompt of an appending request begins with the ids of the earlier prompt and its turn."""
     for request in trajectory.requests:
         if request.verdict is not Verdict.APPEND or request.turn is None:  # or it was refused
             continue

@@ -1,4 +1,4 @@
-"""The agent programs that are played with: how each is asked, and what is known of what it sends."""
+"""The agent programs that are tested: their command lines, and the known properties of their requests."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Program:
     """An agent program."""
 
     client: str
-    """The client that is installed for it."""
+    """The name of the installed client."""
     script: Sequence[str] = ()
-    """The script and its arguments in front of the prompt, of a library."""
+    """For a library: the script and its arguments before the prompt."""
     shell: Callable[[str], ToolCall]
-    """Calls its tool that runs a command."""
+    """Function from a command to a call of the program's shell tool."""
     form: str = "chat"
-    """The form of its requests."""
+    """The wire format of its requests."""
     last: Sequence[Any] = ("It holds hello.",)
     """The last replies."""
     verdicts: Sequence[str] = ("new", "append", "append")
-    """The verdicts on its requests."""
+    """The expected verdicts on its requests."""
     tolerated: frozenset[str] = frozenset()
-    """Its tolerated changes to the messages that it sends back."""
+    """Its tolerated changes to messages that it sends back."""
     asides: int = 0
-    """Number of its threads that are not trained."""
+    """The number of its untrained threads."""
 
     def argv(self, endpoint: Endpoint) -> list[str]:
         command = shlex.split(KNOWN[self.client].command) or ["python", *self.script, "{prompt}"]
@@ -49,7 +49,7 @@ class Program:
         return [CLIENTS[self.client].program(program), *arguments]
 
     def says(self) -> list[Any]:
-        """Two calls at once, another one, and an end."""
+        """Reply with two calls at once, another call, and an end."""
         return [
             Reply("<think>Where am I? </think>Let me look.", calls=[self.shell("pwd"), self.shell("ls")]),
             Reply("Now I write.", calls=[self.shell("echo hello > hello.txt")]),
@@ -62,7 +62,7 @@ def bash(command: str) -> ToolCall:
 
 
 def script(client: str, name: str, *arguments: str, **known: Any) -> Program:
-    """An agent of a library, in a script."""
+    """Return a program that is an agent of a library, in a script."""
     return Program(client=client, script=[str(SCRIPTS / name), *arguments], **{"shell": bash, **known})
 
 
@@ -74,7 +74,7 @@ PROGRAMS = {
     "mini-swe-agent": Program(
         client="mini-swe-agent",
         shell=bash,
-        # A turn without a call is dropped by it, and asked for again.
+        # The program drops a turn without a call, and requests it again.
         last=["It holds hello.", call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
         verdicts=["new", "append", "append", "rewound"],
         tolerated=tolerated("extra_keys"),
@@ -88,7 +88,7 @@ PROGRAMS = {
         "smolagents",
         "smolagents_tools.py",
         last=[call("final_answer", answer="It holds hello.")],
-        # It writes calls and results as text.
+        # The program writes calls and results as text.
         verdicts=["new", "retold", "retold"],
         tolerated=tolerated("content_parts"),
     ),
@@ -121,7 +121,7 @@ PROGRAMS = {
     "opencode": Program(
         client="opencode",
         shell=lambda command: call("bash", command=command, description="Run it"),
-        asides=1,  # a title, first of all
+        asides=1,  # a title, before all other requests
     ),
     "qwen": Program(
         client="qwen",

@@ -1,7 +1,4 @@
-"""Records what the agent programs send that are installed: they play, and what they asked is reduced and kept.
-
-usage: python -m tests.clients.recording [NAME ...]
-"""
+"""Recordings of the requests of installed agent programs: each plays, and its requests are reduced and stored."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ __all__ = ["SCENARIOS", "Scenario", "captured", "main"]
 
 @dataclass(slots=True)
 class Captured:
-    """A request as it came, and where it stands among those that were answered."""
+    """A request as it was received, and its place among the answered requests."""
 
     body: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -54,7 +51,7 @@ class Captured:
     parent: ChatRequest | None = None
 
     def sent(self, tokenizer: Any, places: Mapping[int, int]) -> SentRequest:
-        """The same with what was said, and what it was found to be."""
+        """The request with its answer and its verdict."""
         assert self.thread is not None
         assert self.record is not None
         node = next(each for each in self.thread.nodes if each.turn.number == self.record.turn)
@@ -77,7 +74,7 @@ class Captured:
 
 @contextmanager
 def captured() -> Iterator[list[Captured]]:
-    """The requests that endpoints are sent inside of the block."""
+    """The requests that endpoints receive inside the block."""
     came: list[Captured] = []
     read_by: dict[type[WireForm], Any] = {form: form.read for form in (ChatCompletions, Responses, AnthropicMessages)}
     record = ChatService._record
@@ -102,7 +99,7 @@ def captured() -> Iterator[list[Captured]]:
         return made
 
     known: dict[int, Captured] = {}
-    kept: list[WireRequest] = []  # so that no other list has the address of one
+    kept: list[WireRequest] = []  # kept, so that no later list has the same address
     with ExitStack() as stack:
         for form in read_by:
             stack.enter_context(patch.object(form, "read", reading(form)))
@@ -123,13 +120,13 @@ class Scenario:
     trouble: Trouble | None = None
 
     async def play(self, folder: Path) -> tuple[ProgramEpisode, list[SentRequest]]:
-        """Have it play, and reduce nothing yet."""
+        """Let the program play, without reducing anything."""
         engine = respelling(self.says, demo_model(), **self.engine)
         with captured() as came, ExitStack() as stack:
             if self.trouble is not None:
                 stack.enter_context(troubled(self.trouble, at=self.program.asides + 1))
             played = await play_program(self.argv or self.program.argv, engine, folder, env=self.env, serve=self.serve)
-        # A request that was refused, or cut before anything was sampled, left no record of a turn.
+        # A request has no record of a turn if it was refused, or cut before anything was sampled.
         answered = [each for each in came if each.record is not None and each.record.turn is not None]
         answered.sort(key=lambda each: each.record.number if each.record is not None else 0)
         places = {each.record.number: place for place, each in enumerate(answered) if each.record is not None}
@@ -137,13 +134,13 @@ class Scenario:
 
 
 def silent(program: Program) -> Says:
-    """Calls without a word beside them."""
+    """Return calls without text beside them."""
     said = [replace(each, text="") if isinstance(each, Reply) else each for each in program.says()]
     return in_order(*said)
 
 
 def cut(name: str, begun: str = "", tick: float = 0.002) -> Scenario:
-    """Its second answer breaks off in the middle of a text."""
+    """Return a scenario whose second answer is cut in the middle of a text."""
     program = PROGRAMS[name]
     says = [*program.says()[:2], program.last[-1]]
     says[1] = replace(says[1], text=f"{begun}Now I write, and I say at length what it is that I write, and why.")
@@ -177,7 +174,7 @@ def scenarios() -> dict[str, Scenario]:
             program=claude, says=in_order(*claude.says()), env={"CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}
         ),
         "claude.cut": cut("claude"),
-        # So quick that its reasoning is whole by the cut.
+        # So fast that its reasoning is complete at the cut.
         "codex.cut": cut("codex", "<think>Hm.</think>", tick=0.0008),
         "mini-swe-agent.forgets": Scenario(program=mini, says=in_order("It holds nothing.", *mini.says())),
         "smolagents.code": Scenario(
@@ -194,7 +191,7 @@ SCENARIOS = scenarios()
 
 
 async def record(name: str) -> bool:
-    """Write a recording; whether it could be."""
+    """Write a recording, and return whether this succeeded."""
     scenario = SCENARIOS[name]
     client = scenario.program.client
     if CLIENTS[client].missing:
@@ -213,7 +210,7 @@ async def record(name: str) -> bool:
 
 
 def main(names: list[str]) -> int:
-    """Record all of it, or what is named."""
+    """Record all scenarios, or the named ones."""
     FOLDER.mkdir(exist_ok=True)
     done = [anyio.run(functools.partial(record, name)) for name in names or SCENARIOS]
     return 0 if all(done) else 1

@@ -1,4 +1,4 @@
-"""Reduction of what agent programs sent to what a test needs: each text becomes filler of the same length.
+"""Reduction of an agent program's requests to a test's needs: each text becomes filler of the same length.
 
 The structure stays: keys, roles, numbers, the places and number of texts, white space at the ends of lines, and the
 spacing of JSON. Equal texts become equal filler. If a line begins with another whole line, so does its filler. Handles
@@ -21,13 +21,13 @@ from tests.recorded_words import IDENTIFIER, KEPT, STAYS
 __all__ = ["SentRequest", "as_text", "reduced"]
 
 MAX_TEXT_CHARS: Final = 400
-"""Maximum length of a text: the ids of longer ones cost time and test nothing more."""
+"""Maximum length of a text in characters: the ids of longer texts cost time and test nothing more."""
 
 MAX_DESCRIPTION_CHARS: Final = 40
 """Maximum length of a tool's description, in characters."""
 
 _MIN_PREFIX_CHARS: Final = 4
-"""Minimum length of a line that the filler of longer lines may begin with."""
+"""Minimum length, in characters, of a line whose filler may begin the filler of longer lines."""
 
 _CODEX: Final = "x-codex-turn-metadata"
 _HANDLE: Final = re.compile(r"([a-z]+_)([0-9a-f]{12})((?:_\d+j?)?)")
@@ -41,16 +41,16 @@ _DESCRIBES: Final = frozenset({"description", "title", "definition", "pattern"})
 
 @dataclass(slots=True, kw_only=True)
 class SentRequest:
-    """A request as a client sent it, and what became of it."""
+    """A request as a client sent it, and its result."""
 
     form: str
-    """The name of its wire form."""
+    """The name of its wire format."""
     headers: Mapping[str, str]
     """Its headers."""
     body: Mapping[str, Any]
     """Its body."""
     says: str
-    """The sampled text for it, with all marks; "" if nothing was sampled."""
+    """The sampled text of its answer, with all marks, or "" if nothing was sampled."""
     handle: str
     """The handle of the turn that answered it."""
     ends: str
@@ -62,34 +62,34 @@ class SentRequest:
     again: str
     """Handling of a repeated request."""
     tolerated: Sequence[str]
-    """Its changes without a meaning."""
+    """Its tolerated changes."""
     parent: int | None
-    """The request whose turn it continues, by its place in the list."""
+    """The index of the request whose turn it continues."""
     cause: str
-    """The cause of the segment with its turn."""
+    """The cause of the segment that contains its turn."""
 
 
 @dataclass(slots=True)
 class _Marks:
-    """Puts marks in the place of texts. What was not `seen` before all is settled has none yet."""
+    """Replaces texts by marks. Only lines that were `seen` before `settle` get a mark in order of length."""
 
     seen: set[str] = field(default_factory=set)
     """The lines to be marked, without white space at their ends."""
     known: dict[str, str] = field(default_factory=dict)
-    """Their marks."""
+    """Marks by line."""
     settled: bool = False
     _tails: dict[tuple[int, str], str] = field(default_factory=dict)
     _used: set[str] = field(default_factory=set)
     _next: int = 0
 
     def settle(self) -> None:
-        """Give every line its mark, the shorter ones first."""
+        """Give every line its mark, in order of length."""
         self.settled = True
         for line in sorted(self.seen, key=lambda each: (len(each), each)):
             self.line(line)
 
     def line(self, line: str) -> str:
-        """The mark of a line, or those of a line that it begins with and of its rest."""
+        """Return the mark of a line, or the mark of a known line that it begins with and marks of its rest."""
         if not self.settled:
             self.seen.add(line)
             return line
@@ -100,14 +100,14 @@ class _Marks:
         return self.known[line]
 
     def _tail(self, text: str, length: int) -> str:
-        """The end of a text that is too long; unique."""
+        """Return a unique mark for the end of a text that is too long."""
         key = length, text
         if self.settled and key not in self._tails:
             self._tails[key] = self._new(length)
         return self._tails.get(key, "")
 
     def _new(self, length: int) -> str:
-        # The shortest ones have few letters to differ by.
+        # Filler of one or two characters has few different values, so the search begins at 0.
         for number in range(self._next if length > 2 else 0, self._next + 400):
             if filler(number, length) not in self._used:
                 break
@@ -118,7 +118,7 @@ class _Marks:
         return f"«{number}:{length}»"
 
     def text(self, text: str, cap: int = MAX_TEXT_CHARS) -> str:
-        """A text, line by line; of one that is too long the begin, and something that is its own."""
+        """Mark a text, line by line. A text that is too long keeps its beginning, followed by a unique mark."""
         if len(text) > cap:
             end = text[len(text.rstrip()) :][:cap]
             return self.text(text[: cap - cap // 4], cap) + self._tail(text.strip(), cap // 4) + end
@@ -132,7 +132,7 @@ class _Marks:
         return volatile + begin + (self.line(core) if core else "") + end
 
     def name(self, name: str) -> str:
-        """A name of a tool, word by word, so that a name made of other names still is."""
+        """Mark a tool name, word by word, so that a name made of other names remains one."""
         if re.fullmatch(r"[\w.-]+", name, re.ASCII) is None:
             return self.text(name)
         return _WORD.sub(self._of_word, name)
@@ -143,7 +143,7 @@ class _Marks:
 
 
 class _Reducer:
-    """Reduces the requests of one recording; twice, once to see all texts and once to mark them."""
+    """Reduces the requests of one recording in two passes: the first collects all texts, the second marks them."""
 
     def __init__(self, sent: Sequence[SentRequest], marks: _Marks) -> None:
         self._marks = marks
@@ -209,7 +209,7 @@ class _Reducer:
         return self._marks.text(text, MAX_DESCRIPTION_CHARS if key in _DESCRIBES else MAX_TEXT_CHARS)
 
     def _json(self, text: str) -> str:
-        """JSON with its own keys and spacing; text that is not JSON is reduced as a text."""
+        """Reduce JSON with its own keys and spacing. Text that is not JSON is reduced as text."""
         try:
             json.loads(text)
         except ValueError:
@@ -227,7 +227,7 @@ class _Reducer:
         return _STRING.sub(put, text)
 
     def _said(self, text: str) -> str:
-        """Output of a model: its tags stay, and the text between those of a call is JSON."""
+        """Reduce the output of a model. Its tags stay, and the text between call tags is reduced as JSON."""
         parts, kept = _SAID.split(text), list[str]()
         for place, part in enumerate(parts):
             if place % 2:
@@ -252,7 +252,7 @@ class _Reducer:
         for key, value in tool.items():
             if key == "function":
                 made[key] = self._tool(value)
-            elif key == "tools":  # of a namespace
+            elif key == "tools":  # tools of a namespace
                 made[key] = self._tools(value)
             elif key in ("parameters", "input_schema") and isinstance(value, dict):
                 made[key] = self._schema(value if called else _outline(value))
@@ -261,7 +261,7 @@ class _Reducer:
         return made
 
     def _schema(self, schema: Any, key: str = "") -> Any:
-        """A schema without examples, defaults and other hints at values."""
+        """Reduce a schema: examples, defaults and other hints at values are removed."""
         if isinstance(schema, list):
             return [self._schema(each, key) for each in schema]
         if not isinstance(schema, dict):
@@ -275,7 +275,7 @@ class _Reducer:
 
 
 def _outline(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters in the schema of a tool that is never called, with their types."""
+    """The parameters, with their types, in the schema of a tool that is never called."""
     taken = schema.get("properties", {})
     types = {name: of.get("type") for name, of in taken.items() if isinstance(of, dict)}
     properties = {name: {"type": kind} for name, kind in types.items() if isinstance(kind, str)}
@@ -284,9 +284,9 @@ def _outline(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reduced(client: str, version: str, scenario: str, sent: Sequence[SentRequest]) -> dict[str, Any]:
-    """The recording of one play, as it is written into a file.
+    """Return the recording of one play in the form that a file contains.
 
-    What stands in several requests stands in the file once, as one of its `parts`.
+    Content that several requests share is stored once, as one of the `parts`.
     """
     marks = _Marks()
     _Reducer(sent, marks).requests()
@@ -312,7 +312,7 @@ def _shared(part: Any, parts: dict[str, int]) -> int:
 
 
 def as_text(recording: Mapping[str, Any]) -> str:
-    """A recording as a file has it: a line for each part, and for each request."""
+    """Format a recording as file text: a line for each part and each request."""
 
     def lines(values: Iterable[Any]) -> str:
         return ",\n".join(f"  {json.dumps(each, ensure_ascii=False)}" for each in values)

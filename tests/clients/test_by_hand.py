@@ -1,4 +1,4 @@
-"""Programs started by hand, with what `deltarunner serve` shows, play an episode in a home of their own."""
+"""Programs started by hand with the commands of `deltarunner serve`, each in a home folder of its own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FURTHER = {
     "qwen": ["-y", "-p", PROMPT],
     "pi": ["-p", PROMPT],
 }
-"""Arguments after the shown ones."""
+"""Arguments after the printed ones."""
 
 
 def typed(lines: list[str], name: str) -> list[str]:
-    """The exports, then the command line of a program, or its name without one."""
+    """Return the exports and the command line of a program, or its name if it has no command line."""
     exported = next(line for line in lines if " export " in line).partition(" export ")[2]
     own = next((line.split(maxsplit=1)[1] for line in lines if line.split()[0] == name), name)
     words = shlex.split(own.replace("'PROMPT'", shlex.quote(PROMPT)))
@@ -37,7 +37,7 @@ def typed(lines: list[str], name: str) -> list[str]:
 def by_hand(name: str, played: ProgramEpisode, home: Path) -> Any:
     base: Any = environment_of(PROGRAMS[name].argv, played, {}, {})
 
-    class ByHand(base):  # type: ignore[misc]  # which is not known here
+    class ByHand(base):  # type: ignore[misc]  # the type of the base is not known here
         async def rollout(self, conversation: Conversation) -> None:
             async with self.episode.serve() as endpoint:
                 lines = key_lines("key-0#0", endpoint, await endpoint.home())

@@ -1,4 +1,4 @@
-"""Real programs whose history outgrows the context: they shorten it, and what was sampled before stays exact."""
+"""Real programs whose history exceeds the context: they shorten it, and earlier sampled ids stay exact."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ SUMMARY = "<summary>It counted, and is to write the file.</summary>"
 
 @dataclass(frozen=True, slots=True)
 class Outgrown:
-    """A program whose history outgrows the context."""
+    """A program whose history exceeds the context."""
 
     context: int
     steps: int
-    """Number of times that it prints some 5,000 ids."""
+    """Number of steps, each of which prints some 5,000 ids."""
     verdicts: tuple[tuple[str, ...], ...]
-    """Of the threads that are trained, but for the appends that follow."""
+    """Verdicts of each trained thread, without repeated appends."""
     asides: int
-    """Number of threads that are not trained, including a title if the program asks for one."""
+    """Number of untrained threads, including a title if the program requests one."""
     often: bool = False
-    """True if it may do so again: the shown part of an output is random."""
+    """True if it may shorten the history again: the shown part of an output is random."""
 
 
 OUTGROWN = {
-    # The endpoint refuses a history that does not fit. Then it asks for a summary elsewhere, and keeps its last turns
-    # with their ids.
+    # The endpoint refuses a history that does not fit. The program then requests a summary in another thread, and keeps
+    # its last turns with their ids.
     "pi": Outgrown(32_768, 8, (("new", "edited"),), asides=1),
-    # It goes by the limit in its settings.
+    # The program uses the limit in its settings.
     "opencode": Outgrown(32_768, 5, (("new",), ("new",)), asides=2),
-    # It asks for the summary in the same thread and without tools, and drops all of its turns.
+    # The program requests the summary in the same thread without tools, and drops all of its turns.
     "codex": Outgrown(32_768, 5, (("new", "tools", "rewound"),), asides=0),
-    # It goes by the limit in its variables. Its history is refused nevertheless, and it leaves its last turn out.
+    # The program uses the limit in its variables. Its history is refused nevertheless, and it drops its last turn.
     "claude": Outgrown(65_536, 10, (("new", "rewound", "rewound", "edited"),), asides=0),
     "qwen": Outgrown(49_152, 6, (("new", "edited"),), asides=1, often=True),
 }
 
 
 def saying(program: Program, steps: int) -> Says:
-    """Reply with so many steps, whatever the program does to the history, and with a summary where one is requested."""
+    """Reply with this number of steps, however the program changes the history, and with a summary on request."""
     prints = program.shell("yes the quick brown fox jumps over lazy dogs | head -n 600")
     writes = program.shell("echo hello > hello.txt")
     words: list[Answer] = [Reply(f"Step {step}.", calls=[prints]) for step in range(steps)]

@@ -1,4 +1,4 @@
-"""The page of clients has what the data and the tests have: versions, forms, commands, and what each changes."""
+"""The page of clients agrees with the data and the tests on versions, formats, commands and changes of each client."""
 
 from __future__ import annotations
 

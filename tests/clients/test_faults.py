@@ -1,4 +1,4 @@
-"""The proxy in front of an endpoint spoils one request and passes the others on."""
+"""The proxy in front of an endpoint damages one request and passes the others on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASKED = chat_body([user("One.")], tools=[RUN], stream=True)
 
 
 async def ask(client: httpx.AsyncClient) -> str:
-    """Result of a request: its status, or the lack of an answer, and whether its end arrived."""
+    """Return "whole" for a complete answer, "cut" for a broken connection, else the status."""
     try:
         async with client.stream("POST", "/chat/completions", json=ASKED) as answer:
             text = "".join([part async for part in answer.aiter_text()])

@@ -1,4 +1,4 @@
-"""Tests of a client that cannot be played with name the reason."""
+"""Tests with a client that cannot run name the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.clients.installing import CLIENTS
 
 def test_npm_clients_without_node_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    # Another version than was ever installed.
+    # No installed client has this version.
     missing = {name: replace(client, packages=("none==0",)).missing for name, client in CLIENTS.items()}
     assert {name for name, why in missing.items() if "apt-get install nodejs npm" in why} == {
         name for name, client in CLIENTS.items() if client.npm

@@ -27,7 +27,7 @@ async def test_a_program_plays_an_episode_and_every_id_is_exact(
     assert played.verdicts == [*program.verdicts]
     assert {request.form for request in played.requests} == {program.form}
     assert played.tolerated() == program.tolerated
-    # What is said beside the work is recorded and not trained, and never `main`.
+    # Requests beside the task are recorded but not trained, and their agent is never `main`.
     assert [thread.trained for thread in played.threads].count(False) == program.asides
     assert len(played.trajectories) == 1
     assert played.main.turns[0].reasoning.strip() == "Where am I?"

@@ -1,4 +1,4 @@
-"""Programs whose requests are small enough for the demo model, on the real engine."""
+"""Programs with requests small enough for the demo model, on the real engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_program_plays_with_a_real_model_and_every_id_is_exact(
     name: str, tmp_path: Path, engine: VllmEngine
 ) -> None:
-    # So small a model calls no tool by itself. What it is held to leaves it a choice, of commands and of words.
+    # A model of this size calls no tool by itself. The constraint leaves it a choice of commands and words.
     calls = r'[A-Z][a-z ]{0,20}\[bash\(command="(ls|pwd|echo [a-z]{1,9})"\)\]'
     played = await play_program(
         PROGRAMS[name].argv,

@@ -23,7 +23,7 @@ def programs() -> list[Any]:
 
 
 def shape(body: Mapping[str, Any]) -> Any:
-    """The keys of a request, of its messages or items, and of the parts of those."""
+    """The keys of a request, of its messages or items, and of their parts."""
     messages = body.get("messages") or body["input"]
     return sorted(body), [
         (

@@ -1,4 +1,4 @@
-"""Reduced requests of external programs: the shape stays, and no word does."""
+"""Reduced requests of external programs: the structure stays, and no word stays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sent(*messages: Any, handle: str = HANDLE, says: str = SAYS, **given: Any) -
 
 
 def kept(*requests: SentRequest) -> list[dict[str, Any]]:
-    """The requests of the recording of these, as they are read."""
+    """The requests in the recording of these requests, after reading it back."""
     recording = expanded(json.loads(as_text(reduced("one", "1", "tools", requests))))
     for request in recording["requests"]:
         for key in ("messages", "tools"):

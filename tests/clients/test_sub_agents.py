@@ -1,4 +1,4 @@
-"""Sub-agents of real programs, side by side from the same prompt: each turn is in a thread of its own."""
+"""Sub-agents of real programs, in parallel from the same prompt: each turn is in a thread of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SENDS: dict[str, Callable[[], ToolCall]] = {
     "opencode": lambda: call("task", description="Look", prompt=ERRAND, subagent_type="general"),
     "qwen": lambda: call("agent", description="Look", prompt=ERRAND, subagent_type="general-purpose"),
 }
-"""Instructions by which each program sends a sub-agent."""
+"""For each program, the call that starts a sub-agent."""
 
 
 def param(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Requests of real programs that go wrong on their way: no turn is trained twice, none is lost."""
+"""Requests of real programs with transport faults: no turn is trained twice, and none is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRIED = ("mini-swe-agent", "pi", "opencode", "qwen", "codex", "claude")
 """The programs that are tried."""
 
 ENDS = {("qwen", Trouble.CUT), ("qwen", Trouble.LOST_END)}
-"""Faults that a program does not survive."""
+"""Faults after which a program ends."""
 
 
 def programs() -> list[Any]:

@@ -6,7 +6,7 @@ import sys
 import shell
 
 FORM, STREAMS, PROMPT = sys.argv[1], sys.argv[2] == "stream", sys.argv[3]
-if FORM == "messages":  # each takes seconds to import
+if FORM == "messages":  # each library takes seconds to import
     import anthropic
 else:
     import openai

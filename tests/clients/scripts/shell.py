@@ -1,9 +1,9 @@
-"""The one tool of the agents beside this file."""
+"""The only tool of the agents in this folder."""
 
 import subprocess
 
 
 def run(command: str) -> str:
-    """Output of a command."""
+    """Run a command and return its output."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr or "(nothing)"

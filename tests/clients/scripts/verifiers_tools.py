@@ -1,7 +1,7 @@
 """Episodes with a calculator, played by verifiers for `tests/benchmarks/verifiers.py`.
 
-usage: verifiers_tools.py, with lines of JSON on stdin: what is played, then, for each round, what is special to its
-sampling; a line of JSON is said of each.
+usage: verifiers_tools.py, with lines of JSON on stdin. The first line is the set-up, and each further line is the
+sampling of one round. It prints a line of JSON for each round.
 """
 
 import json
@@ -35,12 +35,12 @@ def answer(value: int) -> str:
 
 
 class Sums(vf.ToolEnv):
-    """Calls of the calculator, until the answer is given."""
+    """Environment with calls of the calculator, until the answer is given."""
 
     def __init__(self, **options) -> None:
         super().__init__(tools=[add, subtract, multiply, answer], **options)
         for each in self.tool_defs:
-            each.strict = None  # a strict tool has a grammar, which the other ways to play do not have
+            each.strict = None  # strict tools are constrained by a grammar, and the other ways are not
         self.played = []
 
     async def env_response(self, messages, state, **kwargs):
@@ -55,14 +55,14 @@ class Sums(vf.ToolEnv):
 
 
 async def exact(completion, answer) -> float:
-    """True if the last call returns the right answer."""
+    """Return 1.0 if the last call returns the correct answer."""
     calls = [call for message in completion if message.role == "assistant" for call in message.tool_calls or ()]
     given = [json.loads(call.arguments).get("value") for call in calls if call.name == "answer"]
     return float(given[:1] == [int(answer)])
 
 
 async def play(environment: Sums, given, sampling) -> dict:
-    """A round: what it took, and the ids of every turn of every episode."""
+    """Play a round. Return its times, and the ids of every turn of every episode."""
     environment.played.clear()
     client = ClientConfig(api_base_url=f"{given['url']}/v1", api_key_var="NO_KEY")
     began = time.process_time(), time.perf_counter()
