@@ -1,4 +1,4 @@
-"""The cluster of Ray that tests with the marker `ray` share."""
+"""The Ray cluster that tests with the marker `ray` share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Standing]:
-    """A cluster, and after all tests nothing of it."""
+    """A shared cluster, which is removed after all tests."""
     require_ray()
     folder = Path(tempfile.mkdtemp(prefix="dr-", dir="/tmp"))
     with standing(folder) as cluster:
@@ -35,14 +35,14 @@ def shared_cluster() -> Iterator[Standing]:
 
 @pytest.fixture
 def cluster(shared_cluster: Standing, monkeypatch: pytest.MonkeyPatch) -> Standing:
-    """The same, as the one that a run takes which names none."""
+    """The shared cluster, as the cluster of runs that name none."""
     monkeypatch.setenv("RAY_ADDRESS", shared_cluster.address)
     return shared_cluster
 
 
 @pytest.fixture
 def small_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
-    """A cluster with room for one worker, of this test alone."""
+    """A cluster with room for one worker, for one test."""
     require_ray()
     with standing(short_folder, cpus=1) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
@@ -51,12 +51,12 @@ def small_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As much of Ray as a launcher calls, with a cluster of four cores on one machine."""
+    """The part of Ray that a launcher calls, with a cluster of four cores on one machine."""
     return ray_double(monkeypatch)
 
 
 @pytest.fixture
 def listener() -> Iterator[str]:
-    """An address where a server of HTTP/2 listens, as Ray's head does."""
+    """The address of an HTTP/2 server, as Ray's head is one."""
     with listening(HTTP2) as address:
         yield address

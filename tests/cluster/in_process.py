@@ -1,4 +1,4 @@
-"""Workers as tasks of the test's own event loop: all of a fleet but Ray, with deaths on demand."""
+"""Workers as tasks of the test's event loop: a complete fleet without Ray, in which tests can kill workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
-import cloudpickle  # type: ignore[import-untyped]  # it has no types of its own
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
 from anyio.abc import TaskGroup
 
 from runner.cluster.engine_client import HostedEngine
@@ -22,7 +22,7 @@ from runner.errors import DeltarunnerError, unwrapped
 
 
 class InProcess:
-    """A launcher whose workers are objects here; what they are sent is pickled as it would be for a process."""
+    """Launcher whose workers are objects in this process. Arguments and results are pickled, as for a process."""
 
     def __init__(self, group: TaskGroup) -> None:
         self.group = group
@@ -75,7 +75,8 @@ class InProcessLimiterService:
         self._launcher = launcher
 
     def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> Answer:
-        answer = Answer()  # the limiter service is elsewhere: it continues if the caller stops waiting for the answer
+        # the limiter service is in another process: its call continues if the caller stops waiting for the answer
+        answer = Answer()
         self._launcher.group.start_soon(self._acquire, answer, run, name, limit, worker, lease)
         return answer
 
@@ -90,22 +91,22 @@ class InProcessLimiterService:
 
 
 class InProcessWorker:
-    """A worker whose calls are tasks; `kill` cuts them all where they stand."""
+    """A worker whose calls are tasks. `kill` cancels all of them at once."""
 
     def __init__(self, launcher: InProcess, worker: Any) -> None:
         self.worker = worker
         self.killed = False
         self.why = ""
         self.silent = False
-        """True if it answers no more calls, as an unplugged machine."""
+        """True if the worker no longer answers calls, like an unplugged machine."""
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        """Its calls, in order."""
+        """Its calls, in order of arrival."""
         self.fail_in: dict[str, Exception] = {}
-        """Errors of calls, by the name of the call."""
+        """Error that a call raises, by the name of the call."""
         self.held_in: dict[str, anyio.Event] = {}
-        """Events that calls wait for, by the name of the call."""
+        """Event that a call waits for, by the name of the call."""
         self.killed_in = ""
-        """The call in which it dies."""
+        """Name of the call in which the worker dies."""
         self._launcher = launcher
         self._open: dict[Answer, anyio.CancelScope] = {}
 
@@ -146,7 +147,7 @@ class InProcessWorker:
             answer.fail(WorkerLost(why))
             scope.cancel()
         if (relay := getattr(self.worker, "_relay", None)) is not None:
-            relay.close()  # cancelling a call does not end the reception of weights; the end of a process would
+            relay.close()  # a cancelled call does not end the reception of weights, but the end of a process does
 
 
 class Answer:
@@ -176,7 +177,7 @@ class Answer:
 
 
 class HostedHere(HostedEngine):
-    """An engine that a host on the same loop has; what goes between the two is pickled."""
+    """Engine that a host on the same event loop owns. Messages between the two are pickled."""
 
     def __init__(self, engine: BaseEngine) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class HostedHere(HostedEngine):
 
 @asynccontextmanager
 async def in_process() -> AsyncIterator[InProcess]:
-    """A launcher, and after the block nothing of its workers."""
+    """Yield a launcher, and end its workers after the block."""
     try:
         async with anyio.create_task_group() as group:
             yield InProcess(group)

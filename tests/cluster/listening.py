@@ -10,12 +10,12 @@ from contextlib import contextmanager
 __all__ = ["HTTP2", "listening"]
 
 HTTP2 = b"\0\0\0\4\0\0\0\0\0"
-"""The first frame of a server of HTTP/2, as the head of a Ray cluster is one."""
+"""The first frame of an HTTP/2 server, such as the head of a Ray cluster."""
 
 
 @contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
-    """The address of a server that answers every connection so, or never."""
+    """Yield the address of a server that sends this answer to every connection, or never answers."""
 
     class Answering(socketserver.BaseRequestHandler):
         def handle(self) -> None:

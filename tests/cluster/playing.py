@@ -1,4 +1,4 @@
-"""Helpers for tests of fleets: an environment that can be sent, an engine, and trajectories to be compared."""
+"""Helpers for tests of fleets: environments that can be pickled, an engine, and comparison of trajectories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def game_tasks(count: int) -> list[Task]:
 
 
 class Dice(Environment):
-    """Three turns whose answers and rewards follow from the episode's own random numbers."""
+    """Environment with three turns, whose answers and rewards follow from the episode's own random numbers."""
 
     def tasks(self) -> list[Task]:
         return game_tasks(8)
@@ -42,7 +42,7 @@ class Dice(Environment):
 
 
 class Grouped(Dice):
-    """The same, whose members are compared."""
+    """The same environment with a reward that compares the members of a group."""
 
     @group_reward
     def rank(self, group: Group) -> list[float]:
@@ -51,7 +51,7 @@ class Grouped(Dice):
 
 
 class Judged(Dice):
-    """An agent on another engine judges the throws, in two turns."""
+    """Environment in which an agent on another engine judges the throws, in two turns."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
@@ -62,7 +62,7 @@ class Judged(Dice):
 
 
 def throws(call: ModelCall) -> str:
-    """Replies of the model: the length differs in every turn of every episode, and is the same in each repetition."""
+    """Return replies whose length differs in every turn of every episode, and is the same in each repetition."""
     return f"I throw for {call.request.name}" + "!" * (sum(call.request.name.encode()) % 17)
 
 
@@ -90,7 +90,9 @@ async def played(
 
 
 def compared(trajectories: list[Trajectory]) -> dict[tuple[str, str], Any]:
-    """All that must not depend on where an episode was played, by episode and agent; each is there once."""
+    """Return all values that must not depend on where an episode was played, by episode and agent, each of which occurs
+    once.
+    """
     rows = {(each.id, each.agent): _compared(each) for each in trajectories}
     assert len(rows) == len(trajectories), "an episode was announced twice"
     return rows

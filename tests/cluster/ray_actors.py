@@ -1,4 +1,4 @@
-"""An actor of Ray that counts the calls that came together, importable where it is."""
+"""An actor of Ray that counts the calls of each batch. Ray imports it from this module."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Object:
 
 
 class Counting(AnsweringActor):
-    """Writes down how many calls came together."""
+    """Actor that records the number of calls in each batch."""
 
     tick = 0.01
 

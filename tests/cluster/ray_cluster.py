@@ -1,7 +1,7 @@
-"""A cluster of Ray in a process of its own, for tests, and checks that nothing of it is left.
+"""A Ray cluster in a process of its own, for tests, and checks that none of its processes is left.
 
 Usage: python -m tests.cluster.ray_cluster FOLDER CPUS. It prints its address, and adds and kills nodes on orders from
-stdin. The actors of its runs are found by their titles and their working folders, since their parents change.
+stdin. The actors of its runs are found by their titles and their working folders, since their parent processes change.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ CPU_COUNT = 16
 
 
 def require_ray() -> None:
-    """Skip a test where Ray is not installed."""
+    """Skip a test if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
 
 
 def family(pid: int) -> set[int]:
-    """A process and all that it has started, and these, as far as it lives.
+    """Return a process, its living descendants, and the given processes.
 
-    Not by a variable of theirs: Ray's processes write their titles over it.
+    Environment variables do not identify them: Ray's processes write their titles over the variables.
     """
     return {pid}.union(*map(family, children(pid)))
 
 
 def children(pid: int) -> set[int]:
-    """The processes that a process has started itself, as far as they live."""
+    """Return the living direct child processes of a process."""
     found = set()
     for started in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # that thread has just ended
+        with suppress(OSError):  # the thread has just ended
             found |= {*map(int, started.read_text().split())}
     return found
 
 
 def actors(kind: str = "(WorkerActor|HostActor|SharedLimiters)") -> set[int]:
-    """The processes of Ray that are an actor of ours, of one kind or of any."""
+    """Return Ray's processes that are actors of `runner`, of one kind or of any kind."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             title = (process / "cmdline").read_bytes().decode(errors="replace")
             if re.match(f"ray::{kind}", title) and (process / "cwd").readlink() == ROOT:
                 found.add(int(process.name))
@@ -65,14 +65,14 @@ def actors(kind: str = "(WorkerActor|HostActor|SharedLimiters)") -> set[int]:
 
 
 def send(what: signal.Signals, pids: Collection[int]) -> None:
-    """Send a signal to those of these processes that are there."""
+    """Send a signal to the given processes that exist."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, what)
 
 
 def until_gone(pids: Collection[int]) -> None:
-    """Wait until none of these processes is left."""
+    """Wait until none of these processes exists."""
     until = time.monotonic() + WATCHDOG_SECONDS
     while left := [pid for pid in pids if _lives(pid)]:
         if time.monotonic() > until:
@@ -97,7 +97,9 @@ class Standing:
     process: subprocess.Popen[str]
 
     def tell(self, order: str) -> int:
-        """Have it `add` a node with one core, or `add 3`, or `kill` the last one; return the pid of its raylet."""
+        """Send `add` (a node with one core), `add 3` (with three) or `kill` (the last node). Return its raylet's
+        process id.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{order}\n")
@@ -109,9 +111,9 @@ class Standing:
 
 @contextmanager
 def standing(folder: Path, *, cpus: int = CPU_COUNT, **settings: str) -> Iterator[Standing]:
-    """A cluster with these environment variables, and after the block nothing of it."""
-    # Ray notes the address of the machine's cluster in this folder, and does not create it. A folder of its own hides
-    # this cluster from other programs.
+    """Yield a cluster with these environment variables, and remove it after the block."""
+    # Ray stores the address of the machine's cluster in this folder, and does not create the folder. A separate folder
+    # hides this cluster from other programs.
     (folder / "ray").mkdir()
     command = [sys.executable, "-m", "tests.cluster.ray_cluster", str(folder), str(cpus)]
     with (

@@ -1,4 +1,4 @@
-"""As much of Ray as a launcher calls, without processes, for tests of the connection and of launchers."""
+"""Stand-in for the part of Ray that a launcher calls, without processes, for tests of connections and launchers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["has_machines", "launcher", "ray_double"]
 
 
 def ray_double(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As much of Ray as a launcher asks, with a cluster of four cores on one machine."""
+    """Stand-in for the part of Ray that a launcher calls, with a cluster of four cores on one machine."""
     state = SimpleNamespace(on=False, sessions=0)
     fake = MagicMock()
     has_machines(fake, {"CPU": 4})
@@ -39,12 +39,12 @@ def ray_double(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(connection, "_require_head", lambda who, address: None)
     fake.get_runtime_context().runtime_env = {}
     fake.cloudpickle.dumps = pickle.dumps
-    monkeypatch.setattr(launching, "_on_this_node", lambda: None)  # Ray itself would start, and end this process
+    monkeypatch.setattr(launching, "_on_this_node", lambda: None)  # the real Ray would start, and end this process
     return fake
 
 
 def has_machines(fake: Any, *machines: dict[str, float], dead: tuple[dict[str, float], ...] = ()) -> None:
-    """Let the cluster be of these machines: node-0, node-1, and so on; it remembers those that are dead."""
+    """Set the machines of the cluster to node-0, node-1, and so on. Dead machines stay in the list."""
     fake.cluster_resources = lambda: {
         name: sum(machine.get(name, 0) for machine in machines) for machine in machines for name in machine
     }

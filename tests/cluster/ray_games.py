@@ -1,4 +1,4 @@
-"""Environments that workers play in tests, importable there; also a process that plays them.
+"""Environments that workers import from this module in tests, and a process that plays them.
 
 Usage: python -m tests.cluster.ray_games FILE WORKERS
 """
@@ -53,7 +53,7 @@ GROUP_SIZE = 4
 
 
 def slow_crowd() -> ScriptedEngine:
-    """The model of a crowd, slow enough for a worker to die in the middle."""
+    """The model of a `Crowd`, slow enough for a worker to die in the middle of an episode."""
     return ScriptedEngine(talk, seed=5, places=4, chunks="random", latency=Latency(first=20, jitter=5))
 
 
@@ -62,7 +62,7 @@ def crowd() -> ScriptedEngine:
 
 
 class Leased(Environment):
-    """Goes through one door that only one episode of the run may go through; each writes down when it is inside."""
+    """Environment with a limiter of one lease for the whole run. Each episode records when it is inside."""
 
     def __init__(self, diary: str) -> None:
         self.diary = diary
@@ -83,7 +83,7 @@ class Leased(Environment):
 
 
 class Sworn(Environment):
-    """Has a lifespan that says when it is entered and left, and by whom."""
+    """Environment whose lifespan records when it is entered and left, and by which process."""
 
     def __init__(self, diary: str) -> None:
         self.diary = diary
@@ -103,7 +103,7 @@ class Sworn(Environment):
 
 
 class Slow(Environment):
-    """Takes its time."""
+    """Environment with long episodes."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt="hello") for number in range(40)]
@@ -120,14 +120,14 @@ class Slow(Environment):
 
 
 class Poison(Environment):
-    """One of its episodes kills the process that plays it."""
+    """Environment in which one episode kills the process that plays it."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=name, prompt=name) for name in ("a", "b", "poison", "c", "d")]
 
     @tool
     def drink(self) -> str:
-        """Drink it."""
+        """Drink the poison."""
         if self.task.id == "poison":
             os.kill(os.getpid(), signal.SIGKILL)
         return "water"
@@ -138,7 +138,7 @@ class Poison(Environment):
 
 
 class Hungry(Environment):
-    """One of its episodes takes memory, up to 2 GB, and keeps it."""
+    """Environment in which one episode takes up to 2 GB of memory, and keeps it."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=name, prompt=name) for name in ("a", "b", "hungry", "c", "d")]
@@ -160,11 +160,13 @@ def drinks(asked: ModelCall) -> Answer:
 
 
 class Hangs(Environment):
-    """One of its episodes blocks the event loop of the first worker that plays it, for ever; not of the driver."""
+    """Environment in which one episode blocks the event loop of the first worker that plays it for ever, but never the
+    driver's.
+    """
 
     def __init__(self, trace: str, driver: int) -> None:
         self.trace = trace
-        if os.getpid() != driver:  # two seconds instead of a minute, in the process of a worker
+        if os.getpid() != driver:  # a worker's limit is two seconds instead of a minute
             defaults: Any = LagMonitor.__init__.__kwdefaults__
             defaults["stuck_seconds"] = 2.0
 
@@ -187,7 +189,7 @@ class Hangs(Environment):
 
 
 class Reads(Environment):
-    """Reads a file before it plays, and the variable READ_ON where there is one."""
+    """Environment that reads a file, and the variable READ_ON if it is set, before an episode."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -208,7 +210,7 @@ class Reads(Environment):
 
 
 class TalksLong(Environment):
-    """Lets a real model talk until it is cut."""
+    """Environment in which a real model samples until the limit."""
 
     sampling = Sampling(max_tokens=96, min_tokens=96)
 
@@ -222,7 +224,7 @@ class TalksLong(Environment):
 
 
 class Says(Environment):
-    """Lets a real model say what it is surest of."""
+    """Environment in which a real model samples greedily."""
 
     sampling = Sampling(max_tokens=8, min_tokens=8, temperature=0.0)
 
@@ -236,7 +238,7 @@ class Says(Environment):
 
 
 class Endless(Environment):
-    """Says who plays it, and speaks until it is cut."""
+    """Environment that reports its process, and generates turns until it is cut."""
 
     def __init__(self, diary: str) -> None:
         self.diary = diary
@@ -256,7 +258,7 @@ class Endless(Environment):
 
 
 def _write(diary: str, line: str) -> None:
-    """Append a line in one piece, whatever other processes append."""
+    """Append a line in one write, so that lines of several processes do not mix."""
     descriptor = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, f"{line}\n".encode())
     os.close(descriptor)

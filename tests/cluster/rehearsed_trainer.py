@@ -1,4 +1,4 @@
-"""A trainer's end in vLLM's words that sends nothing, and hangs or fails where a test wants it to."""
+"""A trainer with vLLM's interface that sends nothing, and hangs or fails where a test sets this."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Info", "Parts", "part"]
 
 
 def part(*names: str) -> dict[str, Any]:
-    """Update info for tensors of these names."""
+    """Return the update info for tensors with these names."""
     return {"names": list(names), "dtype_names": ["bfloat16"] * len(names), "shapes": [[1]] * len(names)}
 
 
 @dataclass
 class Parts:
-    """A source of weights that are sent in parts, one tensor each."""
+    """Source of weights that are sent in parts of one tensor each."""
 
     names: tuple[str, ...] = ("a", "b", "c")
     sent: list[str] = field(default_factory=list)
     """The parts that were acknowledged, in order."""
     met: list[int] = field(default_factory=list)
-    """The size of the world at each meeting."""
+    """The world size of each connection."""
     hangs: bool = False
-    """True if the first sending hangs after all parts were requested, as a broadcast whose receiver died."""
+    """True if the first transfer hangs after all parts were requested, like a broadcast whose receiver died."""
     fails: bool = False
     ends_early: bool = False
 
@@ -42,7 +42,7 @@ class Parts:
 
 @dataclass
 class Info(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """Like that of NCCL."""
+    """Init info like NCCL's."""
 
     backend: ClassVar[str] = "rehearsed"
     world_size: int = 0
@@ -51,14 +51,14 @@ class Info(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not typed
 
 @dataclass
 class UnrankedInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """Like that of IPC."""
+    """Init info like IPC's."""
 
     backend: ClassVar[str] = "rehearsed"
     rank: int = 0
 
 
 class RehearsedTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
-    """Asks for what vLLM's trainers ask, in their order."""
+    """Trainer that calls the methods of vLLM's trainers, in their order."""
 
     init_info_cls = Info
 

@@ -1,4 +1,4 @@
-"""Transfers to a fleet as tests give them, and what they look at afterwards."""
+"""Transfers of weights to a fleet, and the state that tests read afterwards."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = [
 
 
 def elsewhere(world_size: int = 3, *, address: str = "10.0.0.1", parts: int = 1, **settings: Any) -> WeightTransfer:
-    """A trainer elsewhere, with one rank, that connects again for each transfer."""
+    """A remote trainer with one rank, which connects again for each transfer."""
     init = {"master_address": address, "rank_offset": 1, "world_size": world_size}
     return WeightTransfer([part(f"tensor {number}") for number in range(parts)], init=init, **settings)
 
 
 def unranked(**settings: Any) -> WeightTransfer:
-    """The same by a way that has no ranks."""
+    """A remote trainer that uses a transfer without ranks."""
     return WeightTransfer(part("a"), init={"packed": False}, **settings)
 
 
@@ -52,7 +52,7 @@ either = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 
 
 def sizes(launcher: InProcess, *counts: int) -> None:
-    """Have the engines of workers take so many devices each, and of all later ones one."""
+    """Give the engines of the first workers these numbers of devices, and all later engines one device."""
 
     def sized(worker: InProcessWorker) -> None:
         number = worker.worker.number
@@ -77,7 +77,7 @@ def of_version(launcher: InProcess) -> list[str]:
 
 
 def members(engine: FleetEngine) -> set[int]:
-    """The workers that play, or would if they had the weights of the others."""
+    """Numbers of the workers that play, or would play with the current weights."""
     return {handle.number for handle in engine.driver.members}
 
 

@@ -1,4 +1,4 @@
-"""The environments that the author's API was drawn for, as they stand, on two workers."""
+"""The environments that the author's API was designed for, unchanged, on two workers."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ async def test_an_environment_of_the_authors_api_plays_on_two_workers(
     monkeypatch.setattr(author_api, "play", play)
     plays: Callable[[], Awaitable[None]] = ENVIRONMENTS[environment]
     await plays()
-    assert len(workers_played) == min(2, len(groups)), "members of a group are company on one worker"
+    assert len(workers_played) == min(2, len(groups)), "one worker plays all members of a group"

@@ -1,4 +1,4 @@
-"""Log records of a fleet: workers that start, play, are dismissed, lost and replaced."""
+"""Log records of a fleet: workers that start, play, are dismissed, are lost and are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet as one engine to its trainer: weights, adapters, pauses, and workers that join or die during these."""
+"""A fleet as one engine for its trainer: weights, adapters, pauses, and workers that join or die during updates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 class Once(Dice):
-    """Speaks once."""
+    """Environment with one turn."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
@@ -55,7 +55,7 @@ def asked_of(worker: InProcessWorker, *names: str) -> list[str]:
 
 async def test_update_reaches_all_workers_and_ids_have_their_versions() -> None:
     async with fleet(3) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(120)) as run:
-        # So many may have been begun before the update that the reader asks for.
+        # The run may begin this many episodes ahead of its reader, so they may have begun before the update.
         ahead = 2 * engine.driver.fleet.width
         seen = []
         async for trajectory in run:
@@ -140,7 +140,7 @@ HANGS = {
     "control": lambda engine: engine.pause("keep"),
     "add_adapter": lambda engine: engine.add_adapter("poet", "folder"),
 }
-"""Calls for a trainer that a worker may hang in, and what makes them."""
+"""Calls for a trainer in which a worker may hang, and the method that causes each call."""
 
 
 @pytest.mark.cases_in_turns(2)
@@ -165,7 +165,7 @@ def test_hanging_worker_is_replaced_and_the_call_returns(call: str) -> None:
 
 def test_worker_that_waits_for_turns_is_never_late() -> None:
     async def run() -> None:
-        # Its turn takes twenty times as long as the patience with it.
+        # The turn takes twenty times as long as `stall_seconds`.
         talker = ScriptedEngine("word " * 400, latency=Latency(first=1, between=1), tick=1.0, places=2)
         async with fleet(2, talker, stall_seconds=20.0) as (engine, launcher), engine:
             async with Run(Once, engine, tasks=game_tasks(1)) as run:
@@ -194,7 +194,7 @@ def test_workers_catch_up_in_parallel_and_updates_do_not_wait(joiners: int) -> N
             await engine.update_weights("newer")
             assert anyio.current_time() - began < 11
             await until(lambda: len(engine.workers()) == joiners + 1)
-            # Sixty seconds for what they were overtaken by, and sixty for what is newest.
+            # Sixty seconds to load the version that was replaced during the load, and sixty to load the newest one.
             assert 120 <= anyio.current_time() - began < 130
             assert {worker.worker.engine.weight_version for worker in launcher.alive} == {"2"}
 
@@ -238,7 +238,7 @@ def test_worker_overtaken_while_starting_has_the_remaining_adapters() -> None:
 
 
 def load_slowly(worker: InProcessWorker, seconds: float) -> None:
-    """Let a worker take so many seconds to apply a snapshot, while its event loop is free."""
+    """Let a worker take this many seconds to apply a snapshot. Its event loop stays free."""
     catch_up = worker.worker.catch_up
 
     async def slower(snapshot: Any) -> None:
@@ -409,7 +409,7 @@ def test_removed_adapter_is_absent_on_all_workers_and_new_ones() -> None:
 async def test_a_fleet_samples_nothing_by_itself() -> None:
     async with fleet(1) as (engine, _), engine:
         with pytest.raises(BadControl, match="plays whole episodes"):
-            engine.stream(None)  # type: ignore[arg-type]  # it is not looked at
+            engine.stream(None)  # type: ignore[arg-type]  # the argument is not read
 
 
 async def test_several_runs_share_a_fleet() -> None:

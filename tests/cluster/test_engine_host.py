@@ -1,4 +1,4 @@
-"""One engine and several processes that ask it, of which some die: what they held is there for the others."""
+"""One engine for several processes. If a process dies, the requests that it had are free for the others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LET_GO = SILENT_SECONDS + 3 * STATS_SECONDS
 
 
 class Line:
-    """The connection from a guest to the host; after a cut the host receives nothing, as from a dead process.
+    """The connection from a guest to the host. After a cut the host receives nothing, as from a dead process.
 
-    Messages of that time arrive when the connection continues.
+    Messages that were sent during the cut arrive when the connection continues.
     """
 
     def __init__(self, process: InProcessWorker, group: TaskGroup) -> None:
@@ -55,7 +55,7 @@ class Line:
 
 
 class Guest(HostedEngine):
-    """The engine of a host that is there."""
+    """The engine of a guest that is connected to a host."""
 
     def __init__(self, owner: HostedHere) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def asks(session: Session | None = None, max_tokens: int = 4) -> GenerationReque
 
 
 def shared(play: Callable[[HostedHere, Guest], Awaitable[None]], **settings: Any) -> None:
-    """Play with an owner of an engine that says an id a second, and a guest of it."""
+    """Play with an owner of an engine that samples an id a second, and with a guest."""
 
     async def main() -> None:
         engine = ScriptedEngine("word " * 2000, latency=Latency(between=1), tick=1.0, **settings)
@@ -88,7 +88,7 @@ async def said(stream: DeltaStream) -> list[int]:
 
 @asynccontextmanager
 async def begun(engine: HostedEngine, session: Session) -> AsyncIterator[None]:
-    """A session that has spoken and is not closed, and a stream of it that has begun."""
+    """Return a session with one turn, which is still open, and a stream of it that has begun."""
     async with engine.stream(asks(session, 4000)) as stream:
         await anext(aiter(stream))
         yield

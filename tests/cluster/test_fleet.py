@@ -1,4 +1,4 @@
-"""The books of a fleet, by rules that anything may happen in any order; no clock, no loop, no worker."""
+"""Bookkeeping of a fleet, with events in any order, without clock, event loop and workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_BACK_OFF = BACK_OFF_SECONDS * 2**MAX_RESTARTS
 
 
 class Books(RuleBasedStateMachine):
-    """Workers start, join and die, episodes come and go, time passes."""
+    """State machine: workers start, join and die, episodes begin and end, and time passes."""
 
     assignments = Bundle("assignments")
 
@@ -33,7 +33,7 @@ class Books(RuleBasedStateMachine):
         self.fleet = Fleet(least=2, most=4)
         self.now = 0.0
         self.asked: dict[Assignment, None] = {}
-        """Episodes that are not over."""
+        """Episodes that have not ended."""
         self.starts: dict[WorkerSlot, list[float]] = {slot: [] for slot in self.fleet.slots}
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 60.0, HOUR_SECONDS]))
@@ -133,8 +133,8 @@ class Books(RuleBasedStateMachine):
         last_tries = sum(assignment.last_chance for assignment in waiting)
         kept = [slot for slot in self.fleet.ready if slot.kept]
         for_those = [slot for slot in kept if not any(assignment.last_chance for assignment in slot.assignments)]
-        assert len(for_those) <= last_tries, "no more are kept than are waited for"
-        assert all(slot.assignments for slot in for_those), "who waits for an empty worker has it"
+        assert len(for_those) <= last_tries, "more workers are kept free than last tries wait"
+        assert all(slot.assignments for slot in for_those), "an empty worker is kept free, and no last try plays on it"
         room = [slot for slot in self.fleet.ready if not slot.kept and len(slot.assignments) < slot.width]
         if len(waiting) > last_tries:
             assert not room
@@ -168,7 +168,7 @@ def test_episode_goes_to_the_least_loaded_worker() -> None:
     fleet = ready(8, 2)
     where = [number for n in range(10) for number in assigned(fleet, Assignment(group=n))]
     assert Counter(where) == {0: 8, 1: 2}
-    assert where[:5].count(1) == 1, "a worker of a fourth of the places gets a fifth of the first five"
+    assert where[:5].count(1) == 1, "a worker with 2 of 10 places gets one of five episodes"
 
 
 def test_workers_alike_take_turns() -> None:
@@ -180,7 +180,7 @@ def test_the_episodes_of_a_task_keep_company_until_that_is_unfair() -> None:
     fleet = ready(16, 16)
     where = assigned(fleet, *(Assignment(group="same") for _ in range(12)))
     assert where[: MAX_AFFINITY_IMBALANCE + 1] == [where[0]] * (MAX_AFFINITY_IMBALANCE + 1), (
-        "the first ones share a worker, and its prompt"
+        "the first episodes of a task share a worker and its cached prompt"
     )
     assert max(Counter(where).values()) - min(Counter(where).values()) <= MAX_AFFINITY_IMBALANCE + 1
 
@@ -206,14 +206,16 @@ def test_a_last_try_waits_for_a_worker_that_plays_nothing_else() -> None:
     assigned(fleet, *first)
     last = [Assignment(again=True, last_chance=True) for _ in range(2)]
     fresh = [Assignment(group=f"fresh {n}") for n in range(9)]
-    assert assigned(fleet, *last, *fresh) == [1 - kept_seat(fleet).number] * 2, "the other one is kept"
+    assert assigned(fleet, *last, *fresh) == [1 - kept_seat(fleet).number] * 2, (
+        "new episodes use the worker that is not kept free"
+    )
     for assignment in [each for each in first if each.slot is kept_seat(fleet)]:
         assert assignment.slot is not None
         fleet.done(assignment)
     assert fleet.give_out() == [last[0]]
     assert len(kept_seat(fleet).assignments) == 1
     fleet.done(last[0])
-    assert fleet.give_out() == [last[1]], "the others wait until no last try does"
+    assert fleet.give_out() == [last[1]], "other episodes wait until no last try waits"
     fleet.done(last[1])
     assert len(fleet.give_out()) == 4
     assert not any(slot.kept for slot in fleet.slots)

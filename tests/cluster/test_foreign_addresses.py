@@ -1,4 +1,4 @@
-"""Addresses at which something else than a Ray cluster listens."""
+"""Addresses at which another program than a Ray cluster listens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWERS = {
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ray, not yet connected. Connecting fails the test, since Ray itself would try for most of a minute."""
+    """Ray before its connection. The test fails if it connects, since the real Ray would try for most of a minute."""
     fake = MagicMock()
     fake.is_initialized = lambda: False
     fake.init = lambda **_: pytest.fail("Ray was asked")

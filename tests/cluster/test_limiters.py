@@ -1,4 +1,4 @@
-"""The limiter_service that lets the episodes of all workers into their run's limiters."""
+"""The limiter service, from which the episodes of all workers lease their run's limiters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN, OTHER_RUN = 1, 2
 
 
 class Asking:
-    """Asks a limiter_service for leases, each in a task of its own, and knows what was answered."""
+    """Client that asks a limiter service for leases, each in a task of its own, and records the answers."""
 
     def __init__(self, launcher: InProcess) -> None:
         self.limiter_service = launcher.limiter_service
@@ -68,7 +68,7 @@ async def test_forgotten_worker_releases_its_leases_and_waits_no_more(asking: As
 
 async def test_a_worker_that_was_forgotten_gets_nothing_more(asking: Asking) -> None:
     await asking.limiter_service.forget(0)
-    await asking.acquire(0, 0)  # it was on its way
+    await asking.acquire(0, 0)  # a request that was under way
     await asking.acquire(1, 0)
     assert asking.answers == {(0, 0): False, (1, 0): True}
 
@@ -84,7 +84,7 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
     assert asking.answers[1, 1], "a limiter of this name may be another one now"
     with pytest.raises(BadOption, match="an earlier call had the limit 1"):
         await asking.limiter_service.acquire(OTHER_RUN, "door", 2, 1, 2)
-    await asking.settled(asking.limiter_service.release(0, 0))  # of the limiter that is no more
+    await asking.settled(asking.limiter_service.release(0, 0))  # of the removed limiter
 
 
 async def test_cancelled_waiter_takes_no_place_of_the_limiter() -> None:

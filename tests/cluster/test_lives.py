@@ -1,4 +1,4 @@
-"""Begin, wait, growth and end of runs on fleets; their remains and their events."""
+"""Lifetimes of runs on fleets: begin, wait, growth and end, with remaining objects and with events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _no_events() -> None:
 
 
 class Waiting(Dice):
-    """It speaks once and then waits for ever, where the test does not cut it."""
+    """Environment with one turn, which then waits for ever or until the test ends the episode."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
@@ -38,7 +38,7 @@ class Waiting(Dice):
 
 
 class WaitingAtFirst(Waiting):
-    """The same until something has happened, and afterwards as usual."""
+    """The same environment, which waits only until an event, and later plays on."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await (Dice if EVENTS else Waiting).rollout(self, conversation)
@@ -213,7 +213,7 @@ def test_a_run_ends_by_name_when_its_workers_are_gone_for_too_long() -> None:
 
 
 class Shared(Dice):
-    """It notes its lifespan, and lets one episode of the whole run into a block at once."""
+    """Environment that records its lifespan, and has a block for one episode of the whole run at a time."""
 
     def lifespan(self) -> Any:
         return Noted()
@@ -289,7 +289,7 @@ HOLDS = _Flag()
 
 
 class Holding(Dice):
-    """The first one in stays there until the test lets it go."""
+    """Environment whose first episode stays inside until the test releases it."""
 
     async def rollout(self, conversation: Conversation) -> None:
         async with self.episode.limiter("one", 1):
@@ -393,7 +393,7 @@ async def test_worker_that_joins_a_draining_run_receives_drain() -> None:
 
 
 class SlowToConstruct(Dice):
-    """Once `held` is set, its constructor waits for `go`, like one that reads a large file."""
+    """Environment whose constructor waits for `go` once `held` is set, like one that reads a large file."""
 
     held = threading.Event()
     go = threading.Event()
@@ -406,7 +406,7 @@ class SlowToConstruct(Dice):
 
 async def test_worker_answers_while_its_environment_is_constructed() -> None:
     for event in (SlowToConstruct.held, SlowToConstruct.go):
-        event.clear()  # set by the same test on another event loop
+        event.clear()  # the same test has set it on another event loop
     environment = SlowToConstruct()
     async with fleet(2) as (engine, launcher), engine, anyio.create_task_group() as group:
 

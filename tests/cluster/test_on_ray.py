@@ -1,4 +1,4 @@
-"""The tests on real Ray, in a process of their own: its native threads stay in it, and may end it later."""
+"""The tests on real Ray, in a separate process: Ray's native threads stay in a process, and may end it later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.repository import ROOT
 @pytest.mark.on_ray
 @pytest.mark.slow
 def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest) -> None:
-    """To play one of them: `pytest --ray tests/cluster -k NAME`, and those of benchmarks with `--sweeps=whole`."""
+    """To play one of the tests: `pytest --ray tests/cluster -k NAME`. Benchmarks also need `--sweeps=whole`."""
     require_ray()
     option = request.config.option
     how = ["--sweeps", "whole" if sweeps.whole() else "sampled", "--sweep-seed", str(option.sweep_seed)]
@@ -39,6 +39,6 @@ def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest
 
 
 def _files() -> list[str]:
-    """The files with such tests: others import torch and vLLM, which nothing here needs."""
+    """The files with such tests. Other files import torch and vLLM, which these tests do not need."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file) for file in files if re.search(r"\bmark\.ray\b", file.read_text(encoding="utf-8"))]

@@ -1,4 +1,4 @@
-"""Engines of other agents on a fleet: who enters them, and what a run knows of those that are elsewhere."""
+"""Engines of other agents on a fleet: the processes that enter them, and a run's data on engines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.playing import until
 pytestmark = pytest.mark.anyio
 
 ENTERED: list[int] = []
-"""Judges that were entered, by the identity of the object."""
+"""Identities of the judge objects that were entered."""
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (DOCS / "scale.md").read_text(encodi
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
-    """The names that its blocks take as given, with engines that play here; `asked` are the runs."""
+    """Names that the page's blocks use and do not define, with engines in this process; `asked` are the runs."""
     asked: list[Run] = []
 
     def run(environment: Any, engine: Any, **options: Any) -> None:

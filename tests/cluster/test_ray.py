@@ -1,4 +1,4 @@
-"""Runs on a real cluster of Ray: the same as in one process, whatever process dies."""
+"""Runs on a real cluster of Ray: the results are the same as in one process, also if processes die."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.ray]
 WATCHDOG_SECONDS = 600.0
 
 ANNOUNCED = 12 * GROUP_SIZE * 2
-"""So many trajectories `announcing` announces."""
+"""Number of trajectories that `announcing` announces."""
 
 
 async def played(environment: Any, engine: Any, **options: Any) -> list[Trajectory]:
@@ -63,7 +63,7 @@ async def played(environment: Any, engine: Any, **options: Any) -> list[Trajecto
 
 
 def without_attempts(rows: dict[Any, Any]) -> Any:
-    """All that must not depend on how often an episode was played."""
+    """Return all values that must not depend on how often an episode was played."""
     return {key: (kind, {**fields, "attempt": 0}) for key, (kind, fields) in rows.items()}
 
 
@@ -146,12 +146,12 @@ async def test_a_cluster_outlives_the_threads_that_are_idle(
 ) -> None:
     require_ray()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(PoolThread, "MAX_IDLE_TIME", 0)  # ten seconds, in a run
+    monkeypatch.setattr(PoolThread, "MAX_IDLE_TIME", 0)  # ten seconds in a run
     before = family(os.getpid())
     first = RayLauncher("RayEngines", address=None, cpus=1, gpus=0, runtime_env=None)
     await first.open()
     async with kind() as engine:
-        await first.close()  # who made the connection is not the last one that uses it
+        await first.close()  # another user of the connection follows the one that opened it
         started = family(os.getpid()) - before
         of_ray = children(os.getpid()) & started
         assert len(of_ray) >= 3, "the head, the raylet and what reads logs"
@@ -163,13 +163,14 @@ async def test_a_cluster_outlives_the_threads_that_are_idle(
 
 
 async def until_idle_threads_end() -> None:
-    """Wait until each thread that anyio's pool has now has ended: the pool ends idle ones while it starts a call."""
+    """Wait until each current thread of anyio's pool has ended: the pool ends idle threads when it starts a call."""
     before = {thread for thread in threading.enumerate() if isinstance(thread, PoolThread)}
     assert before, "the engine was started in one of them"
     with anyio.fail_after(WATCHDOG_SECONDS):
         while any(thread.is_alive() for thread in before):
             async with anyio.create_task_group() as group:
-                for _ in range(len(before) + 1):  # at once, so that one of them is new and may be the last to be idle
+                # at the same time, so that one thread is new and may be the last idle one
+                for _ in range(len(before) + 1):
                     group.start_soon(anyio.to_thread.run_sync, time.sleep, 0.02)
             await anyio.sleep(0.01)
             await anyio.to_thread.run_sync(time.sleep, 0)
@@ -218,14 +219,12 @@ if __name__ == "__main__":
 
 @contextmanager
 def endless(script: Path, diary: Path, file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that plays until it is interrupted; killed after the block, and after `WATCHDOG_SECONDS`."""
+    """A program that plays until it is interrupted. It is killed after the block, and after `WATCHDOG_SECONDS`."""
     script.write_text(ENDLESS)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(script), str(diary), str(file)]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE) as process:
-        late = threading.Timer(
-            WATCHDOG_SECONDS, process.kill
-        )  # a line that does not come would be waited for without end
+        late = threading.Timer(WATCHDOG_SECONDS, process.kill)  # the wait for a missing line would not end
         late.start()
         try:
             yield process
@@ -335,7 +334,7 @@ class Holds(Environment):
 
 
 def ghost() -> type[Environment]:
-    """A class of a module that is nowhere but in this process."""
+    """A class of a module that exists only in this process."""
     module = types.ModuleType("a_module_of_this_process")
     sys.modules[module.__name__] = module
     exec(AUTHOR, module.__dict__)

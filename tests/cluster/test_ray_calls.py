@@ -1,4 +1,4 @@
-"""Calls to an actor of Ray: many go as one, each has its own answer, and a failed one does not affect others."""
+"""Calls to an actor of Ray: calls are sent in batches, each has its own answer, and errors affect no other call."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def died(reported: str) -> Any:
 
 
 class Unavailable:
-    """An actor that Ray calls unavailable so often, and says then what is true."""
+    """Actor that Ray reports as unavailable a few times, and then in its real state."""
 
     def __init__(self, times: int, truth: BaseException | None) -> None:
         self.take = self.answers = self

@@ -1,4 +1,4 @@
-"""This process's connection to Ray: who makes it, who shares it, who ends it."""
+"""This process's connection to Ray: the engine that opens it, the engines that share it, and the one that closes it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_ray_is_started_by_a_thread_that_lives_until_it_is_left(ray: Any) 
 
     ray.init = noted
     first, second = launcher(), launcher()
-    await asyncio.create_task(first.open())  # the threads of anyio's pool end with the task that was its first
+    await asyncio.create_task(first.open())  # the threads of anyio's pool end with the task that used it first
     await second.open()
     await first.close()
     (thread,) = made
@@ -110,7 +110,7 @@ async def test_ray_is_not_called_after_other_code_closed_it(ray: Any) -> None:
         only.start(ScriptedEngine("hi"), 1)
     with pytest.raises(EngineDead):
         await only.put({})
-    await asyncio.sleep(0.05)  # the tick after which calls are sent
+    await asyncio.sleep(0.05)  # longer than the tick after which calls are sent
     with pytest.raises(WorkerLost, match=r"called ray.shutdown\(\)"):
         await asked
     worker.kill()

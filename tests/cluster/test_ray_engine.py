@@ -1,4 +1,4 @@
-"""One engine in an actor of Ray, asked by a run and by its workers."""
+"""One engine in an actor of Ray, used by a run and by its workers."""
 
 from __future__ import annotations
 

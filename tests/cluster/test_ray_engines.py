@@ -1,4 +1,4 @@
-"""Workers with the real engine: weights change under episodes, and a worker that is killed leaves no process."""
+"""Workers with the real engine: weights change during episodes, and a killed worker leaves no process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def versions(trajectory: Trajectory) -> list[str]:
 
 
 def on_two_workers(model: Path) -> RayEngines:
-    """Engines that share the cores of a test."""
+    """Engines on two workers that share the cores of a test."""
     inner = VllmEngine(str(model), max_num_seqs=4, max_model_len=512)
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     return RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
@@ -60,7 +60,7 @@ async def test_two_real_engines_take_weights_and_a_dead_one_leaves_nothing(
     left: list[Path] = []
     with anyio.fail_after(START_SECONDS + WATCHDOG_SECONDS):
         async with engine:
-            while len(engine.workers()) < 2:  # noqa: ASYNC110  # the second one joins when it is ready
+            while len(engine.workers()) < 2:  # noqa: ASYNC110  # until the second worker joins
                 await anyio.sleep(0.2)
             async with Run(TalksLong, engine, group_size=2) as run:
                 async for trajectory in run:
@@ -112,7 +112,7 @@ on_event_loop(talk)
 
 
 def talking(model: Path) -> subprocess.Popen[str]:
-    """A driver in a process of its own, which says what its workers are."""
+    """A driver in another process, which prints the processes of its workers."""
     command = [sys.executable, "-c", TALKERS, str(model)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
 

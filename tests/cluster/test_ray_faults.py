@@ -45,7 +45,7 @@ def _nothing_is_left() -> Iterator[None]:
     until_gone(actors())
     made = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("psm_", "vllm_"))}
     used = {name for process in Path("/proc").glob("[0-9]*") for name in shared_memory_of(int(process.name))}
-    # Memory that is gone by now belonged to other programs.
+    # Names of memory that no longer exists belonged to other programs.
     assert not {name for name in made - used if Path("/dev/shm", name).exists()}
 
 
@@ -54,7 +54,8 @@ async def assert_as_one_process(
 ) -> None:
     """Assert that the announced episodes are the committed ones and those of one process, without duplicates.
 
-    What was announced when the run ended before its group could be compared has its reward in the file alone.
+    If the run ended before a group was compared, the announced episodes of this group lack the group's reward, and only
+    the file has it.
     """
     one = file.with_name("one.db")
     expected = by_key(await played(Crowd(tasks), crowd(), file=one, **OPTIONS))
@@ -73,7 +74,7 @@ async def assert_as_one_process(
 
 @asynccontextmanager
 async def killing(choose: random.Random, times: int) -> AsyncIterator[list[int]]:
-    """Kill workers during the block, also starting ones and the limiter service; yield their process ids."""
+    """Kill workers during the block, including starting workers and the limiter service. Yield their process ids."""
     killed: list[int] = []
 
     async def kill() -> None:
@@ -100,7 +101,7 @@ async def test_random_kills_of_workers_lose_and_duplicate_nothing(cluster: Stand
         ):
             async for trajectory in run:
                 announced.append(trajectory)
-                # The reader holds the workers up, so that the kills are spread over the whole run.
+                # The reader slows the workers down, so that the kills are spread over the whole run.
                 await until(lambda: len(killed) >= len(announced) * KILL_COUNT // (24 * GROUP_SIZE * 2))
     assert len(killed) == KILL_COUNT
     assert any("is lost: its process died" in event for event in engine.events)
@@ -109,13 +110,13 @@ async def test_random_kills_of_workers_lose_and_duplicate_nothing(cluster: Stand
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds instead of a minute and a half."""
+    """Shorten the limit for a silent worker from a minute and a half to four seconds."""
     monkeypatch.setattr(driver, "SILENT_SECONDS", 4.0)
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[AttemptResult]:
-    """The answers that came when their worker was taken for dead already."""
+    """Yield a list of answers that arrive after their worker was taken for dead."""
     on_answers = RayWorker._on_answers
     seen: list[AttemptResult] = []
 
@@ -126,7 +127,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[AttemptResult]:
             seen.extend(answer for answer in answers if isinstance(answer, AttemptResult))
         on_answers(worker, future)
         if is_late and not seen:
-            worker._fetch_answers()  # as if what it played had been on its way with the rest
+            worker._fetch_answers()  # as if results of its episodes had been under way with this answer
 
     monkeypatch.setattr(RayWorker, "_on_answers", note)
     return seen
@@ -138,7 +139,7 @@ async def test_stopped_worker_is_dismissed_and_its_late_answer_dropped(
 ) -> None:
     ray: Any = pytest.importorskip("ray")
     end, spared = ray.kill, []
-    # The order to end does not arrive, as where a network is cut: only so does it ever answer again.
+    # The order to end does not arrive, as in a cut network: otherwise the worker could never answer again.
     monkeypatch.setattr(ray, "kill", lambda actor: spared.append(actor))
     engine = RayEngines(slow_crowd(), workers=2)
     file = tmp_path / "run.db"
@@ -183,7 +184,7 @@ async def test_a_stopped_worker_is_ended_though_it_cannot_hear(cluster: Standing
 
 @pytest.fixture
 def at_the_head(small_cluster: Standing) -> Iterator[None]:
-    """This process belongs to the first machine, and not to one that is added: who is on a machine dies with it."""
+    """Let this process belong to the first machine and not to an added one, since it dies with its machine."""
     ray: Any = pytest.importorskip("ray")
     ray.init(address=small_cluster.address, logging_level="ERROR")
     yield
@@ -222,7 +223,8 @@ async def test_a_silent_machine_is_taken_for_dead_and_nothing_is_lost(
 
 async def test_fewer_places_than_required_workers_ends_the_start_by_name(small_cluster: Standing) -> None:
     await anyio.to_thread.run_sync(small_cluster.tell, "add 3")
-    engine = RayEngines(crowd(), workers=2, cpus=2, stall_seconds=20)  # four cores, but no two of them on the first one
+    # four cores, but no two of them on the first machine
+    engine = RayEngines(crowd(), workers=2, cpus=2, stall_seconds=20)
     with pytest.raises(
         EngineDead, match="for 20 s there was room for 1 of at least 2 workers: the cluster has too few"
     ):
@@ -251,7 +253,7 @@ async def test_run_that_loses_a_machine_ends_by_name_and_resumes_smaller(
         await play()
     before, committed = by_key(announced), stored(file)
     assert before == {key: committed[key] for key in before}
-    # What was in flight is kept as partial, and played again.
+    # Episodes in flight are kept as partial, and played again.
     announced = [trajectory for trajectory in announced if not trajectory.outcome.cut_short]
     assert len(announced) >= moment
     with anyio.fail_after(2 * WATCHDOG_SECONDS):
@@ -292,7 +294,7 @@ async def test_two_runs_of_one_process_on_workers_do_not_end_one_another(cluster
 
 @pytest.fixture
 def nearly_full(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster whose machine counts as full with 1.2 GB more than it has in use, half of which is Ray's soon."""
+    """A cluster whose machine counts as full at 1.2 GB more than is used now. Ray itself soon uses half of these."""
     require_ray()
     threshold = 1 - (psutil.virtual_memory().available - 1.2e9) / psutil.virtual_memory().total
     settings = {"RAY_memory_usage_threshold": f"{threshold:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
@@ -303,12 +305,13 @@ def nearly_full(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @asynccontextmanager
 async def undisturbed() -> AsyncIterator[None]:
-    """Skip the test once other processes take or free memory, which Ray cannot distinguish from its own."""
+    """Skip the test if other processes take or free memory, which Ray cannot distinguish from its own."""
     before = used_by_others()
 
     async def watch() -> None:
         samples = [0.0]
-        # For a moment the memory of a killed process counts for no process.
+        # For a moment the memory of a killed process is counted for no process, so ten samples in a row must differ by
+        # 0.6 GB.
         while min(samples[-10:]) < 0.6e9:
             await anyio.sleep(0.2)
             samples.append(abs(used_by_others() - before))
@@ -324,7 +327,7 @@ def used_by_others() -> int:
     used = psutil.virtual_memory().total - psutil.virtual_memory().available
     for pid in family(os.getpid()):
         with suppress(psutil.NoSuchProcess):
-            used -= psutil.Process(pid).memory_full_info().uss  # what they share with one another is used once
+            used -= psutil.Process(pid).memory_full_info().uss  # memory that the processes share is counted once
     return used
 
 

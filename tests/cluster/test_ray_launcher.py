@@ -1,4 +1,4 @@
-"""Interface to Ray of a launcher: its answers to Ray's words, its requests, and its end."""
+"""A launcher's interface to Ray: its reactions to Ray's errors, its requests to Ray, and its end."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ async def test_a_cluster_that_is_too_small_is_left_again(ray: Any) -> None:
 async def test_workers_take_the_clusters_gpus_whatever_the_driver_has(
     ray: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], gpus: float | None, reserved: float
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # nor has that to be installed there
+    monkeypatch.setitem(sys.modules, "torch", None)  # torch need not be installed either
     has_machines(ray, {"CPU": 4}, {"CPU": 8, "GPU": 8})
     engine = RayEngines(VllmEngine("a-model", **arguments), workers=1, gpus=gpus)
     assert await reserved_by(engine.launcher, ray) == reserved

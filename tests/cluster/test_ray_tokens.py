@@ -1,4 +1,4 @@
-"""Tokens that a process shows to a cluster of Ray, and no other cluster gets."""
+"""Tokens that a process sends to one Ray cluster, and to no other."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GIVEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class Refused(Exception):
-    """As Ray raises it where a token is missing or wrong."""
+    """The error that Ray raises if a token is missing or wrong."""
 
 
 class Raylet:
-    """As much of Ray's extension as is asked: a cluster that asks for one token, or for none."""
+    """Stand-in for the used part of Ray's extension: a cluster that requires one token, or none."""
 
     def __init__(self, asks_for: str | None, has: str | None) -> None:
         self.asks_for, self.has = asks_for, has
@@ -38,7 +38,7 @@ class Raylet:
     def canonicalize_bootstrap_address_or_die(self, address: str, _: None) -> str:
         return "10.0.0.1:6379" if address == "auto" else address
 
-    def GcsClient(self, *, address: str) -> None:  # noqa: N802  # as Ray calls it
+    def GcsClient(self, *, address: str) -> None:  # noqa: N802  # Ray's name
         assert address == "10.0.0.1:6379"
         shows = os.environ.get("RAY_AUTH_MODE") == "token"
         assert not shows or self.has is not None, "Ray would end this process"

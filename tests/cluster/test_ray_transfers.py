@@ -1,4 +1,4 @@
-"""Weights that a trainer broadcasts to real engines of a real fleet, all ranks of one group, under episodes."""
+"""Weights that a trainer broadcasts during episodes to real engines of a real fleet, with all ranks in one group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Model:
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.tensors = tensors
         self.before: Callable[[str], None] = lambda _: None
-        """Called with each tensor's name, in the thread that sends."""
+        """Called with each tensor's name, in the thread that sends the tensor."""
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
@@ -47,7 +47,7 @@ class Model:
 
 
 def announced(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Announcement of a remote trainer: the tensors that it sends, in this order."""
+    """Announcement of a remote trainer: the tensors in the order in which it sends them."""
     return {
         "names": list(tensors),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -85,7 +85,7 @@ async def test_trainer_broadcasts_to_two_real_engines_and_survives_a_death(clust
         str(model),
         max_num_seqs=4,
         max_model_len=512,
-        dtype="float32",  # greedy ids are the same however requests are batched
+        dtype="float32",  # greedy ids do not depend on how requests are batched
         weight_transfer_config={"backend": "broadcast"},
         worker_extension_cls="tests.engines.broadcast_transfer.BroadcastWorker",
     )
@@ -137,7 +137,7 @@ async def test_trainer_broadcasts_to_two_real_engines_and_survives_a_death(clust
 
 
 async def talk(engine: RayEngines, transfer: LocalTransfer, *, version: str) -> list[Trajectory]:
-    """Play long episodes, with new weights in the middle."""
+    """Play long episodes, and load new weights in the middle."""
     got: list[Trajectory] = []
     async with Run(TalksLong, engine, group_size=2) as run:
         async for trajectory in run:

@@ -1,4 +1,4 @@
-"""Faults of workers on a real cluster of Ray, in full: machines that die and come, loops that hang, poison."""
+"""Faults of workers on a real cluster of Ray, in full: machines that die and join, blocked event loops, poison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_late_machine_that_dies_at_a_random_moment_loses_nothing(small_clu
         async with Run(Slow, engine, file=file) as run:
             assert len(engine.workers()) == 1
             await anyio.to_thread.run_sync(small_cluster.tell, "add")
-            # Nothing is read until then, so that no more is played than is in flight.
+            # Nothing is read before both workers exist, so only the episodes in flight are played.
             while len(engine.workers()) < 2:  # noqa: ASYNC110  # no event is set
                 await anyio.sleep(0.1)
             moment = random_of("death of a late machine")
@@ -130,7 +130,7 @@ async def test_worker_with_a_hanging_loop_ends_and_its_episodes_replay(cluster: 
 async def test_machine_without_deltarunner_is_refused_with_the_fix(
     cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # Ray has workers look for modules in the driver's folder first
+    monkeypatch.chdir(tmp_path)  # Ray lets workers look for modules in the driver's folder first
     (tmp_path / "runner").mkdir()
     missing = "No module named 'runner'"
     (tmp_path / "runner" / "__init__.py").write_text(f'raise ModuleNotFoundError("{missing}")')
@@ -158,7 +158,7 @@ async def test_workers_have_the_uploaded_folder_and_their_own_variables(
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "data.txt").write_text("brought")
     brought = {"working_dir": str(tmp_path / "package"), "env_vars": {"READ_ON": "workers"}}
-    # The cluster is the judge's, which comes first: there is room for more workers than the machine has cores.
+    # The judge connects first, so its cluster is used: it has room for more workers than the machine has cores.
     judge = RayEngine(ScriptedEngine("fine"), runtime_env={"env_vars": {"READ_ON": "the judge"}})
     async with judge, RayEngines(ScriptedEngine("hi"), workers=4, runtime_env=brought) as engine:
         trajectories = await played(Reads("data.txt"), engine, engines={"judge": judge})
@@ -168,13 +168,13 @@ async def test_workers_have_the_uploaded_folder_and_their_own_variables(
 
 @pytest.fixture
 def own_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
-    """A cluster of this test alone, whose head may die."""
+    """A cluster for one test, which may kill its head."""
     require_ray()
     with standing(short_folder, cpus=1) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
         left = family(cluster.process.pid)
-        send(signal.SIGKILL, left)  # without its head it does not end by itself
+        send(signal.SIGKILL, left)  # without its head a cluster does not end by itself
         until_gone(left - {cluster.process.pid})
 
 

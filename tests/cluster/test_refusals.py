@@ -26,7 +26,7 @@ class Picky(Dice):
 
 
 class Broken(Dice):
-    """It can be made here and nowhere else."""
+    """Engine that can be constructed only in this process."""
 
     made = 0
 
@@ -72,7 +72,7 @@ async def test_environment_that_a_worker_cannot_construct_names_its_error(
 
 
 class Missing(ScriptedEngine):
-    """The folder of its model is not on the machine."""
+    """Engine whose model folder is not on the worker's machine."""
 
     async def __aenter__(self) -> Missing:
         raise BadModel("There is no model folder '/models/policy'.")

@@ -1,4 +1,4 @@
-"""Runs on fleets whose workers are tasks of the test's own loop: what comes out, whatever happens to workers."""
+"""Runs on fleets with workers in this process: their results, also if workers die."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 def kill_at(launcher: InProcess, plays: set[int], *, after: int = 0) -> None:
-    """Kill the worker that is asked to play for the nth time in all, some steps of the loop later."""
+    """Kill the worker that gets the nth call of `play` of all workers, some rounds of the event loop later."""
     asked = 0
 
     def watch(worker: InProcessWorker) -> None:
@@ -51,7 +51,7 @@ def kill_at(launcher: InProcess, plays: set[int], *, after: int = 0) -> None:
 
 
 def kills_whoever_plays(launcher: InProcess, *tasks: str, checkpoints: int = 20) -> list[int]:
-    """Let these tasks kill their workers, and return the list of workers that they kill."""
+    """Let these tasks kill their workers, and return the list of the killed workers."""
     killed: list[int] = []
 
     def watch(worker: InProcessWorker) -> None:
@@ -88,11 +88,11 @@ async def test_any_number_of_workers_equals_one_process_bit_for_bit(
 
 
 FAILED: set[str] = set()
-"""The requests that have failed once; workers are in this process, and a function of a module is the same in all."""
+"""Names of the requests that have failed once. Workers are in this process, so they share this set."""
 
 
 def fails_once(call: ModelCall) -> Fault | None:
-    """Every third request fails in its middle when it is made for the first time."""
+    """Let every third request fail in its middle when it is made for the first time."""
     name = call.request.name
     if name in FAILED or sum(name.encode()) % 3:
         return None
@@ -251,7 +251,7 @@ def test_silent_worker_is_lost_and_its_episodes_play_elsewhere() -> None:
 
 
 def kept(file: RunFile) -> list[Trajectory]:
-    """Rows of finished episodes in the file."""
+    """Return the rows of finished episodes in the file."""
     return [file.trajectory(row) for row in file if not row.superseded and not row.outcome.cut_short]
 
 
@@ -261,7 +261,7 @@ def place(number: int) -> str:
     return f"worker {number} on {socket.gethostname()}"
 
 
-@pytest.mark.asyncio_alone  # as a player
+@pytest.mark.asyncio_alone  # as a player is
 async def test_sampling_of_a_players_call_reaches_the_worker() -> None:
     async with fleet() as (engine, _), Player(Dice, engine, sampling=Sampling(max_tokens=77)) as player:
         (task,) = game_tasks(1)

@@ -1,4 +1,4 @@
-"""Workers that die or join while a trainer sends weights to a whole fleet, and the weights that they play with."""
+"""Workers that die or join while a trainer sends weights to a whole fleet, and the weights that they then have."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_trainer_here_sends_again_to_new_workers() -> None:
         async with fleet(2) as (engine, launcher), engine:
             launcher.workers[1].killed_in = "take_step"
             await engine.update_weights(here(source), version="new")
-            assert source.met == [3, 2], "both, and then the one that came in place of the dead"
+            assert source.met == [3, 2], "both workers, and then the one that replaces the dead worker"
             assert source.sent == list(source.names) * 2
             assert of_version(launcher) == ["new", "new"]
             assert len(asked_of(launcher.workers[0], "receive_weights")) == 1
@@ -70,7 +70,7 @@ def test_trainer_here_sends_again_to_new_workers() -> None:
 
 
 def hang(worker: InProcessWorker, at: str) -> None:
-    """Have it wait in a call for ever, as one that is left in a collective."""
+    """Let a worker wait in a call for ever, like a worker whose partner left a collective."""
     worker.held_in[at] = anyio.Event()
 
 
@@ -100,16 +100,17 @@ def test_hanging_worker_is_ended_after_the_grace_of_a_lost_one(at: str) -> None:
 def test_broadcast_that_hangs_in_the_trainer_is_sent_again() -> None:
     async def run() -> None:
         source = Parts(hangs=True)
-        # Its thread hangs for real seconds, in which virtual time runs on: no worker is to be lost by that.
+        # The trainer's thread hangs for real seconds while virtual time continues. The large limit keeps workers from
+        # being lost by that.
         async with fleet(2, stall_seconds=1e6) as (engine, launcher), engine, anyio.create_task_group() as group:
             group.start_soon(engine.update_weights, here(source))
             await until(lambda: source.sent == list(source.names))
             launcher.workers[1].kill()
             await until(lambda: engine.weight_version == "1")
-        assert launcher.workers[0].killed, "it waited for what was never sent"
+        assert launcher.workers[0].killed, "it waited for weights that were never sent"
         first, *later = source.met
-        assert first == 3, "the trainer and both"
-        assert sum(ranks - 1 for ranks in later) == 2, "those that came in their place, one by one or together"
+        assert first == 3, "the trainer and both workers"
+        assert sum(ranks - 1 for ranks in later) == 2, "the replacements, one by one or together"
 
     by_virtual_time(run)
 
@@ -127,7 +128,7 @@ def test_trainer_waiting_for_a_dead_worker_changes_nothing(at: str) -> None:
             assert engine.weight_version == "scripted"
             await anyio.wait_all_tasks_blocked()
             assert state_of(launcher.workers[0]) == "running"
-            assert launcher.workers[0].worker._checked is None, "what was never sent is kept"
+            assert launcher.workers[0].worker._checked is None, "an update that was never sent is kept"
             await until(lambda: members(engine) == {0, 2})
             await engine.update_weights(elsewhere(), version="new")
             assert of_version(launcher) == ["new", "new"]
@@ -367,7 +368,7 @@ def test_versions_never_decrease_whatever_dies_under_transfers(
                 for kind in given_kinds:
                     await give(kind)
                 while True:
-                    # Where all that had them died, those that came since can do nothing but wait for weights.
+                    # If all workers with the weights died, the workers that joined later can only wait for weights.
                     if engine.driver.fleet.waiting_for_weights and not engine.driver.fleet.ready:
                         await give("folder")
                     await anyio.sleep(1)

@@ -1,4 +1,4 @@
-"""Weights that a trainer sends to a whole fleet at once: who meets whom, who waits for whom, and what is refused."""
+"""Weights that a trainer sends to a whole fleet at once: connections, order of the phases, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def asked_times(worker: InProcessWorker, call: str, times: int) -> bool:
     return len(asked_of(worker, call)) == times
 
 
-# --- who meets whom
+# --- connections
 
 
 async def test_ranks_of_workers_follow_one_another() -> None:
@@ -111,7 +111,7 @@ def test_trainer_here_takes_another_port_if_its_own_is_taken() -> None:
 
 
 def small_trainer(kind: str, launcher: InProcess, folder: Path, **fields: Any) -> Any:
-    """A model of transformers, whose checkpoint is that of every worker's engine."""
+    """A model of transformers. Its checkpoint is also the checkpoint of every worker's engine."""
     sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **fields)
@@ -128,7 +128,7 @@ def small_trainer(kind: str, launcher: InProcess, folder: Path, **fields: Any) -
 
 
 async def test_transfer_from_here_has_the_names_of_the_checkpoint(tmp_path: Path) -> None:
-    """Transformers 5 fuses experts, and vLLM loads single ones."""
+    """Transformers 5 fuses experts, but vLLM loads single experts."""
     async with fleet(2) as (engine, launcher):
         model = small_trainer("Qwen3Moe", launcher, tmp_path / "start", head_dim=8, num_experts=2)
         wanted = read_folder(tmp_path / "start").forms.keys()
@@ -184,7 +184,7 @@ def test_worker_without_a_connection_is_named_before_any_call(kind: Callable[[],
     by_virtual_time(run)
 
 
-# --- who waits for whom
+# --- order of the phases
 
 
 @pytest.mark.cases_in_turns(2)
@@ -268,7 +268,7 @@ async def test_a_fleet_that_its_trainer_paused_stays_paused(kind: Callable[[], A
         assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.cases_in_turns(3)

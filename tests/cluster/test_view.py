@@ -1,4 +1,4 @@
-"""The view of workers while a run plays: identity, work of each, and faults of those lost."""
+"""The view of workers during a run: identity, work of each worker, and faults of lost workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def anyio_backend() -> Any:
 
 
 class Waiting(Environment):
-    """Speaks once, and then waits for ever for what it has itself."""
+    """Environment with one turn, which then waits for ever for a limiter that it already holds."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt="hello") for number in range(16)]
@@ -55,7 +55,7 @@ def fleet_of(launcher: InProcess, workers: int | tuple[int, int]) -> FleetEngine
 
 
 async def until_pulses(run: Run) -> None:
-    """Let every worker say how it does, twice."""
+    """Wait until every worker has reported its state twice."""
     await anyio.sleep(3 * HEARTBEAT_SECONDS)
     await checkpoint()
 
@@ -138,11 +138,11 @@ async def test_absent_workers_are_counted_by_reason() -> None:
         def begin(worker: InProcessWorker) -> None:
             match worker.worker.number:
                 case 1 | 2:
-                    worker.silent = True  # no machine has it
+                    worker.silent = True  # as if it had no machine
                 case 3:
                     worker.held_in["join"] = anyio.Event()
                 case number if number >= 4:
-                    worker.killed_in = "join"  # in one slot, again and again
+                    worker.killed_in = "join"  # each process in this slot dies
 
         launcher.on_start = begin
         async with Run(Waiting, fleet_of(launcher, (1, 5)), limits=LONG) as run:
@@ -262,7 +262,7 @@ async def test_paused_episode_does_not_seem_to_move_with_a_late_heartbeat() -> N
         def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
             starts.append(since)
 
-    process: Any = None  # it is not asked
+    process: Any = None  # the process is not used
     handle = WorkerHandle(0, WorkerSlot(0), process, attempts={7: Attempt()})
     for late in (0.0, 5.0):
         await anyio.sleep(HEARTBEAT_SECONDS + late)

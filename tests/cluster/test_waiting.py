@@ -1,4 +1,4 @@
-"""Waiting of a run on a fleet for workers, and its end."""
+"""Waiting of a run on a fleet for workers, and the end of the wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def starts_late(launcher: InProcess, seconds: float, fails: Exception | None = None) -> None:
-    """The engines of further workers take so long to start, or to fail."""
+    """Let the engines of further workers take this long to start, or to fail."""
 
     def watch(started: InProcessWorker) -> None:
         join = started.worker.join
@@ -117,7 +117,7 @@ def test_run_whose_workers_play_nothing_more_is_stuck() -> None:
 
 
 async def lose_all(engine: FleetEngine, launcher: InProcess, then: Callable[[InProcessWorker], None]) -> None:
-    """Play, and lose all workers at once; those that come after them are as is said."""
+    """Play, and lose all workers at once. Their replacements behave as the argument sets."""
     async with Run(Dice, engine, tasks=game_tasks(60)) as run:
         launcher.on_start = then
         for worker in launcher.alive:

@@ -1,4 +1,4 @@
-"""Time limit of a worker's answer: seconds in which the driver itself was suspended do not count."""
+"""Time limit of a worker's answer: seconds in which the driver itself was blocked do not count."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ async def test_worker_is_not_lost_while_the_driver_is_blocked(monkeypatch: pytes
     answer = Answer()
 
     async def answers() -> None:
-        time.sleep(0.8)  # noqa: ASYNC251  # a trainer that computes on the loop, for longer than the limit
+        time.sleep(0.8)  # noqa: ASYNC251  # a trainer that computes on the event loop for longer than the limit
         for _ in range(5):
-            await anyio.lowlevel.checkpoint()  # Ray's own way to this loop takes some rounds
+            await anyio.lowlevel.checkpoint()  # an answer of Ray takes some rounds to reach this loop
         answer.succeed("here")
 
     async with anyio.create_task_group() as group:
