@@ -1,4 +1,4 @@
-"""The folder of an author, in which tests of the commands stand."""
+"""The author's folder in which the tests of the commands run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder one stands in, with the test's own `AUTHOR` as the file of environments."""
+    """The current folder, with the test's own `AUTHOR` as the file of environments."""
     (tmp_path / "mine.py").write_text(request.module.AUTHOR)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

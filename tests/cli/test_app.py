@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it keeps, and with which code it ends."""
+"""The command line: its output, its files, and its exit codes."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def play(environment: str, replies: Any = "hi", **options: Any) -> int:
 
 
 def in_a_process(**options: Any) -> subprocess.CompletedProcess[str]:
-    """The same in a process of its own, where `print` writes to the descriptors that are sent to the log."""
+    """The command line in another process, in which `print` writes to the descriptors that are sent to the log."""
     script = """
 import json, sys
 from runner import ScriptedEngine

@@ -1,6 +1,6 @@
 """Each wrong command line leads to one clear message with the fix, and to an exit code of its kind.
 
-All of it in this process; that processes end with these codes is seen in tests/faults/test_command_line.py.
+These tests run in this process. tests/faults/test_command_line.py checks the exit codes of real processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.faults.command import AUTHOR, scripted_engine
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder one stands in, with an author's file of environments."""
+    """The current folder, with an author's file of environments."""
     (tmp_path / "mine.py").write_text(AUTHOR)
     (tmp_path / "typo.jsonl").write_text('{"id": "a", "prompt": "hello"}\n{"id": "b", "promt": "hello"}\n')
     monkeypatch.chdir(tmp_path)
@@ -47,14 +47,14 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def deltarunner(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The command line on a scripted engine: its exit code, and what it wrote to stdout and to stderr."""
+    """The command line on a scripted engine: its exit code, its stdout and its stderr."""
 
     def call(*arguments: str, engine: str = "scripted") -> tuple[int, str, str]:
         with monkeypatch.context() as patch:
             if engine == "scripted":
                 patch.setattr(run.run_command, "__defaults__", (scripted_engine,))
             done = CliRunner().invoke(app, arguments)
-        below = capfd.readouterr()  # what a run writes, it writes to the descriptors themselves
+        below = capfd.readouterr()  # a run writes to the descriptors themselves
         return done.exit_code, done.stdout + below.out, done.stderr + below.err
 
     return call

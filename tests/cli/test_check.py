@@ -1,4 +1,4 @@
-"""`deltarunner check`: each mistake, alone in an environment, is one line that names it and the fix."""
+"""`deltarunner check`: each mistake, alone in an environment, is reported in one line with the fix."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ BAD = {
     def step(self, turn):
         return None if random.Random(next(CALLS)).random() < 0.4 else "Continue."
 """,
-    # --- what episodes share
+    # --- state that episodes share
     "class attribute": """
     seen = []
     @tool
@@ -160,7 +160,7 @@ BAD = {
     "attribute that could be shared": """
     words = ["a", "b"]
 """,
-    # --- the loop
+    # --- the event loop
     "blocking": """
     limits = Limits(turns=2)
     def __init__(self):
@@ -171,7 +171,7 @@ BAD = {
         time.sleep(0.3)
         return "waited"
 """,
-    # --- what is left open
+    # --- resources left open
     "file": """
     def setup(self):
         self.log = open(__file__)
@@ -221,7 +221,7 @@ BAD = {
         self.episode.exit_stack.enter_context(contextlib.nullcontext())
         return "open"
 """,
-    # --- the rest
+    # --- other mistakes
     "failing setup": """
     def setup(self):
         raise ValueError("no luck")
@@ -320,7 +320,7 @@ def test_each_mistake_is_named_with_its_fix_in_one_line(folder: Path, mistake: s
     found = [line for line in lines if any(re.search(pattern, line) for pattern in patterns)]
     assert found, result.output
     assert result.exit_code == code, result.output
-    # One line for each mistake: a mistake that several episodes make is reported once.
+    # One line for each mistake, also if several episodes make it.
     assert len(lines) <= 2, result.output
 
 

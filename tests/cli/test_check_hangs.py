@@ -1,4 +1,4 @@
-"""`deltarunner check` where an author's code hangs: it ends, and names the line."""
+"""`deltarunner check` on an author's code that hangs: the command ends, and names the line."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_check_ends_and_names_the_line(what: str, tmp_path: Path) -> None:
     file = tmp_path / "game.py"
     file.write_text(f"{GOOD}\n{code}\n")
     lines = [number for number, line in enumerate(file.read_text().splitlines(), 1) if line.endswith("# here")]
-    around = range(lines[0] - 3, lines[0] + 4)  # a loop is at any of its lines
+    around = range(lines[0] - 3, lines[0] + 4)  # the loop may be at any of its lines
     done = subprocess.run(
         [sys.executable, "-c", IMPATIENT, "check", f"{file}:Game"],
         capture_output=True,

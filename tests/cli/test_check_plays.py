@@ -1,4 +1,4 @@
-"""`deltarunner check`: what shows only when episodes are played in groups, one after another, or with other tools."""
+"""`deltarunner check`: mistakes that appear only if episodes are played in groups, in sequence, or with other tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.checking import GOOD, check, findings, folder_of_modules
 pytestmark = pytest.mark.slow
 
 BAD = {
-    # --- what is left
+    # --- remaining processes
     "process": """
     def setup(self):
         self.server = subprocess.Popen(["sleep", "600"])
@@ -26,7 +26,7 @@ BAD = {
     def setup(self):
         self.place = tempfile.mkdtemp()
 """,
-    # --- what differs within a group
+    # --- differences within a group
     "world of the seed": """
     def prompt(self):
         return f"Roll a {self.episode.seed % 1000}."

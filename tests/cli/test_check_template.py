@@ -1,4 +1,4 @@
-"""`deltarunner check-template`: what it prints, in which order ids came, and with which code it ends."""
+"""`deltarunner check-template`: its output, the order of the ids, and its exit codes."""
 
 import dataclasses
 import json
@@ -41,14 +41,14 @@ Check = Callable[..., Result]
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """The command, in a folder of its own."""
+    """Run the command in its own folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(app, ["check-template", *arguments])
 
 
 @pytest.fixture
 def public(tmp_path: Path) -> Callable[[str], str]:
-    """A file with a public model's template."""
+    """Return a file with a public model's template."""
 
     def write(name: str) -> str:
         text = next(entry.text for entry in corpus() if entry.name == name)
@@ -159,7 +159,7 @@ def test_turn_end_that_the_model_does_not_stop_at_is_reported(
     done = check(str(demo_model_folder), "--template", "other.jinja")
     assert done.exit_code == 6
     assert "stops: the model does not stop at <|endofturn|>" in done.stdout
-    assert "eos_token_id" not in done.stdout  # an id that is not there cannot be added
+    assert "eos_token_id" not in done.stdout  # an id that is missing cannot be added
     assert "no token for <|endofturn|>, which the template writes" in done.stdout
     assert document(check(str(demo_model_folder), "--template", "other.jinja", "--json"))["unstopped"]
     report = document(check(str(demo_model_folder), "--json"))
@@ -174,7 +174,7 @@ def test_missing_stop_id_is_named_with_its_fix(check: Check, demo_model_folder: 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_family_lacks_a_token_that_its_template_writes(name: str) -> None:
-    # Those two stand on the vocabulary of an older model of Mistral's, whose calls were written without it.
+    # Both templates use the vocabulary of an older Mistral model, whose calls had no such token.
     younger = ("[ARGS]",) if name in ("devstral", "ministral-3") else ()
     made = model(name)
     assert lacking(made.renderer.rendered(), made.tokenizer) == younger

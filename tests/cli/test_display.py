@@ -61,7 +61,7 @@ FIGURES = LiveStats(
 
 
 class Waiting(Environment):
-    """Plays one turn; the second episode then fails, and the third waits for `go`."""
+    """Environment with one turn. The second episode then fails, and the third waits for `go`."""
 
     def __init__(self, go: anyio.Event | None = None) -> None:
         self.go = go
@@ -83,7 +83,7 @@ class Waiting(Environment):
 
 
 class Screen(io.StringIO):
-    """Terminal that sets `complete` once it shows that all four episodes are done."""
+    """Terminal that sets `complete` once it shows four finished episodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_unreadable_calls_are_counted_and_many_show_advice() -> None:
 
 
 class Calling(Environment):
-    """Lets the model call a tool, as often as it likes."""
+    """Environment in which the model may call a tool any number of times."""
 
     limits = Limits(turns=4)
 
@@ -233,7 +233,7 @@ async def test_the_gauge_reads_a_run_while_it_plays() -> None:
 @pytest.mark.parametrize("terminal", [True, False], ids=["live", "plain"])
 async def test_a_run_is_shown_from_its_start_to_its_end(terminal: bool) -> None:
     screen = Screen()
-    environment = {"TERM": "xterm"}  # a dumb one gets plain lines
+    environment = {"TERM": "xterm"}  # a dumb terminal gets plain lines
     console = Console(file=screen, force_terminal=terminal, width=100, color_system=None, _environ=environment)
     display = display_for(console, "waiting on scripted")
     assert isinstance(display, LiveDisplay if terminal else PlainDisplay)
@@ -300,7 +300,7 @@ def test_resized_window_is_cleared_and_lines_repeated(columns: int, rows: int, t
 
 
 class Starting(ScriptedEngine):
-    """Starts in two phases, each shown before the next begins, and has something to say of itself."""
+    """Engine that starts in two phases, each shown before the next begins, and then prints a line."""
 
     def __init__(self) -> None:
         super().__init__("hi")
@@ -311,7 +311,7 @@ class Starting(ScriptedEngine):
         return self.phase
 
     async def __aenter__(self) -> Self:
-        await anyio.sleep(0.6)  # longer than a look of the display
+        await anyio.sleep(0.6)  # longer than the interval of the display
         self.phase = "loading the weights"
         await anyio.sleep(0.6)
         await super().__aenter__()
@@ -423,8 +423,8 @@ async def test_pace_of_long_steps_is_kept_between_them(monkeypatch: pytest.Monke
             engine.computed = 1024 * min(second // 25, 4)  # a step takes 25 s, and there are four of them
             stats = reader.read(run)
             read.append(stats.read or 0.0)
-    assert min(read[26:124]) > 15, "also just before the next step is done"
-    assert read[-1] == 0.0, "nothing was read for a minute"
+    assert min(read[26:124]) > 15, "also just before the next step ends"
+    assert read[-1] == 0.0, "no prompt token was read for a minute"
     assert stats.quiet == 99.0
 
 

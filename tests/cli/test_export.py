@@ -1,4 +1,4 @@
-"""`deltarunner export`: it replaces no run file, and nothing that was not named."""
+"""`deltarunner export`: it replaces no run file, and no file that the command does not name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Greeting(Environment):
 
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of two episodes, in the folder one stands in."""
+    """A run of two episodes, in the current folder."""
     (tmp_path / "mine.py").write_text(AUTHOR)
     monkeypatch.chdir(tmp_path)
     run_command(RunSettings(environment="mine.py:Greeting", file=Path("w.db")), lambda settings: ScriptedEngine("hi"))
@@ -86,7 +86,7 @@ def test_traces_of_openenv_are_exported_with_their_rewards(run_file: Path) -> No
     done = deltarunner("export", str(run_file), "--format", "openenv")
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in Path("w.openenv.jsonl").read_text().splitlines()]
-    # In the order in which the two ended.
+    # The order in which the episodes ended.
     assert sorted((line["id"], line["reward"], len(line["trace"]["turns"])) for line in lines) == [
         ("t-0#0", 1.0, 1),
         ("t-1#0", 1.0, 1),

@@ -1,4 +1,4 @@
-"""`deltarunner new`: what it writes passes its own tests where nothing else is, and it writes all or nothing."""
+"""`deltarunner new`: the new project passes its own tests in an empty environment, and it writes all files or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def deltarunner(*arguments: object) -> Result:
 
 
 def files(folder: Path) -> set[str]:
-    """The files of a folder, but for what Python compiled them to."""
+    """The files of a folder, without compiled Python files."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
@@ -37,7 +37,9 @@ def files(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with deltarunner's wheel; the rest, pip and pytest included, is that of the running one."""
+    """An interpreter with deltarunner's wheel. All other packages, including pip and pytest, are those of this
+    interpreter.
+    """
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
@@ -55,7 +57,7 @@ def pip(python: Path, command: str, *arguments: object) -> None:
 
 
 def said(*command: object, folder: Path | None = None) -> str:
-    """Output of a command, in an environment without settings of ours."""
+    """The output of a command, run without environment variables of ours."""
     ours = ("PYTEST_", "PYTHON", "VIRTUAL_ENV", "COV_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
@@ -70,7 +72,7 @@ def test_new_project_installs_and_passes_its_tests(python: Path, tmp_path: Path)
     command = python.with_name("deltarunner")
     assert "cd word-game" in said(command, "new", "word-game", folder=tmp_path)
     project = tmp_path / "word-game"
-    # With its dependencies: pip refuses what is not installed, since it may not look elsewhere.
+    # With its dependencies: pip may not look elsewhere, so it fails if one is not installed.
     pip(python, "install", "--no-build-isolation", "--editable", f"{project}[tests]")
     tests = said(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project)
     written = (project / "tests" / "test_word_game.py").read_text()
@@ -190,7 +192,7 @@ def test_digits_belong_to_the_word_before_them() -> None:
     assert Names.of("chess960v2") == Names("chess960-v2", "chess960_v2", "Chess960V2")
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_write_that_fails_at_any_file_leaves_no_files(
         left = iter([None] * allowed)
 
         def until_full(path: Path, *arguments: str, left: object = left, **options: str) -> int:
-            if next(left, 0) == 0:  # type: ignore[call-overload]  # an iterator of whatever is left
+            if next(left, 0) == 0:  # type: ignore[call-overload]  # an iterator over the remaining values
                 raise error
             return write(path, *arguments, **options)
 

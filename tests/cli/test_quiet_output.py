@@ -1,4 +1,4 @@
-"""Noise goes to the log, what is meant to be seen to the terminal."""
+"""Noise is written to the log, and intended output to the terminal."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Refusals of runs and checks: missing modules and tasks, group rewards, options that fit no file."""
+"""Refusals of runs and checks: missing modules and tasks, group rewards, options that do not fit the file."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_output_of_environment_import_is_not_in_json(folder: Path) -> None:
     assert "loading" in done.stderr
 
 
-# --- what authors get wrong
+# --- mistakes of authors
 
 
 @pytest.mark.parametrize("command", ["run", "check"])
@@ -168,7 +168,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
     assert bool(re.search(r"error    group_reward rank\(\) of task 't-[01]'", checked.output)) is bool(code)
 
 
-# --- refused before the engine is made
+# --- refusals before the engine is created
 
 
 @pytest.mark.cases_in_turns(2)

@@ -1,4 +1,4 @@
-"""`deltarunner run --workers`: what is refused, and what becomes of what is asked for."""
+"""`deltarunner run --workers`: refused options, and the engines that accepted options lead to."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def test_a_head_on_loopback_alone_is_refused_with_why(folder: Path, monkeypatch:
     require_ray()
 
     def init(**_: Any) -> None:
-        raise ConnectionError("10.0.0.1:6511 does not answer")  # where Ray looks for it
+        raise ConnectionError("10.0.0.1:6511 does not answer")  # the address at which Ray searches
 
     monkeypatch.setattr("ray.init", init)
-    # Ray would wait for tens of seconds for the answer of a server that is silent.
+    # Without this, Ray would wait for tens of seconds for a silent server.
     monkeypatch.setattr("runner.cluster.ray.connection._speaks_http2", lambda peer: True)
     monkeypatch.setattr("runner.cluster.ray.connection.admit", lambda address: None)
     with socket.create_server(("127.0.0.1", 0)) as somebody:

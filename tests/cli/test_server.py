@@ -1,4 +1,4 @@
-"""`deltarunner run --server`: a server samples, and all else is as ever."""
+"""`deltarunner run --server`: a server samples, and everything else is as without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def adds(asked: ModelCall) -> ToolCall:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Loopback]:
-    """A server on an event loop of its own, which lets in who has the key."""
+    """A server on an event loop of its own, which accepts requests with the right key."""
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(serve(tmp_path, adds, key="a-key-of-ours")) as loopback,

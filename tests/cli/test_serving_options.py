@@ -1,4 +1,4 @@
-"""The options that say how episodes are served to agent programs, on the command line of `run --agent` and `serve`."""
+"""Options for serving episodes to agent programs, on the command lines of `run --agent` and `serve`."""
 
 from __future__ import annotations
 

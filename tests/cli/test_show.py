@@ -1,4 +1,4 @@
-"""`deltarunner show`: what it says of an episode with several agents."""
+"""`deltarunner show`: its output for an episode with several agents."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def dashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_first_lines_are_short_whatever_the_settings_hold(dashed: Path) -> None:
     first, second, *_ = show(dashed).splitlines()
-    # Another test may have loaded a module of this name.
+    # Another test may have loaded a module with this name.
     assert first.startswith(("settings:Long on the engine 'scripted', 20", "settings_environment:Long on the engine"))
     assert len(first) < 80
     assert len(second) < 160

@@ -1,4 +1,4 @@
-"""Parts of an argument that a template leaves out are named by check-template, by check, and in a run's faults."""
+"""Parts of an argument that a template leaves out: check-template, check and the faults of a run name them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERMES = ChatTemplate.load("hermes").text
 
 
 def with_tools_by(text: str) -> str:
-    """A template that writes tools as another one does, and all else as `hermes`."""
+    """Return `hermes` with the tool format of another template."""
     tools = text.partition("{% for m in messages %}")[0]
     return tools + "{% set tools = none %}\n" + HERMES
 

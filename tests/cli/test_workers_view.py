@@ -74,7 +74,7 @@ def drawn(fleet: FleetStats | None, *, width: int = 80, height: int = 24) -> lis
 
 
 def rows(lines: list[str]) -> list[str]:
-    """The rows of workers, without the names of the columns."""
+    """The rows of workers, without the column heads."""
     (heading,) = [place for place, line in enumerate(lines) if line.startswith("worker ")]
     return [line for line in lines[heading + 1 :] if re.match(r" *\d+ +(\S+ +)?\d+/\d+", line)]
 
@@ -92,7 +92,7 @@ def test_few_workers_have_a_row_each(width: int) -> None:
         "7 gpu-a01 62/64 13 3 ms 92 s 11 s for main: engine",
     ]
     assert "7 of 8 workers · 1 on weights 12 instead of 13 · 1 starting" in lines
-    assert sum(line.endswith("search(), on worker 3 on gpu-a00") for line in lines) == 5, "episodes have their room too"
+    assert sum(line.endswith("search(), on worker 3 on gpu-a00") for line in lines) == 5, "the episodes are shown too"
 
 
 def test_the_view_of_the_page_on_scale_is_what_is_drawn() -> None:
@@ -106,10 +106,10 @@ def test_many_workers_show_stuck_one_and_a_line_for_the_rest() -> None:
     stuck, silent = worker(117, oldest="search()", waited=340.2), worker(203, silent=80.0, playing=7)
     lines = drawn(many(stuck, silent, worker(340, playing=2), worker(341, lag=0.012)))
     shown = rows(lines)
-    assert [int(row.split()[0]) for row in shown[:2]] == [117, 203], "who is in trouble comes first"
+    assert [int(row.split()[0]) for row in shown[:2]] == [117, 203], "workers with faults come first"
     assert shown[0].endswith("340 s for search()")
     assert " 80 s " in shown[1]
-    assert any(row.split()[:3] == ["340", "gpu-a85", "2/64"] for row in shown), "it plays least"
+    assert any(row.split()[:3] == ["340", "gpu-a85", "2/64"] for row in shown), "the worker with the fewest episodes"
     assert "494 more on 125 nodes · 61-63 playing · lag up to 12 ms" in lines
     assert len(lines) <= 24
 

@@ -1,4 +1,6 @@
-"""The exit stack of an episode: where what `setup()` entered is left, in which order, and what hangs there."""
+"""The exit stack of an episode: the place and order in which the contexts that `setup()` entered end, and contexts that
+hang.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def anyio_backend(clock: trio.testing.MockClock) -> tuple[str, dict[str, object]
 
 
 class Opens(Plain):
-    """Notes what is left, and in which thread."""
+    """Environment that records the contexts that end, and their threads."""
 
     def __init__(self, seen: list[Any]) -> None:
         self.seen = seen
@@ -60,7 +62,7 @@ class Opens(Plain):
 
 
 async def finished(environment: Environment[Any], **options: Any) -> tuple[list[Trajectory], list[str]]:
-    """Outcome of a run, and its faults."""
+    """Return the outcome of a run, and its faults."""
     async with Run(environment, recording("Yes"), **options) as run:
         return [trajectory async for trajectory in run], list(run.summary.faults)
 
@@ -87,7 +89,7 @@ async def test_contexts_of_an_async_setup_are_exited_on_the_loop() -> None:
     class Asynchronous(Opens):
         async def setup(self) -> None:
             stack = self.episode.exit_stack
-            stack.enter_context(anyio.CancelScope())  # belongs to its task
+            stack.enter_context(anyio.CancelScope())  # a scope belongs to its task
             stack.enter_context(self.thing("on the loop"))
             await anyio.to_thread.run_sync(stack.enter_context, self.thing("in a thread"))
 
@@ -129,7 +131,7 @@ async def test_things_taken_over_by_another_stack_are_left_in_a_thread_too() -> 
 
 
 class Hangs(Opens):
-    """The things of one of its episodes do not let go of it."""
+    """Environment with an episode whose contexts never end."""
 
     def __init__(self, seen: list[Any], clock: trio.testing.MockClock, release: threading.Event) -> None:
         super().__init__(seen)

@@ -1,4 +1,4 @@
-"""The lag monitor names the code that blocks the event loop, and blames none for a stopped process."""
+"""The lag monitor names the code that blocks the event loop, and names none after the process was stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.concurrency.threads import Workers
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, times: list[float]) -> list[Any]:
-    """The reports of a watching thread that looks at these times, while its loop has left no mark since 0."""
+    """Reports of a watching thread at these times, if its event loop has left no mark since time 0."""
     reports: list[Any] = []
     monitor = LagMonitor(Workers(1))
     monitor.on_stuck = reports.append

@@ -143,7 +143,7 @@ async def test_threads_end_with_their_workers_and_abandoned_ones_later(anyio_bac
         tasks.cancel_scope.cancel()
     made = set(threading.enumerate()) - before
     with anyio.fail_after(WATCHDOG_SECONDS):  # the thread that was not abandoned is free once it has the lock
-        while len(made.intersection(busy_threads())) != 1:  # noqa: ASYNC110  # said by a thread
+        while len(made.intersection(busy_threads())) != 1:  # noqa: ASYNC110  # set by a thread
             await anyio.sleep(0.001)
     assert all(thread.daemon for thread in made)
     workers.close()
@@ -171,7 +171,7 @@ async def test_working_threads_end_while_the_event_loop_is_blocked(anyio_backend
         workers.close()
     release.set()
     while not job.done:
-        time.sleep(0.001)  # noqa: ASYNC251  # the loop is to be blocked
+        time.sleep(0.001)  # noqa: ASYNC251  # blocks the event loop on purpose
     workers.close()
     for thread in made:
         thread.join(WATCHDOG_SECONDS)
@@ -205,7 +205,7 @@ async def test_a_process_bound_to_its_thread_lives_until_the_close(anyio_backend
 
 
 def start_bound_to_this_thread() -> subprocess.Popen[bytes]:
-    """A process as `bwrap --die-with-parent` starts one, which ends with the thread that started it."""
+    """Start a process as `bwrap --die-with-parent` does: it ends with the thread that started it."""
     set_death_signal = 1
     prctl = ctypes.CDLL(None).prctl
     code = "import time; time.sleep(600)"

@@ -12,7 +12,7 @@ from runner.concurrency.user_code import describe_error
 
 
 def failing(file: str, source: str, **names: Any) -> BaseException:
-    """The error of the function `fail` of a file of that name, without this file's own frames."""
+    """Return the error of the function `fail` of a file with this name, without the frames of this test file."""
     exec(compile(source, file, "exec"), names)
     with pytest.raises(Exception) as raised:  # noqa: PT011  # the source raises errors of any class
         names["fail"]()

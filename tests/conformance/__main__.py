@@ -1,7 +1,7 @@
-"""`python -m tests.conformance`: play the corpus, print the tables; `--write` keeps them in docs/conformance.md.
+"""`python -m tests.conformance`: play the corpus and print the tables. `--write` saves them in docs/conformance.md.
 
-With `--formats` it is how templates write calls and thoughts, in docs/tool-formats.md; with `--peers` what vLLM's
-parsers make of them, in docs/tool-parsers.md.
+With `--formats`, the tables show how templates write calls and thoughts, for docs/tool-formats.md. With `--peers`, they
+show how vLLM's parsers read them, for docs/tool-parsers.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def compare(processes: int, *, keep: bool) -> None:
-    """Print what comes of all formats with vLLM's parsers and ours, and `keep` it."""
+    """Print the results of vLLM's parsers and of ours for all formats, and save them with `keep`."""
     turns = learnt(processes)
     of_calls, of_thoughts = calls.play_all(turns, processes), thoughts.play_all(turns, processes)
     if keep:

@@ -1,4 +1,4 @@
-"""The kinds of arguments that authors give their tools: from type hints, and schemas as servers of tools write them."""
+"""Kinds of arguments that authors give their tools: from type hints, and from schemas as tool servers write them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unit(enum.StrEnum):
 
 
 class Period(BaseModel):
-    """A stretch of days."""
+    """A period of days."""
 
     begin: str = Field(description="The first day.")
     days: int = Field(1, ge=1, le=31)
@@ -154,7 +154,7 @@ DEFINITIONS = {"Sort": _SORT, "By": {"type": "string", "enum": ["name", "size"]}
 
 @functools.cache
 def kinds() -> Mapping[str, Mapping[str, Any]]:
-    """A tool in OpenAI's shape for each kind of argument, by what people call the kind."""
+    """Return a tool in OpenAI's form for each kind of argument, by the usual name of the kind."""
     return {
         **{name: _typed(hint) for name, hint in TYPED.items()},
         **{name: _written(each) for name, each in WRITTEN.items()},

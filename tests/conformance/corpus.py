@@ -1,4 +1,4 @@
-"""The corpus: 786 chat templates of 4,387 public models, their families, their control tokens, and what they can do."""
+"""The corpus: 786 chat templates of 4,387 public models, with their families, control tokens and capabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.tokens.template import ChatTemplate, Renderer
 __all__ = ["VARIABLES", "Entry", "control_tokens", "control_tokens_of", "corpus", "every_control_token", "is_special"]
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-"""Variables of templates; the vocabulary for all of them has these four."""
+"""Variables of templates. The vocabulary for all templates has these four tokens."""
 
 CLOCK = datetime(2026, 3, 14, 15, 9, 26)
 
@@ -32,10 +32,10 @@ class Entry:
     models: tuple[str, ...]
     """The repositories that use it, the most downloaded first."""
     family: str
-    """The family of those models; see `FAMILIES`."""
+    """The family of these models; see `FAMILIES`."""
 
     def renderer(self, variables: Mapping[str, str] | None = None) -> Renderer:
-        """The template with its clock stopped, for a vocabulary with these variables."""
+        """Return the template with its clock stopped, for a vocabulary with these variables."""
         return ChatTemplate(self.text, name=self.name, variables=variables or VARIABLES).renderer(now=CLOCK)
 
 
@@ -65,7 +65,9 @@ FAMILIES = (
     ("Bielik", r"bielik"),
     ("Apertus", r"apertus"),
 )
-"""A family is the first whose pattern is found in the template's own repository, else in most names that use it."""
+"""Families with their patterns. A template has the first family whose pattern matches its own repository, else the
+first that matches most models with this template.
+"""
 
 
 @functools.cache
@@ -95,7 +97,7 @@ def _family(models: Iterable[str]) -> str:
 
 
 _SPECIAL = re.compile(
-    r"<\|[^<>|\s'\"{}]+\|>|<\|(?:[\w/]+|\")>|<[\w/]+\|>|<\|\"\|>"  # <|im_end|>, <|turn>, <turn|>, <|"|>
+    r"<\|[^<>|\s'\"{}]+\|>|<\|(?:[\w/]+|\")>|<[\w/]+\|>|<\|\"\|>"  # these are: <|im_end|>, <|turn>, <turn|>, <|"|>
     r"|<\uff5c[^<>'\"]+?\uff5c>|\[\|\w+\|\]"  # DeepSeek's, EXAONE's
     r"|\[/?(?:INST|SYSTEM_PROMPT|TOOL_[A-Z]+|AVAILABLE_TOOLS|ARGS|CALL_ID|THINK|MODEL_SETTINGS|IMG)\]"
     r"|\]~!?b\[|\]~b\]|\[e~\[|\[gMASK\]|<sop>|<eop>"
@@ -112,15 +114,15 @@ _TAG = re.compile(
 def control_tokens(text: str) -> list[str]:
     """Tokens in `text` that a vocabulary would have as one id, in order, each once.
 
-    By the shapes that public vocabularies give them: `<|...|>` and its halves, the same with wide bars, EXAONE's
-    `[|...|]`, `[INST]` and Mistral's other brackets, MiniMax's and GLM's, sentence marks, and the tags of roles,
-    calls and reasoning.
+    They are found by the shapes that they have in public vocabularies: `<|...|>` and its halves, the same with wide
+    bars, EXAONE's `[|...|]`, `[INST]` and Mistral's other brackets, MiniMax's and GLM's, sentence marks, and the tags
+    of roles, calls and reasoning.
     """
     return list(dict.fromkeys(match.group() for match in _found(text)))
 
 
 def is_special(token: str) -> bool:
-    """It ends up among a vocabulary's special tokens; tags are merely added ones."""
+    """True if a vocabulary has it as a special token; tags are added tokens that are not special."""
     return _SPECIAL.fullmatch(token) is not None
 
 
@@ -131,19 +133,19 @@ def _found(text: str) -> Iterator[re.Match[str]]:
 
 @functools.cache
 def every_control_token() -> tuple[str, ...]:
-    """The control tokens of all templates together, sorted, with those that `VARIABLES` names."""
+    """The control tokens of all templates together, sorted, including the tokens in `VARIABLES`."""
     found = {token for entry in corpus() for token in control_tokens_of(entry)}
     roles = {f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}  # written as '<|' + role + '|>'
     return tuple(sorted(found | roles | {*VARIABLES.values()} | {"<|endoftext|>"}))
 
 
 def control_tokens_of(entry: Entry) -> list[str]:
-    """The control tokens of one template, those that it makes by formatting included."""
+    """The control tokens of one template, including tokens that it builds by string formatting."""
     return control_tokens(_with_formatted(entry))
 
 
 def _with_formatted(entry: Entry) -> str:
-    """The text of a template, with a render where it makes its tokens by formatting, as Hunyuan's do."""
+    """The text of a template, followed by a render if it builds tokens by string formatting, as Hunyuan's do."""
     if "{}\uff5c>" not in entry.text:
         return entry.text
     calls = [{"id": "0", "type": "function", "function": {"name": "f", "arguments": {"key": "value"}}}]

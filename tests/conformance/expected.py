@@ -1,8 +1,8 @@
-"""The expected text between two turns, read off full renders of the real conversation, without the bridger.
+"""The expected text between two turns, taken from full renders of the real conversation, without the bridger.
 
-Every content of a case ends with a word that stands nowhere else, so the end of the last turn and the beginning of
-what follows are found in the render itself, with the model's real words in it. Three renders are compared: the
-prompt before the turn, the conversation up to the turn, and the conversation with the new messages.
+Every content of a case ends with a word that occurs nowhere else. So the end of the last turn and the beginning of the
+next message are found in the render itself, with the model's real words in it. Three renders are compared: the prompt
+before the turn, the conversation up to the turn, and the conversation with the new messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Expected", "NotApplicable", "expected"]
 
 
 class NotApplicable(Exception):
-    """The template's own renders of this case have no tail; its text says why."""
+    """Error that a case has no tail in the template's own renders. Its text is the reason."""
 
     def __init__(self, why: str, *, must_refuse: bool = False) -> None:
         super().__init__(why)
@@ -32,10 +32,10 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The expected junction, by the template's own output."""
+    """The expected junction, from the template's own output."""
 
     history: tuple[Message, ...]
-    """The case's history, as far as it was sampled."""
+    """The case's history, up to the last sampled token."""
     said: str
     """The text of the turn after its prompt, without the stop."""
     stop: str
@@ -43,11 +43,11 @@ class Expected:
     text: str
     """The text after the stop, up to the end of the next generation prompt."""
     anchored: bool
-    """True if the stop stands in the render with the new messages; else `text` follows the template's own close."""
+    """True if the stop occurs in the render with the new messages; else `text` follows the template's own close."""
 
 
 def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
-    """The junction of `case`; `end_of_text` is what the model samples where the template never ends a turn.
+    """Return the junction of `case`. If the template never ends a turn, the model samples `end_of_text`.
 
     Raises:
         NotApplicable: the template raises, hides a part of the conversation, or writes it in another order.
@@ -101,9 +101,9 @@ def _render(renderer: Renderer, case: Case, messages: Sequence[Message], *, prom
 
 
 def _borders(case: Case, whole: str) -> tuple[int, int]:
-    """Index of the end of the last turn's words, and of the begin of the first new content."""
+    """Index of the end of the last turn's words, and of the beginning of the first new content."""
     word = case.new[0]["content"].split(" ", 1)[0]
-    # Some templates print a system message at the top as well.
+    # Some templates also print a system message at the top.
     first_new = whole.find(word, max(0, whole.find(case.last_word)))
     if first_new < 0:
         first_new = whole.find(word)
@@ -121,7 +121,7 @@ def _borders(case: Case, whole: str) -> tuple[int, int]:
 
 
 def _end_of_turn(case: Case, text: str) -> int:
-    """Index after the last of the turn's words, a call's or those beside it; -1 without its last word."""
+    """Index after the last of the turn's words, in a call or beside it; -1 if the last word is missing."""
     if case.last_word not in text:
         return -1
     words = [case.last_word, *_words(case.history[-1])]
@@ -129,7 +129,7 @@ def _end_of_turn(case: Case, text: str) -> int:
 
 
 def _words(message: Message) -> list[str]:
-    """The words of a message that stand nowhere else."""
+    """The words of a message that occur nowhere else."""
     calls: Sequence[Any] = message.get("tool_calls") or ()
     texts = [message["content"], message.get("reasoning_content", "")]
     texts += [str(value) for call in calls for value in call["function"]["arguments"].values()]
@@ -137,7 +137,7 @@ def _words(message: Message) -> list[str]:
 
 
 def _check_new(case: Case, tail: str) -> None:
-    """Every new message is there, in order, to its last word."""
+    """Raise if a new message is missing before its last word, or in another order."""
     at = 0
     for message in case.new:
         words = message["content"].split(" ")
@@ -148,11 +148,11 @@ def _check_new(case: Case, tail: str) -> None:
 
 
 def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
-    """The render ends where the model's words begin.
+    """Raise if the render does not end where the model's words begin.
 
-    Either the generation prompt is there, seen against a render without one. Or the template needs none: nothing but
-    white space is between the render and an appended answer, or the render shares a longer prefix with one that
-    continues with an answer than that one shares with a render that continues with a question.
+    There are two ways to end there. In the first, the render ends with a generation prompt, which a render without one
+    lacks. In the second, the template needs no prompt: either only white space is between the render and an appended
+    answer, or an appended answer shares a longer prefix with the render than with a render of an appended question.
     """
     messages = [*case.history, *case.new]
     last = case.new[-1]["content"].rsplit(" ", 1)[1]
@@ -174,21 +174,22 @@ _QUESTION: Message = {"role": "user", "content": "Willowasking"}
 
 
 def _said(case: Case, renderer: Renderer, prompt: str) -> tuple[str, str]:
-    """The last turn as the template writes it, up to the last word, and what the template writes after it."""
+    """Return the last turn as the template writes it, up to the last word, and the text that follows it."""
     said = _render(renderer, case, case.history, prompting=False)
     end = _end_of_turn(case, said)
     if end < 0:
         raise NotApplicable("the turn is not shown")
     if said.startswith(prompt):
         return said[len(prompt) : end], said[end:]
-    # What came earlier is written in another way now; the turn begins where the prompt's end no longer agrees.
+    # Earlier messages are written differently now. The turn begins where the render no longer agrees with the prompt's
+    # end.
     word = case.history[-2]["content"].rsplit(" ", 1)[-1]
     begin = max(0, said.rfind(word, 0, end))
     return said[begin + len(_common(said[begin:end], prompt[max(0, prompt.rfind(word)) :])) : end], said[end:]
 
 
 def _after_call(stop: str, between: str, tail: str) -> str:
-    """The tail after the visible end of the last call: what closes the turn, and the white space before it."""
+    """Return the tail after the visible end of the last call: the close of the turn, with the white space before it."""
     close = stop if stop in between else next((token for token in _in_order(between) if not _of_call(token)), "")
     if not close:
         raise NotApplicable("nothing shows where the call ends")
@@ -203,7 +204,7 @@ def _common(one: str, other: str) -> str:
 
 
 def _control_at(text: str, index: int) -> int:
-    """Index of the begin of the control token around `index`, else `index`."""
+    """Index of the beginning of the control token around `index`, else `index`."""
     near = max(0, index - 40)
     for token in control_tokens(text[near : index + 40]):
         at = text.find(token, near)
@@ -213,7 +214,7 @@ def _control_at(text: str, index: int) -> int:
 
 
 def _cut_in_call(case: Case, renderer: Renderer, prompt: str) -> tuple[Case, str]:
-    """The case in which the turn breaks off inside its last argument, so that it is text and no call."""
+    """Return the case whose turn is cut inside its last argument, so that it is text and not a call."""
     said, _ = _said(case, renderer, prompt)
     half = case.last_word[:-3]
     said = said[: said.rindex(case.last_word)] + half
@@ -223,10 +224,10 @@ def _cut_in_call(case: Case, renderer: Renderer, prompt: str) -> tuple[Case, str
 
 
 def _stop(case: Case, renderer: Renderer, rest: str, between: str) -> str | None:
-    """The control token that ends the turn.
+    """Return the control token that ends the turn.
 
-    After a call, it is the token that ends an answer, if that token is there too. Else it is the first token that the
-    template writes at the end of the conversation and that is not part of a call, else the one that opens what follows.
+    After a call, this is the token that ends an answer, if it is in the rest of the render. Else it is the first token
+    at the end of the conversation that is not part of a call. Else it is the token that opens the next message.
     """
     if case.history[-1].get("tool_calls"):
         try:
@@ -253,6 +254,6 @@ def _of_call(token: str) -> bool:
 
 
 def _without_close(tail: str) -> str:
-    """`tail` without the control token that it begins with."""
+    """Return `tail` without its first control token, if it begins with one."""
     token = next(iter(_in_order(tail)), "")
     return tail.removeprefix(token)

@@ -1,4 +1,4 @@
-"""The scenarios with real vocabularies, where templates of their models are in the corpus, on texts of all kinds."""
+"""The scenarios with real vocabularies and texts of all kinds, for vocabularies whose templates are in the corpus."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _TEMPLATES = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A vocabulary and a template of a model that has it."""
+    """A vocabulary, and a template of a model with this vocabulary."""
 
     vocabulary: str
     template: str
@@ -72,16 +72,16 @@ class Tally:
     refused: Mapping[str, int]
     """Number of refusals, by name."""
     wrong: Sequence[str]
-    """A line for each wrong one."""
+    """A line for each wrong bridge."""
 
 
 def play_all(*, processes: int = 2) -> list[Tally]:
-    """Plays every pair."""
+    """Play every pair."""
     return spread(play_pair, PAIRS, processes)
 
 
 def play_pair(pair: Pair, wanted: int = 200) -> Tally:
-    """The first `wanted` applicable cases of a pair, over the seeds, with one bridger."""
+    """Play the first `wanted` applicable cases of a pair, over all seeds, with one bridger."""
     entry = next(entry for entry in corpus() if entry.name == pair.template)
     variables = _VARIABLES[pair.vocabulary]
     cases = list(islice(_cases(is_tool_capable(entry)), wanted * 3))

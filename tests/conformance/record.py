@@ -1,4 +1,4 @@
-"""Results of every case, a line for each template, to which any part of the sweep is compared."""
+"""The record: the results of every case, with a line for each template. Each part of the sweep is compared with it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Recorded:
 
     name: str
     traits: str
-    """A digest of what its profile says."""
+    """A digest of the template's profile."""
     verdicts: str
-    """A letter for each case, in the order in which they are played."""
+    """A letter for each case, in playing order."""
     reasons: str
-    """A digest of why, case by case: the anchors of bridges, the properties that refusals name."""
+    """A digest of the reasons, case by case: anchors of bridges, and properties that refusals name."""
 
 
 def fresh(entry: Entry) -> Recorded:
-    """The new record of a template, which is played now."""
+    """Play a template, and return its new record."""
     return _recorded(entry.name, traits(entry), play(entry))
 
 
@@ -62,9 +62,10 @@ def _digest(text: str) -> str:
 
 
 def chosen() -> list[str]:
-    """The names of some templates: one of those that go alike, those that look far back, and some of all.
+    """The names of some templates: one of each group with equal verdicts, all that depend on the history, and a sample.
 
-    Another commit chooses others. A whole sweep plays all of them, once for all tests, and these few again.
+    The sweep's seed chooses them. A whole sweep plays all templates once for all tests, so here it chooses only the
+    history-dependent ones.
     """
     record = read()
     if sweeps.whole():
@@ -80,13 +81,13 @@ def chosen() -> list[str]:
 
 
 def read() -> Mapping[str, Recorded]:
-    """The records by the names of the templates."""
+    """Return the records by the names of the templates."""
     lines = (line.split() for line in FILE.read_text(encoding="utf-8").splitlines())
     return {name: Recorded(name, *kept) for name, *kept in lines}
 
 
 def rows_of(outcomes: Iterable[Outcome], *, processes: int) -> list[Recorded]:
-    """The records of a whole sweep."""
+    """Return the records of a whole sweep."""
     by_name = {name: list(of_it) for name, of_it in groupby(outcomes, key=lambda outcome: outcome.template)}
     profiles = spread(traits, corpus(), processes)
     return [_recorded(entry.name, of_it, by_name[entry.name]) for entry, of_it in zip(corpus(), profiles, strict=True)]

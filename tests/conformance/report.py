@@ -1,4 +1,4 @@
-"""The tables of a sweep, as Markdown: by scenario, by family, and what was refused or wrong by name."""
+"""The tables of a sweep, as Markdown: by scenario, by family, and the refused and wrong cases by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ The columns of the tables are:
 
 
 def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[Shown]) -> str:
-    """The generated page, docs/conformance.md."""
+    """Return the generated page, docs/conformance.md."""
     rows = [
         (f"{scenario}, {past}", [o for o in outcomes if (o.scenario, o.past) == (scenario, past)])
         for past in Past
@@ -107,7 +107,7 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[
 
 
 def faults(outcomes: Iterable[Outcome], tallies: Iterable[Tally] = ()) -> list[str]:
-    """A line for each wrong case."""
+    """Return a line for each wrong case."""
     real = [f"- {t.pair.template} with {t.pair.vocabulary}, {line}" for t in tallies for line in t.wrong]
     return real + [
         f"- {o.template} [{o.family}], {o.scenario}, {o.past}: {o.detail}"

@@ -1,4 +1,4 @@
-"""The scenarios: what may happen between two turns of a model, after histories of several kinds."""
+"""The scenarios: the messages between two turns of a model, after histories of several kinds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TOOLS", "Case", "Cut", "Filler", "Past", "Scenario", "case"]
 
 
 Filler: TypeAlias = Callable[[random.Random], str]
-"""Writes some text that holds none of the words that stand nowhere else."""
+"""Function that writes some text without the words that occur only once."""
 
 
 class Scenario(enum.StrEnum):
@@ -36,7 +36,7 @@ class Scenario(enum.StrEnum):
 
     @property
     def needs_tools(self) -> bool:
-        """The scenario has calls or results in it, whatever came before."""
+        """True if the scenario contains calls or results after any history."""
         return self not in _WITHOUT_TOOLS
 
 
@@ -44,7 +44,7 @@ class Past(enum.StrEnum):
     """The messages before the last turn."""
 
     SHORT = "short"  # one user message
-    TURNS = "turns"  # a system message and an earlier answer, long ones
+    TURNS = "turns"  # a system message and an earlier answer, both long
     ROUNDS = "rounds"  # tool rounds with reasoning, text beside a call and two calls at once, in two user turns
 
     def has_tools(self) -> bool:
@@ -62,21 +62,22 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One conversation at the moment when a bridge is wanted."""
+    """One conversation at the point where a bridge is needed."""
 
     scenario: Scenario
     """The scenario."""
     past: Past
     """The earlier messages."""
     history: tuple[Message, ...]
-    """The messages up to the assistant message of the last turn; for a turn that is cut inside a call, with the whole
-    call, of which `expected` takes a part."""
+    """The messages up to the assistant message of the last turn. If the turn is cut inside a call, the message has the
+    whole call, and `expected` takes a part of it.
+    """
     new: tuple[Message, ...]
-    """The appended messages; each content begins with one word and ends with another that stand nowhere else."""
+    """The appended messages. Each content begins and ends with a word that occurs nowhere else."""
     tools: tuple[ToolSchema, ...]
     """The tools in OpenAI's form."""
     last_word: str
-    """The last word of the last turn: of its content, or of the last argument of its last call."""
+    """The last word of the last turn, in its content or in the last argument of its last call."""
     cut: Cut
     """The place where the turn is cut."""
 
@@ -90,12 +91,12 @@ _CUTS = {
 
 
 def case(scenario: Scenario, past: Past, seed: int = 0, *, tools: bool = True, filler: Filler | None = None) -> Case:
-    """The case of that scenario and that past; every word of it is drawn from `seed`.
+    """Return the case of this scenario and this past. All of its words are drawn from `seed`.
 
-    `filler` writes what stands between the first and the last word of a content or an argument.
+    `filler` writes the text between the first and the last word of a content or an argument.
 
-    With `tools` the model is shown the same tools in every case, so that what a bridger learnt of one history is
-    what it relies on in the next; only a scenario without calls after a short past is played without them.
+    With `tools`, the model has the same tools in every case, so that a bridger can use what it learnt from earlier
+    histories. Only a scenario without calls after a short past is played without tools.
     """
     writer = _Writer(random.Random(f"{scenario}/{past}/{seed}"), filler)
     before = _PASTS[past](writer)
@@ -112,7 +113,7 @@ def case(scenario: Scenario, past: Past, seed: int = 0, *, tools: bool = True, f
 
 
 class _Writer:
-    """Writes messages whose words stand nowhere else."""
+    """Writes messages whose words occur nowhere else."""
 
     def __init__(self, source: random.Random, filler: Filler | None) -> None:
         self._source = source
@@ -150,7 +151,8 @@ class _Writer:
             arguments = {"amount": self._source.randrange(100), "query": f"{self._inner(1)} {last}"}
             function = {"name": name, "arguments": arguments}
             calls.append({"id": self._id(self._calls), "type": "function", "function": function})
-        message: Message = {"role": "assistant", "content": self.sentence() if text else "", "tool_calls": calls}  # type: ignore[typeddict-item]  # likewise
+        # also built by parts
+        message: Message = {"role": "assistant", "content": self.sentence() if text else "", "tool_calls": calls}  # type: ignore[typeddict-item]
         if reasons:
             message["reasoning_content"] = self.sentence(5)
         self.last_words[id(message)] = last
@@ -164,7 +166,7 @@ class _Writer:
 
     @staticmethod
     def _id(number: int) -> str:
-        return f"call{number:05}"  # nine letters and digits, since Mistral's templates insist
+        return f"call{number:05}"  # nine letters and digits, since Mistral's templates require this
 
 
 _NAMES = ("look_up", "measure", "convert_units")

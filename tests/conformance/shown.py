@@ -1,4 +1,4 @@
-"""The kinds of arguments that each tool-capable template shows, by schemas as they are written and as it is given."""
+"""The argument kinds that each tool-capable template shows, with the original schemas and with rewritten ones."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["Shown", "capable", "look", "look_all", "section"]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The kinds of arguments that a template shows."""
+    """The argument kinds that a template shows."""
 
     name: str
     fitted: bool
-    """True if some schemas are rewritten for it."""
+    """True if some schemas are rewritten for this template."""
     written: int
-    """The number of kinds of which it shows every field, value and type, as their schemas are written."""
+    """The number of kinds whose every field, value and type is shown with the original schema."""
     unseen: tuple[str, ...]
-    """The parts that it does not show in spite of that, each with its kind."""
+    """The parts that are not shown even after rewriting, each with its kind."""
 
 
 def capable() -> list[Entry]:
-    """The templates that show tools, calls and results; the others are refused for an environment with tools."""
+    """The templates that show tools, calls and results. An environment with tools refuses the others."""
     return [entry for entry in corpus() if is_tool_capable(entry) and shows_tools(entry.renderer())]
 
 
 def look(entry: Entry) -> Shown:
-    """Look at all the kinds, each by itself."""
+    """Find the shown parts of each kind, one kind at a time."""
     written = entry.renderer()
     renderer = written.template.renderer(now=written.now, fit_tools=None)
     unseen = [f"{kind}: {each}" for kind in KINDS for each in unseen_of(renderer.render_tool, kinds()[kind])]
@@ -44,12 +44,12 @@ def look(entry: Entry) -> Shown:
 
 
 def look_all(processes: int = 1) -> list[Shown]:
-    """The shown parts of all of them."""
+    """Find the shown parts for all templates."""
     return spread(look, capable(), processes)
 
 
 def section(rows: Sequence[Shown]) -> list[str]:
-    """The part of the page about arguments."""
+    """Return the page's section about arguments."""
     fitted = sorted((row for row in rows if row.fitted), key=lambda row: row.name.lower())
     everything = sum(not row.unseen for row in rows)
     return [

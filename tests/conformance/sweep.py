@@ -1,4 +1,4 @@
-"""Plays the corpus: every template through every scenario after every past, and a verdict for each."""
+"""Sweep of the corpus: every template with every scenario after every past, and a verdict for each case."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Judgement(NamedTuple):
 
     verdict: Verdict
     detail: str
-    """The anchor of an exact bridge, the refusal's name, why it is not applicable, or what is wrong."""
+    """The anchor of an exact bridge, the name of a refusal, the reason why the case is not applicable, or the fault."""
     refusal: str = ""
-    """The property that the bridger named where it made no bridge."""
+    """The property that the bridger named if it made no bridge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A case's verdict."""
+    """A case and its verdict."""
 
     template: str
     """The template's name."""
@@ -73,12 +73,12 @@ R = TypeVar("R")
 
 
 def sweep(entries: Sequence[Entry] | None = None, *, processes: int = 2) -> list[Outcome]:
-    """Plays all templates, or `entries`, in order."""
+    """Play all templates, or `entries`, in order."""
     return [outcome for outcomes in spread(play, entries or corpus(), processes) for outcome in outcomes]
 
 
 def spread(play_one: Callable[[T], R], items: Sequence[T], processes: int) -> list[R]:
-    """`play_one` of each item, in order, in so many processes."""
+    """Return `play_one` of each item, in order, computed in this number of processes."""
     if processes == 1:
         return [play_one(item) for item in items]
     context = multiprocessing.get_context("spawn")
@@ -87,7 +87,7 @@ def spread(play_one: Callable[[T], R], items: Sequence[T], processes: int) -> li
 
 
 def play(entry: Entry) -> list[Outcome]:
-    """All cases of one template with one bridger on the host vocabulary, the simple pasts first."""
+    """Play all cases of one template with one bridger on the host vocabulary, beginning with the simple pasts."""
     capable = is_tool_capable(entry)
     cases = [
         case(scenario, past, tools=capable)
@@ -105,7 +105,7 @@ def play(entry: Entry) -> list[Outcome]:
 def judge(
     cases: Sequence[Case], renderer: Renderer, vocabulary: VocabularyTokenizer, end_of_text: str
 ) -> list[Judgement]:
-    """The verdict on each case, all bridged by one bridger in that order."""
+    """Return the verdict on each case, with one bridger for all cases in this order."""
     truths: list[Expected | NotApplicable] = []
     for made in cases:
         try:
@@ -119,7 +119,7 @@ def judge(
 
 
 def is_tool_capable(entry: Entry) -> bool:
-    """A call's argument and its result are seen in a render with tools, in that order."""
+    """True if a render with tools shows a call's argument and then its result."""
     made = case(Scenario.TOOL_RESULT, Past.SHORT)
     try:
         text = entry.renderer().render([*made.history, *made.new], tools=list(made.tools))
@@ -153,7 +153,7 @@ def _judged(
 
 
 def _not_applicable(made: Case, why: NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer) -> Judgement:
-    """Without a tail in the template's renders, any bridge is wrong."""
+    """Return the verdict for a case without a tail in the template's renders, in which any bridge is wrong."""
     if not why.must_refuse:
         return Judgement(Verdict.NOT_APPLICABLE, str(why))
     sampled = vocabulary.encode("Some words")
@@ -165,9 +165,9 @@ def _not_applicable(made: Case, why: NotApplicable, bridger: Bridger, vocabulary
 
 
 def _fault(truth: Expected, bridge: Bridge, vocabulary: VocabularyTokenizer) -> str:
-    """The fault of a bridge, or ""."""
+    """Return the fault of a bridge, or ""."""
     ids = vocabulary.encode(truth.stop + truth.text)[1 if truth.stop else 0 :]
-    # SentencePiece writes a space after each control token, so only its own decoding of the text can be compared.
+    # SentencePiece writes a space after each control token, so only its own decoding of the ids can be compared.
     text = truth.text if vocabulary.pieces is not None else vocabulary.decode(ids)
     got = vocabulary.decode(bridge.ids)
     if unicodedata.normalize("NFC", got) != unicodedata.normalize("NFC", text):
@@ -180,7 +180,7 @@ def _fault(truth: Expected, bridge: Bridge, vocabulary: VocabularyTokenizer) -> 
 
 
 def respelled(ids: Sequence[int], vocabulary: VocabularyTokenizer) -> list[int]:
-    """The same text in other ids: every third one that can be is split into two."""
+    """Return the same text in other ids: every third token that can be split is split into two."""
     if vocabulary.pieces is None:
         return list(ids)
     source = random.Random(len(ids))

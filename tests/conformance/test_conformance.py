@@ -1,4 +1,4 @@
-"""Every public chat template is bridged exactly or refused by name, whatever came before."""
+"""Every public chat template is bridged exactly or refused by name, after any history."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ RENDERABLE = {
 """Minimum number of templates that render a scenario after a short past."""
 
 MISSED = dict.fromkeys(Scenario, 0) | {Scenario.SYSTEM: 2, Scenario.AFTER_ANSWER: 1, Scenario.AFTER_REASONING: 1}
-"""Maximum number of them that are refused in spite of a right bridge.
+"""Maximum number of templates that are refused although the bridge would be right.
 
-SingGuard writes the whole conversation into one message, so the begin of a turn is not known.
+SingGuard writes the whole conversation into one message, so the beginning of a turn is unknown.
 """
 
 
@@ -150,7 +150,7 @@ def test_templates_with_tools_are_bridged_in_99_of_100_cases(outcomes: list[Outc
 
 
 def depends_on_history(entry: Entry) -> bool:
-    """The same turn and the same results have another tail without what came before them."""
+    """True if the same turn with the same results has another tail without the earlier messages."""
     renderer = entry.renderer()
     for scenario in (Scenario.TOOL_RESULT, Scenario.PARALLEL_RESULTS):
         deep = case(scenario, Past.ROUNDS)
@@ -187,7 +187,7 @@ def test_a_bridge_that_is_not_the_templates_is_called_wrong(monkeypatch: pytest.
 
 
 REFUSED = {"mistralai-Codestral-22B-v0.1": ["system_moves"]}
-"""Codestral's template writes the system message before the last user message, wherever that is."""
+"""Codestral's template writes the system message before the last user message, in any history."""
 
 
 def one_pair_of_each_vocabulary() -> list[Pair]:
@@ -235,4 +235,4 @@ def test_template_without_references_shows_few_schemas_as_written(name: str) -> 
 def test_published_page_and_record_equal_a_fresh_sweep(outcomes: list[Outcome], tallies: list[Tally]) -> None:
     text = page(outcomes, tallies, look_all(processes=2))
     assert PAGE.read_text(encoding="utf-8") == text, "run python -m tests.conformance --write"
-    assert read() == {row.name: row for row in rows_of(outcomes, processes=2)}, "the same"
+    assert read() == {row.name: row for row in rows_of(outcomes, processes=2)}, "the record is unchanged"

@@ -1,4 +1,4 @@
-"""Bridges on vocabularies that write white space otherwise: a comparison with the words themselves refuses none."""
+"""Bridges on vocabularies with other white space: comparing them with the real words refuses none."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.tokens.vocabularies import vocabulary
 
 @functools.cache
 def extended(name: str) -> VocabularyTokenizer:
-    """A vocabulary with the control tokens of all templates."""
+    """Return a vocabulary with the control tokens of all templates."""
     base = vocabulary(name)
     return base.extended([each for each in every_control_token() if base.token_id(each) is None], eos_token=END_OF_TEXT)
 
 
 def bridged(entry: Entry, truth: Expected, answered: AnsweredTurn, name: str, *, real: bool) -> list[int] | None:
-    """The ids of a bridge, compared with the `real` words or not; None where it is refused."""
+    """Return the ids of a bridge, compared with the `real` words or not; None if the bridge is refused."""
     tokenizer = extended(name)
     stop = tokenizer.token_id(truth.stop) if truth.stop else None
     stops = [each for each in dict.fromkeys((stop, tokenizer.token_id(END_OF_TEXT))) if each is not None]

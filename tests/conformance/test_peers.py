@@ -1,4 +1,6 @@
-"""Calls and thoughts as vLLM's parsers read them beside ours: the records hold, and differences have their words."""
+"""Calls and thoughts as read by vLLM's parsers and by ours: the records are current, and every difference has its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_each_kind_that_vllm_parses_better_is_explained() -> None:
 @pytest.fixture(scope="module")
 def _vllm() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it and torch warn of in their own modules
+        warnings.simplefilter("ignore")  # warnings of vLLM and torch about their own modules
         pytest.importorskip("vllm", reason="vLLM is not installed, whose parsers these are")
         from tests.conformance.peers import readers
 

@@ -1,4 +1,6 @@
-"""The way in which every public template writes calls and thoughts: the record holds, and the page agrees with it."""
+"""The format in which every public template writes calls and thoughts: the record is current, and the page agrees with
+it.
+"""
 
 from __future__ import annotations
 

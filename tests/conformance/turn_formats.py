@@ -1,4 +1,4 @@
-"""Learnt formats of every template's turns: played over the corpus, kept as a record, written as a page."""
+"""Learnt formats of every template's turns: played over the corpus, saved as a record, written as a page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["RECORD", "Row", "learn", "learn_all", "page", "recorded", "table", "
 RECORD = Path(__file__).with_name("turn_formats.txt")
 
 BETWEEN_MARKS: Final = " .. "
-"""Separator in `Row.thought`; a mark may contain spaces."""
+"""Separator in `Row.thought`. A mark may contain spaces."""
 
 INTRODUCTION: Final = """# Tool calls and reasoning by template
 
@@ -65,7 +65,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     FormatRequirement.INVERTED: "The calls that the template writes are read back with the same values.",
     FormatRequirement.BOUNDED: "The format can be learnt with a limited number of renders.",
 }
-"""The meaning of each property that a template needs, so that its calls can be read."""
+"""The meaning of each property that a template must have so that its calls can be read."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Row:
     enforced: bool
     """True if a call can be required."""
     strict: bool
-    """True if calls that the model begins by itself can be held to the schemas."""
+    """True if calls that the model begins by itself can be constrained to the schemas."""
     streamed: bool
-    """True if every case of the battery reads the same piece by piece as at once."""
+    """True if reading every case of the battery piece by piece has the same result as reading it at once."""
     traits: tuple[str, ...]
     missing: str
     thought: str
@@ -88,7 +88,7 @@ class Row:
 
     @classmethod
     def of(cls, entry: Entry) -> Self:
-        """Learn a template."""
+        """Learn the formats of a template."""
         learnt = learn_format(entry.renderer())
         calls, thought = learnt.format.calls, learnt.format.reasoning
         enforced = calls is not None and enforceable(calls) is None
@@ -105,14 +105,14 @@ class Row:
         )
 
     def line(self) -> str:
-        """The row as the record has it."""
+        """Return the row as one line of the record."""
         held = {"enforced": self.enforced, "strict": self.strict, "streamed": self.streamed}
         marks = " ".join(name if holds else "-" for name, holds in held.items())
         return "\t".join([self.template, self.verdict, marks, ",".join(self.traits), self.missing, self.thought])
 
     @classmethod
     def read(cls, line: str) -> Self:
-        """The row that `line` wrote."""
+        """Return the row in a line of the record."""
         template, verdict, marks, traits, missing, thought = line.rstrip("\n").split("\t")
         listed = tuple(traits.split(",")) if traits else ()
         held = ("enforced" in marks, "strict" in marks, "streamed" in marks)
@@ -120,11 +120,11 @@ class Row:
 
 
 def streams(entry: Entry, form: TurnFormat) -> bool:
-    """True if a battery of turns reads the same in any pieces."""
+    """True if a battery of turns has the same result in any pieces."""
     assert form.calls is not None
     prober = FormatProber(entry.renderer(), CutPoints())
     if not form.harmony:
-        learn_calls(prober)  # it finds what the template wants around a call
+        learn_calls(prober)  # it finds the context that the template needs around a call
     reader, source = TurnReader(form), random.Random(entry.name)
 
     def at_once(text: str, schemas: Schemas) -> TurnReading:
@@ -149,27 +149,27 @@ def capable() -> list[Entry]:
 
 
 def learn(entry: Entry) -> Row:
-    """Results of one template."""
+    """Return the results of one template."""
     return Row.of(entry)
 
 
 def learn_all(processes: int = 2) -> list[Row]:
-    """Results of all templates that can serve an environment with tools."""
+    """Return the results of all templates that can serve an environment with tools."""
     return spread(learn, capable(), processes)
 
 
 def recorded() -> list[Row]:
-    """The recorded results."""
+    """Return the recorded results."""
     return [Row.read(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
 
 
 def write(rows: Iterable[Row]) -> None:
-    """Keep what came of them."""
+    """Save the results."""
     RECORD.write_text("".join(f"{row.line()}\n" for row in rows), encoding="utf-8")
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The generated page, docs/tool-formats.md."""
+    """Return the generated page, docs/tool-formats.md."""
     entries = {entry.name: entry for entry in corpus()}
     models = {row.template: len(entries[row.template].models) for row in rows}
     usable = [row for row in rows if row.verdict != FormatVerdict.REFUSED]
@@ -239,6 +239,6 @@ def _count(rows: Sequence[Row], models: dict[str, int]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table."""
+    """Return the lines of a table."""
     lines: list[Sequence[object]] = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]

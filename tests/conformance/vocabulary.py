@@ -17,10 +17,10 @@ END_OF_TEXT = VARIABLES["eos_token"]
 
 @functools.cache
 def host() -> VocabularyTokenizer:
-    """One vocabulary for all templates; the same instance all session long.
+    """Return one vocabulary for all templates, the same instance during the whole session.
 
-    Tags such as `</think>` are added tokens that are not special, as in Qwen's own. A name that is an ordinary word
-    there, as `</s>` is, keeps its id.
+    Tags such as `</think>` are added tokens that are not special, as in Qwen's own vocabulary. A name that is an
+    ordinary word in this vocabulary, such as `</s>`, keeps its id.
     """
     settings = json.loads(qwen()._tokenizer.to_str())
     words: dict[str, int] = settings["model"]["vocab"]

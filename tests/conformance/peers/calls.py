@@ -1,4 +1,4 @@
-"""Every distinct format of calls in the corpus, read by us and by each parser of vLLM's that can, and judged."""
+"""Every distinct call format of the corpus, read by us and by each suitable parser of vLLM's, and judged."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ Faults = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """Results of one format of calls."""
+    """Results of one call format."""
 
     template: str
-    """The template of most models that writes it."""
+    """The template with this format that most models use."""
     templates: int
-    """Number of templates with it."""
+    """Number of templates with this format."""
     models: int
     """Number of models with these templates."""
     shown: str
-    """One call in it."""
+    """One call in this format."""
     trials: Mapping[str, int]
     """Number of trials, by the name of their `Kind`."""
     readers: Mapping[str, Faults]
-    """Faults of each reader: ours, then vLLM's parsers, the one with the fewest faults first."""
+    """Faults of each reader: first our reader, then vLLM's parsers, beginning with the one with the fewest faults."""
 
     def wrong(self, reader: str, *, as_written: bool = False) -> int:
-        """Number of trials that a reader had wrong, of those that a template writes so or of the others."""
+        """Number of faulty trials of a reader, either of text as templates write it or of deviating text."""
         faults = self.readers[reader]
         return sum(len(cases) for kind, cases in faults.items() if Kind[kind].is_written is as_written)
 
     def tried(self, *, as_written: bool) -> int:
-        """Number of these trials."""
+        """Number of trials of this sort."""
         return sum(number for kind, number in self.trials.items() if Kind[kind].is_written is as_written)
 
     @property
     def best(self) -> str | None:
-        """The parser of vLLM's with the fewest faults; None where none reads the format."""
+        """The parser of vLLM's with the fewest faults; None if none reads the format."""
         return next((reader for reader in self.readers if reader != OURS), None)
 
     def line(self) -> str:
-        """The row as the record has it."""
+        """Return the row as one line of the record."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
     @classmethod
     def read(cls, line: str) -> Self:
-        """The row that `line` wrote."""
+        """Return the row in a line of the record."""
         return cls(**json.loads(line))
 
 
@@ -80,7 +80,7 @@ def recorded() -> list[CallRow]:
 
 
 def write(rows: Iterable[CallRow]) -> None:
-    """Keep what came of them."""
+    """Save the results."""
     RECORD.write_text("".join(f"{row.line()}\n" for row in rows), encoding="utf-8")
 
 
@@ -90,13 +90,13 @@ def play_all(turns: Sequence[tuple[Entry, TurnFormat]], processes: int = 2) -> l
 
 
 def key(turn: TurnFormat) -> str:
-    """A text that is equal for equal formats of calls; "" where calls cannot be read."""
+    """Return a text that is equal for equal call formats, or "" if calls cannot be read."""
     return "" if turn.calls is None else orjson.dumps(turn.calls).decode()
 
 
 def play(group: Group) -> CallRow:
     """Results of the format of one group of templates."""
-    # Here, since it takes seconds, and pages are made of records without it.
+    # Imported here, since this takes seconds, and pages are built from records without it.
     from tests.conformance.peers.readers import our_calls, vllm_calls
 
     entry, turn = group.entry, turn_of(group.entry)
@@ -120,7 +120,7 @@ def play(group: Group) -> CallRow:
 
 
 def _prober(entry: Entry, turn: TurnFormat) -> FormatProber:
-    """One that has found what the template wants around a call before it shows it."""
+    """Return a prober that has already found the context that the template needs around a call."""
     prober = FormatProber(entry.renderer(), CutPoints())
     if not turn.harmony:
         learn_calls(prober)
@@ -133,7 +133,7 @@ def _plain(form: CallFormat, said: ProbeCall) -> Trial:
 
 
 def _fit(form: CallFormat, plain: Sequence[Trial], readers: Mapping[str, CallsReader]) -> dict[str, CallsReader]:
-    """Readers that read one plain call right; without one, those that do except for remaining marks."""
+    """Readers that read one plain call correctly; if none does, readers whose only faults are slight."""
     faults = {name: [judge(form, trial, reader) for trial in plain] for name, reader in readers.items()}
     right = {name: readers[name] for name, found in faults.items() if None in found}
     return right or {

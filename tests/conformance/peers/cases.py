@@ -18,7 +18,7 @@ __all__ = ["NOT_TRIED", "PLAIN", "Kind", "Trial", "schemas_of", "written"]
 
 
 class Kind(enum.StrEnum):
-    """The subject of a trial: first text as templates write it, then text that deviates from it."""
+    """The subject of a trial. The first members are text as templates write it, the others deviate from it."""
 
     STRINGS = "strings"
     MARKS = "a mark of the format in a string"
@@ -75,20 +75,20 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A text to be read, and what was said by it."""
+    """A text to read, and its meaning."""
 
     kind: Kind
     what: str
-    """The case, which a format has once."""
+    """The name of the case, unique in a format."""
     text: str
     calls: tuple[ProbeCall, ...]
     content: str
     schemas: Mapping[str, Any]
-    """The tools' parameters, as a request has them."""
+    """The tools' parameters in the form of a request."""
     ids: tuple[str, ...] = ()
-    """The ids that stand in the text, where it is about these."""
+    """The ids in the text, if the trial is about ids."""
     spelt: bool = False
-    """No control token stands in it: what looks like one was sampled letter by letter."""
+    """True if the text has no control token: its marks were sampled letter by letter."""
 
 
 NOT_TRIED: Final[Mapping[str, str]] = {
@@ -98,14 +98,14 @@ NOT_TRIED: Final[Mapping[str, str]] = {
     "openai": "needs the vocabulary of openai_harmony, which that package downloads",
     "openai_gptoss": "is a part of `openai`",
 }
-"""The names of vLLM's parsers that are not tried, and why."""
+"""vLLM's parsers that are not tried, with the reasons."""
 
 PLAIN: Final = (ProbeCall("look_up", {"query": "two words", "limit": 3}), ProbeCall("look_up", {"query": "two words"}))
-"""Calls of which a reader has to read one right to be given all the rest."""
+"""Plain calls: a reader must read one of them correctly before it gets the other trials."""
 
 
 def written(prober: FormatProber, form: CallFormat) -> Iterator[Trial]:
-    """All that the template writes so itself."""
+    """Return all trials of text that the template itself writes."""
     for case in check_cases(form):
         yield from _trial(prober, form, _kind(case), case, schemas_of(case.calls))
     for what, value, schema in _SCHEMAS:
@@ -123,7 +123,7 @@ def written(prober: FormatProber, form: CallFormat) -> Iterator[Trial]:
 
 
 def schemas_of(calls: Sequence[ProbeCall]) -> dict[str, Any]:
-    """The parameters of the tools under which these calls are right: every argument has its type."""
+    """Return tools' parameters under which these calls are valid: each argument has its type."""
     schemas: dict[str, Any] = {}
     for said in calls:
         schema = schemas.setdefault(said.name, {"type": "object", "properties": {}})
@@ -134,7 +134,7 @@ def schemas_of(calls: Sequence[ProbeCall]) -> dict[str, Any]:
 def _trial(
     prober: FormatProber, form: CallFormat, kind: Kind, case: FormatCase, schemas: Mapping[str, Any]
 ) -> Iterator[Trial]:
-    """The case as the template writes it; none where it does not."""
+    """Yield the case as the template writes it, or nothing if the template cannot write it."""
     try:
         text = text_of(prober, form, case)
     except Unwritable:
@@ -143,7 +143,7 @@ def _trial(
 
 
 def _kind(case: FormatCase) -> Kind:
-    """The kind of a case of the battery."""
+    """Return the kind of a case of the battery."""
     said = case.calls[0]
     if case.what == WHOLE_CLOSING:
         return Kind.CLOSING
@@ -193,4 +193,4 @@ _ANSWERS: Final = (
     '{"name": "Ada", "arguments": "none"}',
     "<b>so</b> & <i>so</i>",
 )
-"""Texts without a call; none of them names a tool or a mark of a format."""
+"""Texts without a call, without a tool's name and without a mark of a format."""

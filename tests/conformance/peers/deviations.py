@@ -1,4 +1,4 @@
-"""Text that deviates from a template as models do, made for each format from its own pieces."""
+"""Text that deviates from a template as models deviate, built for each format from its own parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Make: TypeAlias = Callable[[CallFormat], Deviation | None]
 
 
 def deviating(form: CallFormat, tokens: Collection[str]) -> Iterator[Trial]:
-    """The deviations that this format can have, in a vocabulary that has these control tokens."""
+    """Yield the deviations that are possible in this format, in a vocabulary with these control tokens."""
     for kind, make in DEVIATIONS.items():
         if kind is Kind.SPELT and form.trigger not in tokens:
             continue
@@ -52,13 +52,13 @@ def deviating(form: CallFormat, tokens: Collection[str]) -> Iterator[Trial]:
 
 
 def _calls(form: CallFormat) -> tuple[ProbeCall, ...]:
-    """The calls of most of them."""
+    """The calls of most deviations."""
     return (FIRST, SECOND) if form.between is not None else (FIRST,)
 
 
 def _write(form: CallFormat, calls: Sequence[ProbeCall]) -> str:
     """The text of the calls in the format."""
-    # Nine letters and digits are an id that every template takes.
+    # Every template accepts an id of nine letters and digits.
     ids = [id_for(form, said.name, number) for number, said in enumerate(calls)]
     return write_calls(form, [WrittenCall(said.name, said.arguments, id) for said, id in zip(calls, ids, strict=True)])
 
@@ -94,14 +94,14 @@ def _mapped(form: CallFormat, change: Callable[[str], str]) -> CallFormat:
 
 
 def _relaid(form: CallFormat, change: Callable[[str], str]) -> Deviation | None:
-    """The calls with other literals, where that makes a difference."""
+    """The calls with changed literals, or None if the change makes no difference."""
     calls = _calls(form)
     text = _write(_mapped(form, change), calls)
     return Deviation(text, calls) if text != _write(form, calls) else None
 
 
 def _squeezed(literal: str) -> str:
-    """Without the white space that separates no words."""
+    """Remove the white space that separates no words."""
     return re.sub(r"(?<!\w)\s+|\s+(?![\w\s]|\Z)", "", literal)
 
 
@@ -109,7 +109,7 @@ def _spread(literal: str) -> str:
     return re.sub(r">\s*<", ">\n\n<", literal)
 
 
-# --- what stands around calls
+# --- text around calls
 
 
 def _words_before(form: CallFormat) -> Deviation:
@@ -129,7 +129,7 @@ def _words_between(form: CallFormat) -> Deviation | None:
 
 
 def _each_by_itself(form: CallFormat) -> bool:
-    """Every call has an opening and a close of its own."""
+    """True if every call has an opening and a close of its own."""
     own = form.close + form.begin
     return form.between is not None and bool(form.trigger) and "".join(form.between.split()) == "".join(own.split())
 
@@ -142,14 +142,14 @@ def _twice(form: CallFormat) -> Deviation | None:
 
 
 def _unopened(form: CallFormat) -> Deviation | None:
-    """Without the mark that begins calls, which is all of the opening or a part of it."""
+    """Remove the mark that begins calls, which is all of the opening or a part of it."""
     if not form.trigger:
         return None
     return Deviation(_write(form, [FIRST]).replace(form.trigger, "", 1).lstrip(), (FIRST,))
 
 
 def _open_call(form: CallFormat) -> Deviation | None:
-    """Without all that closes the last call but what its arguments end with."""
+    """Remove the close of the last call, except for the part that ends its arguments."""
     calls, close = _calls(form), form.close.strip()
     kept = ""
     if isinstance(form.arguments, TaggedArguments):
@@ -194,7 +194,7 @@ def _mentioned(form: CallFormat) -> Deviation | None:
 
 
 def _respelt(form: CallFormat, said: ProbeCall, number: int, spell: Callable[[Any], str]) -> str | None:
-    """One call, its object (or where it is not one, the object of its arguments) spelt by `spell`; None without one."""
+    """Return one call whose object is spelt by `spell`, or the object of its arguments; None if there is no object."""
     one = dataclasses.replace(form, begin="", close="")
     if form.container is not None:
         call = WrittenCall(said.name, said.arguments, id_for(form, said.name, number))
@@ -206,20 +206,21 @@ def _respelt(form: CallFormat, said: ProbeCall, number: int, spell: Callable[[An
         return text[: len(text) - len(text.lstrip())] + spell(value) + text[end:]
     if not isinstance(form.arguments, WholeArguments):
         return None
-    spelt = WholeArguments(_Spelt(spell))  # type: ignore[arg-type]  # a notation that no format has, all can write
+    # no format has this notation, but it can be written
+    spelt = WholeArguments(_Spelt(spell))  # type: ignore[arg-type]
     call = WrittenCall(said.name, said.arguments, id_for(form, said.name, number))
     return write_calls(dataclasses.replace(one, arguments=spelt), [call])
 
 
 @dataclass(frozen=True, slots=True)
 class _Spelt:
-    """A notation of a deviation's own."""
+    """A notation that only a deviation uses."""
 
     encode: Callable[[Any], str]
 
 
 def _json(spell: Callable[[Any], str], *calls: ProbeCall) -> Make:
-    """A deviation in which JSON is spelt otherwise."""
+    """Return a deviation that spells JSON differently."""
 
     def make(form: CallFormat) -> Deviation | None:
         said = calls or _calls(form)
@@ -233,7 +234,7 @@ def _json(spell: Callable[[Any], str], *calls: ProbeCall) -> Make:
 
 
 def _object(change: Callable[[CallFormat, dict[str, Any]], Any], *calls: ProbeCall) -> Make:
-    """A deviation in which the object of a call is another one."""
+    """Return a deviation that changes the object of a call."""
 
     def make(form: CallFormat) -> Deviation | None:
         if form.container is None or not form.container.arguments or len(form.container.arguments) > 1:
@@ -244,7 +245,7 @@ def _object(change: Callable[[CallFormat, dict[str, Any]], Any], *calls: ProbeCa
 
 
 def _dumped(form: CallFormat, value: Any) -> str:
-    """JSON, or where the format has Python's literals these."""
+    """Return JSON, or Python's literals if the format uses them."""
     notation = form.arguments.notation if isinstance(form.arguments, WholeArguments) else None
     return repr(value) if isinstance(notation, Python) else json.dumps(value, ensure_ascii=False)
 
@@ -276,7 +277,7 @@ def _left_out(form: CallFormat, value: dict[str, Any]) -> Any:
 
 
 def _is_list(form: CallFormat) -> bool:
-    """The calls of a turn are the items of one list."""
+    """True if the calls of a turn are the items of one list."""
     return form.container is not None and form.begin.rstrip().endswith("[") and form.close.lstrip().startswith("]")
 
 
@@ -301,11 +302,11 @@ def _unlisted(form: CallFormat) -> Deviation | None:
     return Deviation(_write(dataclasses.replace(form, begin=begin, close=close), [FIRST]), (FIRST,))
 
 
-# --- the other words
+# --- other literals
 
 
 def _literals(form: CallFormat) -> Deviation | None:
-    """`True` where the format has `true`, in arguments that are not JSON."""
+    """Swap `true` and `True`, in arguments that are not JSON."""
     arguments = form.arguments
     if isinstance(arguments, WholeArguments):
         return None

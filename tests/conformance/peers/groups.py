@@ -1,4 +1,4 @@
-"""The templates of the corpus by what is learnt of their turns; of those that are alike one is played."""
+"""The templates of the corpus, grouped by the learnt format of their turns. One template of each group is played."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Group", "grouped", "learnt", "turn_of"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Templates that are alike."""
+    """Templates with equal formats."""
 
     entry: Entry
-    """The one of most models."""
+    """The template that most models use."""
     templates: int
     models: int
 
@@ -35,7 +35,7 @@ def turn_of(entry: Entry) -> TurnFormat:
 
 
 def grouped(turns: Sequence[tuple[Entry, TurnFormat]], key: Callable[[TurnFormat], str]) -> list[Group]:
-    """Groups with the same key, by their templates' names; those whose key is "" are left out."""
+    """Groups of equal keys, by their templates' names. Templates with the key "" are left out."""
     groups: dict[str, list[Entry]] = {}
     for entry, form in turns:
         if key(form):

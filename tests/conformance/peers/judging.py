@@ -1,4 +1,4 @@
-"""Judges what was read of a text by what was said in it, and by what the template writes for what was read."""
+"""Judgement of a reading: compared with the meaning of the text, and with the template's text for what was read."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Call:
 
     name: str
     arguments: Any
-    """The object that was read, or the text of something that is not an object."""
+    """The object that was read, or the text if it is not an object."""
     id: str | None
     error: bool = False
-    """It is handed on as one that cannot be read."""
+    """True if the reader returns it as a call that it cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The result of a reader for a text."""
+    """The result of a reader for one text."""
 
     content: str
     calls: list[Call]
 
 
 CallsReader: TypeAlias = Callable[[Trial], Read]
-"""Raises whatever it raises."""
+"""Function that reads a trial. It may raise any error."""
 
 
 class Fault(enum.StrEnum):
@@ -64,18 +64,18 @@ class Fault(enum.StrEnum):
 
 
 SLIGHT: Final = frozenset({Fault.CONTENT_LOST, Fault.CONTENT_MORE, Fault.ID, Fault.AS_WRITTEN})
-"""Faults in which every call is read as it was said, or as the template would have written another."""
+"""Faults in which every call is read correctly, or the template writes the same text for the call that was read."""
 
 
 def judge(form: CallFormat, trial: Trial, reader: CallsReader) -> Fault | None:
-    """The fault of a reading of a trial; None if it is right, or cannot be distinguished from a right one.
+    """Return the fault of a reading of a trial; None if it is correct, or cannot be distinguished from a correct one.
 
-    They cannot be distinguished if the template writes the same text for what was read, and the schemas allow that.
+    Two readings cannot be distinguished if the template writes the same text for both, and the schemas allow both.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of Python, about texts that a parser takes for code
+        with warnings.catch_warnings(action="ignore"):  # Python's warnings about texts that a parser evaluates as code
             read = reader(trial)
-    except Exception:  # whatever a parser raises is what becomes of the request
+    except Exception:  # an error of the parser becomes the error of the request
         return Fault.RAISES
     fault = _fault(trial, read)
     if fault is None or not _written_so(form, trial, read):
@@ -94,7 +94,7 @@ def _fault(trial: Trial, read: Read) -> Fault | None:
             return fault
     if trial.ids and tuple(call.id for call in read.calls) != trial.ids:
         return Fault.ID
-    # Readers differ in the white space that they leave between the parts of a content.
+    # Readers differ in the white space between the parts of a content.
     said_words, read_words = trial.content.split(), read.content.split()
     if said_words == read_words:
         return None
@@ -119,7 +119,7 @@ def _misread(name: str, arguments: Any, said: ProbeCall) -> Fault | None:
 
 
 def _written_so(form: CallFormat, trial: Trial, read: Read) -> bool:
-    """The template writes this text for what was read, which the schemas allow."""
+    """True if the template writes this text for the reading, and the schemas allow the reading."""
     if trial.ids or trial.content or read.content.strip() or not read.calls:
         return False
     if not all(_allowed(call.arguments, trial.schemas.get(call.name)) for call in read.calls):
@@ -132,7 +132,7 @@ def _written_so(form: CallFormat, trial: Trial, read: Read) -> bool:
 
 
 def _allowed(arguments: Any, schema: Mapping[str, Any] | None) -> bool:
-    """These are arguments, and each has a type that the schema allows."""
+    """True if these are arguments whose types the schema allows."""
     if schema is None or not isinstance(arguments, dict):
         return False
     allowed = ((shapes_for(schema).types_of_argument(key), value) for key, value in arguments.items())

@@ -1,4 +1,4 @@
-"""The page about vLLM's parsers, docs/tool-parsers.md, made of the records alone."""
+"""The page about vLLM's parsers, docs/tool-parsers.md, built from the records alone."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ BETTER: Final[Mapping[Kind, str]] = {
     "is content",
     Kind.SQUEEZED: "the opening mark has a space in it; without this space, it is not the mark",
 }
-"""The reason for our reading, for every kind in which a parser of vLLM's reads some format better."""
+"""The reason for our reading, for every kind in which a parser of vLLM's is better in some format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One trial of one format, as two readers had it."""
+    """The faults of two readers in one trial of one format."""
 
     kind: Kind
     ours: Fault | None
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def better(self) -> int:
-        """More than 0 where ours is better, less where theirs is."""
+        """Positive if our reader is better, negative if the other reader is better."""
         return _rank(self.theirs) - _rank(self.ours)
 
 
@@ -55,7 +55,7 @@ def _rank(fault: Fault | None) -> int:
 
 
 def _cases(row: CallRow, reader: str) -> Iterator[Case]:
-    """The trials in which at least one of ours and a reader is wrong."""
+    """Yield the trials in which our reader, the other reader or both are wrong."""
     ours, theirs = row.readers[OURS], row.readers[reader]
     for kind in row.trials:
         mine, its = ours.get(kind, {}), theirs.get(kind, {})
@@ -65,7 +65,7 @@ def _cases(row: CallRow, reader: str) -> Iterator[Case]:
 
 
 def better_kinds(rows: Iterable[CallRow]) -> dict[Kind, Counter[str]]:
-    """The kinds in which a parser of vLLM's is better than ours in some format, with the formats of each parser."""
+    """The kinds in which a parser of vLLM's is better than ours in some format, with the number of formats."""
     found: dict[Kind, Counter[str]] = {}
     for row in rows:
         for reader in row.readers:
@@ -75,8 +75,8 @@ def better_kinds(rows: Iterable[CallRow]) -> dict[Kind, Counter[str]]:
 
 
 def write_about(marks: Collection[str]) -> None:
-    """Keep which vLLM it was, where thoughts have only these marks."""
-    from tests.conformance.peers.readers import about  # here, since it takes seconds
+    """Save the version of vLLM and its parsers, for thoughts with these marks."""
+    from tests.conformance.peers.readers import about  # imported here, since this takes seconds
 
     ABOUT.write_text(json.dumps(about(marks), indent=2) + "\n", encoding="utf-8")
 
@@ -283,7 +283,7 @@ def _kinds(rows: Sequence[CallRow], *, as_written: bool) -> Iterator[Sequence[ob
 
 
 def _counted(whose: str, faults: Sequence[Fault | None]) -> str:
-    """The readers of these faults, and the number of each."""
+    """The readers with these faults, and the number of each."""
     counted = ", ".join(f"{fault} {number}" for fault, number in Counter(faults).most_common())
     return f"{whose}: {counted}" if faults else ""
 
@@ -321,7 +321,7 @@ def _unread(row: CallRow) -> Sequence[object]:
 
 
 def _code(text: str) -> str:
-    """`text` as a code span of Markdown in one line; spaces keep its own backticks apart from the span's."""
+    """Return `text` as a code span of Markdown in one line. Spaces separate its own backticks from the span's."""
     line = text.replace("\n", "⏎")
     return f"` {line} `" if "`" in (line[:1], line[-1:]) else f"`{line}`"
 
@@ -354,7 +354,7 @@ def _thought(row: ThoughtRow) -> Sequence[object]:
 
 
 def _of_all(rows: Sequence[CallRow], reader: str, *, as_written: bool) -> str:
-    """The right readings of a reader, of all trials of these formats."""
+    """The correct readings of a reader, of all trials of these formats."""
     tried = sum(row.tried(as_written=as_written) for row in rows)
     return f"{tried - sum(row.wrong(reader, as_written=as_written) for row in rows):,} of {tried:,}"
 

@@ -1,4 +1,4 @@
-"""The readers that are compared: ours, and the parsers that vLLM has registered, each as its server calls them."""
+"""The compared readers: our reader, and the parsers that vLLM registers, each called as vLLM's server calls it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
     "vllm_split",
 ]
 
-for package in ("tool_parsers", "parser", "reasoning"):  # else a call that cannot be read is a traceback on stderr
+for package in ("tool_parsers", "parser", "reasoning"):  # else a call that cannot be read prints a traceback on stderr
     logging.getLogger(f"vllm.{package}").setLevel(logging.CRITICAL)
 
 
@@ -44,13 +44,13 @@ LETTERS = ByteTokenizer()
 
 
 def our_calls(form: TurnFormat, tokens: Collection[str]) -> CallsReader:
-    """Ours for one format, in a vocabulary with these control tokens."""
+    """Our reader for one format, in a vocabulary with these control tokens."""
     assert form.calls is not None
     reader, trigger = CallReader(form.calls), form.calls.trigger
     is_token = trigger in tokens
 
     def read(trial: Trial) -> Read:
-        # As in an episode: where the mark is one token, the ids tell where it stands.
+        # As in an episode: if the mark is one token, the ids show its place.
         spelling = SpelledTokens(
             trial.text, LETTERS.encode(trial.text), {trigger: -1} if trial.spelt and is_token else {}, LETTERS
         )
@@ -65,18 +65,18 @@ def our_calls(form: TurnFormat, tokens: Collection[str]) -> CallsReader:
 
 @functools.cache
 def tool_parsers() -> list[str]:
-    """The parsers of calls."""
+    """Return the parsers of calls."""
     return _names(ToolParserManager.list_registered(), ToolParserManager.get_tool_parser)
 
 
 @functools.cache
 def reasoning_parsers() -> list[str]:
-    """The parsers of thoughts."""
+    """Return the parsers of thoughts."""
     return _names(ReasoningParserManager.list_registered(), ReasoningParserManager.get_reasoning_parser)
 
 
 def _names(registered: Collection[str], class_of: Callable[[str], type]) -> list[str]:
-    """Registered parsers that can be tried; names of one parser stand together, as in `hermes, qwen3_json`."""
+    """Registered parsers that can be tried. Several names of one parser are one entry, such as `hermes, qwen3_json`."""
     parsers: dict[type, list[str]] = {}
     for name in registered:
         if name not in NOT_TRIED:
@@ -85,7 +85,7 @@ def _names(registered: Collection[str], class_of: Callable[[str], type]) -> list
 
 
 def about(marks: Collection[str]) -> dict[str, Any]:
-    """vLLM's version, what it has registered, and what can be tried nowhere, as thoughts have only these marks."""
+    """Return vLLM's version, its registered parsers, and the parsers that fit no thought with these marks."""
     tokens = tuple(dict.fromkeys([*every_control_token(), *marks]))
     unfit = [name for name in reasoning_parsers() if vllm_split(name, tokens, thinking=True) is None]
     registered = {*ToolParserManager.list_registered(), *ReasoningParserManager.list_registered()}
@@ -99,7 +99,7 @@ def about(marks: Collection[str]) -> dict[str, Any]:
 
 
 def vllm_calls(tokens: tuple[str, ...]) -> Iterator[tuple[str, CallsReader]]:
-    """Each of vLLM's, over a vocabulary of bytes with these control tokens."""
+    """Yield each parser of vLLM's, with a vocabulary of bytes and these control tokens."""
     for names in tool_parsers():
         made, tokenizer = _parser(tokens, tool_parser_name=names.split(", ")[0], enable_auto_tools=True)
         yield names, functools.partial(_calls, made, tokenizer)
@@ -108,7 +108,7 @@ def vllm_calls(tokens: tuple[str, ...]) -> Iterator[tuple[str, CallsReader]]:
 def _calls(made: type[Parser], tokenizer: PreTrainedTokenizerFast, trial: Trial) -> Read:
     request = _request(json.dumps(trial.schemas))
     parser = made(tokenizer, request.tools, chat_template_kwargs={}, model_config=None)
-    # A single sign is never a control token.
+    # A single character is never a control token.
     pieces = list(trial.text) if trial.spelt else [trial.text]
     ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     _, content, calls = parser.parse(trial.text, request, enable_auto_tools=True, model_output_token_ids=ids)
@@ -116,9 +116,9 @@ def _calls(made: type[Parser], tokenizer: PreTrainedTokenizerFast, trial: Trial)
 
 
 def vllm_split(names: str, tokens: tuple[str, ...], *, thinking: bool) -> Callable[[str, str], tuple[str, str]] | None:
-    """A parser of vLLM that splits a turn into thought and rest; `thinking` is an option of the template.
+    """Return a function of a vLLM parser that splits a turn into thought and rest; `thinking` is a template option.
 
-    None where it needs a token that no template of the corpus has.
+    Return None if the parser needs a token that no template of the corpus has.
     """
     try:
         made, tokenizer = _parser(tokens, reasoning_parser_name=names.split(", ")[0])
@@ -137,10 +137,10 @@ def vllm_split(names: str, tokens: tuple[str, ...], *, thinking: bool) -> Callab
 
 
 def _parser(tokens: tuple[str, ...], **names: Any) -> tuple[type[Parser], PreTrainedTokenizerFast]:
-    """A parser over the vocabulary of a template, or where it misses a token there, of all templates together."""
+    """Return a parser with a template's vocabulary, or with all templates' tokens if that vocabulary lacks a token."""
     try:
         made = ParserManager.get_parser(tokenizer=_tokenizer(tokens), **names)
-    except TypeError:  # what the server says of a tokenizer that a parser cannot work with
+    except TypeError:  # the server's error for a tokenizer that a parser cannot use
         if tokens == every_control_token():
             raise
         return _parser(every_control_token(), **names)
@@ -162,7 +162,7 @@ def _request(schemas: str) -> ChatCompletionRequest:
         for name, parameters in json.loads(schemas).items()
     ]
     messages = [{"role": "user", "content": "Look it up."}]
-    # A request that chooses among tools has some.
+    # A request that chooses among tools must have tools.
     choice = {"tools": tools, "tool_choice": "auto"} if tools else {}
     return ChatCompletionRequest(messages=messages, model="model", **choice)
 

@@ -24,7 +24,7 @@ __all__ = ["RECORD", "Miss", "ThoughtRow", "marks", "play", "play_all", "recorde
 RECORD: Final = Path(__file__).with_name("thoughts.jsonl")
 
 Split: TypeAlias = Callable[[str, str], tuple[str, str]]
-"""The thought and the rest of a text after a prompt."""
+"""Function from a prompt and a text to the thought and the rest of the text."""
 
 
 class Miss(enum.StrEnum):
@@ -40,7 +40,7 @@ class Miss(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn without calls, as it is sampled."""
+    """A sampled turn without calls."""
 
     what: str
     text: str
@@ -53,25 +53,25 @@ class ThoughtRow:
     """Results of one way to mark thoughts."""
 
     template: str
-    """The template of most models that has it."""
+    """The template with these marks that most models use."""
     templates: int
-    """Number of templates with it."""
+    """Number of templates with these marks."""
     models: int
     """Number of models with these templates."""
     marks: str
-    """The marks around a thought, and the author of the opening one."""
+    """The marks around a thought, and whether the prompt or the model writes the opening mark."""
     trials: int
     """Number of turns that were split."""
     readers: Mapping[str, Mapping[str, str]]
-    """Faults of each by case: the name of a `Miss`; ours, then vLLM's parsers, the best first."""
+    """The `Miss` of each case, by reader: first our reader, then vLLM's parsers, beginning with the best."""
 
     def line(self) -> str:
-        """The row as the record has it."""
+        """Return the row as one line of the record."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
     @classmethod
     def read(cls, line: str) -> Self:
-        """The row that `line` wrote."""
+        """Return the row in a line of the record."""
         return cls(**json.loads(line))
 
 
@@ -81,7 +81,7 @@ def recorded() -> list[ThoughtRow]:
 
 
 def write(rows: Iterable[ThoughtRow]) -> None:
-    """Keep what came of them."""
+    """Save the results."""
     RECORD.write_text("".join(f"{row.line()}\n" for row in rows), encoding="utf-8")
 
 
@@ -91,9 +91,9 @@ def play_all(turns: Sequence[tuple[Entry, TurnFormat]], processes: int = 2) -> l
 
 
 def marks(form: TurnFormat) -> str:
-    """The marks around a thought and a content, in words; "" if the template shows no thought.
+    """Describe the marks around a thought and a content; return "" if the template shows no thought.
 
-    gpt-oss is left out: a turn of channels is more than a thought and a rest.
+    gpt-oss is left out, since its turns have more channels than a thought and a rest.
     """
     thought = form.reasoning
     if thought is None or form.harmony:
@@ -104,19 +104,19 @@ def marks(form: TurnFormat) -> str:
 
 
 def single_marks(form: TurnFormat) -> list[str]:
-    """The marks around a thought, as far as a vocabulary can have each as one token, where parsers look for it."""
+    """The marks around a thought that a vocabulary can have as one token each, which parsers look for."""
     marked = [] if form.reasoning is None else [form.reasoning.open, form.reasoning.close]
     return [mark for mark in marked if len(CutPoints().split(mark)) == 1]
 
 
 def _content_open(form: TurnFormat) -> str:
-    """The text between a thought and a content, beside the close."""
+    """The text between the close of a thought and a content."""
     assert form.reasoning is not None
     return form.content.open if form.content.open != form.reasoning.close else ""
 
 
 def turns(form: TurnFormat) -> Iterator[Turn]:
-    """Turns of the format, and some that deviate from it."""
+    """Yield turns in the format, and some that deviate from it."""
     thought = form.reasoning
     assert thought is not None
     opened, close, said = thought.opened_by_prompt, thought.close, _content_open(form)
@@ -144,8 +144,8 @@ def turns(form: TurnFormat) -> Iterator[Turn]:
 
 
 def play(group: Group) -> ThoughtRow:
-    """Results of the thoughts of one group of templates."""
-    # Here, since it takes seconds, and pages are made of records without it.
+    """Return the results of one group of templates."""
+    # Imported here, since this takes seconds, and pages are built from records without it.
     from tests.conformance.peers.readers import reasoning_parsers, vllm_split
 
     entry, form = group.entry, turn_of(group.entry)
@@ -155,7 +155,7 @@ def play(group: Group) -> ThoughtRow:
     trials = list(turns(form))
     found = {OURS: _misses(trials, prompt, _ours(form))}
     for names in reasoning_parsers():
-        # With the option that requests thoughts from a template, and without it: the better result counts.
+        # Both with the template option that requests thoughts and without it. The better result counts.
         splits = [vllm_split(names, tokens, thinking=thinking) for thinking in (True, False)]
         misses = [_misses(trials, prompt, split) for split in splits if split is not None]
         if misses:
@@ -190,7 +190,7 @@ def _misses(trials: Iterable[Turn], prompt: str, split: Split) -> dict[str, str]
 def _miss(turn: Turn, prompt: str, split: Split) -> Miss | None:
     try:
         thought, content = (part.strip() for part in split(prompt, turn.text))
-    except Exception:  # whatever a parser raises is what becomes of the request
+    except Exception:  # an error of the parser becomes the error of the request
         return Miss.RAISES
     if (thought, content) == (turn.thought, turn.content):
         return None
