@@ -1,4 +1,4 @@
-"""Turns written as answers of Anthropic's Messages API, and read again by Anthropic's own client."""
+"""Turns written as answers of Anthropic's Messages API, and read back by Anthropic's own client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Said:
 
 
 def said(parts: Sequence[TurnProgress], **settings: Any) -> Said:
-    """A turn that says these parts: each piece of them was sampled as one id right before."""
+    """Return a turn with these parts. Each piece of a part was sampled as one id just before its event."""
     log = TokenLog()
     log.append_prompt(PROMPT, Source.PROMPT)
     progress: list[TurnProgress] = [TurnAdmitted(HANDLE, PROMPT)]
@@ -91,7 +91,7 @@ def writer(**fields: Any) -> AnswerWriter:
 
 
 def streamed(sample: Said, cuts: Iterable[int] = (), **fields: Any) -> bytes:
-    """The bytes of a stream whose writer receives the progress events in groups, divided at `cuts`."""
+    """Return the bytes of a stream whose writer receives the progress events in groups, divided at `cuts`."""
     writes, begin, written = writer(**fields), 0, b""
     for end in [*sorted(cuts), len(sample.progress)]:
         written += writes.write(sample.progress[begin:end])
@@ -105,7 +105,7 @@ def whole(sample: Said, **fields: Any) -> dict[str, Any]:
 
 
 def events(written: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, each with the name that it says itself."""
+    """Return the events of a stream, each with the name in its data."""
     found = []
     for block in written.decode().split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -117,7 +117,7 @@ def events(written: bytes) -> list[dict[str, Any]]:
 
 @contextmanager
 def client(body: bytes, *, status: int = 200, kind: str = "application/json") -> Iterator[anthropic.Anthropic]:
-    """Anthropic's client, whose requests are all answered with this."""
+    """Anthropic's client, which gets this answer to every request."""
     transport = httpx2.MockTransport(
         lambda asked: httpx2.Response(status, content=body, headers={"content-type": kind})
     )
@@ -126,15 +126,15 @@ def client(body: bytes, *, status: int = 200, kind: str = "application/json") ->
 
 
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Knows no authorities: reading those takes longer than a test."""
+"""Context without certificate authorities: reading them takes longer than a test."""
 ASKED: Any = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Mend it."}]}
 
 
 def rebuilt(written: bytes) -> dict[str, Any]:
-    """The message that the client makes of a stream."""
+    """Return the message that the client builds from a stream."""
     with client(written, kind="text/event-stream") as api, api.messages.stream(**ASKED) as stream:
         message: dict[str, Any] = stream.get_final_message().to_dict()
-    assert message.pop("stop_details") is None  # which it adds by itself
+    assert message.pop("stop_details") is None  # the client adds this field itself
     return message
 
 

@@ -1,6 +1,6 @@
-"""A run of agent programs that never end, for who interrupts it: `python -m tests.endpoint.interrupted FILE FOLDER`.
+"""A run of agent programs that never end, to be interrupted: `python -m tests.endpoint.interrupted FILE FOLDER`.
 
-Each of them ignores SIGTERM, has a child that left its group, and holds streams that are still being sampled.
+Each program ignores SIGTERM, has a child that left its process group, and has streams that are still being sampled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ time.sleep(600)
 
 
 class Endless(Environment):
-    """A program that never ends."""
+    """Environment whose program never ends."""
 
     limits = Limits(seconds=600)
 

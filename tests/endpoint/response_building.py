@@ -1,4 +1,4 @@
-"""Turns with progress events that are cut anywhere, and events and requests of OpenAI's Responses API."""
+"""Turns with progress events in any division, and events and requests of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ TOOLS: list[Any] = [
 
 
 def ask(headers: Mapping[str, str] | None = None, /, **body: Any) -> WireRequest:
-    """A request as it is read."""
+    """Parse a request."""
     return Responses().read({"model": "m", "input": "Mend it.", **body}, headers or {})
 
 
 def asked(items: Sequence[Any], **body: Any) -> ChatCall:
-    """The call of a request with these items."""
+    """Return the model call of a request with these items."""
     return ask(input=items, **body).chat_call
 
 
@@ -99,7 +99,7 @@ def writer(request: WireRequest | None = None) -> ResponseWriter:
 
 
 def turn_of(parts: Iterable[Part], ids: Sequence[int] = (1, 2, 3), *, finish: FinishReason = FinishReason.STOP) -> Turn:
-    """The turn that says these parts, with these ids."""
+    """Return a turn with these parts and these ids."""
     parts = list(parts)
     log = TokenLog()
     log.append_prompt(PROMPT, Source.PROMPT)
@@ -141,14 +141,14 @@ calls = st.one_of(
 
 @st.composite
 def spoken(draw: st.DrawFn) -> list[Part]:
-    """Parts of a turn: perhaps a thought, then contents and calls in any order."""
+    """Parts of a turn: possibly a thought, then contents and calls in any order."""
     parts: list[Part] = draw(st.lists(st.builds(ReasoningPiece, texts), max_size=1))
     return parts + draw(st.lists(st.builds(ContentPiece, texts) | calls, max_size=4))
 
 
 @st.composite
 def turn_cases(draw: st.DrawFn) -> TurnCase:
-    """A turn with its ids and texts in pieces of any size; the progress events may end before the turn does."""
+    """A turn with its ids and texts in pieces of any size. The progress events may end before the turn does."""
     parts = draw(spoken())
     ids = draw(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
     finish = draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
@@ -180,7 +180,7 @@ def _cut(whole: Any, cuts: Sequence[int]) -> list[Any]:
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:
-    """The events of a stream; what stands in `event:` is their type, and they are numbered."""
+    """Return the events of a stream, after checking that `event:` is their type and that they are numbered."""
     events: list[dict[str, Any]] = []
     for block in raw.decode().split("\n\n")[:-1]:
         kind, data = block.split("\n")
@@ -202,14 +202,14 @@ def deltas(events: Iterable[Mapping[str, Any]], kind: str) -> str:
 
 
 def joined(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
-    """The texts beside the events, one after the other."""
+    """Return the texts of the delta events, joined."""
     return [each for event in events for each in event.get(name, ())]
 
 
 def as_codex_keeps(output: Iterable[Mapping[str, Any]], *, ids: bool = True) -> list[dict[str, Any]]:
-    """The items of an answer as Codex sends them back; its older versions without ids."""
+    """Return the items of an answer as Codex sends them back. Its older versions send no ids."""
     kept = {
-        "reasoning": ("summary", "encrypted_content"),  # never the text of a thought
+        "reasoning": ("summary", "encrypted_content"),  # the text of a thought is never sent
         "message": ("role",),
         "function_call": ("name", "namespace", "arguments", "call_id"),
         "custom_tool_call": ("name", "namespace", "input", "call_id"),

@@ -1,4 +1,4 @@
-"""Helpers for tests of endpoints: an episode that is served to a loop, and requests as bytes."""
+"""Helpers for tests of endpoints: an episode that is served to a client loop, and requests as bytes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def served(
     serve: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Trajectory]:
-    """The trajectories of an episode that is served to an external loop; each of them is exact."""
+    """Return the trajectories of an episode that is served to an external loop, after checking that they are exact."""
 
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             async with self.episode.serve(**serve or {}) as endpoint:
                 await loop(endpoint)
 
-    # Verification does not know the awkward vocabulary.
+    # Verification does not support the vocabulary of this engine.
     is_engine = hasattr(says, "stream")
     engine = says if is_engine else recording(says, template="hermes") if "file" in options else misspelling(says)
     trajectories = await play_all(Served, engine, **options)
@@ -69,13 +69,13 @@ async def served(
         assert_exact(trajectory, engine)
         mask = sum(sum(segment.log.mask()) for segment in trajectory.segments)
         kept = [turn for turn in trajectory.turns if not turn.retried]
-        assert mask == sum(turn.end - turn.start for turn in kept), "every id is trained once, where it was sampled"
+        assert mask == sum(turn.end - turn.start for turn in kept), "every sampled id is trained once, in its turn"
     return trajectories
 
 
 @asynccontextmanager
 async def http(endpoint: Endpoint, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an endpoint that sends its key."""
+    """A client of an endpoint, which sends the endpoint's key."""
     headers = {"authorization": f"Bearer {endpoint.api_key}"}
     async with httpx.AsyncClient(base_url=endpoint.base_url, headers=headers, timeout=60, **settings) as client:
         yield client
@@ -90,6 +90,6 @@ def chat_body(messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
 
 
 def events_of(text: str) -> list[Any]:
-    """The data of a stream of events, but for its end."""
+    """Return the data of a stream's events, without the end event."""
     found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [orjson.loads(each) for each in found if each != "[DONE]"]

@@ -1,4 +1,4 @@
-"""Requests in the form that Claude Code sends: an episode continues from the turns that come back."""
+"""Requests in the form that Claude Code sends: an episode continues from the turns that the client sends back."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LOOKS = f"<think>\nI look first.\n</think>\n\nI will look.\n{called('ls')}"
 
 
 class Program:
-    """An agent program that asks an episode over this form, as an endpoint passes it on."""
+    """An agent program that asks an episode in this wire format, as an endpoint forwards its requests."""
 
     def __init__(self, episode: Any, form: AnthropicMessages, *, system_as_user: bool) -> None:
         self.system_as_user = system_as_user
@@ -71,7 +71,7 @@ class Program:
         self._asked = 0
 
     async def ask(self, *messages: Any, stream: bool = True, agent: str = "", **fields: Any) -> dict[str, Any]:
-        """Ask with a whole history, and get what Anthropic's client makes of the answer."""
+        """Ask with a whole history, and return the message that Anthropic's client builds from the answer."""
         self._asked += 1
         body = {
             "model": "demo",
@@ -117,7 +117,7 @@ Loop = Callable[[Program, Any], Awaitable[None]]
 
 
 async def played(says: Any, loop: Loop, *, system_as_user: bool = False, **options: Any) -> list[Trajectory]:
-    """The trajectories of an episode that is nothing but a program's loop."""
+    """The trajectories of an episode that runs only a program's loop."""
     form = AnthropicMessages()
     engine = misspelling(says)
 
@@ -164,7 +164,7 @@ async def test_changed_marks_and_billing_line_continue_the_ids() -> None:
 
 
 def with_calls_last(answer: Any) -> dict[str, Any]:
-    """A turn as Claude Code sends it back: all that was said, then all that was called."""
+    """Return a turn as Claude Code sends it back: first all text, then all calls."""
     return {"role": "assistant", "content": sorted(answer["content"], key=lambda block: block["type"] == "tool_use")}
 
 
@@ -174,7 +174,7 @@ async def test_alternating_text_and_calls_return_as_their_turn(sent_back: Any) -
         answer = await program.ask(TASK)
         kinds = [block["type"] for block in answer["content"]]
         assert kinds == ["thinking", "text", "tool_use", "text", "tool_use", "text"]
-        # What was done first is answered first.
+        # The result of the first call must be the first answer.
         results = user(result(answer, "2", 1, is_error=True), text("Look at both."), result(answer, "1"))
         await program.ask(TASK, sent_back(answer), results)
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages as an endpoint writes them: what its own client makes of the events, however they are cut."""
+"""Anthropic's Messages as an endpoint writes them: its own client rebuilds them from events in any division."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def joined(content: Sequence[dict[str, Any]], kind: str, name: str) -> str:
     return "".join(block[name] for block in content if block["type"] == kind)
 
 
-# --- any turn, however it is cut
+# --- any turn, in any division
 
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -131,7 +131,7 @@ def test_a_call_that_cannot_be_read_is_none_and_the_ids_name_the_turn() -> None:
         ({"finish": FinishReason.LENGTH, "stop": "max_tokens"}, {}, ("max_tokens", None)),
         ({"finish": FinishReason.CONTEXT, "stop": "context"}, {}, ("max_tokens", None)),
         ({"stop": "END"}, {"stop": ("END", "so")}, ("stop_sequence", "END")),
-        ({"stop": "END"}, {}, ("end_turn", None)),  # the run's own, of which the client knows nothing
+        ({"stop": "END"}, {}, ("end_turn", None)),  # a stop of the run, which the client did not set
         ({"tool_calls": [ToolCall("t0", "run", {})]}, {"stop": ("END",)}, ("tool_use", None)),
         ({"tool_calls": [ToolCall("t0", "", {}, "it cannot be read")]}, {}, ("end_turn", None)),
     ],
@@ -188,7 +188,7 @@ def test_continuation_of_a_cut_turn_sends_only_its_new_text() -> None:
 @pytest.mark.parametrize("reason", Reason)
 def test_a_refusal_is_of_the_type_that_its_status_has(reason: Reason) -> None:
     body = FORM.refusal(Refused(reason, "because"))
-    if reason is not Reason.TOO_LARGE:  # a type of the API that its own library does not know
+    if reason is not Reason.TOO_LARGE:  # an error type of the API that its own library lacks
         ErrorResponse.model_validate(body)
     answer = json.dumps(body).encode()
     with client(answer, status=reason.status) as api, pytest.raises(anthropic.APIStatusError) as raised:

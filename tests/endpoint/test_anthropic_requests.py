@@ -1,4 +1,4 @@
-"""Requests in the form of Anthropic's Messages: what is read, what is refused, and what comes back as it was."""
+"""Requests in the format of Anthropic's Messages: accepted fields, refused fields, and turns that return unchanged."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_answer_sent_back_is_read_as_the_message_of_its_turn(parts: list[TurnPro
         assert given.get("tool_calls", []) == json.loads(json.dumps(wanted.get("tool_calls", [])))
         assert found.handles == ([HANDLE] * len(found.handles) if sample.turn.reasoning else [])
         assert bool(found.handles) == bool(sample.turn.reasoning)
-        # One turn may also come back as a message for each of its blocks.
+        # One turn may also return as one message for each of its blocks.
         apart = asked(TASK, *({"role": "assistant", "content": [block]} for block in answer["content"])).messages[1:]
         if apart:
             together = joined(MessageReader().read(apart)).message
@@ -244,7 +244,7 @@ def test_session_in_the_user_id_is_a_label_without_header(user: Any, label: str)
     assert read(given).chat_call.not_granted == {}
 
 
-# --- what is refused
+# --- refusals
 
 
 def image(where: list[Any]) -> Any:

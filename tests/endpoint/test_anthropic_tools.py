@@ -1,4 +1,4 @@
-"""Tools that Anthropic's clients give by their type alone: those that the client runs are shown, others are noted."""
+"""Tools that Anthropic's clients name by their type alone: tools that the client runs are shown, others are noted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that no client sends: whatever stands in them, the answer is one or says what is wrong, and nothing fails."""
+"""Bodies that no real client sends: each gets an answer or an error that names the fault, and the episode continues."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ ODD += [[{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}], {"
 
 
 def spoilt(value: Any, rng: random.Random) -> Any:
-    """The value with parts of it left out, doubled or put in the place of something else."""
+    """Return the value with parts of it removed, doubled or replaced."""
     if rng.random() < 0.03:
         return rng.choice(ODD)
     if isinstance(value, dict):
@@ -151,7 +151,7 @@ async def test_history_of_too_many_messages_is_refused_first(path: str, name: st
     ],
 )
 def test_half_a_surrogate_pair_is_replaced(written: bytes, text: str) -> None:
-    """JavaScript cuts texts between the two halves, and the history with such a text comes again with every request."""
+    """JavaScript cuts texts between the two halves, and every later request repeats the history with such a text."""
     assert decode_body(b'{"a": "%b", "b": [1]}' % written) == {"a": text, "b": [1]}
 
 

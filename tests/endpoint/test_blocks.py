@@ -1,4 +1,4 @@
-"""The block of `episode.serve()`: when it may be entered, what it takes, and what becomes of requests at its end."""
+"""The block of `episode.serve()`: when it may be entered, its arguments, and open requests at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: what its own client reads, and what is trained of it."""
+"""OpenAI's Chat Completions: the content that OpenAI's own client reads, and the trained ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 
 async def with_untrained(loop: Any, engine: ScriptedEngine, folder: Path, **options: Any) -> list[Trajectory]:
-    """All trajectories of an episode, those that nothing is trained of too."""
+    """All trajectories of an episode, including untrained ones."""
     await served(loop, engine, file=folder / "run.db", **options)
     with RunFile(folder / "run.db") as stored:
         return [stored.trajectory(row) for row in stored.rows(trained=None)]
@@ -36,7 +36,7 @@ CALLS = [call("run", command="ls"), call("run", command="pwd"), "Done."]
 
 
 async def tool_loop(endpoint: Endpoint, *, stream: bool, **further: Any) -> list[str]:
-    """A loop of OpenAI's client that runs tools until there are no more calls; returns the replies to it."""
+    """Play a loop of OpenAI's client that runs tools until there are no more calls. Return the replies to it."""
     async with openai_client(endpoint) as client:
         return [said async for said in _said(client, stream=stream, **further)]
 
@@ -350,7 +350,7 @@ async def test_a_function_decides_which_threads_are_trained(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("history", ["append", "client"])
 async def test_the_model_sees_what_it_said_or_what_the_client_sends_of_it(history: str, tmp_path: Path) -> None:
-    """A client that leaves the reasoning out, as many do."""
+    """The client leaves out the reasoning, as many clients do."""
 
     async def loop(endpoint: Endpoint) -> None:
         messages: list[Any] = [user("Mend it.")]

@@ -1,4 +1,4 @@
-"""Connections to an endpoint: heads that do not end, requests that wait in a row, and odd ways to speak HTTP."""
+"""Connections to an endpoint: heads that do not end, pipelined requests, and unusual HTTP."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"])
 async def test_connections_without_a_key_do_not_lock_out_a_valid_key(sent: bytes, monkeypatch: Any) -> None:
-    """Twice as many as there may be, which hold their places for as long as they can."""
+    """There are twice as many connections as allowed, and they hold their places as long as they can."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
 
     async def probe(endpoint: Endpoint) -> None:
@@ -176,7 +176,7 @@ async def test_only_idle_connections_are_closed_for_others(
                 stack.push_async_callback(stream.aclose)
                 await stream.send(models(endpoint))
                 assert statuses(await stream.receive()) == [200]
-            # All places are taken: each that comes now takes that of the one which has been idle longest.
+            # All places are taken: each new connection takes the place of the connection that has been idle longest.
             for stream in answered:
                 assert statuses(await raw(endpoint, models(endpoint, CLOSE.strip()))) == [200]
                 with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):

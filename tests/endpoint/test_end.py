@@ -1,4 +1,4 @@
-"""A client says that it is done with its episode: what it is answered then, and what becomes of it."""
+"""A client reports the end of its episode: the response that it gets, and the end of the episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C on a process whose episodes run agent programs: what is left of them, and what is kept."""
+"""Ctrl-C on a process whose episodes run agent programs: no process is left, and the episodes are saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_ctrl_c_with_200_streams_ends_programs_and_keeps_ids(tmp_path: Path) -> 
     command = [sys.executable, "-m", "tests.endpoint.interrupted", str(file), str(folder)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
         _until(lambda: len(list(folder.glob("*.pids"))) == PROGRAMS or process.poll() is not None)
-        process.send_signal(signal.SIGINT)  # the first one lets episodes finish, and these never do
+        process.send_signal(signal.SIGINT)  # the first signal lets episodes finish, and these never do
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=WATCHDOG_SECONDS)
@@ -36,7 +36,7 @@ def test_ctrl_c_with_200_streams_ends_programs_and_keeps_ids(tmp_path: Path) -> 
     assert b"never retrieved" not in errors
     pids = [int(pid) for each in folder.glob("*.pids") for pid in each.read_text().split()]
     assert len(pids) == 2 * PROGRAMS
-    assert not [pid for pid in pids if alive(pid)], "they were gone before the process was"
+    assert not [pid for pid in pids if alive(pid)], "the programs ended before the process"
     with RunFile(file) as stored:
         played = list(stored.trajectories())
     assert {each.outcome for each in played} == {Outcome.CANCELLED}

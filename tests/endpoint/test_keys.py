@@ -1,4 +1,4 @@
-"""Keys of a request: where clients put them, and which of two counts."""
+"""Keys of a request: the places where clients put them, and the one that counts if there are two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRONG = "sk-ant-of-another-server"
 
 
 async def statuses(endpoint: Endpoint, *headers: dict[str, str]) -> list[int]:
-    """Statuses of requests with these headers, and without a key in the address."""
+    """Return the statuses of requests with these headers, without a key in the address."""
     url = endpoint.base_url.partition("/e/")[0] + "/v1/models"
     async with httpx.AsyncClient() as client:
         return [(await client.get(url, headers=each)).status_code for each in headers]
@@ -57,7 +57,7 @@ async def test_request_is_accepted_only_with_a_right_key_in_a_header() -> None:
 
 @pytest.mark.parametrize("wrong", ["auth_token", "api_key"])
 async def test_anthropics_client_with_a_token_of_another_server_is_answered(wrong: str, monkeypatch: Any) -> None:
-    """The user's environment sets one variable, and the program passes the key for the other one."""
+    """The user's environment sets one variable, and the program passes the key in the other one."""
 
     async def loop(endpoint: Endpoint) -> None:
         right = {"auth_token": "api_key", "api_key": "auth_token"}[wrong]

@@ -37,7 +37,7 @@ def chat_tools(count: int) -> list[Any]:
 
 
 def calling(count: int, at_once: int) -> list[Any]:
-    """A history of so many calls, with their results."""
+    """Return a history of this many calls, with their results."""
     messages: list[Any] = [user("One.")]
     for first in range(0, count, at_once):
         ids = [f"c{number}" for number in range(first, min(first + at_once, count))]
@@ -117,7 +117,7 @@ async def test_a_request_that_comes_after_a_large_one_is_answered_before_it(path
             answered.append(what)
 
         async with http(endpoint) as client:
-            # So that neither of them pays for what is imported and learnt at the first request.
+            # A first request imports and learns, so that neither measured request pays for this.
             assert (
                 await client.post("/chat/completions", json=chat_body([user("First.")], tools=[RUN]))
             ).status_code == 200
@@ -131,7 +131,7 @@ async def test_a_request_that_comes_after_a_large_one_is_answered_before_it(path
     assert answered == ["small", "large"]
 
 
-# --- nothing is done for a client that has left
+# --- work for a disconnected client ends
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -255,11 +255,11 @@ def test_a_text_that_looks_like_many_values_is_read() -> None:
     assert decode_body(orjson.dumps({"x": text, "y": [text, "\\"]}))["x"] == text
 
 
-# --- the time of a history grows with its length alone
+# --- the time for a history grows only with its length
 
 
 class Id(str):
-    """An id that counts how often one is compared."""
+    """An id that counts its comparisons."""
 
     compared = 0
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The bytes of each token in log-probabilities: joined they are the text, also where a token is half a character."""
+"""The bytes of each token in log-probabilities: joined, they are the text, even if a token is half a character."""
 
 from __future__ import annotations
 

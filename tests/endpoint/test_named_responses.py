@@ -1,4 +1,4 @@
-"""Earlier responses and items that a request names by their ids alone: they are the turns that were sampled."""
+"""Earlier responses and items that a request names only by their ids: they are the sampled turns."""
 
 from __future__ import annotations
 

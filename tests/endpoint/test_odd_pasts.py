@@ -1,4 +1,4 @@
-"""Pasts that hold what is not text: a note stands for it, whatever the form, and the request is answered."""
+"""Histories with content that is not text: a note replaces it in every format, and the request is answered."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ CUT = ['{"command": "l', "[1]", "5", "null", "", "ls -l", '{"command": "ls"} and
 
 
 async def asked(path: str, body: Any, tmp_path: Path, *, says: Any = ("Done.",)) -> Any:
-    """The trajectory of two requests, of which the second has an answer and a question after the first's history."""
+    """The trajectory of two requests. The second request adds an answer and a question to the history of the first."""
 
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
@@ -207,7 +207,7 @@ async def test_earlier_arguments_that_are_not_an_object_are_accepted(form: str, 
 
 
 async def test_image_is_refused_last_and_a_note_earlier() -> None:
-    """A client that keeps it in its history is answered from the next message on."""
+    """A client that keeps the image in its history is answered from the next message on."""
 
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 @pytest.mark.parametrize(
     ("asked", "verdicts"),
     [
-        # A label, and the number of the turn that the request continues, from 0; none starts a history.
+        # A label, and the number of the turn that the request continues, from 0. Without a number, the request starts a
+        # history.
         (["a", "b 0", "a 0"], ["new", "append", "append"]),
         (["a", "b 0", "a 0", "a 2", "b 1"], ["new", "append", "append", "append", "append"]),
         (["a", "a 0", "b 0"], ["new", "append", "branch"]),

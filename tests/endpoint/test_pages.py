@@ -1,4 +1,4 @@
-"""Agent programs as the README and the page of agent programs have them are played as they stand."""
+"""The agent programs of the README and of the page about agent programs are played unchanged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_agent_program_works_in_its_own_folder(
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     names: dict[str, Any] = {"__name__": "repair"}
     exec(compile(example(page, "Repair"), page, "exec"), names)
-    # No check before all programs have ended: what one wrote into the folder of another is seen.
+    # No check before all programs have ended, so that a file in the folder of another program would be seen.
     together = threading.Barrier(EPISODE_COUNT, timeout=60)
     made = names["Repair"].rollout
 

@@ -1,4 +1,4 @@
-"""Agent programs without a line of Python: `deltarunner run --agent`, its environment, and `deltarunner serve`."""
+"""Agent programs without any Python code: `deltarunner run --agent`, its environment, and `deltarunner serve`."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_agent_command_plays_checks_and_stores(work: Path) -> None:
     with RunFile(work / "run.db") as stored:
         played = {each.id: each for each in stored.trajectories()}
     assert {name: each.reward for name, each in played.items()} == {"t0#0": 0.0, "t1#0": 1.0}
-    # What a prompt holds is an argument as it stands: no shell reads it, and no name in it is replaced.
+    # A prompt is passed as an argument unchanged: no shell reads it, and no name in it is replaced.
     assert played["t1#0"].turns[0].text.strip() == "1 'and' {prompt}"
     assert {each.outcome for each in played.values()} == {Outcome.COMPLETED}
-    assert not (work / "template" / "answer.txt").exists(), "it worked in a copy"
+    assert not (work / "template" / "answer.txt").exists(), "the program worked in a copy"
 
 
 def test_without_a_check_the_programs_own_code_decides(work: Path) -> None:
@@ -129,7 +129,7 @@ def test_sandbox_gets_the_working_folder_and_home(work: Path) -> None:
     with RunFile(work / "run.db") as stored:
         assert {each.reward for each in stored.trajectories()} == {0.0, 1.0}
     arguments = (work / "args").read_text().splitlines()
-    assert len(arguments) == 4, "two programs and their two checks"
+    assert len(arguments) == 4, "two programs and their two reward commands"
     assert all(each.startswith("in=/") and each.endswith("/work,{prompt}") for each in arguments)
 
 
@@ -234,7 +234,7 @@ def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
     )
     assert codex[codex.index("-m") + 1] == file.pop("model") == "a model"
     provider, of_file = (each["model_providers"]["deltarunner"] for each in (given, file))
-    assert {name: of_file[name] for name in provider} == provider, "as in the file that programs of ours are given"
+    assert {name: of_file[name] for name in provider} == provider, "as in the settings file that our programs get"
     assert {name for name in file if name.startswith(("model", "tool"))} == set(given)
     assert all(file[name] == value for name, value in given.items() if name != "model_providers")
     named = {line.split()[0]: shlex.split(line)[1:] for line in lines if "of a key" in line}
@@ -261,7 +261,7 @@ async def test_printed_settings_exist_until_the_key_ends(tmp_path: Path) -> None
                 files = sorted(place.iterdir()) if place.is_dir() else [place]
                 assert all(endpoint.base_url in file.read_text() for file in files if file.name != "settings.json")
                 shown.extend(files)
-        # As from a client that is started by hand.
+        # As from a client that was started by hand.
         threading.Thread(target=httpx.post, args=(f"{endpoint.base_url}/end",)).start()
 
     trajectories = await play_all(OneEpisode(tell), ["Never said."])

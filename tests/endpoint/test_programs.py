@@ -1,4 +1,4 @@
-"""Programs that an episode runs: what they see, how they end, and that nothing of them is left."""
+"""Programs that an episode runs: their environment, their exit, and the end of all their processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def alive(pid: int) -> bool:
 
 
 def numbered(pid: int) -> bool:
-    """True if a process has this number, also one that has ended without its code being read."""
+    """True if a process has this number, including one that has ended and whose exit code was not read."""
     return Path(f"/proc/{pid}").exists()
 
 
@@ -95,7 +95,7 @@ async def test_a_program_gets_a_clean_environment_and_a_home_of_its_own(monkeypa
     home = finished.stdout.splitlines()[1]
     assert home != os.environ.get("HOME")
     assert ".codex" in finished.stdout.splitlines()[2]
-    await until(lambda: not Path(home).exists())  # the home goes with the episode
+    await until(lambda: not Path(home).exists())  # the home is removed with the episode
 
 
 TEMPORARY = "; ".join(
@@ -108,7 +108,7 @@ TEMPORARY = "; ".join(
 
 
 async def temporary(env: dict[str, str]) -> Any:
-    """The temporary file of a program, its home, and its variables TMPDIR, TMP and TEMP."""
+    """Return the temporary file of a program, its home, and its variables TMPDIR, TMP and TEMP."""
     kept: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -123,7 +123,7 @@ async def test_temporary_files_are_deleted_with_the_programs_home(monkeypatch: A
     monkeypatch.setenv("TMP", "/of/the/house")
     file, home, *folders = await temporary({})
     assert Path(file).is_relative_to(home)
-    assert folders == [str(Path(file).parent)] * 3, "which of them is asked first differs"
+    assert folders == [str(Path(file).parent)] * 3, "the order of the requests differs"
     await until(lambda: not Path(file).exists())
 
 
@@ -131,11 +131,11 @@ async def test_temporary_files_are_deleted_with_the_programs_home(monkeypatch: A
 async def test_given_folder_for_temporary_files_replaces_the_default(name: str, tmp_path: Path) -> None:
     file, _, *folders = await temporary({name: str(tmp_path)})
     assert Path(file).parent == tmp_path
-    assert [each for each in folders if each] == [str(tmp_path)], "none of ours would come before it"
+    assert [each for each in folders if each] == [str(tmp_path)], "no folder of ours comes before it"
 
 
 async def test_processes_that_a_program_leaves_running_end_with_it(tmp_path: Path) -> None:
-    """Its group, and a process that has left the group."""
+    """These processes are its group, and a process that has left the group."""
     code = f"""
 ask("One.")
 import subprocess
@@ -165,7 +165,7 @@ time.sleep(600)
         await endpoint.run(python(code))
 
     (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
-    assert [turn.text for turn in trajectory.turns] == ["Done."], "what there was is kept"
+    assert [turn.text for turn in trajectory.turns] == ["Done."], "the earlier output is kept"
     await ended(*await pids_in(tmp_path, 2))
 
 
@@ -200,12 +200,12 @@ async def test_group_is_signalled_while_its_leader_holds_its_process_id(
         await served(loop, ["Done."])
         assert held == {signal.SIGKILL: True}
     (pid,) = pids
-    assert not numbered(pid), "nothing of it is left"
+    assert not numbered(pid), "no process of the program is left"
 
 
 @pytest.mark.parametrize("ends", ["limit", "time", "cancelled"])
 async def test_process_group_of_a_program_ends_with_its_episode(ends: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Within ten times of what is promised; test_interrupted has Ctrl-C on a process."""
+    """The limit is ten times the promised time. test_interrupted has Ctrl-C on a process."""
     monkeypatch.setattr(programs, "TERMINATE_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.1)
     code = f"""
@@ -266,7 +266,7 @@ async def test_crashed_program_is_env_error_with_its_last_lines() -> None:
     ids=["at max_tokens", "at the end of the context"],
 )
 async def test_program_that_fails_after_a_cut_turn_is_not_an_error(options: dict[str, Any], outcome: Outcome) -> None:
-    """Codex does, and what was cut is a limit of ours."""
+    """Codex fails in this way, and the cut was a limit of ours."""
 
     async def loop(endpoint: Endpoint) -> None:
         finished = await endpoint.run(python("ask('One.'); sys.exit(1)"))
@@ -364,7 +364,7 @@ async def test_program_path_is_relative_to_its_folder_then_to_ours(tmp_path: Pat
 
 
 async def test_programs_of_one_episode_run_side_by_side_and_each_ends_alone(tmp_path: Path) -> None:
-    """The remains of a program end with it, and another program is not one of them."""
+    """The remaining processes of a program end with it, and another program is not one of them."""
     ends = tmp_path / "ends"
 
     async def loop(endpoint: Endpoint) -> None:
@@ -383,7 +383,7 @@ async def test_programs_of_one_episode_run_side_by_side_and_each_ends_alone(tmp_
 async def test_environment_variable_that_is_not_text_is_refused() -> None:
     async def loop(endpoint: Endpoint) -> None:
         with pytest.raises(BadOption, match="cannot start it"):
-            await endpoint.run([sys.executable], env={"PORT": 80})  # type: ignore[dict-item]  # what is tested
+            await endpoint.run([sys.executable], env={"PORT": 80})  # type: ignore[dict-item]  # the tested mistake
         await endpoint.run(python("ask('One.')"))
 
     await served(loop, ["Done."])
@@ -412,7 +412,7 @@ while len(os.listdir({str(tmp_path)!r})) < 4: time.sleep(0.01)
 def _commands_with(word: str) -> list[str]:
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             found.append(file.read_bytes().decode("utf-8", "replace"))
     return [each for each in found if word in each]
 

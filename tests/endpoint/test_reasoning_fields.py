@@ -1,4 +1,6 @@
-"""A turn's reasoning in Chat Completions: given in both fields that clients read, and known in all that they send."""
+"""A turn's reasoning in Chat Completions: written into both fields that clients read, and accepted in all that they
+send.
+"""
 
 from __future__ import annotations
 

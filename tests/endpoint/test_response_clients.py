@@ -1,4 +1,4 @@
-"""Clients of OpenAI's Responses and an episode: what they send back leads to the very ids that were sampled."""
+"""Clients of OpenAI's Responses and an episode: the items that they send back lead to the sampled ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def respond(
     stream: bool = True,
     written: list[bytes] | None = None,
 ) -> tuple[Turn, list[dict[str, Any]]]:
-    """The turn that answers a request, and the items of the answer as it is written."""
+    """Return the turn that answers a request, and the items of the written answer."""
     form = Responses()
     request = form.read({"return_token_ids": True, **body}, headers or {})
     writer = form.writer(request, "m", letters)
@@ -89,7 +89,7 @@ async def played(loop: Any, says: Sequence[Any]) -> list[Trajectory]:
 
 
 def answers(output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results of a client for the calls of an answer."""
+    """Return a client's results for the calls of an answer."""
     return [
         {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "three files"}
         for item in output
@@ -227,7 +227,7 @@ def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_items(request: RecordedRequest, handles: Mapping[int, str]) -> ChatCall:
-    """A chat request in the form of Responses."""
+    """Return a chat request in the format of Responses."""
     chat = request.chat_call(handles)
     body: dict[str, Any] = {
         "input": items_of(chat.messages),
@@ -287,7 +287,7 @@ async def test_changed_items_have_the_verdict_of_messages(name: str) -> None:
         assert_exact(trajectory, engine)
     requests = {request.number: request for trajectory in trajectories for request in trajectory.requests}
     for number, wanted in enumerate(recorded.requests):
-        if number not in requests:  # of a thread that is not trained
+        if number not in requests:  # the thread is not trained
             assert not wanted.tools
             continue
         request = requests[number]

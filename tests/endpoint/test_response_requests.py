@@ -1,4 +1,4 @@
-"""OpenAI's Responses: what a request may hold, and what of it is refused by its name."""
+"""Requests of OpenAI's Responses: accepted fields, and refusals that name the field."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_codex_says_who_asks_and_what_for() -> None:
         assert (read.label, read.purpose) == ("", "")
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ CODEX: dict[str, Any] = {
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a value, as what it is in and its key there."""
+    """Yield every place in a value, as its container and its key there."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     return [place for key in keys for place in [(value, key), *places(value[key])]]
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: clients rebuild the answer from its events, and what they send back is what was said."""
+"""OpenAI's Responses: clients rebuild the answer from its events, and items that they send back are the turn."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.endpoint.response_building import (
     writer,
 )
 
-# Its versions differ in which of the two they stand on.
+# Versions of the client differ in the HTTP library that they use.
 httpx: Any = sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]]
 
 
@@ -55,7 +55,7 @@ def last_of(raw: bytes) -> dict[str, Any]:
 
 
 def rebuilt(raw: bytes) -> dict[str, Any]:
-    """The response that openai-python's stream helper makes of a stream."""
+    """Return the response that openai-python's stream helper builds from a stream."""
 
     def reply(request: Any) -> Any:
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=raw)
@@ -69,7 +69,7 @@ def rebuilt(raw: bytes) -> dict[str, Any]:
     return response
 
 
-# --- what is written
+# --- writing
 
 
 @given(turn_cases(), st.booleans(), st.booleans())
@@ -163,9 +163,9 @@ def test_a_text_comes_as_it_is_sampled_and_nothing_waits_for_the_end() -> None:
     begin = events_of(made.write([TurnAdmitted(HANDLE, PROMPT), ReasoningPiece("H"), ReasoningPiece("m")]))
     assert begin[-1]["delta"] == "Hm"
     more = made.write([ContentPiece("I "), IdsSampled([1], None, None), ContentPiece("look")])
-    assert more.count(b"response.output_text.delta") == 4, "in two events, each of them named twice"
+    assert more.count(b"response.output_text.delta") == 4, "in two events, each of which contains the text twice"
     called = made.write([ToolCalled(ToolCall("x", "shell", {"command": "ls"}))])
-    assert called.count(b"event: response.output_item.done") == 2, "the message is over, and so is the call"
+    assert called.count(b"event: response.output_item.done") == 2, "both the message and the call have ended"
 
 
 def test_text_after_a_call_is_a_separate_message() -> None:
@@ -235,8 +235,8 @@ def test_half_of_a_surrogate_pair_comes_back_as_the_model_spelt_it() -> None:
 @pytest.mark.parametrize(
     ("reason", "code"),
     [
-        (Reason.OVERFLOW, "context_length_exceeded"),  # at which Codex makes room
-        (Reason.OVER, "invalid_prompt"),  # which clients do not retry
+        (Reason.OVERFLOW, "context_length_exceeded"),  # Codex then shortens its history
+        (Reason.OVER, "invalid_prompt"),  # clients do not repeat the request
         (Reason.INVALID, "invalid_prompt"),
         (Reason.BUSY, "rate_limit_exceeded"),
         (Reason.FAILED, "server_error"),
@@ -248,9 +248,9 @@ def test_a_stream_without_an_answer_ends_with_why(reason: Reason, code: str, beg
     raw = made.write([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")]) if begun else b""
     raw += made.write_refusal(Refused(reason, "it is so.", prompt=900, context=800))
     events = events_of(raw)
-    assert events[0]["type"] == "response.created", "which openai-python reads first"
+    assert events[0]["type"] == "response.created", "openai-python reads this field first"
     assert (events[-1]["type"], events[-1]["response"]["error"]["code"]) == ("response.failed", code)
-    if reason is Reason.OVERFLOW:  # a code that the API has and its types lack
+    if reason is Reason.OVERFLOW:  # a code that the API has, but not its types
         events[-1]["response"]["error"]["code"] = "server_error"
     for event in events:
         EVENT.validate_python(event)
@@ -263,7 +263,7 @@ def test_history_that_does_not_fit_is_refused_in_openais_words() -> None:
     assert "maximum context length is 800 tokens" in error["message"]
 
 
-# --- what comes back
+# --- reading back
 
 
 @given(turn_cases(), st.sampled_from(["whole", "stream"]))
@@ -272,7 +272,7 @@ def test_answer_sent_back_is_read_as_the_message_of_its_turn(case: TurnCase, how
     answer = whole_of(case, request) if how == "whole" else last_of(stream_of(case, request))
     read = asked([{"role": "user", "content": "Mend it."}, *answer["output"]])
     (message,) = as_messages(read.messages)[1:]
-    # The ids of calls name the turn; where it has none, that of an item does.
+    # The ids of calls name the turn. If the turn has no calls, an item's id names it.
     assert message == {**case.turn.as_message(), **({} if "tool_calls" in message else {"handle": HANDLE})}
     assert read.handles == [HANDLE]
 

@@ -1,4 +1,4 @@
-"""Runs whose episodes are served: as wide as they may be, and kept, resumed, verified and exported like any other."""
+"""Runs whose episodes are served: they use all places, and are saved, resumed, verified and exported as usual."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ EPISODE_COUNT = 12
 
 
 class Agents(Plain):
-    """A title first, then an agent that calls a tool, and two sub-agents that begin alike."""
+    """Environment whose client first asks for a title, and then plays an agent with a tool and two sub-agents with
+    equal prompts.
+    """
 
     def tasks(self) -> list[Task]:
         return [Task(id=f"t{number}", prompt=f"Mend {number}.") for number in range(EPISODE_COUNT)]
@@ -80,7 +82,7 @@ async def play(file: Path, *, width: int = 8, until: int = EPISODE_COUNT) -> Non
 
 
 def resumed_as(kept: dict[Any, Any]) -> dict[Any, Any]:
-    """The same with attempt 0: only the attempt shows that an episode was interrupted and played again."""
+    """Return the trajectories with attempt 0: only the attempt shows that an episode was interrupted."""
     return {key: {**fields, "attempt": 0} for key, (_, fields) in kept.items()}
 
 
@@ -125,5 +127,5 @@ async def test_a_run_is_resumed_verified_and_exported_like_any_other(tmp_path: P
     assert exported.exit_code == 0, exported.output
     lines = [json.loads(line) for line in (await anyio.Path(out).read_text()).splitlines()]
     assert sorted(line["agent"] for line in lines) == sorted(["main", "one", "two"] * EPISODE_COUNT), (
-        "those that are trained"
+        "the trained trajectories"
     )

@@ -1,4 +1,4 @@
-"""The sampling that clients ask for, written as they write it: what a provider or vLLM takes is taken in each form."""
+"""Sampling fields of requests in clients' notation: a provider's or vLLM's field is accepted in each wire format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def asked(form: str, **fields: Any) -> ChatCall:
 
 
 def sampled(form: str, **fields: Any) -> dict[str, Any]:
-    """The sampling of the request, without the limit that one of the forms requires."""
+    """Return the sampling of the request, without the limit that one wire format requires."""
     sampling = asked(form, **fields).sampling
     given = {} if sampling is None else sampling.given()
     return {name: value for name, value in given.items() if (name, value) != ("max_tokens", 50)}

@@ -1,4 +1,6 @@
-"""Requests whose histories were seen before: they are read as if each came alone, by all forms and by the episode."""
+"""Requests with histories that were seen before: every format and the episode read them as if each request were the
+first.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ CHAT: list[Any] = [
     *(5, None, {"role": "clown"}),
 ]
 TAKEN = [each for each in CHAT[:-3] if each["role"] in ("user", "assistant")]
-"""Messages that most requests may have anywhere."""
+"""Messages that most requests accept at any place."""
 
 BLOCKS: list[Any] = [
     *({"type": "text", "text": text} for text in TEXTS[1:]),
@@ -101,7 +103,7 @@ FORMS: Mapping[WireForm, tuple[str, list[Any]]] = {
 
 
 def respelt(value: Any, number: int) -> Any:
-    """A value that Python finds equal, with other numbers, and with its keys in another order."""
+    """Return a value that Python finds equal, with other number types, and with its keys in another order."""
     if isinstance(value, dict):
         return {key: respelt(value[key], number) for key in reversed(value)}
     if isinstance(value, list):
@@ -110,7 +112,7 @@ def respelt(value: Any, number: int) -> Any:
 
 
 def changed(histories: Sequence[Sequence[Any]], pool: Sequence[Any], draw: Any) -> list[Any]:
-    """The history of the next request: one of the last ones, with what clients do to it."""
+    """Return the history of the next request: one of the latest histories, edited as clients do."""
     history: list[Any] = copy.deepcopy(list(histories[draw(st.integers(-3, -1)) % len(histories)]))
     further = st.lists(st.sampled_from(pool), min_size=1, max_size=4)
     for change in draw(st.lists(st.sampled_from(["add", "edit", "respell", "cut", "drop"]), max_size=4)):
@@ -129,7 +131,7 @@ def changed(histories: Sequence[Sequence[Any]], pool: Sequence[Any], draw: Any) 
 
 
 def read_by(form: WireForm, body: Mapping[str, Any], seen: HistoryCache[Any] | None) -> str:
-    """All that is read, as JSON, in which 1, 1.0 and True differ; the order of keys does not matter."""
+    """Return everything that is read, as JSON, in which 1, 1.0 and True differ. The order of keys does not matter."""
     try:
         read = form.read(copy.deepcopy(body), {}, seen).chat_call
     except Refused as refused:
@@ -215,7 +217,7 @@ async def test_a_message_that_is_edited_late_reaches_the_model() -> None:
 
 
 def counted(cache: HistoryCache[Any], items: Sequence[Any]) -> list[int]:
-    """The indices that are read of a history."""
+    """Return the indices of a history that are read."""
     read: list[int] = []
     cache.read(items, lambda index, item: read.append(index))
     return read

@@ -33,7 +33,7 @@ def address_of(endpoint: Endpoint) -> tuple[str, int]:
 
 
 async def raw(endpoint: Endpoint, sent: bytes, *, seconds: float = 20) -> bytes:
-    """The answer to bytes, until the server closes."""
+    """Send bytes, and return the answer up to the end of the connection."""
     got = b""
     async with await anyio.connect_tcp(*address_of(endpoint)) as stream:
         await stream.send(sent)
@@ -179,7 +179,7 @@ async def test_too_large_body_is_refused_with_or_without_its_length(monkeypatch:
 
 
 async def test_a_request_is_in_flight_from_its_head_on() -> None:
-    """A body takes room long before it is there."""
+    """A body takes memory long before it is complete."""
     body = orjson.dumps(ASKED)
 
     async def probe(endpoint: Endpoint) -> None:

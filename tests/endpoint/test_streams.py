@@ -1,4 +1,4 @@
-"""Streams of an endpoint: what arrives when, and what becomes of a turn whose client goes away."""
+"""Streams of an endpoint: the time at which text arrives, and turns whose client disconnects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKED = chat_body([user("One.")], tools=[RUN], stream=True)
 
 
 def slow(text: str = "A long answer indeed.", between: int = 20) -> ScriptedEngine:
-    """An engine whose ids take their time."""
+    """An engine that takes time for each id."""
     return ScriptedEngine(lambda _: text, chunks=1, tick=0.001, latency=Latency(first=1, between=between), record=True)
 
 
@@ -60,7 +60,7 @@ async def test_turn_of_a_disconnected_client_is_taken_back() -> None:
                     if '"content":"A' in line:
                         break
             await until(lambda: engine.stats().open == 0)
-            # The same by another transport, without a mark of a retry.
+            # The same request without streaming, and without a mark of a retry.
             answer = await client.post("/chat/completions", json={**ASKED, "stream": False})
         assert answer.json()["choices"][0]["message"]["content"] == "A long answer indeed."
 
@@ -73,7 +73,7 @@ async def test_turn_of_a_disconnected_client_is_taken_back() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_disconnect_frees_the_engine(stream: bool) -> None:
-    """Nothing else would: what it samples has no end."""
+    """Nothing else would free it, since the sampled text has no end."""
     engine = ScriptedEngine(lambda _: "Words.", chunks=1, tick=0.001, latency=Latency(first=1, between=10**6), places=1)
 
     async def loop(endpoint: Endpoint) -> None:
@@ -100,7 +100,7 @@ async def test_a_disconnect_frees_the_engine_also_while_queued(stream: bool) -> 
         await until(lambda: engine.stats().open == 0, seconds=DISCONNECT_SECONDS)
 
     (trajectory,) = await served(loop, engine)
-    assert len(trajectory.turns) == 1, "nothing was sampled for the one in the queue"
+    assert len(trajectory.turns) == 1, "nothing was sampled for the request in the queue"
 
 
 DISCONNECT_SECONDS = 0.5
@@ -109,7 +109,7 @@ DISCONNECT_SECONDS = 0.5
 
 @contextmanager
 def _asked(endpoint: Endpoint, text: str, *, stream: bool) -> Iterator[None]:
-    """A client that asks, and goes away at the end of the block."""
+    """A client that sends a request, and disconnects at the end of the block."""
     url = httpx.URL(endpoint.base_url)
     body = orjson.dumps(chat_body([user(text)], tools=[RUN], stream=stream))
     head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc.decode()}\r\n"

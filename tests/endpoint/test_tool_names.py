@@ -1,4 +1,4 @@
-"""Names of tools as providers and MCP servers allow them: the model is shown each, and calls it by that very name."""
+"""Names of tools that providers and MCP servers allow: the model sees each name unchanged, and calls the tool by it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ async def test_tool_name_that_cannot_be_written_leaves_out_that_tool(template: s
     assert sorted([*shown, *left_out]) == sorted([*UNUSUAL, "run"])
     assert "run" in shown
     assert {"d" * 257, "a\nb", "a\0b"} <= set(left_out)
-    assert ("read a file" in shown) == (template == "hermes"), "JSON can write it, and a call in Python's form cannot"
+    assert ("read a file" in shown) == (template == "hermes"), (
+        "JSON can contain this name, but a call in Python's syntax cannot"
+    )
 
 
 async def test_a_required_tool_that_was_left_out_is_refused_by_name() -> None:
