@@ -1,10 +1,10 @@
 """A weight transfer engine that broadcasts as NCCL's does, without a GPU: through a store on the loopback.
 
-Initialization waits for all ranks, and rank 0 sends each tensor to every other rank. Each step happens in the method in
-which vLLM's NCCL engine does it. vLLM's workers import it with the worker extension below, which registers it.
+Initialization waits for all ranks, and rank 0 sends each tensor to every other rank. Each step is in the same method as
+in vLLM's NCCL engine. vLLM's workers import this engine with the worker extension below, which registers it.
 
-Usage of a trainer elsewhere: python -m tests.engines.broadcast_transfer PORT WORLD_SIZE FILE. It meets, sends what is
-in the file, and ends with its input.
+Usage as a remote trainer: python -m tests.engines.broadcast_transfer PORT WORLD_SIZE FILE. It connects, sends the
+tensors in the file, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEET_SECONDS = 60
 
 @dataclass
 class Meeting(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """Address where all ranks connect, as in NCCL's."""
+    """Address at which all ranks connect, as in NCCL's init info."""
 
     master_address: str
     master_port: int
@@ -45,7 +45,7 @@ class Meeting(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not type
 
 @dataclass
 class Tensors(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not typed
-    """Tensors in the order of the broadcast."""
+    """Tensors, in the order of the broadcast."""
 
     names: list[str]
     dtype_names: list[str]
@@ -53,7 +53,7 @@ class Tensors(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not ty
 
 
 def join(address: str, port: int, rank: int, world_size: int) -> Any:
-    """A group, once all its ranks are there."""
+    """Return a group, once all of its ranks are connected."""
     group = StatelessProcessGroup.create(address, port, rank, world_size, store_timeout=MEET_SECONDS)
     group.barrier(MEET_SECONDS)
     return group
@@ -82,7 +82,7 @@ class BroadcastEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is no
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own waits for an accelerator, which a CPU has not.
+        # vLLM's own method waits for an accelerator, which a CPU does not have.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Tensors) -> None:
@@ -99,7 +99,7 @@ class BroadcastEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is no
 
 @dataclass
 class BroadcastTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """Address where a trainer connects, as in NCCL's."""
+    """Address at which a trainer connects, as in NCCL's trainer info."""
 
     backend: ClassVar[str] = BACKEND
     master_address: str
@@ -108,7 +108,7 @@ class BroadcastTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is no
 
 
 class BroadcastTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
-    """Rank 0; it asks the engines from a thread while it meets them and while it sends, as vLLM's NCCL trainer does."""
+    """Rank 0. It calls the engines from a thread during connection and sending, as vLLM's NCCL trainer does."""
 
     init_info_cls = BroadcastTrainerInfo
 
@@ -141,7 +141,7 @@ class BroadcastTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vL
 
 
 class BroadcastWorker(WeightWorker):
-    """A worker extension of a user's, which inherits from ours."""
+    """A user's worker extension, which inherits from ours."""
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BroadcastEngine)

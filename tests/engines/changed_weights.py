@@ -1,4 +1,4 @@
-"""Other weights of a model, for tests that exchange them."""
+"""Changed weights of a model, for tests of updates."""
 
 import shutil
 from pathlib import Path
@@ -7,9 +7,9 @@ __all__ = ["changed_weights"]
 
 
 def changed_weights(folder: Path, source: Path, *, layer: int = 2, factor: float = 3.0) -> Path:
-    """A copy in `folder` of the model in `source`, one layer of which says other things; of the same names and shapes.
+    """Copy the model in `source` to `folder`, with one layer changed; names and shapes are the same.
 
-    What later layers make of a prompt is other as well, so that keys and values of the first weights show.
+    The change also affects later layers, so that cached keys and values of the first weights lead to other results.
     """
     from safetensors.torch import load_file, save_file
 

@@ -20,7 +20,7 @@ def polyglot_folder(small_model_folder: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def model_server(small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    """A server of vLLM's with the small model, which returns log-probabilities as our own engine does."""
+    """A vLLM server with the small model, which returns log-probabilities as our own engine does."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     with start_server(small_model_folder, log, "--logprobs-mode", "processed_logprobs") as server:
         yield server

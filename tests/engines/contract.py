@@ -38,7 +38,7 @@ def scripted(backend: str, **settings: Any) -> Callable[[pytest.FixtureRequest],
 
 
 def vllm(request: pytest.FixtureRequest) -> RunContractTest:
-    """The engine in float32, where greedy ids are the same however requests are batched."""
+    """The engine in float32, in which greedy ids do not depend on how requests are batched."""
     at_home: PooledEngine = request.getfixturevalue("float32_engine")
     weights: Path = request.getfixturevalue("small_model_folder")
     adapter: Path = request.getfixturevalue("tmp_path") / "adapter"
@@ -49,7 +49,7 @@ def vllm(request: pytest.FixtureRequest) -> RunContractTest:
     under_test = EngineUnderTest(engine, weights, adapter, round_trip=engine.devices)
 
     async def settled() -> None:
-        # Its scheduler counts as it steps, and where nothing is asked it does not.
+        # The scheduler counts during steps, and without requests there are no steps.
         await under_test.sample(1)
         await engine.idle()
 
@@ -61,7 +61,7 @@ def vllm(request: pytest.FixtureRequest) -> RunContractTest:
 
 
 def external_vllm(request: pytest.FixtureRequest) -> RunContractTest:
-    """An engine over the same vLLM, as an `AsyncLLM` that another program started."""
+    """An engine over the same vLLM, in the form of an `AsyncLLM` that another program started."""
     at_home: PooledEngine = request.getfixturevalue("float32_engine")
     owner: Any = at_home.inner
 
@@ -74,13 +74,13 @@ def external_vllm(request: pytest.FixtureRequest) -> RunContractTest:
 
 
 def remote(dialect: ServerDialect, **settings: Any) -> Callable[[pytest.FixtureRequest], RunContractTest]:
-    """A server on this event loop, whose engine is a scripted one."""
+    """An engine of a server on this event loop, which has a scripted engine."""
 
     def prepare(request: pytest.FixtureRequest) -> RunContractTest:
         folder = byte_model(request.getfixturevalue("tmp_path") / "model")
 
         async def main(promise: ContractTest) -> None:
-            # Some time between ids: what is written comes by way of this machine's network.
+            # Ids have some time between them, since they are sent over this machine's network.
             engine = ScriptedEngine(
                 TEXT, tokenizer=load_tokenizer(folder), places=2, latency=Latency(between=1), tick=0.0005
             )
@@ -101,7 +101,7 @@ async def until_quiet(server: Loopback) -> None:
 
 
 def remote_on_vllm(request: pytest.FixtureRequest) -> RunContractTest:
-    """A server of vLLM's in a process of its own."""
+    """An engine of a vLLM server in another process."""
     server: ModelServer = request.getfixturevalue("model_server")
 
     async def main(promise: ContractTest) -> None:
@@ -125,7 +125,7 @@ def remote_under_test(engine: RemoteEngine, settled: Callable[[], Awaitable[None
 
 
 def over_a_function(backend: str) -> Callable[[pytest.FixtureRequest], RunContractTest]:
-    """A token engine whose function asks a scripted engine."""
+    """A token engine whose function uses a scripted engine."""
 
     async def main(promise: ContractTest) -> None:
         async with (
@@ -139,7 +139,7 @@ def over_a_function(backend: str) -> Callable[[pytest.FixtureRequest], RunContra
 
 
 def hosted(backend: str) -> Callable[[pytest.FixtureRequest], RunContractTest]:
-    """A scripted engine that a host has, as of another process."""
+    """A scripted engine that a host owns, as if in another process."""
 
     async def main(promise: ContractTest) -> None:
         async with HostedHere(ScriptedEngine(TEXT, places=2, latency=Latency(between=1))) as engine:

@@ -27,7 +27,7 @@ def slow(**settings: Any) -> ScriptedEngine:
 
 
 def runs_as(engine: ScriptedEngine, kind: type[RuntimeT]) -> RuntimeT:
-    """The runtime of an engine that was entered, which from now on does what this kind does."""
+    """Give an entered engine a runtime of this class."""
     runtime = engine.runtime
     runtime.__class__ = kind
     assert isinstance(runtime, kind)
@@ -35,10 +35,10 @@ def runs_as(engine: ScriptedEngine, kind: type[RuntimeT]) -> RuntimeT:
 
 
 class NotOurs(WrappedEngine):
-    """An engine whose weights are not ours, as one that is asked over a network."""
+    """An engine whose weights are not ours, like one that is used over a network."""
 
     @property
-    def runtime(self) -> None:  # type: ignore[override]  # there is none in this process
+    def runtime(self) -> None:  # type: ignore[override]  # there is no runtime in this process
         return None
 
 

@@ -1,4 +1,4 @@
-"""Requests and readers of answers for tests of the scripted engine."""
+"""Requests for tests of the scripted engine, and readers of its answers."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ def request(name: str = "episode/main/0", *, max_tokens: int = 1000, **fields: A
 
 @dataclass
 class Said:
-    """Answer to one request."""
+    """The answer to one request."""
 
     deltas: list[Delta]
     stream: DeltaStream

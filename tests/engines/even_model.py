@@ -1,4 +1,4 @@
-"""A small model with an even number of heads, which two workers can share: the demo model has nine."""
+"""A small model with an even number of heads, which two workers can share. The demo model has nine heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["even_model"]
 
 
 def even_model(folder: Path, demo: Path) -> Path:
-    """Two layers of eight heads with random weights, and the vocabulary and the template of the demo model."""
+    """Create a model of two layers of eight heads with random weights, and the demo model's vocabulary and template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

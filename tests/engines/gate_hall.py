@@ -1,4 +1,4 @@
-"""Requests at an admission gate, for tests that let them come and go one by one."""
+"""Requests at an admission gate, for tests that admit and release them one by one."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from runner.engines.gate import AdmissionGate
 
 @dataclass
 class Hall:
-    """Requests at a gate, each a task that stays inside until it is let go."""
+    """Requests at a gate. Each is a task that stays inside until the test releases it."""
 
     gate: AdmissionGate
     tasks: anyio.abc.TaskGroup

@@ -1,4 +1,4 @@
-"""LoRA adapters for tests: made by hand, in the files that PEFT would save."""
+"""LoRA adapters for tests: created by hand, in the file format of PEFT."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["Shapes", "adapter_config", "adapter_tensors", "save_adapter"]
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of a model's weights, by name."""
+"""Shapes of a model's weights, by name."""
 
 TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj")
 
@@ -25,7 +25,7 @@ def adapter_config(rank: int = 4, **settings: Any) -> dict[str, Any]:
 
 
 def adapter_tensors(shapes: Shapes, *, seed: int, rank: int = 4, size: float = 0.05) -> dict[str, Any]:
-    """Random ones, large enough to change what is said, for every module that the configuration names."""
+    """Return random tensors for every module in the configuration, large enough to change the sampled text."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Faults of new weights that proofs have to find, and a trial of an engine with them."""
+"""Faults of new weights that proofs must find, and a trial of an engine with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: Final = (
 
 
 def stale(*parts: str) -> Fault:
-    """Every tensor whose name contains one of the parts keeps its old values."""
+    """Return a fault in which every tensor whose name contains one of the parts keeps its old values."""
 
     def plant(new: Tensors, old: Tensors) -> None:
         new.update({name: old[name].clone() for name in new if any(part in name for part in parts)})
@@ -59,7 +59,7 @@ def swapped(name: str, other: str) -> Fault:
 
 
 def swapped_blocks(*names: str, size: int = 1, axis: int = 0) -> Fault:
-    """The first two blocks of an axis trade places: heads, experts, or halves."""
+    """Return a fault that swaps the first two blocks of an axis: heads, experts, or halves."""
 
     def plant(new: Tensors, old: Tensors) -> None:
         for name in names:
@@ -71,7 +71,7 @@ def swapped_blocks(*names: str, size: int = 1, axis: int = 0) -> Fault:
 
 
 def stale_block(*names: str) -> Fault:
-    """The first block of the first axis keeps its old values: one expert."""
+    """Return a fault in which the first block of the first axis keeps its old values: one expert."""
 
     def plant(new: Tensors, old: Tensors) -> None:
         for name in names:
@@ -82,7 +82,7 @@ def stale_block(*names: str) -> Fault:
 
 
 def half_loaded(name: str) -> Fault:
-    """The second half of the rows keeps its old values."""
+    """Return a fault in which the second half of the rows keeps its old values."""
 
     def plant(new: Tensors, old: Tensors) -> None:
         middle = len(new[name]) // 2
@@ -131,7 +131,7 @@ EXPERT_FAULTS: Final[Mapping[str, Fault]] = {
     "one router is stale": stale(_ROUTER),
     "two rows of a router are swapped": swapped_blocks(_ROUTER),
 }
-"""Faults in a tiny mixture of experts of Qwen3, under the names of transformers 5."""
+"""Faults in a tiny Qwen3 mixture of experts, with the tensor names of transformers 5."""
 
 
 def stepped(tensors: Tensors, seed: int, size: float = STEP_RATIO) -> Tensors:
@@ -158,11 +158,11 @@ class Trial:
         self.accepted: dict[int, Accepted] = {}
 
     async def start(self) -> dict[int, ProofFigures]:
-        """Measure the first weights, which later ones are compared with."""
+        """Measure the first weights, with which later weights are compared."""
         return {size: figures for size, (figures, _) in (await self.judged(self.proofs(self.first), keep=True)).items()}
 
     def proofs(self, tensors: Tensors) -> dict[int, WeightProof]:
-        """Proofs of some weights, by size."""
+        """Return proofs of these weights, by size."""
         self.model.load_state_dict(tensors, strict=False)
         tokenizer = self.engine.tokenizer
         return {size: weight_proof(self.model, tokenizer, size=size, dtype=self.dtype) for size in self.sizes}
@@ -170,11 +170,9 @@ class Trial:
     async def judged(
         self, proofs: Mapping[int, WeightProof], *, keep: bool = False
     ) -> dict[int, tuple[ProofFigures, str]]:
-        """The figures of each proof and the reason why it fails.
+        """Return the figures of each proof, and the reason why it fails or "".
 
-        Args:
-            proofs: by size.
-            keep: compare later proofs with those that hold.
+        Args: proofs: the proofs, by size. keep: True to compare later proofs with the proofs that hold here.
         """
         found, accepted = dict[int, tuple[ProofFigures, str]](), dict(self.accepted)
         for size, proof in proofs.items():
@@ -191,7 +189,7 @@ class Trial:
         return found
 
     async def why_in_steps(self, proof: WeightProof, tolerance: ProofTolerance) -> str:
-        """The reason why ids in steps differ from a proof, or ""."""
+        """Return the reason why scores of single steps differ from a proof, or ""."""
         part, sampling = proof.in_steps(), Sampling(temperature=1.0)
         scores = await self.engine.score(proof.ids[: STEP_PLACES.stop], sampling=sampling)
         in_steps = scores[STEP_PLACES.start - 1 :]
@@ -201,14 +199,16 @@ class Trial:
     async def after(
         self, fault: Fault, right: Tensors, proofs: Mapping[int, WeightProof]
     ) -> dict[int, tuple[ProofFigures, str]]:
-        """Results of proofs of the right weights, in an engine whose weights have a fault."""
+        """Load weights with a fault, and return the results of proofs of the right weights."""
         given = dict(right)
         fault(given, self.first)
         await self.engine.update_weights(given)
         return await self.judged(proofs)
 
     async def false_alarms(self, updates: int) -> dict[int, int]:
-        """The number of right updates, each a small step from the last one, that proofs refuse, by size."""
+        """Return the number of right updates that proofs refuse, by size. Each update is a small step from the last
+        one.
+        """
         alarms = dict.fromkeys(self.sizes, 0)
         tensors = self.first
         for number in range(updates):

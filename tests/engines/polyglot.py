@@ -1,4 +1,4 @@
-"""Small models that speak every family's control tokens, and know none of them."""
+"""Small models with the control tokens of every family, none of which they have learnt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _names() -> Iterable[str]:
 
 
 def family_folder(folder: Path, polyglot: Path, of: Family) -> Path:
-    """The same model as a repository of this family would have it: its chat template, its marks, its stop ids."""
+    """Create the same model as a repository of this family contains it: chat template, marks and stop ids."""
     for path in polyglot.iterdir():
         put = os.link if path.suffix == ".safetensors" else shutil.copy
         put(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""One real engine for many tests: each leaves it as it found it, and one that does not is the one that fails."""
+"""One real engine for many tests: each must leave it unchanged, and a test that does not fails itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["as_it_was"]
 IDLE_SECONDS = 60.0
 
 _first_words: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-"""Output of each engine before any test used it."""
+"""Greedy output of each engine before any test used it."""
 
 
 @asynccontextmanager
@@ -29,18 +29,18 @@ async def as_it_was(engine: Any) -> AsyncIterator[None]:
         _first_words[engine] = await _words(engine)
     version = engine.weight_version
     yield
-    assert engine.is_alive(), "a test that ends an engine takes a fixture of a doomed one"
+    assert engine.is_alive(), "a test that ends an engine must use the fixture of a doomed engine"
     assert engine.state is EngineState.RUNNING
     with anyio.fail_after(IDLE_SECONDS):
         await engine.idle()
     assert (engine.stats().open, engine.stats().waiting) == (0, 0)
     assert dict(engine.adapters) == {}
-    # A version is never used twice, so that weights which were put back are known by what they say.
+    # A version is never used twice, so restored weights are recognized by their greedy output.
     assert engine.weight_version == version or await _words(engine) == _first_words[engine]
 
 
 async def _words(engine: Any) -> list[int]:
-    """Continuation by the unchanged model, without caches, so that it is equal bit for bit."""
+    """Return the greedy output of the model without adapters and caches, so that it is the same each time."""
     await engine.reset_prefix_cache()
     sampling = dataclasses.replace(Sampling.defaults(), max_tokens=8, temperature=0.0)
     request = GenerationRequest(name="as it was", prompt=list(range(1000, 1040)), sampling=sampling)

@@ -1,4 +1,4 @@
-"""A model that is like the demo model, and faster: for tests of what an engine does, whatever its model says."""
+"""A model like the demo model, but faster, for tests of the engine in which the text does not matter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["small_model"]
 
 
 def small_model(folder: Path, demo: Path, *, layers: int = 6) -> Path:
-    """The lowest layers of the demo model, with its vocabulary and settings, in `folder`."""
+    """Create in `folder` the lowest layers of the demo model, with its vocabulary and settings."""
     from safetensors.torch import load_file, save_file
 
     for path in demo.iterdir():

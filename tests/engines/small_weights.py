@@ -1,4 +1,4 @@
-"""A small model's tensors, and a vLLM that says what it was asked for."""
+"""A small model's tensors, and a stand-in for vLLM that records its calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tensors() -> Tensors:
 
 
 def saved(folder: Path, *parts: Mapping[str, torch.Tensor], index: Mapping[str, str] | None = None) -> Path:
-    """A folder of safetensors, a file for each part."""
+    """Save a folder of safetensors, with one file for each part."""
     folder.mkdir(exist_ok=True)
     for number, part in enumerate(parts):
         name = "model.safetensors" if len(parts) == 1 else f"model-{number}.safetensors"
@@ -58,7 +58,7 @@ def saved(folder: Path, *parts: Mapping[str, torch.Tensor], index: Mapping[str, 
 
 
 class Llm:
-    """A vLLM that says what it was asked for, and reads what it is given as a worker does."""
+    """Stand-in for vLLM that records its calls, and reads weights as a worker does."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Llm:
 
 
 class Listed(NamedTuple):
-    """A tensor's form, as vLLM's `ParamMeta`."""
+    """A tensor's shape and type, like vLLM's `ParamMeta`."""
 
     name: str
     dtype: torch.dtype

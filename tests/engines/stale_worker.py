@@ -1,4 +1,4 @@
-"""A worker extension with a planted fault: one kind of tensor keeps the values that the engine started with."""
+"""A worker extension with a planted fault: one kind of tensor keeps its values from the engine's start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STALE = "mlp.up_proj"
 
 
 class PlainWorker:
-    """An extension of a user's that does not inherit from ours, so that a CPU takes no new weights."""
+    """A user's extension that does not inherit from ours, so that the engine accepts no new weights on a CPU."""
 
 
 class OwnWorker(WeightWorker):
-    """An extension of a user's that inherits from ours."""
+    """A user's extension that inherits from ours."""
 
     dies_after: int | None = None
     keeps_old = False
@@ -31,11 +31,11 @@ class OwnWorker(WeightWorker):
         self.dies_after = tensors
 
     def keep_old_weights(self, number: int) -> None:
-        """Let the next update change nothing on the worker of this number, of data or of tensor parallelism."""
+        """Let the next update change nothing on the worker with this number, in data or tensor parallelism."""
         self.keeps_old = number in (self.parallel_config.data_parallel_index, self.rank)
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
-        """Load the tensors, or some of them, or none."""
+        """Load all tensors, some of them, or none."""
         if self.keeps_old:
             self.keeps_old = False
             return
@@ -51,7 +51,7 @@ class OwnWorker(WeightWorker):
         self.reload_weights(weights_iterator=some())
 
     def switch_collector(self, on: bool) -> None:
-        """Let the collector begin by itself, or not."""
+        """Switch automatic garbage collection on or off."""
         (gc.enable if on else gc.disable)()
 
     def tensors_in_cycles(self) -> int:
@@ -59,7 +59,7 @@ class OwnWorker(WeightWorker):
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         gc.set_debug(0)
-        found = sum(issubclass(type(each), torch.Tensor) for each in gc.garbage)  # it may be a dead proxy
+        found = sum(issubclass(type(each), torch.Tensor) for each in gc.garbage)  # an object may be a dead proxy
         gc.garbage.clear()
         return found
 
@@ -74,12 +74,12 @@ class OwnWorker(WeightWorker):
 
 
 class StepWorker(WeightWorker):
-    """Keeps the products of weights that latent attention uses in steps, and not for a prompt."""
+    """Worker that keeps the old products of weights which latent attention uses in steps, but not for a prompt."""
 
     keeps_products = False
 
     def keep_products(self) -> None:
-        """Let later updates keep them."""
+        """Let later updates keep the products."""
         self.keeps_products = True
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
@@ -88,12 +88,12 @@ class StepWorker(WeightWorker):
         before = [layer.W_UK_T.clone() for layer in layers]
         super().load_weight_files(files, ignored)
         if self.keeps_products:
-            for layer, product in zip(layers, before, strict=True):  # in its own memory: it may be a view of kv_b_proj
+            for layer, product in zip(layers, before, strict=True):  # a copy, since W_UK_T may be a view of kv_b_proj
                 layer.W_UK_T = torch.nn.Parameter(product, requires_grad=False)
 
 
 class StaleWorker(WeightWorker):
-    """Loads everything but tensors of one kind."""
+    """Worker that loads all tensors except one kind."""
 
     stale = STALE
 
@@ -108,7 +108,7 @@ class StaleWorker(WeightWorker):
 
 
 class StaleOutputWorker(StaleWorker):
-    """Loads everything but the output layer."""
+    """Worker that loads all tensors except the output layer."""
 
     stale = "lm_head"
 
@@ -117,7 +117,7 @@ GARBLED = "tests.engines.stale_worker.GarblingWorker"
 
 
 class GarblingWorker(WeightWorker):
-    """Loads every tensor and then packs one wrongly, as vLLM does with some of its fused copies."""
+    """Worker that loads every tensor and then packs one wrongly, as vLLM does with some of its fused copies."""
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
         super().load_weight_files(files, ignored)

@@ -1,4 +1,4 @@
-"""LoRA adapters in runs on the scripted engine: which version samples which turn, and how old it may be."""
+"""LoRA adapters in runs on the scripted engine: the version that samples each turn, and its maximum age."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_adapter_calls_are_refused_while_weights_sleep() -> None:
 
 
 class Poem(Plain):
-    """One turn without an adapter, one with the poet's, one with the critic's."""
+    """Environment with one turn without an adapter, one with the poet's, and one with the critic's."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt="Write a line.") for number in range(3)]
@@ -94,7 +94,7 @@ async def test_unknown_adapter_of_a_turn_fails_its_episode() -> None:
 
 
 class Spoken(Plain):
-    """Its class names the adapter."""
+    """Environment whose class names the adapter."""
 
     sampling = Sampling(adapter="poet")
 
@@ -196,7 +196,7 @@ async def test_lag_counts_weight_updates_and_newer_adapters() -> None:
 
 
 class Refreshed(Plain):
-    """Two turns with the poet; a trainer adds the poet again between them, once."""
+    """Environment with two turns with the poet. A trainer adds the poet again between them, once."""
 
     sampling = Sampling(adapter="poet")
 
@@ -227,7 +227,9 @@ async def test_max_version_lag_counts_additions_of_the_adapter(lag: int) -> None
 
 
 class LaterOlder(Refreshed):
-    """The first turn is of the model as it is; a trainer adds the poet again after the second."""
+    """Environment whose first turn uses the model without adapters. A trainer adds the poet again after the second
+    turn.
+    """
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(adapter=None))

@@ -1,4 +1,4 @@
-"""LoRA adapters without a model: what is refused before vLLM sees it, and when an old one can go."""
+"""LoRA adapters without a model: refusals before vLLM gets an adapter, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def folder(tmp_path: Path) -> Path:
     return save_adapter(tmp_path / "poet", adapter_tensors(SHAPES, seed=1))
 
 
-# --- what is refused before vLLM sees it
+# --- refusals before vLLM gets an adapter
 
 
 def configured(**settings: Any) -> Callable[[Path], None]:
@@ -241,7 +241,7 @@ async def test_misfit_is_refused_before_vllm_and_changes_nothing(
 
 
 def kept(book: VllmAdapters) -> set[Path]:
-    """The copies that are on disk or in memory."""
+    """Return the copies on disk or in memory."""
     assert all(folder.is_dir() for folder in book._folders)
     return set(book._folders)
 
@@ -406,7 +406,7 @@ async def test_unclosed_adapters_delete_their_copies_when_dropped(model: Path, f
     book = adapters_of(FakeVllm(model))
     await book.add("poet", folder)
     (copy,) = kept(book)
-    await anyio.to_thread.run_sync(int)  # the thread that loaded it may hold it until it has something else to do
+    await anyio.to_thread.run_sync(int)  # the thread that loaded it may refer to it until it has another job
     del book
     gc.collect()
     assert not copy.exists()

@@ -1,7 +1,7 @@
-"""The contract of engines, which is a part of the kit, played by every engine of ours; and what their end does.
+"""The contract of engines, which is a part of the kit, for each of our engines, and the effects of an engine's end.
 
-What an engine's end does to streams is tried only on those that may be ended here; that of the vLLM engine, which many
-tests share, is tested beside it.
+The effects on streams are tested only on engines that may be ended here. For the vLLM engine, which many tests share,
+they are tested elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.engines.contract import ENGINES, TEXT
 
 
 class TestOurEngines(EngineContract):
-    """Every promise, on every engine."""
+    """The whole contract, for each engine."""
 
     @pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
     def run_test(self, request: pytest.FixtureRequest) -> RunContractTest:
@@ -31,7 +31,7 @@ class TestOurEngines(EngineContract):
         return run_test
 
 
-# --- before it is entered, and its end
+# --- before the engine is entered, and its end
 
 
 @pytest.mark.anyio
@@ -76,13 +76,13 @@ async def test_close_ends_requests_inside_and_at_the_gate() -> None:
     await asked.assert_nothing_open()
 
 
-# --- what only a scripted engine can be set to do
+# --- settings of the scripted engine alone
 
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
 async def test_ids_that_wait_for_others_to_make_a_delta_are_in_the_rest() -> None:
-    """As vLLM does it at a stream interval above 1: its last output holds what was sampled and not sent."""
+    """vLLM does the same at a stream interval above 1: its last output contains sampled ids that were not sent."""
     reply = Reply(ids=range(48, 60), chunks=(1, 8))
     async with ScriptedEngine(reply, latency=Latency(between=1)) as engine:
         asked = EngineUnderTest(engine)

@@ -24,7 +24,7 @@ from tests.repository import DOCS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
-# --- what is refused, and when
+# --- refusals
 
 
 async def nothing(engine: Engine) -> None: ...
@@ -104,7 +104,7 @@ def test_an_engine_of_another_event_loop_is_left_alone() -> None:
         assert engine.state is EngineState.PAUSED
 
 
-# --- the turns that are being sampled
+# --- turns during sampling
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -127,7 +127,7 @@ async def test_no_episode_of_a_run_is_lost_or_inexact(mode: PauseMode) -> None:
     for trajectory in got:
         assert_exact(trajectory)
     assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
-    assert (len(engine.calls) > 6) is (mode is PauseMode.ABORT), "only turns that were cut are asked again"
+    assert (len(engine.calls) > 6) is (mode is PauseMode.ABORT), "only turns that were cut are requested again"
 
 
 async def test_sleep_cuts_turns_and_the_run_continues_after_wake() -> None:
@@ -153,7 +153,7 @@ async def test_sleep_cuts_turns_and_the_run_continues_after_wake() -> None:
 
 
 class Timed(Plain):
-    """A hook between its two turns lets a test pause the engine there."""
+    """Environment with a hook between its two turns, in which a test can pause the engine."""
 
     def __init__(self, between: Callable[[], Awaitable[None]] = checkpoint) -> None:
         self.between = between
@@ -226,14 +226,14 @@ async def test_update_during_a_turn_has_exact_spans_and_calls_listeners() -> Non
     old, new = said.finish.versions
     assert (old.version, old.start, new.version, new.end) == ("scripted", 0, "new", len(undisturbed))
     assert old.end == new.start
-    assert old.end - read[0] in (0, 1), "the reader may not have had its turn since"
+    assert old.end - read[0] in (0, 1), "the reader may not have run since then"
     assert (update.version, versions, lags) == ("2", ["new", "2"], [2, 1, 0, 0])
     assert finish.versions == (VersionSpan("2", 0, len(undisturbed)),)
     assert min(update.check_seconds, update.pause_seconds, update.load_seconds) >= 0
 
 
 async def updated_in_the_midst() -> int:
-    """Number of ids that the old weights sampled, if they were exchanged between two deltas."""
+    """Return the number of ids that the old weights sampled, if they are replaced between two deltas."""
     async with ScriptedEngine(TEXT, chunks=8, latency=Latency(between=1)) as engine, saying(engine) as said:
         clock = engine.runtime.tick_clock
         begun = clock.now
@@ -247,7 +247,7 @@ async def updated_in_the_midst() -> int:
 
 
 async def test_unsent_ids_keep_the_version_that_sampled_them() -> None:
-    # Another order of tasks may let so many ticks pass that a delta is whole just then.
+    # With another order of tasks, a delta may be complete exactly at the update.
     assert any([await updated_in_the_midst() % 8 for _ in range(5)])
 
 

@@ -1,4 +1,4 @@
-"""An engine whose control is cancelled natively, as `asyncio.timeout` does, is never left half way."""
+"""An engine whose control is cancelled natively, as by `asyncio.timeout`: no step stays unfinished."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # whose own cancellations know of no scope
+    return "asyncio"  # native cancellations of asyncio reach no anyio scope
 
 
 class SlowRuntime(ScriptedRuntime):
-    """Each step waits until the test sets `released`."""
+    """Runtime in which each step waits until the test sets `released`."""
 
     reached: list[str]
     released: anyio.Event
@@ -57,7 +57,7 @@ class SlowRuntime(ScriptedRuntime):
 
 
 async def cancelled_at(runtime: SlowRuntime, step: str, call: Callable[[], Awaitable[Any]]) -> None:
-    """Cancel `call` natively, twice, while `step` runs; it comes back only once that is done."""
+    """Cancel `call` natively, twice, while `step` runs, and check that it returns only after the step."""
     task = asyncio.ensure_future(call())
     while step not in runtime.reached:
         await checkpoint()
@@ -65,7 +65,7 @@ async def cancelled_at(runtime: SlowRuntime, step: str, call: Callable[[], Await
         task.cancel()
         for _ in range(3):
             await checkpoint()
-    assert not task.done(), "it must not end by half"
+    assert not task.done(), "the step must not end early"
     runtime.released.set()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -96,9 +96,9 @@ async def test_native_cancellation_waits_for_the_end_of_a_proof(holds: bool) -> 
         runtime = await controlled(engine)
 
         async def load_weights(checked: Any, version: str) -> None:
-            """Only the proof waits."""
+            """Return at once, so that only the proof waits."""
 
-        runtime.load_weights = load_weights  # type: ignore[method-assign]  # so that the cancellation meets the proof
+        runtime.load_weights = load_weights  # type: ignore[method-assign]  # so that the proof is cancelled
         await cancelled_at(runtime, "score", lambda: engine.update_weights(None, proof=proof))
         if holds:
             assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "1")
@@ -156,7 +156,7 @@ async def test_call_awaited_to_its_end_returns_or_raises_as_usual() -> None:
         await to_its_end(raises)
 
 
-# --- what a review found
+# --- regressions
 
 
 async def test_versions_are_counted_past_those_that_were_given() -> None:
@@ -182,7 +182,7 @@ async def test_to_finish_or_prepare_twice_at_once_is_as_once() -> None:
             tasks.start_soon(engine.finish_generation)
             while not runtime.reached:
                 await checkpoint()
-            tasks.start_soon(engine.prepare_for_generation)  # while it falls asleep
+            tasks.start_soon(engine.prepare_for_generation)  # while it goes to sleep
             tasks.start_soon(engine.prepare_for_generation)
             runtime.released.set()
         assert runtime.reached[:2] == ["sleep", "wake"]

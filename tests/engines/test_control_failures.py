@@ -1,4 +1,4 @@
-"""Engine control: what fails is undone or the end of the engine, and what is cancelled is done or was never begun."""
+"""Engine control: a failed step is undone or ends the engine, and a cancelled call is complete or did not begin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 class Careful(ScriptedRuntime):
-    """Suspends before and after each step, and fails in the step that `fails` names."""
+    """Runtime that yields before and after each step, and fails in the step that `fails` names."""
 
     fails = ""
     dies = False
@@ -89,7 +89,7 @@ async def test_a_pause_that_can_not_be_undone_can_be_resumed_later() -> None:
             finally:
                 runtime.fails = "resume"
 
-        runtime.pause = pause  # type: ignore[method-assign]  # this one time
+        runtime.pause = pause  # type: ignore[method-assign]  # only this time
         with pytest.raises(EngineError, match="resume failed"):
             await engine.pause("keep")
         assert engine.state is EngineState.PAUSED

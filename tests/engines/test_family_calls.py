@@ -1,6 +1,7 @@
-"""The formats of many families on the real engine: calls that it has to make, and whole episodes that it has to say.
+"""The call formats of many families on the real engine: required calls, and whole episodes with forced ids.
 
-One small model serves all of them. Its vocabulary has the control tokens of every template, and it knows none of them.
+All families use one small model. Its vocabulary has the control tokens of every template, but the model has not learnt
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ async def engine(polyglot_folder: Path, anyio_backend: str) -> AsyncIterator[Vll
 
 
 def as_family(engine: VllmEngine, of: Family) -> tuple[int, int]:
-    """Let the engine speak as a family does, and give the ids that end an answer and a turn with calls."""
+    """Let the engine use a family's format, and return the ids that end an answer and a turn with calls."""
     answer, calls = (engine.tokenizer.token_id(name) for name in of.ends)
     assert answer is not None
     assert calls is not None
@@ -47,12 +48,12 @@ def as_family(engine: VllmEngine, of: Family) -> tuple[int, int]:
 
 
 class Adder(Environment):
-    """Requires a call, answers it, and requires another one."""
+    """Environment that requires a call, answers it, and requires another one."""
 
     def tasks(self) -> list[Task]:
         return [Task(f"sum {n}", prompt=f"What is {n} + {n}?") for n in range(2)]
 
-    @tool(parallel=False)  # a model that does not know what it says would make calls until it is cut
+    @tool(parallel=False)  # an untrained model would make calls until it is cut
     def add(self, a: Literal[1, 25, 300], b: Literal["one", 'two "or" more'], exact: bool = True) -> str:
         """Add two numbers.
 
@@ -74,7 +75,7 @@ class Adder(Environment):
 
 
 def ending_thoughts(form: TurnFormat, engine: VllmEngine) -> Sampling:
-    """Sampling that makes a random model end its reasoning at once."""
+    """Return sampling that makes a random model end its reasoning at once."""
     closes = NEXT_MESSAGE if form.harmony else form.reasoning.close.strip() if form.reasoning else ""
     return Sampling(max_tokens=400, logit_bias=dict.fromkeys(engine.tokenizer.encode(closes)[:1], 100.0))
 
@@ -82,7 +83,7 @@ def ending_thoughts(form: TurnFormat, engine: VllmEngine) -> Sampling:
 async def turns_of(
     environment: type[Environment], name: str, engine: VllmEngine, sampling: Callable[[TurnFormat], Sampling]
 ) -> list[Turn]:
-    """The turns of a family's episodes, which are exact."""
+    """Return the turns of a family's episodes, after checking that they are exact."""
     of = family(name)
     as_family(engine, of)
     turns: list[Turn] = []
@@ -108,7 +109,7 @@ async def test_required_calls_of_a_family_are_read_without_an_error(name: str, e
 
 
 class StrictAdder(Adder):
-    """Leaves it to the model whether it calls."""
+    """Environment in which the model chooses whether to call."""
 
     @tool(parallel=False, strict=True)
     def add(self, a: Literal[1, 25, 300], b: Literal["one", 'two "or" more'], exact: bool = True) -> str:
@@ -120,7 +121,7 @@ class StrictAdder(Adder):
 
 
 BY_THEMSELVES = ["Mistral 7B", "Kimi K2", "Gemma 4", "Hunyuan", "Qwen3", "LFM 2.5"]
-"""Families whose calls a control token announces, and whose prompts end in no thought."""
+"""Families whose calls begin with a control token, and whose prompts do not open a thought."""
 
 
 @pytest.mark.parametrize("name", sweeps.part(BY_THEMSELVES, 6))
@@ -134,7 +135,7 @@ async def test_strict_call_begun_by_the_model_is_read(name: str, engine: VllmEng
 
 
 def forced_ids(reply: Reply, encoder: ReplyEncoder, engine: VllmEngine) -> list[int]:
-    """Ids of a reply; some formats end a call with the stop id."""
+    """Return the ids of a reply. Some formats end a call with the stop id."""
     ids = list(encoder.encode(reply).ids)
     assert reply.stop is not None
     return ids if ids[-1] in engine.stop_ids else [*ids, reply.stop]
@@ -154,7 +155,7 @@ async def test_family_calls_are_read_and_ids_stay_as_sampled(name: str, engine: 
     assert [list(turn.token_ids) for turn in trajectory.turns] == ids
     sent = [list(each.prompt) for each in forced.calls]
     assert [list(turn.prompt_ids) for turn in trajectory.turns] == sent
-    # The second round begins with the first one, bit for bit; so does every later one that no template moves.
+    # The second round begins with the ids of the first one; so do later rounds, unless the template moves something.
     segments = [turn.segment for turn in trajectory.turns]
     assert segments[:2] == [0, 0]
     for number, prompt in enumerate(sent[1:]):

@@ -1,4 +1,4 @@
-"""`deltarunner run` on models of many families, each in a folder as its repository has it: required calls."""
+"""`deltarunner run` on models of many families, each in a folder like its repository: required calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def deltarunner(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def brief(of: Family, model: Path) -> list[str]:
-    """Sampling that makes a random model end its reasoning at once."""
+    """Return sampling that makes a random model end its reasoning at once."""
     encode = load_tokenizer(model).encode
     thought = of.form.reasoning
     closes = NEXT_MESSAGE if of.form.harmony else thought.close.strip() if thought else ""

@@ -1,4 +1,4 @@
-"""Proofs of weights on the workers of a fleet: a worker that computes something else does not play."""
+"""Proofs of weights on the workers of a fleet: a worker with other results does not play."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_worker_that_keeps_its_old_weights_is_dismissed_by_name() -> Non
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("kind", ["folder", *KINDS])
 async def test_fleet_ends_if_no_worker_passes_the_proof(kind: str) -> None:
-    """Its successors would get the same weights, and die of the same proof."""
+    """New workers would get the same weights, and fail the same proof."""
     given = KINDS[kind]() if kind in KINDS else "new"
     other = WeightProof(IDS, [each - 1.0 for each in Model()(IDS)])
     async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
@@ -78,7 +78,7 @@ async def test_fleet_ends_if_no_worker_passes_the_proof(kind: str) -> None:
         await until(lambda: not launcher.alive)
         with pytest.raises(EngineDead, match=r"no worker has the weights '1': .* or the proof is of other weights"):
             await engine.health()
-        assert len(launcher.workers) == 2, "none is started again"
+        assert len(launcher.workers) == 2, "no worker is started again"
 
 
 async def test_fleet_says_that_weights_change_no_score(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +105,7 @@ async def test_fleet_scores_ids_on_a_worker() -> None:
 
 async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
     def plant(worker: InProcessWorker) -> None:
-        """Have the first worker that comes compute something else."""
+        """Let the first worker that joins compute other results."""
         launcher.on_start = lambda _: None
         object.__setattr__(worker.worker.engine._planner, "scores", lambda ids: [-9.0] * (len(ids) - 1))
 
@@ -120,7 +120,7 @@ async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
 
 @pytest.mark.parametrize("updates", [pytest.param(False, marks=pytest.mark.whole), True])
 async def test_worker_that_joins_later_has_the_first_proof(updates: bool) -> None:
-    """Its tolerance follows from its own weights at its start, as that of the others."""
+    """Its tolerance follows from its own first weights, as for the other workers."""
     model, noise = Model(), [0.02, -0.02]
     noisy = WeightProof(IDS, [each + noise[n % 2] for n, each in enumerate(model(IDS))], dtype="bfloat16")
     async with fleet(2, dice_engine(scores=model)) as (engine, launcher), engine:

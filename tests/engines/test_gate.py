@@ -1,4 +1,4 @@
-"""The admission gate: places, order, room, and nothing lost when anybody is cancelled anywhere."""
+"""The admission gate: places, order and room, and no lost place after any cancellation."""
 
 import asyncio
 from collections.abc import Callable
@@ -194,7 +194,7 @@ async def test_a_cancelled_caller_does_not_enter() -> None:
 
 
 class Rules:
-    """The gate's rules written down naively: what must be inside, and who waits."""
+    """A plain copy of the gate's rules: the requests that must be inside, and the requests that wait."""
 
     def __init__(self, places: int, room: int) -> None:
         self.places, self.room = places, room
@@ -253,7 +253,7 @@ def test_any_history_obeys_the_rules(backend: str, places: int, operations: list
 async def _play(places: int, operations: list[tuple[str, int, int]]) -> None:
     rules = Rules(places, room=100)
     sessions: list[Session] = []
-    busy: dict[int, int] = {}  # a session has one request at a time, as a conversation has
+    busy: dict[int, int] = {}  # a session has one request at a time, like a conversation
 
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(places, room=100), tasks)
@@ -317,7 +317,7 @@ async def _cancel_at(moments: list[int], places: int) -> None:
             await checkpoint()
         cancel()
 
-    with anyio.fail_after(30):  # a watchdog: a lost wake-up would wait for ever
+    with anyio.fail_after(30):  # a lost wake-up would wait for ever
         async with anyio.create_task_group() as tasks:
             for number, steps in enumerate(moments):
                 scope = anyio.CancelScope()

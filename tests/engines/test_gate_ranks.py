@@ -1,4 +1,4 @@
-"""The admission gate of an engine with several data-parallel ranks: each has places and room of its own."""
+"""The admission gate of an engine with several data-parallel ranks: each rank has its own places and its own room."""
 
 import anyio
 import anyio.abc
@@ -22,13 +22,13 @@ async def test_first_request_and_its_session_use_the_emptiest_rank() -> None:
     large, small, third, fourth = sessions = [Session() for _ in range(4)]
     for session, tokens in ((large, 90), (small, 20), (third, 30), (fourth, 30)):
         await gate.enter(session, tokens)
-    assert ranks_of(sessions) == [0, 1, 1, 1], "90 are kept on one, and 80 on the other"
+    assert ranks_of(sessions) == [0, 1, 1, 1], "90 ids are kept on one rank, and 80 on the other"
     assert (gate.ranks, gate.inside, gate.kept, gate.live) == ((1, 3), 4, 170, 4)
 
     gate.leave(small, 20)
     gate.close(large)
     await gate.enter(small, 200)
-    assert ranks_of([small]) == [1], "though nothing is kept on the other one"
+    assert ranks_of([small]) == [1], "although nothing is kept on the other rank"
 
 
 @pytest.mark.anyio
@@ -43,7 +43,7 @@ async def test_late_request_waits_for_its_own_rank() -> None:
         await hall.arrive(1, other, tokens=50)
         assert ranks_of([bound, other]) == [0, 0]
         await hall.arrive(2, beside)
-        assert hall.inside == [1], "the other rank has a place, and nothing of it in its cache"
+        assert hall.inside == [1], "the other rank has a place, but its cache has nothing of the session"
         await hall.arrive(3, new)
         assert hall.inside == [1, 3]
         await hall.release(1)
@@ -67,7 +67,7 @@ async def test_sessions_of_one_episode_share_a_rank() -> None:
         await hall.release(1)
         assert hall.inside == [0, 2]
         await hall.release(0)
-        assert hall.inside == [2], "the rank that is free has nothing of the episode"
+        assert hall.inside == [2], "the free rank has nothing of the episode in its cache"
         for number in (2, 3, 4, 5):
             await hall.release(number)
         assert hall.entered == [0, 1, 2, 3, 4, 5]
@@ -99,7 +99,7 @@ async def test_room_is_each_ranks_own() -> None:
         for number, tokens in enumerate((70, 60)):
             await hall.arrive(number, Session(), tokens=tokens)
         await hall.arrive(2, Session(), tokens=50)
-        assert hall.inside == [0, 1], "there are 70 left in all, and nowhere 50"
+        assert hall.inside == [0, 1], "70 ids of room are left in all, but no rank has 50"
         await hall.cancel(2)
         await hall.arrive(3, Session(), tokens=40)
         assert hall.inside == [0, 1, 3]
@@ -129,7 +129,7 @@ async def _play_on_ranks(ranks: int, each: int, operations: list[tuple[str, int,
     gate = AdmissionGate(ranks * each, room=100 * ranks, ranks=ranks)
     sessions: list[Session] = []
     visits: dict[int, tuple[Session, int]] = {}
-    found: dict[int, int] = {}  # the rank of an episode, by what its sessions share
+    found: dict[int, int] = {}  # the rank of each episode, by its sessions' shared affinity
 
     async with anyio.create_task_group() as tasks:
         hall = Hall(gate, tasks)
@@ -137,7 +137,7 @@ async def _play_on_ranks(ranks: int, each: int, operations: list[tuple[str, int,
             busy = {id(session) for session, _ in visits.values()}
             idle = [session for session in sessions if id(session) not in busy and not session.closed]
             if operation == "arrive":
-                # One that was here, another one of its episode, or the first of a new one.
+                # An earlier session, another session of its episode, or the first session of a new episode.
                 if choice < len(idle):
                     session = idle[choice]
                 else:
@@ -187,5 +187,5 @@ def _assert_sound(
         session, tokens = first
         for rank in free if session.affinity.rank is None else free & {session.affinity.rank}:
             there = [other.tokens for other in sessions if other.affinity.rank == rank and not other.closed]
-            assert any(there), "nothing is kept there"
-            assert sum(there) + tokens > 100, "there is room for it"
+            assert any(there), "nothing is kept on the rank"
+            assert sum(there) + tokens > 100, "the rank has room for the request"

@@ -1,4 +1,4 @@
-"""Proofs of weights find planted faults, and refuse no right update."""
+"""Proofs of weights find planted faults, and accept every right update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_thirty_faults_are_planted() -> None:
 def test_update_with_a_planted_fault_is_ended_by_its_proof(
     fault: str, float32_engine: PooledEngine, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine gets weights with a fault, and the proof is of the right ones."""
+    """The engine gets weights with a fault, and a proof of the right weights."""
 
     async def main() -> None:
         engine, trainer = float32_engine, copy.deepcopy(hugging_face_model)
@@ -40,7 +40,8 @@ def test_update_with_a_planted_fault_is_ended_by_its_proof(
         runtime = engine.runtime
         assert runtime is not None
         with monkeypatch.context() as patch:
-            # As at its start, where `prove` measures the tolerance; other tests have updated this engine.
+            # As at the engine's start, when `prove` measures the tolerance: other tests have already updated this
+            # engine.
             patch.setattr(runtime, "versions", runtime.versions[-1:])
             await engine.prove(weight_proof(trainer, engine.tokenizer))
         right = stepped(old, 1)
@@ -48,7 +49,7 @@ def test_update_with_a_planted_fault_is_ended_by_its_proof(
         proof, wrong = weight_proof(trainer, engine.tokenizer), dict(right)
         faults(trainer.config)[fault](wrong, old)
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, "ended_by", EngineDead)  # other tests play on this engine afterwards
+            patch.setattr(runtime, "ended_by", EngineDead)  # later tests use this engine
             with pytest.raises(EngineDead, match=r"the proof of the weights .* does not hold"):
                 await engine.update_weights(wrong, proof=proof)
         assert engine.stats().state is EngineState.PAUSED, "no turn continues"
@@ -87,7 +88,7 @@ async def test_right_updates_in_bfloat16_raise_no_alarm(demo_model_folder: Path,
         await trial.start()
         proofs = trial.proofs(stepped(trial.first, 1))
         stale = await trial.after(faults(model.config)["every tensor is stale"], trial.first, proofs)
-        assert all(why for _, why in stale.values()), "weights that did not arrive at all are found"
+        assert all(why for _, why in stale.values()), "an update that did not arrive at all is found"
         assert set((await trial.false_alarms(20)).values()) == {0}
 
 

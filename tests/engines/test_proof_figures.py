@@ -73,7 +73,7 @@ class Update:
         self.proof = WeightProof(range(SCORE_COUNT + 1), old + self.change, **fields)
 
     def judged(self, seen: Any, engine_dtype: str = "bfloat16") -> tuple[float | None, str]:
-        """The share that arrived where the engine's scores moved by `seen`, and why the proof fails."""
+        """Return the share that arrived if the engine's scores changed by `seen`, and why the proof fails."""
         scores = (np.asarray(self.before.scores) + seen).tolist()
         figures = compare_scores(self.proof, scores, WIDE, self.before, engine_dtype=engine_dtype)
         assert figures.holds, "the difference by itself is within the noise"
@@ -90,7 +90,7 @@ def test_arrived_share_of_a_change_is_measured_below_the_noise(share: float) -> 
 
 @pytest.mark.parametrize("change", [0.01, 0.03, 0.1])
 def test_coarse_score_steps_are_not_judged_a_missing_change(change: float) -> None:
-    """Logits in bfloat16 between 16 and 32 are multiples of an eighth: most do not move for a small change."""
+    """Logits in bfloat16 between 16 and 32 are multiples of an eighth: most do not change for a small update."""
     update, step = Update(change, 0.02, dtype="float32", weights_dtype="bfloat16"), 0.125
     exact = np.random.default_rng(7).uniform(0, step, SCORE_COUNT)
     seen = (np.floor((exact + update.change) / step) - np.floor(exact / step)) * step
@@ -101,7 +101,7 @@ def test_coarse_score_steps_are_not_judged_a_missing_change(change: float) -> No
 
 @pytest.mark.parametrize(("size", "says"), [(0.5, False), (0.1, True)])
 def test_rerouted_experts_are_not_judged_a_missing_change(size: float, says: bool) -> None:
-    """A tenth of the ids of a mixture of experts differ by much, before and after."""
+    """In a mixture of experts, a tenth of the ids differ by much, before and after the update."""
     update = Update(0.05, 0.01, dtype="float32", weights_dtype="bfloat16")
     routed = np.where(np.random.default_rng(5).random(SCORE_COUNT) < 0.1, drawn(6, SCORE_COUNT, size), 0.0)
     arrived, why = update.judged(update.change + routed)
@@ -111,7 +111,7 @@ def test_rerouted_experts_are_not_judged_a_missing_change(size: float, says: boo
 
 
 def test_a_change_that_the_engine_rounds_away_is_not_missing() -> None:
-    """A small step of float32 weights leaves most of the engine's in bfloat16 as they were."""
+    """A small step of float32 weights leaves most of the engine's bfloat16 weights unchanged."""
     lost = drawn(4, SCORE_COUNT, 0.002)
     rounded_here = Update(0.02, 0.02, dtype="float32", weights_dtype="float32")
     assert rounded_here.judged(lost) == (None, "")
@@ -120,7 +120,7 @@ def test_a_change_that_the_engine_rounds_away_is_not_missing() -> None:
 
 
 def test_rounding_in_the_proof_itself_is_not_a_missing_change() -> None:
-    """Most of a bfloat16 trainer's change is its own rounding, which no engine shows."""
+    """Most of a bfloat16 trainer's change is its own rounding, which no engine reproduces."""
     update = Update(0.02, 0.02, dtype="bfloat16")
     assert update.judged(drawn(4, SCORE_COUNT, 0.002)) == (None, "")
     large = Update(0.05, 0.01, dtype="bfloat16")
@@ -161,7 +161,9 @@ def test_tolerance_is_that_of_the_coarser_type() -> None:
 
 @pytest.mark.anyio
 async def test_first_proof_may_differ_by_more_than_the_table() -> None:
-    """Some models round more (Apertus in float32: 0.0007 in the median); later proofs have it as their tolerance."""
+    """Some models round more (Apertus in float32: 0.0007 nats in the median). Their later proofs have it as their
+    tolerance.
+    """
     logprobs = [-2.0 - each / 100 for each in IDS[1:]]
     noisy = WeightProof(IDS, [each + 0.002 for each in logprobs], dtype="float32")
     wrong = WeightProof(IDS, [each + 0.01 for each in logprobs], dtype="float32")

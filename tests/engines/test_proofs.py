@@ -1,4 +1,4 @@
-"""Proofs of weights: an engine that computes other results than its trainer is found before any turn continues."""
+"""Proofs of weights: an engine whose results differ from its trainer's is found before any turn continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS = list(range(3, 43))
 
 
 class Model:
-    """Log-probabilities that a test moves, for a scripted engine and for its trainer."""
+    """Log-probabilities that a test can change, for a scripted engine and its trainer."""
 
     def __init__(self) -> None:
         self.offset = 0.0
@@ -170,13 +170,13 @@ async def test_a_proof_that_does_not_hold_ends_the_engine() -> None:
             await engine.update_weights("any", proof=wrong)
         assert not engine.is_alive()
         with pytest.raises(EngineDead, match=r"the proof of the weights '1' does not hold"):
-            await engine.update_weights("any", proof=model.proof())  # as one that waited for the first
-        assert engine.weight_version == "scripted", "nothing was sampled with the new ones"
+            await engine.update_weights("any", proof=model.proof())  # a request that waited for the first update
+        assert engine.weight_version == "scripted", "nothing was sampled with the new weights"
 
 
 @pytest.mark.parametrize("stale", [False, True])
 async def test_proof_covers_the_steps_in_which_turns_sample(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may compute sampled ids with copies of the weights that a prompt does not use."""
+    """An engine may compute sampled ids with copies of the weights that it does not use for a prompt."""
     model = Model()
     async with ScriptedEngine("Yes", scores=model) as engine:
 
@@ -215,7 +215,7 @@ async def test_weights_that_did_not_arrive_are_said_to_be_those_before() -> None
 async def test_scores_that_stay_under_a_held_proof_are_said(
     trainer: float, arrives: bool, moved: bool, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step of 0.02 nats is within the rounding, whether it arrives or not."""
+    """A step of 0.02 nats is below the rounding, whether it arrives or not."""
     model, offset = Model(), 0.0
     rounding = np.resize([0.02, -0.02], 39)
 
@@ -224,7 +224,7 @@ async def test_scores_that_stay_under_a_held_proof_are_said(
 
     async with ScriptedEngine("Yes", scores=model) as engine:
         await engine.prove(proof())
-        for share in (1.0, 0.5):  # the first follows `prove`, the second a proven update
+        for share in (1.0, 0.5):  # the first update follows `prove`, the second a proven update
             offset += share * trainer
             model.offset = offset if arrives else 0.0
             caplog.clear()
@@ -303,7 +303,7 @@ async def test_tolerance_of_the_first_proof_is_of_its_ids_alone() -> None:
         far = WeightProof(other, [each + 0.05 for each in model(other)], dtype="bfloat16")
         held = await engine.update_weights("any", proof=far)
         assert held.proof is not None
-        assert held.proof.tolerance.median == 0.08, "rounding on other ids is unknown"
+        assert held.proof.tolerance.median == 0.08, "the rounding on other ids is unknown"
         close = WeightProof(IDS, [each + 0.05 for each in model(IDS)], dtype="bfloat16")
         with pytest.raises(EngineDead, match=r"median difference 0\.05 nats \(at most 0\.0001\)"):
             await engine.update_weights("any", proof=close)
@@ -447,7 +447,7 @@ def test_a_turn_that_is_left_while_a_proof_is_scored_leaves_nothing(
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.asyncio_alone
-@pytest.mark.whole  # the end of an engine by a failed load is played in test_control.py
+@pytest.mark.whole  # test_control.py covers an engine's end after a failed load
 async def test_update_that_dies_between_two_tensors_ends_the_engine(
     small_model_folder: Path, hugging_face_model: Any
 ) -> None:
@@ -485,7 +485,7 @@ def test_proof_in_another_number_type_has_its_tolerance(float32_engine: PooledEn
         update = await engine.update_weights(trainer.state_dict(), proof=coarse)
         assert update.proof is not None
         assert update.proof.tolerance == tolerance_of(coarse, "bfloat16", None)
-        assert update.proof.median > 5e-4, "the same figures in float32 would be a fault"
+        assert update.proof.median > 5e-4, "the same figures would be a fault in float32"
         with pytest.raises(BadWeights, match=r"prove\(\): the engine's log-probabilities differ from the trainer's"):
             await engine.prove(replace(coarse, dtype="float32", weights_dtype="float32"))
 

@@ -1,4 +1,4 @@
-"""`engine.score`: log-probabilities of given ids, by every engine that can, equal to those of sampling."""
+"""`engine.score`: log-probabilities of given ids, with every engine that supports it, equal to those of sampling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = "The capital of France is"
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-TOLERANCE_NATS = 1e-4  # between a prompt in one pass and steps of one id, in float32
+TOLERANCE_NATS = 1e-4  # float32: a prompt in one pass compared with steps of one id
 
 SAMPLINGS = {
     "temperature": Sampling(temperature=0.7),
@@ -48,7 +48,7 @@ CONSTRAINTS = {
 async def sampled(
     engine: Engine, sampling: Sampling, constraint: Constraint | None = None, seed: int = 3
 ) -> tuple[list[int], list[int], list[float]]:
-    """A prompt, the ids of a turn and their log-probabilities."""
+    """Return a prompt, and the ids of a turn with their log-probabilities."""
     prompt = engine.tokenizer.encode(PROMPT)
     how = replace(sampling.over(Sampling.defaults()), max_tokens=24)
     wanted = GenerationRequest(name="a/main/0", prompt=prompt, sampling=how, constraint=constraint, seed=seed)
@@ -83,7 +83,7 @@ def test_scores_as_sampled_include_the_sampling(name: str, float32_engine: Poole
         scores = await float32_engine.score([*prompt, *ids], start=len(prompt), sampling=how)
         assert scores == pytest.approx(logprobs, abs=TOLERANCE_NATS)
         plain = await float32_engine.score([*prompt, *ids], start=len(prompt))
-        assert name == "greedy" or plain != pytest.approx(logprobs, abs=0.05), "the sampling matters"
+        assert name == "greedy" or plain != pytest.approx(logprobs, abs=0.05), "the sampling changes the scores"
 
     float32_engine.home.call(main)
 
@@ -134,7 +134,7 @@ def test_many_sequences_are_scored_beside_turns_and_leave_nothing(float32_engine
             assert len(together[number]) == len(texts[number]) - 1
             if number % 5 != 4:
                 assert together[number] == pytest.approx(scores, abs=TOLERANCE_NATS)
-        await float32_engine.inner.idle()  # type: ignore[attr-defined]  # of the engine at home
+        await float32_engine.inner.idle()  # type: ignore[attr-defined]  # a method of the real engine
         assert float32_engine.stats().open == 0
 
     float32_engine.home.call(main)
@@ -161,7 +161,7 @@ def test_scores_with_an_adapter_are_those_of_sampling_with_it(
             for adapter in ("poet", None):
                 group.start_soon(score, adapter)
         assert found["poet"] == pytest.approx(logprobs, abs=TOLERANCE_NATS)
-        assert found[None] != pytest.approx(logprobs, abs=0.05), "the adapter matters"
+        assert found[None] != pytest.approx(logprobs, abs=0.05), "the adapter changes the scores"
         assert await float32_engine.score(
             given, start=len(prompt), sampling=Sampling(adapter="poet", temperature=1.0)
         ) == pytest.approx(logprobs, abs=TOLERANCE_NATS)
@@ -176,7 +176,7 @@ def test_a_cancelled_score_leaves_nothing(float32_engine: PooledEngine) -> None:
         ids = float32_engine.tokenizer.encode(PROMPT * 40)
         with anyio.move_on_after(0.01):
             await float32_engine.score(ids)
-        await float32_engine.inner.idle()  # type: ignore[attr-defined]  # of the engine at home
+        await float32_engine.inner.idle()  # type: ignore[attr-defined]  # a method of the real engine
         assert float32_engine.stats().open == 0
         assert len(await float32_engine.score(ids)) == len(ids) - 1
 
@@ -187,7 +187,7 @@ def test_a_cancelled_score_leaves_nothing(float32_engine: PooledEngine) -> None:
 @pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("end", ["cancelled", "cut"])
 def test_scores_in_flight_survive_what_ends_requests(end: str, float32_engine: PooledEngine) -> None:
-    """A caller that leaves, or a pause that cuts requests, reaches a request before its scores are computed."""
+    """A cancelled caller, or a pause that cuts requests, ends a request before its scores are computed."""
 
     async def main() -> None:
         texts = [float32_engine.tokenizer.encode(f"{number} {PROMPT}" * 40)[:160] for number in range(8)]
@@ -205,7 +205,7 @@ def test_scores_in_flight_survive_what_ends_requests(end: str, float32_engine: P
         async with anyio.create_task_group() as group:
             for number in range(len(texts) + 1):
                 group.start_soon(score, number)
-            while not found:  # noqa: ASYNC110  # the first scores are there, and others are in flight
+            while not found:  # noqa: ASYNC110  # until the first scores are computed and others are in flight
                 await anyio.sleep(0.001)
             if end == "cancelled":
                 group.cancel_scope.cancel()
@@ -272,7 +272,7 @@ async def test_scripted_scores_are_stable_and_use_no_reply() -> None:
     async with ScriptedEngine(["one", "two"]) as engine:
         first = await engine.score([1, 2, 3, 2, 3])
         assert first == await engine.score([1, 2, 3, 2, 3])
-        assert first[1] == first[3] < 0, "drawn for each pair of ids"
+        assert first[1] == first[3] < 0, "drawn for each pair of adjacent ids"
         assert await engine.score([1, 2, 3, 2, 3], start=3) == first[2:]
         _, ids, _ = await sampled(engine, Sampling())
         assert engine.tokenizer.decode(ids).startswith("one")

@@ -1,4 +1,4 @@
-"""Sampling masks and routed experts of every engine: in deltas, in turns, over servers, and refused by name."""
+"""Sampling masks and routed experts of every engine: in deltas, in turns, from servers, and refused by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def experts_of(deltas: Sequence[Delta]) -> list[RoutedExperts]:
 
 
 def assert_covered(trajectory: Trajectory) -> None:
-    """Each turn has a mask for each id with the id in it, and the experts of a segment cover all ids but the last."""
+    """Assert that each id has a mask that contains it, and that a segment's experts cover all ids but the last."""
     for turn in trajectory.turns:
         assert turn.sampling_masks is not None
         assert len(turn.sampling_masks) == len(turn.token_ids)

@@ -1,4 +1,4 @@
-"""The bytes of tensors: exact, without a copy where none is needed, and by no call that lets other threads run."""
+"""The bytes of tensors: exact, copied only if necessary, and read without a call that releases the GIL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expected(tensor: Any) -> bytes:
 
 
 class Operations(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]  # torch may be missing, and is Any here
-    """Records every operation of torch; each of them releases the GIL."""
+    """Records every operation of torch, since each of them releases the GIL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Operations(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignor
 
 
 class Own(torch.Tensor):  # type: ignore[misc]  # as above
-    """A class of its own, as libraries of quantized tensors have them."""
+    """A tensor subclass, as in libraries of quantized tensors."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,16 +77,16 @@ def test_matching_layout_is_a_view_that_outlives_the_tensor(kind: Any) -> None:
     del tensor
     gc.collect()
     others = [torch.zeros(64) for _ in range(100)]
-    assert bytes(found) == wanted, f"{len(others)} others took its memory"
+    assert bytes(found) == wanted, f"{len(others)} other tensors took its memory"
 
 
 def test_view_keeps_the_memory_when_the_tensor_gets_another() -> None:
     parameter = torch.nn.Parameter(torch.arange(1000.0))
     found, wanted = bytes_of(parameter), expected(parameter.detach())
-    parameter.data = torch.empty(0)  # as trainers do that take weights off a device
+    parameter.data = torch.empty(0)  # as trainers do to free a device's memory
     gc.collect()
     others = [torch.zeros(1000) for _ in range(100)]
-    assert bytes(found) == wanted, f"{len(others)} others took its memory"
+    assert bytes(found) == wanted, f"{len(others)} other tensors took its memory"
 
 
 @pytest.mark.parametrize("order", ["<", ">"])

@@ -1,4 +1,4 @@
-"""Weights that are brought to an engine step by step, without a trainer."""
+"""Weights that are sent to an engine step by step, without a trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START, LOAD, FINISH = TransferStep
 
 
 class Diary:
-    """Receives weights by writing down what it was asked for."""
+    """Receiver of weights that records its calls."""
 
     def __init__(self, fails_at: object = None) -> None:
         self.steps: list[tuple[TransferStep, Any]] = []

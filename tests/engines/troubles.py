@@ -10,18 +10,18 @@ from aiohttp import web
 __all__ = ["Trouble", "hangs_up", "hangs_up_after_the_head", "hangs_up_in_a_line", "never_begins"]
 
 Trouble = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
-"""Fault before the answer; None for no fault."""
+"""Fault before the answer. It returns None to continue with the answer."""
 
 
 async def hangs_up(request: web.Request) -> web.StreamResponse:
-    """Closes the connection without a word."""
+    """Close the connection without an answer."""
     assert request.transport is not None
     request.transport.close()
     return web.Response()
 
 
 async def hangs_up_after_the_head(request: web.Request) -> web.StreamResponse:
-    """Closes the connection where the answer would begin."""
+    """Close the connection after the head of the answer."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     response.enable_chunked_encoding()
     await response.prepare(request)
@@ -31,7 +31,7 @@ async def hangs_up_after_the_head(request: web.Request) -> web.StreamResponse:
 
 
 async def hangs_up_in_a_line(request: web.Request) -> web.StreamResponse:
-    """Closes the connection in the middle of the first event."""
+    """Close the connection in the middle of the first event."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     response.enable_chunked_encoding()
     await response.prepare(request)
@@ -42,6 +42,6 @@ async def hangs_up_in_a_line(request: web.Request) -> web.StreamResponse:
 
 
 async def never_begins(_: web.Request) -> web.StreamResponse:
-    """Keeps the connection, and answers nothing."""
+    """Keep the connection open, and send nothing."""
     await anyio.sleep_forever()
     raise AssertionError("it woke up")

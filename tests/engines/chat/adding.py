@@ -14,7 +14,7 @@ __all__ = ["Adding", "adds", "all_agents", "played"]
 
 
 class Adding(Environment):
-    """A sum, with a tool for it."""
+    """Environment with a sum, and a tool for it."""
 
     system_prompt = "Use the tool."
 
@@ -32,7 +32,7 @@ class Adding(Environment):
 
 
 def adds(body: dict[str, Any]) -> Says:
-    """Calls the tool, and then says what came of it."""
+    """Answer a request with a tool call, and then with the tool's result."""
     last = body["messages"][-1]
     if last["role"] == "tool":
         return Says(f"It is {last['content']}.", reasoning="Easy.")
@@ -48,7 +48,7 @@ async def played(environment: Any, engine: Any, **options: Any) -> list[Trajecto
 
 
 async def all_agents(file: Path, environment: Any, engine: Any, **options: Any) -> list[Trajectory]:
-    """Texts of all agents of a run, also of untrained ones."""
+    """Return the texts of all agents of a run, including untrained ones."""
     await played(environment, engine, file=file, **options)
     with RunFile(file) as run_file:
         return [run_file.trajectory(row) for row in run_file.rows(trained=None)]

@@ -1,7 +1,7 @@
-"""A stand-in for APIs of messages: Chat Completions over HTTP on this machine, as servers stream them and fail.
+"""A stand-in for APIs of messages: Chat Completions over HTTP on this machine, with the streams and faults of servers.
 
-Its chunks are those of OpenAI's documentation; a test beside it holds it to the types of OpenAI's own client. It stands
-for the wire alone: what it says is the test's.
+Its chunks are the chunks in OpenAI's documentation, and a test compares them with the types of OpenAI's own client. It
+imitates only the wire format: the test sets the text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUICK = RetryPolicy(attempts=4, first_seconds=0.001, longest_seconds=0.01)
 
 @dataclass(frozen=True)
 class Says:
-    """Answer to one request."""
+    """The answer to one request."""
 
     text: str = ""
     reasoning: str = ""
@@ -41,25 +41,25 @@ class Says:
     usage: dict[str, Any] | None = field(default_factory=lambda: {"prompt_tokens": 7, "completion_tokens": 3})
     reasoning_field: str = "reasoning_content"
     cut_after: int | None = None
-    """Chunks after which the connection breaks off."""
+    """Number of chunks after which the connection is closed."""
     hold_after: int | None = None
-    """Chunks after which nothing more comes until `Api.released` is set."""
+    """Number of chunks after which the stream pauses until `Api.released` is set."""
     garbage_after: int | None = None
-    """Chunks after which a line comes that is not a chunk."""
+    """Number of chunks after which a line that is not a chunk is sent."""
     error_after: int | None = None
-    """Chunks after which the server says that it failed."""
+    """Number of chunks after which the server reports an error."""
     error: dict[str, Any] = field(default_factory=lambda: {"message": "it broke", "type": "server_error", "code": 500})
     chunked: int = 4
-    """Letters of a chunk."""
+    """Letters in a chunk."""
 
 
 @dataclass
 class Api:
-    """A server, and what it was asked."""
+    """A server, and the requests that it received."""
 
     says: Callable[[dict[str, Any]], Says]
     troubles: list[Trouble] = field(default_factory=list)
-    """They come one a request, in their order."""
+    """Faults, one for each request, in order."""
     key: str | None = None
     model: str = "model-2026-01-01"
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -68,11 +68,11 @@ class Api:
     """Requests that are being answered."""
     most_open: int = 0
     models_status: int = 404
-    """Status of the answer to a request for the list of models."""
+    """Status of the response to a request for the list of models."""
     url: str = ""
     released: anyio.Event = field(default_factory=anyio.Event)
     begun: anyio.Event = field(default_factory=anyio.Event)
-    """Set when an answer holds."""
+    """Set when an answer pauses."""
 
     async def models(self, _: web.Request) -> web.StreamResponse:
         return web.json_response(error("no list of models"), status=self.models_status)
@@ -114,7 +114,7 @@ class Api:
         return response
 
     def chunks(self, said: Says, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answer as chunks."""
+        """Return the answer as chunks."""
         base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": self.model}
         base["system_fingerprint"] = "fp_1"
 
@@ -148,7 +148,7 @@ def error(message: str, code: str | None = None, kind: str = "invalid_request_er
 
 
 def refuses(status: int, message: str = "no", code: str | None = None, **headers: str) -> Trouble:
-    """Answers one request with an error."""
+    """Return a fault that answers one request with an error."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
 
     async def trouble(_: web.Request) -> web.StreamResponse:
@@ -159,7 +159,7 @@ def refuses(status: int, message: str = "no", code: str | None = None, **headers
 
 @asynccontextmanager
 async def serving(says: str | Says | Callable[[dict[str, Any]], Says], **settings: Any) -> AsyncIterator[Api]:
-    """An API that says this to every request, or what a function makes of its body."""
+    """Serve an API that answers every request with this, or with the result of a function of its body."""
     said = Says(says) if isinstance(says, str) else says
     api = Api((lambda _: said) if isinstance(said, Says) else said, **settings)
     app = web.Application()
@@ -179,7 +179,7 @@ async def serving(says: str | Says | Callable[[dict[str, Any]], Says], **setting
 
 
 def asking(api: Api, **options: Any) -> ChatEngine:
-    """An engine that asks the API, and is quick to ask again."""
+    """Return an engine that uses the API, with short waits before retries."""
     return ChatEngine("model", **{"base_url": api.url, "retries": QUICK, "api_key": api.key, **options})
 
 
@@ -187,13 +187,13 @@ def asking(api: Api, **options: Any) -> ChatEngine:
 async def asked(
     says: str | Says | Callable[[dict[str, Any]], Says], *, engine: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Api, ChatEngine]]:
-    """An API, and an engine that asks it; `engine` are further arguments of that."""
+    """Yield an API and an engine that uses it; `engine` are further arguments of the engine."""
     async with serving(says, **settings) as api, asking(api, **(engine or {})) as chat:
         yield api, chat
 
 
 def wanted(**options: Any) -> MessageRequest:
-    """A request for a turn: options that are not fields of a request are fields of its sampling."""
+    """Return a request for a turn. Options that are not fields of a request are fields of its sampling."""
     own = {name: options.pop(name) for name in ("messages", "tools", "tool_choice", "seed") if name in options}
     messages: Any = [{"role": "user", "content": "Hello?"}]
     sampling = Sampling(**options).over(Sampling.defaults())
@@ -201,7 +201,7 @@ def wanted(**options: Any) -> MessageRequest:
 
 
 async def hear(engine: ChatEngine, request: MessageRequest | None = None) -> tuple[list[MessagePiece], MessageStream]:
-    """The pieces of a turn, and its stream."""
+    """Return the pieces of a turn, and its stream."""
     async with engine.stream(request or wanted()) as stream:
         pieces = [piece async for piece in stream]
     return pieces, stream

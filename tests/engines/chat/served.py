@@ -1,4 +1,4 @@
-"""Our own endpoint as a chat API: a run with a scripted engine serves it while the test asks it."""
+"""Our own endpoint as a chat API: a run with a scripted engine serves it while the test sends requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["asking_endpoint", "endpoint_of"]
 
 @asynccontextmanager
 async def endpoint_of(says: Any, served: list[Trajectory] | None = None, **settings: Any) -> AsyncIterator[Endpoint]:
-    """An endpoint where this is said; what was said there is in `served` afterwards."""
+    """Yield an endpoint with these replies. Its trajectories are in `served` afterwards."""
     ready, over = anyio.Event(), anyio.Event()
     endpoints: list[Endpoint] = []
 

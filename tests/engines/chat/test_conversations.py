@@ -1,4 +1,4 @@
-"""Conversations with a chat API: what is sent, received and recorded."""
+"""Conversations with a chat API: sent requests, received answers, and records."""
 
 from __future__ import annotations
 

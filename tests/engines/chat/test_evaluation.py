@@ -1,4 +1,4 @@
-"""Runs whose agents speak by an API of messages: to evaluate it, to judge, to play a user; never to train."""
+"""Runs whose agents use an API of messages: to evaluate it, to judge, or to play a user, but never to train."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_our_own_endpoint_can_be_evaluated_by_a_second_run() -> None:
     asked, answered = trajectory.turns
     assert [each.arguments for each in asked.tool_calls] == [{"a": 0, "b": 1}]
     assert (answered.text, answered.reasoning) == ("It is 1.", "Easy.")
-    # By its own count, which is that of the ids that were sampled there.
+    # The server's own count is the number of ids that it sampled.
     (there,) = [each for each in served if each.turns]
     assert [turn.tokens for turn in trajectory.turns] == [turn.tokens for turn in there.turns]
     assert [turn.usage and turn.usage.prompt_tokens for turn in trajectory.turns] == [
@@ -94,7 +94,7 @@ async def test_every_turn_has_a_seed_of_its_own_unless_seeds_are_left_out() -> N
         assert third.turns[0].seed is None
 
 
-# --- what counts for whom
+# --- token counts and limits
 
 
 async def test_run_sampling_and_limits_apply_to_the_evaluated_model() -> None:

@@ -1,4 +1,4 @@
-"""Faults of a chat API and its connection: each ends a turn, an episode or a run as it should."""
+"""Faults of a chat API and its connection: each ends a turn, an episode or a run, as documented."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def ends_at_once(request: web.Request) -> web.StreamResponse:
 
 
 async def played(api: Api, environment: Any = Plain, *, tasks: Any = None, engine: Any = None, **options: Any) -> Any:
-    """The trajectories of a run, the error that it ended with, and the run."""
+    """Return the trajectories of a run, the error that ended it, and the run."""
     run = Run(environment, engine or asking(api), tasks=tasks, **{"retries": 0, **options})
     got: list[Any] = []
     try:
@@ -74,7 +74,7 @@ async def played(api: Api, environment: Any = Plain, *, tasks: Any = None, engin
     return got, None, run
 
 
-# --- sent again
+# --- retries
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ async def test_a_server_that_says_so_is_not_asked_again() -> None:
         with pytest.raises(EngineError):
             await hear(engine)
         assert len(api.bodies) == 1
-        await hear(engine)  # and other requests are answered
+        await hear(engine)  # other requests are still answered
 
 
 async def test_a_retry_after_longer_than_the_policy_takes_fails_at_once() -> None:
@@ -163,7 +163,7 @@ async def test_a_retry_after_longer_than_the_policy_takes_fails_at_once() -> Non
         assert len(api.bodies) == 1
 
 
-# --- what ends a run
+# --- faults that end a run
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ async def test_a_bad_request_after_good_ones_is_that_episode_s_alone() -> None:
             await hear(engine)
 
 
-# --- what does not fit
+# --- requests that do not fit
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ async def test_filtered_prompt_is_an_empty_turn() -> None:
     assert run.summary.finishes == {"content_filter": 1}
 
 
-# --- silence and leaving
+# --- silence and disconnects
 
 
 async def test_silent_server_fails_the_turn_and_keeps_its_text() -> None:
@@ -283,7 +283,7 @@ async def test_a_turn_that_is_cut_keeps_what_was_said_and_ends_its_request() -> 
     async with serving(Says("A long answer", hold_after=3)) as api:
         (trajectory,), _, _ = await played(api, limits=Limits(seconds=0.5))
         with anyio.fail_after(WATCHDOG_SECONDS):
-            while api.open:  # noqa: ASYNC110  # the server sees only that the connection closes
+            while api.open:  # noqa: ASYNC110  # the server only detects the closed connection
                 await anyio.sleep(0.005)
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
     assert [(turn.text, turn.finish) for turn in trajectory.turns] == [("A long a", FinishReason.ABORT)]
@@ -316,7 +316,7 @@ async def test_the_key_is_in_no_file_no_log_and_no_error(tmp_path: Path, caplog:
         wrong = asking(api, api_key=f"{KEY}-wrong")
         _, failure, _ = await played(api, engine=wrong, file=tmp_path / "other.db")
     assert "401" in str(failure)
-    assert "***" in str(failure)  # the server has repeated what it was sent
+    assert "***" in str(failure)  # the server's answer repeats the key that it received
     kept = b"".join(path.read_bytes() for path in (file, tmp_path / "other.db") if path.exists())
     for secret in (KEY, "proxy-secret-1"):
         assert secret.encode() not in kept
@@ -371,7 +371,7 @@ def test_the_key_that_was_typed_is_not_in_the_log(tmp_path: Path) -> None:
 async def test_health_of_a_server_that_is_down_raises_engine_dead() -> None:
     async with serving("Hello.") as api:
         engine = await asking(api).__aenter__()
-        await engine.health()  # this server has no list of models: its refusal is an answer too
+        await engine.health()  # the server has no list of models, but its refusal is also an answer
     try:
         with anyio.fail_after(WATCHDOG_SECONDS), pytest.raises(EngineDead, match=rf"The server at {api.url} is gone: "):
             await engine.health()

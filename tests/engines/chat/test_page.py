@@ -1,4 +1,4 @@
-"""The page on models of an API describes what the code does."""
+"""The page on models of an API agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adaptive limit: how many requests a chat API receives at once, and which clocks are paused in the queue."""
+"""The adaptive limit: the number of simultaneous requests to a chat API, and paused clocks in the queue."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests.playing import Plain, assert_nothing_open, tasks
 
 @dataclass
 class Standing:
-    """Stands for a server and the way to it, without any network: time can then be virtual."""
+    """Stand-in for a server and the network, without any network, so that time can be virtual."""
 
     at_once: int = 1000
-    """Requests that it takes at once; it says 429 to the others."""
+    """Number of requests that it accepts at once. Further requests get status 429."""
     retry_after: float | None = None
     thinks: float = 1.0
-    """Seconds until it begins to answer."""
+    """Seconds until an answer begins."""
     failures: deque[HttpFailure] = field(default_factory=deque)
-    """They come one a request, in their order."""
+    """Failures, one for each request, in order."""
     sent: list[float] = field(default_factory=list)
-    """Time of the request."""
+    """Times of the requests, in seconds."""
     open: int = 0
     most_open: int = 0
     url: str = "http://standing/v1"
@@ -105,7 +105,7 @@ def standing(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Stand
             pass
 
         async def probe(self) -> None:
-            """Answer a health check: this server is always there."""
+            """Answer a health check: this server is always available."""
 
         async def open(self, body: Mapping[str, Any]) -> Answer:
             return await server.open_one()
@@ -115,7 +115,7 @@ def standing(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Stand
 
 
 def played(engine: ChatEngine, count: int, **options: Any) -> tuple[list[Any], Run, float]:
-    """The trajectories of a run in virtual time, the run, and how long it took."""
+    """Return the trajectories of a run in virtual time, the run, and its duration in seconds."""
     clock = VirtualClock()
 
     async def play() -> tuple[list[Any], Run, float]:
@@ -149,7 +149,7 @@ def test_the_limit_is_halved_once_for_all_that_were_sent_under_it() -> None:
         assert (limits.limit, gate.places, limits.throttled) == (8, 8, 16)
         for _ in range(5):
             limits.overloaded(await limits.until_open(), 0.0)
-        assert limits.limit == 1  # and never less
+        assert limits.limit == 1  # the limit is never less
 
     in_trio(test)
 
@@ -178,7 +178,7 @@ def test_overloaded_server_is_not_asked_before_its_wait_is_over() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(limits.until_open)
             await anyio.sleep(50)
-            limits.overloaded(0, 90.0)  # of a request that was sent before: it says more than was known
+            limits.overloaded(0, 90.0)  # for a request that was sent before; it names a longer wait than the last one
         assert anyio.current_time() == pytest.approx(140.0)
 
     in_trio(test)
@@ -342,4 +342,4 @@ def test_turn_cancelled_at_any_point_leaves_nothing_open(monkeypatch: pytest.Mon
             return await cancel_everywhere(scenario, check=check)
 
     with standing(monkeypatch) as server:
-        assert in_trio(test) >= 3  # while it asks, waits to retry, and reads
+        assert in_trio(test) >= 3  # each before the first id, in a retry wait, and during reading

@@ -1,4 +1,4 @@
-"""A real OpenAI server of vLLM's as the API, with its own template and parser: evaluated, judging and streaming."""
+"""vLLM's OpenAI server as the API, with its own template and parser: evaluation, judging and streaming."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    """A server of the demo model that reads the calls which its template shows."""
+    """A server of the demo model whose parser reads the calls of the model's template."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     arguments = ["--served-model-name", NAME, "--chat-template", str(ROOT / "templates" / "pythonic.jinja")]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic", "--api-key", "sk-here"]
@@ -59,7 +59,7 @@ def asking(server: ModelServer, **options: Any) -> ChatEngine:
 
 async def test_run_against_a_real_server_is_resumed_and_stored(server: ModelServer, tmp_path: Path) -> None:
     file, two = tmp_path / "run.db", Concurrency(episodes=2)
-    questions = sweeps.times(4, 3)  # one that is over, and two that were begun
+    questions = sweeps.times(4, 3)  # one finished episode, and two that were begun
     options: Any = {"sampling": COUNTED, "concurrency": two, "limits": Limits(turns=sweeps.times(4, 2))}
     async with Run(Calculator(questions=questions), asking(server), file=file, **options) as run:
         first = await anext(run)
@@ -95,7 +95,7 @@ async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
         )
         return [(each.id, each.reward, [said(turn) for turn in each.turns]) for each in played]
 
-    def said(turn: Turn) -> Any:  # the ids of calls are random on each request
+    def said(turn: Turn) -> Any:  # the ids of calls are random in each request
         return turn.text, [(made.name, made.arguments) for made in turn.tool_calls], turn.finish
 
     assert await once() == await once()

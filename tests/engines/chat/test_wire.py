@@ -50,7 +50,7 @@ def text_of(pieces: list[MessagePiece]) -> tuple[str, str, list[ToolCall]]:
     return text, reasoning, [each for each in pieces if isinstance(each, ToolCall)]
 
 
-# --- what is sent
+# --- requests
 
 
 def test_request_has_exactly_the_requested_sampling() -> None:
@@ -144,7 +144,7 @@ def test_unsupported_sampling_is_refused_by_name(sampling: Sampling) -> None:
     name = next(iter(sampling.given()))
     with pytest.raises(BadOption, match=rf"Sampling\({name}="):
         check_sampling(sampling.over(Sampling.defaults()))
-    # That the way out which the message names is one: off again for a conversation of its own.
+    # The fix in the message works: the field is switched off for a single conversation.
     off = Sampling(**{name: getattr(Sampling.defaults(), name)})
     check_sampling(off.over(sampling).over(Sampling.defaults()))
 
@@ -172,7 +172,7 @@ def test_invalid_engine_option_is_refused_by_its_name() -> None:
     assert "hunter22" not in str(refused.value)
 
 
-# --- what is read
+# --- answers
 
 
 def test_the_stand_in_streams_what_openai_s_own_types_say() -> None:

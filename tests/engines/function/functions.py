@@ -1,4 +1,4 @@
-"""Functions of token ids for tests, each of which asks an engine of ours."""
+"""Functions of token ids for tests, each of which uses an engine of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EngineFunctions", "engine_over", "output_of"]
 
 
 def output_of(delta: Delta, version: str) -> TokenOutput:
-    """Output of an engine of ours as a function's output."""
+    """Convert the output of an engine of ours to the output of a function."""
     top = None
     if delta.top is not None:
         rows = zip(delta.top.id_rows().tolist(), delta.top.logprob_rows().tolist(), strict=True)
@@ -24,7 +24,7 @@ def output_of(delta: Delta, version: str) -> TokenOutput:
 
 
 class EngineFunctions:
-    """Functions that ask an engine of ours."""
+    """Functions that use an engine of ours."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
@@ -51,7 +51,7 @@ class EngineFunctions:
 def engine_over(
     inner: Engine, *, streamed: bool = True, function: TokenFunction | None = None, **settings: Any
 ) -> TokenEngine:
-    """A token engine over an engine of ours that runs, by a function that asks it."""
+    """Return a token engine whose function uses a running engine of ours."""
     functions = EngineFunctions(inner)
     settings = {"context": inner.context, "places": inner.places, "takes": TokenFeature, **settings}
     return TokenEngine(

@@ -1,4 +1,4 @@
-"""The token engine: the same trajectories as of the engine that its function asks, and refusals before a turn."""
+"""The token engine: the same trajectories as with the engine that its function uses, and refusals before a turn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ both_backends = pytest.mark.both_backends
 
 
 class Adder(Environment):
-    """Two turns: a call, and an answer."""
+    """Environment with two turns: a call, and an answer."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt=f"What is {number} + 25?") for number in range(4)]
@@ -66,7 +66,7 @@ async def play(engine: Engine, **options: Any) -> list[Trajectory]:
 
 
 def samples_of(trajectories: list[Trajectory]) -> list[Any]:
-    """Sampled ids with their probabilities, and the outcome."""
+    """Sampled ids with their log-probabilities, and the outcome."""
     return [
         (each.outcome, [(s.log.ids, s.log.mask(), str(s.log.logprobs)) for s in each.segments], each.reward)
         for each in trajectories
@@ -82,7 +82,7 @@ def over(generate: Any, **settings: Any) -> TokenEngine:
     return TokenEngine(generate, **{"tokenizer": ByteTokenizer(), "template": "hermes", "context": 2000, **settings})
 
 
-# --- what it plays
+# --- trajectories
 
 
 @both_backends
@@ -327,7 +327,7 @@ async def test_leaving_the_engine_cancels_a_call_until_it_ends(monkeypatch: pyte
     assert cancelled == [1, 1, 1]
 
 
-# --- what it refuses, and when
+# --- refusals
 
 
 CANNOT = {

@@ -23,7 +23,7 @@ FIRST = [-0.5, -0.25]
 
 
 def says(*outputs: Any, streamed: bool = True) -> TokenEngine:
-    """An engine whose function returns these outputs."""
+    """Return an engine whose function returns these outputs."""
 
     async def stream(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
         for output in outputs:
@@ -50,7 +50,8 @@ def stop(ids: list[int], logprobs: Any = None, **fields: Any) -> TokenOutput:
 WRONG = {
     "no answer": (None, "gave None: give a TokenOutput"),
     "another answer": ([72, STOP], "gave a list: give a TokenOutput"),
-    "ids are None": (TokenOutput(None, [], "length"), "gave None for token_ids"),  # type: ignore[arg-type]  # so it is
+    # wrong on purpose
+    "ids are None": (TokenOutput(None, [], "length"), "gave None for token_ids"),  # type: ignore[arg-type]
     "ids are text": (TokenOutput("Hi", [], "length"), "gave 'Hi' for token_ids: give whole numbers"),  # type: ignore[arg-type]
     "an id past the vocabulary": (stop([9999]), r"gave the id 9999: the model's ids are 0 to \d+"),
     "an id below 0": (stop([-1]), "gave the id -1"),
@@ -83,7 +84,7 @@ async def test_invalid_output_names_the_turn_and_the_field(output: Any, message:
 
 
 async def test_turn_that_fills_the_context_has_finish_length() -> None:
-    room = 98  # of 100, after a prompt of two ids
+    room = 98  # the context is 100, and the prompt has two ids
     (delta,) = await ask(says(TokenOutput([72] * room, [-0.5] * room, "length")), request(max_tokens=1000))
     assert delta.finish is not None
     assert delta.finish.reason is FinishReason.LENGTH

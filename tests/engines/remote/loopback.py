@@ -1,7 +1,7 @@
-"""A stand-in for model servers: a scripted engine over HTTP on this machine, which answers as vLLM and SGLang do.
+"""A stand-in for model servers: a scripted engine over HTTP on this machine, with the answers of vLLM and SGLang.
 
-Its fields are those of vLLM 0.32's endpoints (tests beside it compare them) and of SGLang 0.5.23's source (see
-tests/interop/test_trainer_wheels.py). It imitates only the wire format: the script is what it samples.
+Its fields are the fields of vLLM 0.32's endpoints (tests next to it compare them) and of SGLang 0.5.23's source (see
+tests/interop/test_trainer_wheels.py). It imitates only the wire format: the script sets the sampled text.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ class Loopback:
     name: str = "scripted"
     adapters: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    """Further models."""
+    """Further models that it serves."""
     troubles: list[Trouble] = field(default_factory=list)
     key: str | None = None
     raw: bool = False
     """True if its log-probabilities are the model's own."""
     developed: bool = True
-    """True if it has control calls (vLLM's development mode)."""
+    """True if it has control calls, like vLLM in development mode."""
     incremental: bool = False
-    """True if SGLang sends only new ids."""
+    """True if SGLang's chunks contain only new ids."""
     cut_after: int | None = None
-    """Ids after which the connection of every request breaks off."""
+    """Number of ids after which every connection is closed."""
     tokenize: Callable[[str], list[int]] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    """The requests that sample, in their order, the first one for one id left out."""
+    """Bodies of the sampling requests, in order, without the first request for one id."""
     chunks: list[dict[str, Any]] = field(default_factory=list)
     """Answers to the requests."""
     open: int = 0
     """Requests that are being answered."""
     most_open: int = 0
-    """The most that were at once."""
+    """Largest number of simultaneous requests."""
     url: str = ""
     asleep: set[str] = field(default_factory=set)
     paused: bool = False
     site: web.TCPSite | None = None
 
     async def vanish(self) -> None:
-        """Take no connection any more; twice is allowed."""
+        """Stop accepting connections. It may be called twice."""
         site, self.site = self.site, None
         if site is not None:
             await site.stop()
 
-    # --- what is asked of it
+    # --- requests for information
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._authenticated])
@@ -155,7 +155,7 @@ class Loopback:
     async def _model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"model_path": self.name, "weight_version": self.engine.weight_version})
 
-    # --- its trainer
+    # --- requests of its trainer
 
     async def _is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -233,7 +233,7 @@ class Loopback:
         return web.json_response({"choices": [{"text": "a", "token_ids": [1], **fields}]})
 
     async def _one(self, certain: int) -> AsyncGenerator[Delta]:
-        """The answer to a request for an id that is as good as certain."""
+        """Return the answer to a request for one id with a log-probability of almost 0."""
         versions = (VersionSpan(self.engine.weight_version, 0, 1),)
         yield Delta([certain], [-7.5 if self.raw else 0.0], Finish(FinishReason.LENGTH, versions=versions))
 
@@ -292,7 +292,7 @@ class Loopback:
         if self.dialect is ServerDialect.SGLANG:
             return int(body["top_logprobs_num"])
         asked = int(parameters["logprobs"])
-        # vLLM counts the sampled id, which comes first, and leaves the last of the likeliest out.
+        # vLLM counts the sampled id, which is first, and leaves out the last of the likeliest ids.
         return max(0, asked - 1) if "token_ids" in body else asked
 
     def _writer(self, asked: GenerationRequest) -> Callable[[Delta], list[dict[str, Any]]]:
@@ -302,7 +302,7 @@ class Loopback:
 
 
 def _tops(delta: Delta) -> list[list[tuple[int, float]]]:
-    """The likeliest ids of each position, with the sampled one first, as vLLM's engine has them."""
+    """Return the likeliest ids of each position, after the sampled id, as vLLM's engine does."""
     rows = (
         [] if delta.top is None else zip(delta.top.id_rows().tolist(), delta.top.logprob_rows().tolist(), strict=True)
     )
@@ -458,7 +458,7 @@ def _usage(asked: GenerationRequest, sent: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(engine: ScriptedEngine, **settings: Any) -> AsyncIterator[Loopback]:
-    """A server of the engine on a free port of this machine, on this event loop."""
+    """Serve the engine on a free port of this machine, on this event loop."""
     loopback = Loopback(engine, **settings)
     runner = web.AppRunner(loopback.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     async with engine:

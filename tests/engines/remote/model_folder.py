@@ -1,4 +1,4 @@
-"""The folder of a model whose vocabulary is the bytes and ChatML's control tokens, as a server's model has one."""
+"""The model folder of a server, whose vocabulary is the bytes and ChatML's control tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["byte_model"]
 
 
 def byte_model(folder: Path, *, further: Sequence[str] = ()) -> Path:
-    """A folder with everything but weights; its ids are those of a `ByteTokenizer`."""
+    """Create a folder with everything but weights. Its ids are the ids of a `ByteTokenizer`."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {_sign(byte): byte for byte in range(256)}
     special = [*ByteTokenizer.CHATML, *further]
@@ -35,7 +35,7 @@ def byte_model(folder: Path, *, further: Sequence[str] = ()) -> Path:
 
 
 def _sign(byte: int) -> str:
-    """The character that stands for a byte in vocabularies of GPT-2's kind."""
+    """Return the character that represents a byte in vocabularies of GPT-2's kind."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in plain:
         return chr(byte)

@@ -1,4 +1,4 @@
-"""A real server of vLLM's in a process of its own, on a free port of this machine."""
+"""A real vLLM server in another process, on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ _OPEN = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", re.MU
 
 @dataclass(frozen=True)
 class ModelServer:
-    """A server that answers."""
+    """A running server."""
 
     url: str
     folder: Path
     """The folder of its model."""
 
     async def open_requests(self) -> int:
-        """Requests that its scheduler has, by its own count."""
+        """Return the number of requests that its scheduler counts."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
             return sum(int(float(count)) for count in _OPEN.findall(await answer.text()))
 
     async def until_idle(self) -> None:
-        """Return when its scheduler has none."""
+        """Wait until its scheduler has no request."""
         while await self.open_requests():  # noqa: ASYNC110  # it sends no notification
             await anyio.sleep(0.05)
 
 
 @contextmanager
 def model_server(folder: Path, log: Path, *arguments: str) -> Iterator[ModelServer]:
-    """A server of the model in a folder, in float32, with all that vLLM has for clients like ours; ended afterwards."""
+    """Yield a server of the model in a folder, in float32, with all options that our clients use, and end it
+    afterwards.
+    """
     port = _free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--enable-prompt-tokens-details"]

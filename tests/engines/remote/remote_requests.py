@@ -31,14 +31,14 @@ _OF_ENGINE = (
 async def asked(
     folder: Path, replies: Replies = TEXT, *, engine: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Loopback, RemoteEngine]]:
-    """A server that says this, and an engine that asks it; `engine` are further arguments of that."""
+    """Yield a server with these replies, and an engine that uses it; `engine` are further arguments of the engine."""
     async with serve(folder, replies, **settings) as server, remote(server, folder, **(engine or {})) as asking:
         yield server, asking
 
 
 @asynccontextmanager
 async def serve(folder: Path, replies: Replies = TEXT, **settings: Any) -> AsyncIterator[Loopback]:
-    """A server that says this; settings are those of its engine and its own."""
+    """Serve these replies; settings are for the scripted engine and the server."""
     model = byte_model(folder / "model")
     own = {name: settings.pop(name) for name in _OF_ENGINE if name in settings}
     adapters = own.get("adapters", ())
@@ -48,12 +48,12 @@ async def serve(folder: Path, replies: Replies = TEXT, **settings: Any) -> Async
 
 
 def remote(server: Loopback, folder: Path, **options: Any) -> RemoteEngine:
-    """An engine that asks the server, and is quick to ask again."""
+    """Return an engine that uses the server, with short waits before retries."""
     return RemoteEngine(server.url, folder / "model", **{"retries": QUICK, "dialect": server.dialect, **options})
 
 
 def wanted(max_tokens: int = 1000, *, name: str = "episode/main/0", **sampling: Any) -> GenerationRequest:
-    """A turn, its ids one at a time."""
+    """Return a request for a turn, with one id per delta."""
     own = {field: sampling.pop(field) for field in ("constraint", "seed", "stop_ids", "extra") if field in sampling}
     return GenerationRequest(
         name=name,
@@ -65,12 +65,12 @@ def wanted(max_tokens: int = 1000, *, name: str = "episode/main/0", **sampling: 
 
 
 async def read(engine: RemoteEngine, request: GenerationRequest | None = None) -> list[Delta]:
-    """All deltas of a turn, those that were left when it failed too."""
+    """Return all deltas of a turn, including the deltas that were unread when it failed."""
     stream = engine.stream(request or wanted())
     async with stream:
         return [delta async for delta in stream]
 
 
 def text_of(deltas: list[Delta]) -> str:
-    """Text of the deltas, without the stop id."""
+    """Return the text of the deltas, without the stop id."""
     return bytes(token_id for delta in deltas for token_id in delta.token_ids if token_id < 256).decode()

@@ -35,7 +35,7 @@ SLOW: dict[str, Any] = {"latency": Latency(between=1), "tick": 0.001}
 
 
 def solve(asked: ModelCall) -> ToolCall:
-    """The next call for the last question of the prompt, by the results that are there."""
+    """Return the next call for the last question of the prompt, by the results in the prompt."""
     question = asked.prompt.rpartition("What is (")[2]
     first, second, third = re.findall(r"\d+", question.partition("?")[0])
     results = [int(number) for number in re.findall(r"tool\n(-?\d+)", question)]
@@ -57,7 +57,7 @@ async def test_an_episode_by_way_of_a_server_is_the_one_on_its_engine(tmp_path: 
     assert (far.reward, near.reward) == (1.2, 1.2)
     (theirs,), (ours,) = ([segment.log for segment in played.segments] for played in (far, near))
     assert (theirs.ids, theirs.sources) == (ours.ids, ours.sources)
-    assert theirs.logprobs.tobytes() == ours.logprobs.tobytes()  # to the bit, NaN where nothing was sampled
+    assert theirs.logprobs.tobytes() == ours.logprobs.tobytes()  # equal in every bit, NaN for ids that were not sampled
     assert {start: top.ids for start, top in theirs.top_logprobs.items()} == {
         start: top.ids for start, top in ours.top_logprobs.items()
     }
@@ -114,7 +114,7 @@ async def test_a_stop_string_ends_a_turn_here_and_closes_the_connection(tmp_path
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_the_likeliest_ids_are_as_many_as_were_asked_for(tmp_path: Path, dialect: ServerDialect) -> None:
     rows = [{70: -0.5, 71: -1.0, 72: -2.0, 73: -3.0}, {70: -0.1, 71: -4.0, 72: -math.inf, 73: -math.inf}]
-    # The second id is not among the likeliest.
+    # The second sampled id is not among the likeliest.
     reply = Reply(ids=[70, 80], logprobs=[-0.5, -6.0], top_logprobs=rows, finish="length")
     async with asked(tmp_path, reply, dialect=dialect) as (_, engine):
         deltas = await read(engine, wanted(2, logprobs=2))
@@ -229,7 +229,7 @@ async def test_an_adapter_that_the_server_lists_is_asked_for_by_its_name(
             await read(engine, wanted(adapter="painter"))
 
 
-# --- what a server cannot do
+# --- missing features of a server
 
 
 async def test_server_without_control_calls_refuses_with_the_fix(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_an_engine_on_trio_is_refused(tmp_path: Path) -> None:
     trio.run(main)
 
 
-# --- its sizes and its header
+# --- sizes and header
 
 
 async def test_places_are_those_of_the_server_unless_they_are_given(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes, however these are cut."""
+"""Server-sent events from bytes, in any division."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Faults of a server and its connection: each ends a request, an episode or a run as it should."""
+"""Faults of a server and its connection: each ends a request, an episode or a run, as documented."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WATCHDOG_SECONDS = 600.0
 KEY = "sk-secret-0123456789"
 
 
-# --- troubles
+# --- faults
 
 
 def answers(status: int, text: str = "", **headers: str) -> Trouble:
@@ -270,7 +270,7 @@ async def play(run: Run) -> list[Outcome]:
     outcomes: list[Outcome] = []
     async with run:
         async for trajectory in run:
-            outcomes.append(trajectory.outcome)  # noqa: PERF401  # what came before an error counts too
+            outcomes.append(trajectory.outcome)  # noqa: PERF401  # outcomes before an error count too
     return outcomes
 
 
@@ -298,7 +298,7 @@ async def test_a_server_that_disappears_ends_the_run_and_says_so(tmp_path: Path)
         return await hangs_up(request)
 
     async with asked(tmp_path, troubles=[vanishes] * 50) as (server, engine):
-        # One at a time: none connects while it goes.
+        # One episode at a time: no other connects while the server ends.
         run = Run(Plain(), engine, tasks=tasks(50), retries=1, concurrency=Concurrency(episodes=1))
         with anyio.fail_after(WATCHDOG_SECONDS), pytest.raises(EngineDead, match=f"{server.url} is gone: "):
             await play(run)

@@ -1,6 +1,6 @@
-"""The wire is vLLM's: what is sent validates with its own models of requests, and the stand-in's answers with its own.
+"""The wire format is vLLM's: requests and the stand-in's answers validate with vLLM's own models.
 
-SGLang's is held to its source alone: it cannot be installed beside vLLM.
+SGLang's format is compared only with its source, since it cannot be installed beside vLLM.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ CONSTRAINTS = [
 
 
 def of_vllm(module: str, name: str) -> Any:
-    """A model of vLLM's entry points."""
+    """Return a model of vLLM's entry points."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
+        warnings.simplefilter("ignore")  # warnings of other libraries
         return getattr(importlib.import_module(f"vllm.entrypoints.{module}"), name)
 
 
 async def spoken(folder: Path, dialect: ServerDialect, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A request, and the chunks of its answer."""
+    """Return a request, and the chunks of its answer."""
     async with asked(folder, dialect=dialect) as (server, engine):
         await read(engine, wanted(40, **options))
         return server.bodies[0], server.chunks
@@ -64,7 +64,7 @@ async def test_a_request_for_ids_means_to_vllm_what_was_asked(tmp_path: Path, co
     request = generate_request.model_validate(body)
     assert (request.token_ids, request.stream, request.model) == ([72, 105], True, "scripted")
     assert set(body["sampling_params"]) <= {*type(request.sampling_params).__struct_fields__}
-    # One more of the likeliest, since the sampled id counts as one there.
+    # One more likeliest id, since vLLM counts the sampled id.
     expected = {**EVERYTHING, "logprobs": 4, "bad_words": ["no"]}
     for name in expected.keys() - {"stop_ids", "seed"}:
         assert getattr(request.sampling_params, name) == expected[name], name
@@ -80,7 +80,7 @@ async def test_a_completion_with_ids_means_to_vllm_what_was_asked(tmp_path: Path
 
     body, _ = await spoken(tmp_path, ServerDialect.COMPLETIONS, **EVERYTHING, constraint=CONSTRAINTS[0])
     request = completion_request.model_validate(body)
-    assert not request.model_extra, "a field that vLLM does not know"
+    assert not request.model_extra, "a field that vLLM does not have"
     assert (request.prompt, request.return_token_ids, request.logprobs) == ([72, 105], True, 3)
     parameters = request.to_sampling_params(40, {})
     assert (parameters.temperature, parameters.top_k, parameters.min_tokens) == (0.7, 5, 2)

@@ -1,4 +1,4 @@
-"""A real server of vLLM's: it samples the same as our own engine, and frees requests whose client has left."""
+"""A real vLLM server: it samples the same ids as our own engine, and frees requests of a disconnected client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wanted(max_tokens: int = 24, *, name: str = "episode/main/0", **options: Any
 
 
 async def said(engine: Engine, request: GenerationRequest) -> dict[str, Any]:
-    """Everything that came of a request."""
+    """Return everything that a request returned."""
     stream = engine.stream(request)
     async with stream:
         deltas = [delta async for delta in stream]
@@ -56,7 +56,7 @@ async def said(engine: Engine, request: GenerationRequest) -> dict[str, Any]:
 
 
 def likeliest(top: TopLogprobs) -> list[list[int]]:
-    """The likeliest ids of each position, those left out that could not be sampled: they come in any order."""
+    """The likeliest ids of each position, without ids that could not be sampled, whose order is arbitrary."""
     rows = zip(top.id_rows().tolist(), top.logprob_rows().tolist(), strict=True)
     return [[each for each, logprob in zip(*row, strict=True) if math.isfinite(logprob)] for row in rows]
 

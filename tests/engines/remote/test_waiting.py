@@ -1,4 +1,4 @@
-"""A request that waits for a retry: the clocks of its episode are paused, and a paused server does not receive it."""
+"""A request that waits for a retry: its episode's clocks are paused, and a paused server does not receive it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_retry_waits_until_a_paused_engine_resumes(tmp_path: Path) -> None
             while not engine.retries.counts:
                 await checkpoint()
             await anyio.wait_all_tasks_blocked()
-            await anyio.sleep(0.05)  # longer than it would have waited
+            await anyio.sleep(0.05)  # longer than the wait before a retry
             assert len(server.bodies) == 1
             await engine.resume()
             while not said:

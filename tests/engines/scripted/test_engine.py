@@ -1,4 +1,4 @@
-"""The scripted engine: what it says, how it ends, and how it arrives."""
+"""The scripted engine: its replies, its finish reasons, and the times of its deltas."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from tests.playing import Plain
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
-# --- what it says
+# --- replies
 
 
 async def test_a_text_is_encoded_and_the_stop_id_appended() -> None:
@@ -92,7 +92,7 @@ async def test_async_function_is_awaited_and_cancellable() -> None:
         return "never"
 
     async with ScriptedEngine(model, places=1) as engine:
-        for _ in range(2):  # the place was given back
+        for _ in range(2):  # the first request has freed its place
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(say, engine)
@@ -184,7 +184,7 @@ def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, Any]) -
         ScriptedEngine("x", **settings)
 
 
-# --- how it ends
+# --- finish reasons
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ async def test_a_turn_longer_than_the_noise_has_a_logprob_for_each_id() -> None:
         assert len((await say(engine, request(max_tokens=30_000))).logprobs) == 20_001
 
 
-# --- how it arrives
+# --- times of deltas
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ class Clock:
     started: float
 
     async def read(self, engine: ScriptedEngine, asked: GenerationRequest) -> list[tuple[int, int]]:
-        """(tick, ids) of each delta."""
+        """Return (tick, ids) of each delta."""
         async with engine.stream(asked) as stream:
             return [(round(anyio.current_time() - self.started), len(delta.token_ids)) async for delta in stream]
 
@@ -350,7 +350,7 @@ def test_deltas_arrive_at_their_ticks(
 ) -> None:
     async def main() -> None:
         async with ScriptedEngine("abc", latency=latency, chunks=chunks, tick=1.0) as engine:
-            await anyio.sleep(1000)  # no time passes for an engine that has nothing to do
+            await anyio.sleep(1000)  # no time passes for an idle engine
             clock = Clock(anyio.current_time())
             assert await clock.read(engine, request()) == arrivals
 

@@ -1,4 +1,4 @@
-"""The scripted engine: every fault on demand, and what stays when it is left."""
+"""The scripted engine: every fault on demand, and the state after a fault."""
 
 from collections.abc import AsyncIterator
 
@@ -99,7 +99,7 @@ async def test_death_fails_current_waiting_and_later_requests() -> None:
         assert {str(error) for error in errors} == {"The engine died: out of memory"}
         assert len({id(error) for error in errors}) == 10
         assert len({id(error.__cause__) for error in errors}) == 1
-        assert sorted(map(len, received))[:6] == [0] * 6  # they were at the gate
+        assert sorted(map(len, received))[:6] == [0] * 6  # these requests were at the gate
         assert all(len(read) >= 2 for read in received[:4])
         with pytest.raises(EngineDead, match="out of memory"):
             await say(engine)
@@ -142,7 +142,7 @@ async def test_recorded_call_holds_its_request_and_sampled_ids(recording: Script
     constraint = Constraint(ConstraintKind.CHOICE, '["one"]')
     prompt = [1, 2, 3]
     async with recording.stream(request("e/main/0", prompt=prompt, seed=5, constraint=constraint)) as stream:
-        prompt.append(4)  # the engine's copy is its own
+        prompt.append(4)  # the engine has its own copy
         await anext(stream)
     (kept,) = recording.calls
     assert (kept.name, list(kept.prompt), kept.seed, kept.constraint) == ("e/main/0", [1, 2, 3], 5, constraint)

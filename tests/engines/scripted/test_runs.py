@@ -1,4 +1,4 @@
-"""The scripted engine in whole runs: its page of the documentation, and a recorded run said again."""
+"""The scripted engine in whole runs: its page of the documentation, and a replay of a recorded run."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_every_example_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Sums(Environment):
-    """Adds two numbers, one of which only the tool knows."""
+    """Environment that adds two numbers, one of which only the tool has."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt=f"What is {number} + 1?", answer=str(number + 1)) for number in range(4)]
@@ -56,7 +56,7 @@ def said(trajectories: list[Trajectory]) -> dict[tuple[str, int], list[tuple[lis
 
 
 def gpt_oss(folder: Path) -> Path:
-    """The template of a family whose turns are nothing without its control tokens, as a file."""
+    """A file with the template of a family whose turns need its control tokens."""
     path = folder / "gpt-oss.jinja"
     path.write_text(next(each.text for each in corpus() if each.name == "openai-gpt-oss-120b"), encoding="utf-8")
     return path

@@ -100,7 +100,7 @@ async def test_likeliest_ids_are_read_from_the_reply() -> None:
     ids, logprobs = tops(await answer(reply, sampled(logprobs=2)))
     assert ids[:2] == [[52, 50], [50, 51]]
     assert logprobs[:2] == [pytest.approx([-0.1, -2.5]), pytest.approx([-0.2, -2.0])]
-    assert len(ids) == 3  # the stop id, which the reply does not reach, has made up ones
+    assert len(ids) == 3  # the reply has no row for the stop id, so its row is invented
 
 
 async def test_reply_with_too_few_likeliest_ids_is_refused() -> None:

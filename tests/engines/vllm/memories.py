@@ -1,4 +1,4 @@
-"""The memories with weights that this process has not given back."""
+"""The shared memories with weights that this process has not freed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAME = "deltarunner-weights"
 
 
 def open_memories() -> Iterator[str]:
-    """The link of each state dict of this process that is not given back yet."""
+    """Return the link of each state dict of this process that is not freed."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             link = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -1,4 +1,4 @@
-"""LoRA adapters on vLLM: each says what the model with its weights merged would say, beside the model as it is."""
+"""LoRA adapters on vLLM: each samples like the model with the adapter's weights merged, beside the model without it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.playing import Plain
 pytestmark = pytest.mark.engine
 
 TOLERANCE_NATS = 1e-3  # in float32
-PROMPT = list(range(1000, 1100))  # three blocks of the prefix cache, and a piece
+PROMPT = list(range(1000, 1100))  # three blocks of the prefix cache, and a part of a fourth
 TURN_TOKENS = 12
 
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Teacher:
-    """The small model in Hugging Face's hands, in float32."""
+    """The small model in Hugging Face Transformers, in float32."""
 
     model: Any
     weights: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Teacher:
     def assert_says(
         self, said: Said, adapter: Mapping[str, Any] | None = None, base: Mapping[str, Any] | None = None
     ) -> None:
-        """With an adapter's weights merged into these it is as likely to say this, and nothing is likelier."""
+        """Assert that the model with the adapter merged has these log-probabilities and these greedy ids."""
         import torch
 
         merged = _merged(base or self.weights, adapter or {})
@@ -73,7 +73,7 @@ def teacher(hugging_face_model: Any) -> Teacher:
 
 @pytest.fixture(scope="module")
 def adapters(teacher: Teacher) -> dict[str, dict[str, Any]]:
-    """Tensors of three, by name."""
+    """Tensors of three adapters, by name."""
     shapes = {name: tuple(weight.shape) for name, weight in teacher.weights.items()}
     ranks = {"poet": 4, "critic": 8, "judge": 1}
     return {
@@ -91,7 +91,7 @@ def folders(adapters: dict[str, dict[str, Any]], tmp_path: Path) -> dict[str, Pa
 
 @pytest.fixture
 def home(float32_engine: PooledEngine) -> Iterator[PooledEngine]:
-    """An engine that takes adapters, two at once, without any."""
+    """An engine that accepts two adapters at once, before any is added."""
     home = float32_engine
     yield home
     for name in list(home.adapters):
@@ -101,7 +101,7 @@ def home(float32_engine: PooledEngine) -> Iterator[PooledEngine]:
 
 
 def at(home: PooledEngine, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
-    """Call something of the engine on the loop that it lives on."""
+    """Call a function of the engine on the engine's event loop."""
     return home.home.call(partial(function, *args, **options))
 
 
@@ -110,7 +110,7 @@ def folders_kept(home: PooledEngine) -> list[Path]:
 
 
 def loaded(home: PooledEngine) -> set[int]:
-    """Ids of the adapters that vLLM holds."""
+    """Ids of the adapters that vLLM has loaded."""
     return set(at(home, cast("VllmEngine", home.inner).vllm.llm.list_loras))
 
 
@@ -133,7 +133,7 @@ def turn(adapter: str | None, length: int = TURN_TOKENS) -> GenerationRequest:
 async def say(
     engine: PooledEngine, adapter: str | None = None, between: Callable[[], Awaitable[Any]] | None = None
 ) -> Said:
-    """Text of one turn; `between` is called once, after it began."""
+    """Return the text of one turn; `between` is called once, after it began."""
     ids: list[int] = []
     logprobs: list[float] = []
     async with engine.stream(turn(adapter)) as deltas:
@@ -184,7 +184,8 @@ def test_new_version_of_a_name_never_uses_old_caches(
     first, cached = (at(home, say, home, "poet") for _ in range(2))
     assert (first.finish.cached_tokens, cached.finish.cached_tokens) == (0, 96)
     shutil.rmtree(folders["poet"])
-    save_adapter(folders["poet"], adapters["critic"], adapter_config(8))  # as a trainer does that saves its latest
+    # as a trainer that overwrites its latest adapter
+    save_adapter(folders["poet"], adapters["critic"], adapter_config(8))
 
     async def add_again() -> None:
         await home.add_adapter("poet", folders["poet"])
@@ -300,7 +301,7 @@ def test_the_weights_under_an_adapter_can_change(
 
 
 class Debate(Plain):
-    """One turn each: of the model, of two adapters."""
+    """Environment with three turns: one of the model, and one of each of two adapters."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt=f"Say something about the number {number}.") for number in range(4)]

@@ -1,4 +1,4 @@
-"""Token masks on CPUs: all ids of a vocabulary may be let through, whatever its size."""
+"""Token masks on CPUs: every id of a vocabulary can be allowed, for vocabularies of any size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TURN_COUNT = 3
 
 
 def masked(apply: Any, size: int, forbidden: set[int], indices: list[int] | None = None) -> tuple[Any, Any]:
-    """The logits of `TURN_COUNT` turns, zero for each id that is not masked, and the memory right after them."""
+    """Return the logits of `TURN_COUNT` turns, zero for each allowed id, and the memory that follows them."""
     words = (size + 31) // 32
     memory = torch.zeros(TURN_COUNT * size + 64)
     logits = memory[: TURN_COUNT * size].view(TURN_COUNT, size)
@@ -38,7 +38,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_unpatched_kernel_writes_past_the_vocabulary() -> None:
     _, after = masked(xgrammar.apply_token_bitmask_inplace, 70, set())
-    assert after.any(), "it was patched there: take ours away"
+    assert after.any(), "it is fixed upstream: remove our patch"
 
 
 @pytest.mark.parametrize("indices", [None, [1]], ids=["all turns", "one turn"])

@@ -1,4 +1,4 @@
-"""Tool parsers of vLLM's as readers of turns, id by id: right calls, none out of a cut one, and no silent content."""
+"""vLLM's tool parsers as readers of turns, id by id: correct calls, no call from a cut one, and no lost content."""
 
 from __future__ import annotations
 
@@ -78,18 +78,18 @@ def test_family_calls_are_read_and_truncations_make_no_call(name: str) -> None:
             ]
 
 
-# --- a parser of one's own
+# --- a user's own parser
 
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[str]:
-    """A parser that reads `(name {...})` and stops at a question mark; everything else is content."""
-    require_format("vllm:hermes")  # for the import
+    """Register a parser that reads `(name {...})` and fails at a question mark. Everything else is content."""
+    require_format("vllm:hermes")  # imports vLLM's parsers
     from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
     from vllm.tool_parsers import ToolParser, ToolParserManager
 
-    class Own(ToolParser):  # type: ignore[misc]  # whose types are not looked at
-        seen: list[tuple[str, list[int]]] = []  # noqa: RUF012  # of the reader's last one
+    class Own(ToolParser):  # type: ignore[misc]  # the types of vLLM are not checked
+        seen: list[tuple[str, list[int]]] = []  # noqa: RUF012  # calls of the reader's last instance
 
         def __init__(self, tokenizer: Any, tools: Any = None) -> None:
             super().__init__(tokenizer, tools)

@@ -1,4 +1,6 @@
-"""The cleanup beside an engine: nothing of it stays in the system where all that know of it are killed at once."""
+"""The cleanup process of an engine: nothing of the engine stays in the system, even if all of its processes are killed
+at once.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def owner_of(folder: Path, state: str = "it runs") -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
-    """A process with an engine of one process, and another process of its own; and the shared memory of the two."""
+    """Yield a process with an engine process and one further process, and the shared memory of these two."""
     command = [sys.executable, "-c", OWNER, str(folder), state]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -103,7 +105,7 @@ def _is_cleanup_process(process: psutil.Process, folder: Path) -> bool:
 
 
 def kill_all(owner: int) -> list[psutil.Process]:
-    """Kill -9 of a process and of all that it has started, those first that would clean up."""
+    """Kill a process and all of its descendants, after stopping all of them so that none can clean up."""
     processes = [*psutil.Process(owner).children(recursive=True), psutil.Process(owner)]
     for process in processes:
         process.send_signal(signal.SIGSTOP)
@@ -117,9 +119,9 @@ def test_killed_engine_leaves_nothing_and_others_are_untouched(folder: Path, sta
     with owner_of(folder, state) as (owner, (memory, of_another)):
         (cleanup,) = cleanup_processes(folder)
         if state == "it starts":
-            time.sleep(2 * cleanup_process._SECONDS)  # it looks once a second
+            time.sleep(2 * cleanup_process._SECONDS)  # it checks once a second
         family = kill_all(owner.pid)
-        assert len(family) > 3, "the owner, its engine, another one, and Python's trackers"
+        assert len(family) > 3, "the owner, its engine, the other process, and Python's trackers"
         assert cleanup not in family
         assert os.getsid(cleanup.pid) != os.getsid(0), "it has its own session"
         owner.wait(WATCHDOG_SECONDS)
@@ -185,7 +187,7 @@ def hold(name: Connection) -> None:
 
 
 def started(monkeypatch: pytest.MonkeyPatch) -> tuple[VllmProcess, Path]:
-    """An engine whose core is not vLLM's, and the shared memory of that core."""
+    """Yield an engine with a stand-in for vLLM's core, and the shared memory of that core."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     names: list[str] = []
 

@@ -1,6 +1,6 @@
-"""Control of the real engine: what is paused, what is cut, which weights sampled what, and no stale cache.
+"""Control of the real engine: pauses, cut turns, the weights that sampled each id, and no stale cache.
 
-All on one engine in float32, where greedy ids are the same however requests are batched.
+All tests use one engine in float32, in which greedy ids do not depend on how requests are batched.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Scenario = Callable[[VllmEngine], Awaitable[None]]
 
 
 def playing_on(engine: PooledEngine) -> Callable[[Scenario], None]:
-    """Plays a scenario on the engine, where it lives; leaves nothing open."""
+    """Play a scenario on the engine's event loop, and check that nothing stays open."""
 
     async def main(scenario: Scenario) -> None:
         inner: Any = engine.inner
@@ -80,7 +80,7 @@ async def ask(engine: VllmEngine, max_tokens: int, prompt: range = PROMPT) -> tu
 
 @asynccontextmanager
 async def speaking(engine: VllmEngine) -> AsyncIterator[None]:
-    """A request that runs for as long as the block, and is left with it."""
+    """A request that runs during the block."""
     async with engine.stream(request(2000)) as stream:
         for _ in range(4):
             await anext(stream)
@@ -88,16 +88,16 @@ async def speaking(engine: VllmEngine) -> AsyncIterator[None]:
 
 
 async def stands_still(engine: VllmEngine) -> None:
-    """VLLM's core did all that was asked of it, and may have stepped in between."""
+    """Assert that vLLM's core is paused, several times, since it may step between two calls."""
     for _ in range(20):
         assert await engine.vllm.llm.is_paused()
 
 
-# --- the turns that are being sampled
+# --- turns during sampling
 
 
 def test_start_leaves_other_programs_no_library_to_load(on_engine: Any) -> None:
-    """vLLM adds OpenMP and an allocator to `LD_PRELOAD`, which all programs that an environment starts would load."""
+    """vLLM adds OpenMP and an allocator to `LD_PRELOAD`, which every program that an environment starts would load."""
 
     async def scenario(engine: VllmEngine) -> None:
         assert engine.is_alive()
@@ -107,7 +107,9 @@ def test_start_leaves_other_programs_no_library_to_load(on_engine: Any) -> None:
 
 
 def test_only_worker_is_inside_the_core_of_a_later_engine_too(on_engine: Any) -> None:
-    """The first one left `LD_PRELOAD` changed, and others ran their worker as a process, which imports vLLM again."""
+    """An earlier start left `LD_PRELOAD` changed. Later engines then ran their worker as a process, which imports vLLM
+    again.
+    """
 
     async def scenario(engine: VllmEngine) -> None:
         (core,) = engine.processes()
@@ -177,7 +179,7 @@ class TwoTurns(Plain):
 
 
 async def begun(engine: VllmEngine) -> None:
-    """Return when something is being sampled."""
+    """Wait until something is being sampled."""
     sampled = engine.stats().sampled_tokens
     while engine.vllm.sent_all or engine.stats().sampled_tokens < sampled + 8:
         await engine.vllm.process.stats.wait_for_step()
@@ -224,7 +226,7 @@ def test_a_run_goes_through_all_of_it_and_loses_nothing(
             await begun(engine)
             back = (await engine.update_weights(small_model_folder, mode=PauseMode.KEEP)).version
             got += [trajectory async for trajectory in run]
-        # The model says what it likes, so some turns are as long as they may be.
+        # The model's text is free, so some turns are as long as the limit allows.
         assert {trajectory.outcome for trajectory in got} <= {Outcome.COMPLETED, Outcome.TOKEN_LIMIT}
         assert (len(got), {trajectory.attempt for trajectory in got}) == (6, {0})
         for trajectory in got:
@@ -251,7 +253,9 @@ def test_sleep_forgets_the_cache_and_wakes_part_by_part(on_engine: Any) -> None:
         await engine.wake(["kv_cache"])
         assert engine.stats().state is EngineState.ASLEEP
         await engine.wake(["weights"])
-        assert engine.stats().state is EngineState.PAUSED, "as before it slept, though vLLM continues when it wakes"
+        assert engine.stats().state is EngineState.PAUSED, (
+            "paused as before the sleep, although vLLM continues after waking"
+        )
         await stands_still(engine)
         await engine.resume()
         again, finish = await ask(engine, 8)
@@ -264,7 +268,7 @@ def test_sleep_forgets_the_cache_and_wakes_part_by_part(on_engine: Any) -> None:
 
 
 def greedy_by_transformers(folder: Path, count: int) -> list[int]:
-    """Output of another implementation for the same weights and prompt."""
+    """Return the output of another implementation for the same weights and prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -304,7 +308,7 @@ def test_spans_are_exact_and_old_caches_are_not_reused(
             await engine.update_weights(small_model_folder)
             assert (await ask(engine, 12))[0] == first_ids
 
-            # Without `reset_running_requests` vLLM forgets nothing while anything runs, and says so by a False.
+            # Without `reset_running_requests`, vLLM resets nothing while a request runs, and returns False.
             await llm.pause_generation(mode="keep", clear_cache=False)
             await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_weights)})
             assert not await llm.reset_prefix_cache()
@@ -318,7 +322,7 @@ def test_spans_are_exact_and_old_caches_are_not_reused(
     on_engine(scenario)
 
 
-# --- what it reports
+# --- statistics
 
 
 def test_statistics_are_exact_where_they_can_be(on_engine: Any) -> None:
@@ -329,7 +333,7 @@ def test_statistics_are_exact_where_they_can_be(on_engine: Any) -> None:
             await ask(engine, 10, range(5000, 5100))
         after = engine.stats()
         assert after.prefix_queries - before.prefix_queries == 200
-        assert after.prefix_hits - before.prefix_hits == 96, "three whole blocks of 32, the second time"
+        assert after.prefix_hits - before.prefix_hits == 96, "three full blocks of 32 ids, the second time"
         assert after.sampled_tokens - before.sampled_tokens == 20
         assert 0 < (after.prefix_hit_rate or 0) < 1
         assert 0 < after.tokens_per_second < 10_000
@@ -355,7 +359,8 @@ def test_profile_is_written_to_the_configured_folder(on_engine: Any, profiles: P
 def test_seeded_ids_stay_equal_when_prompts_are_chunked(
     on_engine: Callable[[Scenario], None],
 ) -> None:
-    prompts = [range(start, start + 400) for start in (1000, 9000)]  # together more than a step of the engine takes
+    # together more ids than one step of the engine takes
+    prompts = [range(start, start + 400) for start in (1000, 9000)]
 
     async def seeded(engine: VllmEngine, prompt: range, into: list[list[int]]) -> None:
         wanted = request(6, prompt, seed=7)
@@ -413,7 +418,7 @@ def test_failed_load_ends_the_engine_and_every_episode(
             group.start_soon(update)
             with pytest.raises(EngineDead, match="could not be loaded: "):
                 await until_end(Run(Endless, engine, tasks=tasks(20), breaker=1.0), got)
-        # On a slow machine some episodes come to their end while the folder is written.
+        # On a slow machine some episodes end while the folder is written.
         cut = [trajectory for trajectory in got if trajectory.outcome is not Outcome.COMPLETED]
         assert {trajectory.outcome for trajectory in cut} == {Outcome.ENGINE_ERROR}
         assert (engine.is_alive(), engine.weight_version) == (False, version)

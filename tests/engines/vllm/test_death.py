@@ -1,4 +1,4 @@
-"""The real engine dies: whatever it was answering ends with one cause, and what was finished is kept."""
+"""The real engine dies: everything in flight ends with one cause, and finished episodes are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EPISODE_COUNT = 6
 
 
 class Talker(Environment):
-    """Talks for up to 3,000 ids; each of its first two episodes samples one id only."""
+    """Environment that samples up to 3,000 ids. Each of its first two episodes samples only one id."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt="Tell me everything.") for number in range(12)]
@@ -53,7 +53,7 @@ async def test_death_ends_all_streams_and_keeps_finished_episodes(doomed_engine:
     async def play() -> None:
         async with run:
             async for trajectory in run:
-                played.append(trajectory)  # noqa: PERF401  # what came before the error is what is looked at
+                played.append(trajectory)  # noqa: PERF401  # the loop ends with an error
 
     async def read(number: int) -> None:
         stream = engine.stream(request(f"stream {number}"))
@@ -72,15 +72,16 @@ async def test_death_ends_all_streams_and_keeps_finished_episodes(doomed_engine:
     with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(until_death, play)
-            while engine.stats().open < EPISODE_COUNT or len(played) < 2:  # noqa: ASYNC110  # counted by the engine
+            while engine.stats().open < EPISODE_COUNT or len(played) < 2:  # noqa: ASYNC110  # there is no event
                 await anyio.sleep(0.05)
             for number in range(engine.places - EPISODE_COUNT + 2):
                 tasks.start_soon(until_death, read, number)
-            while engine.stats().open < engine.places or engine.stats().waiting < 2:  # noqa: ASYNC110  # likewise
+            # there is no event
+            while engine.stats().open < engine.places or engine.stats().waiting < 2:  # noqa: ASYNC110
                 await anyio.sleep(0.05)
             os.kill(engine.processes()[0], signal.SIGKILL)
 
-    assert len(deaths) == engine.places - EPISODE_COUNT + 3, "the run, and every stream, those at the gate, too"
+    assert len(deaths) == engine.places - EPISODE_COUNT + 3, "the run, and every stream, including those at the gate"
     assert {str(death) for death in deaths} == {"The engine died: its process was ended by SIGKILL"}
     assert len({id(death.__cause__) for death in deaths if death.__cause__}) == 1
     ended = [finish for finish in finishes if finish is not None]
@@ -90,7 +91,7 @@ async def test_death_ends_all_streams_and_keeps_finished_episodes(doomed_engine:
     assert run.summary.outcomes == {Outcome.TOKEN_LIMIT: 2, Outcome.ENGINE_ERROR: EPISODE_COUNT}
     cut = [trajectory for trajectory in played if trajectory.outcome is Outcome.ENGINE_ERROR]
     assert {trajectory.error for trajectory in cut} == {str(deaths[0])}
-    assert all(trajectory.sampled for trajectory in cut), "ids that had come are kept"
+    assert all(trajectory.sampled for trajectory in cut), "ids received before the death are kept"
     with RunFile(file) as run_file:
         assert by_key(run_file.trajectories()) == by_key(played)
 

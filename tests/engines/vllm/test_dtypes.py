@@ -1,4 +1,4 @@
-"""The dtype that an engine on a CPU computes in where none was given."""
+"""The dtype in which an engine on a CPU computes if no dtype is given."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def chosen(folder: Path, fast: frozenset[str], memory: int = 16 * GIGABYTE_BYTES
     [
         ("bfloat16", MODERN, "auto"),
         ("bfloat16", OLD, "float32"),
-        ("float32", MODERN, "auto"),  # which vLLM takes for bfloat16
+        ("float32", MODERN, "auto"),  # vLLM resolves it to bfloat16
         ("float32", OLD, "float32"),
         ("float16", NEWEST, "auto"),
         ("float16", MODERN, "bfloat16"),
@@ -238,7 +238,7 @@ def test_the_package_and_the_engine_are_imported_without_torch() -> None:
     ("described", "kept"),
     [
         ({"kind": "vllm", "dtype": "bfloat16"}, "bfloat16"),
-        ({"kind": "vllm"}, "auto"),  # begun before the dtype was written down
+        ({"kind": "vllm"}, "auto"),  # begun before run files contained the dtype
         ({"kind": "scripted"}, None),
     ],
     ids=["written down", "older file", "another engine"],
@@ -247,7 +247,7 @@ def test_an_engine_keeps_the_dtype_of_a_run_that_is_resumed(described: dict[str,
     engine = VllmEngine("nothing")
     engine.go_on_with(described)
     assert engine._kept_dtype == kept
-    assert engine.__getstate__()["_kept_dtype"] == kept, "workers get it too"
+    assert engine.__getstate__()["_kept_dtype"] == kept, "workers get the dtype too"
 
 
 # --- the worker inside the engine core

@@ -1,4 +1,4 @@
-"""A folder of an engine's own: where it is, that sockets fit into it, and that it goes with the engine."""
+"""An engine's own folder: its place, its short path for sockets, and its removal with the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine over an `AsyncLLM` of another program: the same turns; calls that would change it are refused."""
+"""An engine over an `AsyncLLM` of another program: the same turns, and refusals of calls that would change it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def asked(name: str = "episode/main/0", *, max_tokens: int = 24, **sampling: Any
 
 
 class Question(Environment):
-    """Two turns of a few ids each."""
+    """Environment with two turns of a few ids each."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt=f"What is {number} + 25?") for number in range(3)]
@@ -49,7 +49,7 @@ class Question(Environment):
 
 
 async def play(engine: Engine, **sampling: Any) -> list[Trajectory]:
-    """One episode after the other, so that two engines compute the same batches."""
+    """Play one episode after the other, so that two engines compute the same batches."""
     from runner import Concurrency
 
     settings = Sampling(max_tokens=12, **sampling)
@@ -59,7 +59,7 @@ async def play(engine: Engine, **sampling: Any) -> list[Trajectory]:
 
 
 def samples_of(trajectories: list[Trajectory]) -> list[Any]:
-    """Sampled ids, bit for bit, with their probabilities and weight versions."""
+    """Return sampled ids, bit for bit, with their log-probabilities and weight versions."""
     return [
         (each.outcome, [(s.log.ids, s.log.sources, s.log.logprobs.tobytes(), s.log.versions) for s in each.segments])
         for each in trajectories
@@ -93,7 +93,7 @@ def test_seeded_trajectories_equal_those_of_an_owned_engine(float32_engine: Pool
 
 
 def function_over(owner: VllmEngine) -> Engine:
-    """A token engine whose function calls `AsyncLLM.generate`, as a trainer that has one would."""
+    """Return a token engine whose function calls `AsyncLLM.generate`, as a trainer with an `AsyncLLM` would."""
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -123,7 +123,7 @@ def test_owner_requests_continue_after_ours_end(float32_engine: PooledEngine) ->
         alone = [delta async for delta in _read(owner, asked(max_tokens=64))]
         async with owner.stream(asked(max_tokens=64)) as theirs:
             async with VllmEngine.over(owner.vllm.llm, template=owner.template) as ours:
-                # The same name: what ends ours must not end theirs.
+                # The requests have the same name: ending ours must not end theirs.
                 async with ours.stream(asked(max_tokens=900)) as stream:
                     await drain(stream, [], 3)
                 assert stream.finish is not None
@@ -164,7 +164,7 @@ def test_two_engines_over_one_llm_are_independent(float32_engine: PooledEngine) 
             read: list[Delta] = []
             async with second.stream(greedy) as stream:
                 await drain(stream, read, 3)
-                async with first.stream(greedy) as other:  # of the same name
+                async with first.stream(greedy) as other:  # with the same name
                     await drain(other, [], 3)
                 await first.pause("abort")
                 await drain(stream, read)
@@ -176,12 +176,12 @@ def test_two_engines_over_one_llm_are_independent(float32_engine: PooledEngine) 
     float32_engine.home.call(main)
 
 
-# --- on one that another program started
+# --- on an engine that another program started
 
 
 @pytest.fixture(scope="module")
 async def owners_llm(small_model_folder: Path, anyio_backend: str) -> AsyncIterator[Any]:
-    """An `AsyncLLM` as a trainer makes one, without anything of ours."""
+    """An `AsyncLLM` as a trainer creates it, without any of our code."""
 
     def make() -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -195,15 +195,15 @@ async def owners_llm(small_model_folder: Path, anyio_backend: str) -> AsyncItera
                 max_model_len=1024,
                 max_num_batched_tokens=1024,
                 max_num_seqs=4,
-                enable_chunked_prefill=False,  # on a CPU, a seeded turn in pieces would end it
+                enable_chunked_prefill=False,  # on a CPU, a seeded turn in pieces would end the engine
                 disable_log_stats=True,
             )
         )
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own affairs
+        warnings.simplefilter("ignore")  # warnings of vLLM
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        patch.setenv("LD_PRELOAD", "")  # vLLM adds to it, for all processes that start later
+        patch.setenv("LD_PRELOAD", "")  # vLLM adds to it for all processes that start later
         llm = await anyio.to_thread.run_sync(make)
     yield llm
     llm.shutdown()
@@ -227,7 +227,8 @@ async def test_seed_samples_equal_ids_as_the_owners_generate(owners_llm: Any) ->
         given = [row[token_id].logprob for row, token_id in zip(theirs.logprobs, theirs.token_ids, strict=True)]
         assert logprobs_of(deltas) == pytest.approx(given, abs=1e-6)
         assert engine.describe()["started_by"] == "its owner"
-        # vLLM returns raw log-probabilities by default; at another temperature they are not those of sampling.
+        # vLLM returns raw log-probabilities by default. At another temperature they are not the log-probabilities of
+        # sampling.
         cooler = [delta async for delta in _read(engine, asked(temperature=0.5))]
         assert {delta.logprobs for delta in cooler} == {None}
 
@@ -291,7 +292,7 @@ async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(owners_llm
             raise AssertionError
 
 
-# --- what cannot be
+# --- refusals
 
 
 def test_object_that_is_not_a_vllm_engine_is_refused() -> None:
@@ -308,7 +309,7 @@ def stand_in(
     processors: Sequence[Any] | None = None,
     backend: str = "auto",
 ) -> Any:
-    """Stand-in for an `AsyncLLM` before anything is sampled."""
+    """Stand-in for an `AsyncLLM` that has sampled nothing."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model="a folder",
@@ -356,7 +357,7 @@ def test_unsupported_use_is_refused_before_an_episode() -> None:
 
 
 class ForcedIds:
-    """A class that stands for the logits processor, as an owner may give it, without vLLM."""
+    """Stand-in without vLLM for the logits processor, in the form in which an owner may pass it."""
 
     __module__ = "runner.engines.vllm.worker.forced_ids"
 

@@ -1,4 +1,4 @@
-"""Latent attention has a product of two weights for sampled ids alone: a proof finds that it is stale."""
+"""Latent attention uses a product of two weights only for sampled ids: a proof finds a stale product."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKER = "tests.engines.stale_worker.StepWorker"
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # as vLLM
+    return "asyncio"  # required by vLLM
 
 
 @pytest.mark.engine

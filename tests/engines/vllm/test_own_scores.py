@@ -1,4 +1,4 @@
-"""An engine compares its own scores around an update: weights that do not arrive, and its own ones loaded again."""
+"""An engine compares its own scores around an update: weights that do not arrive, and its own weights loaded again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOG = "deltarunner.engines"
 
 
 class Engine:
-    """Scores that a test moves: an offset for all ids, and noise that differs from pass to pass."""
+    """Scores that a test changes: an offset for all ids, and noise that differs in each pass."""
 
     def __init__(self, ranks: int = 1) -> None:
         self.ranks, self.offset, self.noise, self.refuses, self.passes = ranks, 0.0, 0.0, False, 0
@@ -61,7 +61,7 @@ async def test_scores_are_computed_once_for_an_update_after_the_first() -> None:
     engine = Engine()
     own = engine.own_scores()
     await own.take()
-    assert engine.passes == 2, "the second measures the noise"
+    assert engine.passes == 2, "the second pass measures the noise"
     await own.moved()
     await own.take()
     await own.moved()
@@ -82,7 +82,7 @@ async def test_noise_between_two_passes_does_not_count_as_moved() -> None:
 
 
 class Ranks(Engine):
-    """Two ranks, of which the second has a value of its own."""
+    """Two ranks. The second has an offset of its own."""
 
     value = -1.0
 
@@ -112,7 +112,7 @@ async def test_rank_whose_scores_become_nan_or_infinity_is_broken(value: float) 
 
 
 async def test_scores_in_steps_count_as_those_of_a_prompt() -> None:
-    """An engine may compute sampled ids with copies of the weights that a prompt does not use."""
+    """An engine may compute sampled ids with copies of the weights that it does not use for a prompt."""
     engine, in_steps = Engine(), [-1.0]
 
     async def score(ids: Sequence[int]) -> ScoresByPass:
@@ -121,7 +121,7 @@ async def test_scores_in_steps_count_as_those_of_a_prompt() -> None:
     own = OwnScores(score, vocabulary=1000, context=4096, dtype="float32")
     await own.take()
     engine.offset = 0.1
-    assert await own.moved() is False, "only the scores of a prompt moved"
+    assert await own.moved() is False, "only the scores of a prompt changed"
     in_steps[0] = -1.2
     figures = await own.compare()
     assert not figures.holds
@@ -157,7 +157,7 @@ async def test_weights_with_which_a_rank_computes_nan_end_the_engine(caplog: pyt
 
 async def test_infinity_that_stays_is_not_broken_and_no_movement() -> None:
     engine = Ranks(2)
-    engine.value = -math.inf  # a model that masks ids
+    engine.value = -math.inf  # a model that excludes ids
     own = engine.own_scores()
     await own.take()
     engine.offset = 0.1
@@ -191,11 +191,11 @@ async def test_ids_fit_the_context(context: int) -> None:
     assert not seen or seen[0] == min(context - 1, SAMPLE_SIZE)
 
 
-# --- the reload of its own weights, on a vLLM that does what the test says
+# --- reload of the engine's own weights, on a stand-in for vLLM
 
 
 class Loaded(Weights):
-    """Weights with files of their own, and scores that follow what was loaded last."""
+    """Weights with their own files, and scores that depend on the last load."""
 
     def __init__(self, llm: Llm) -> None:
         super().__init__(llm)
@@ -221,7 +221,7 @@ async def test_an_update_drops_keys_that_a_connector_stores() -> None:
 
 
 class Garbled(Loaded):
-    """The model computes something else after each load, also of its own weights."""
+    """Weights with other scores after each load, also of its own weights."""
 
     async def score(self, ids: Sequence[int]) -> ScoresByPass:
         return {ScoredPass(): [-1.0 - len(self.loads) - each / 1e6 for each in ids[1:]]}
@@ -235,7 +235,7 @@ class Overwritten(Loaded):
 def engine_with(weights: Loaded) -> VllmEngine:
     engine = engine_of(weights.llm)
     runtime = engine.vllm
-    runtime.weights = weights  # type: ignore[assignment]  # has the methods that count
+    runtime.weights = weights  # type: ignore[assignment]  # has the two methods that are called
     runtime.own_scores = OwnScores(weights.score, vocabulary=1000, context=4096, dtype="float32")
     runtime.reload_check = True
     return engine
@@ -243,7 +243,7 @@ def engine_with(weights: Loaded) -> VllmEngine:
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_own_weights_are_loaded_again_before_the_first_sleep(level: Literal[1, 2]) -> None:
-    """A trainer that shares the GPU updates while the cache sleeps, when ids cannot be scored."""
+    """A trainer that shares the GPU updates weights while the cache is asleep, when ids cannot be scored."""
     weights = Loaded(Llm())
     engine = engine_with(weights)
     await engine.sleep(level)
@@ -411,7 +411,7 @@ async def test_engine_that_garbles_its_own_weights_is_ended(
 @pytest.mark.whole
 @pytest.mark.asyncio_alone
 async def test_own_weights_are_loaded_again_beside_an_adapter(small_model_folder: Path) -> None:
-    """The adapter stays as it was, and each update under it is proven."""
+    """The adapter stays unchanged, and each update under it is proven."""
     pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The sizes of an engine: what cannot be is refused by name before anything starts, and every worker is asked."""
+"""The sizes of an engine: impossible sizes are refused by name before anything starts, and every worker is called."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_cores_are_split_evenly_among_workers(workers: int, cores: int) -> None:
 
 
 def test_threads_of_one_core_are_one_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_on_chip", lambda thread: (0, thread % 4, thread))  # 0 and 4 are one core's
+    # threads 0 and 4 belong to one core
+    monkeypatch.setattr(parallel, "_on_chip", lambda thread: (0, thread % 4, thread))
     assert cores_by_worker(2, range(8)) == "0,1,4,5|2,3,6,7"
 
 
@@ -97,7 +98,7 @@ def test_the_header_names_the_sizes() -> None:
 
 
 class Client:
-    """Two ranks of two workers."""
+    """A client of two ranks with two workers each."""
 
     engine_ranks_managed = (0, 1)
 

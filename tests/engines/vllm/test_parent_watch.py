@@ -1,4 +1,4 @@
-"""The watch inside an engine's processes: it ends them when their parent is gone, and only then."""
+"""The watch in an engine's processes: it ends them only after the end of their parent."""
 
 import logging
 import os

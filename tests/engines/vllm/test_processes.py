@@ -1,4 +1,4 @@
-"""The real engine's processes: none outlives us, and the terminal's Ctrl-C reaches none. Each test starts its own."""
+"""The real engine's processes: none outlives ours, and Ctrl-C in the terminal reaches none. Each test starts one."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ TWO_RANKS = {"data_parallel_size": 2}
 
 @pytest.fixture
 def around() -> Iterator[Path]:
-    """Parent of an engine's folder; a test's own folder is too long for the address of a socket."""
+    """Parent of an engine's folder. A test's own folder has too long a path for a socket."""
     with tempfile.TemporaryDirectory(prefix="test-") as folder:
         yield Path(folder)
 
@@ -76,10 +76,10 @@ def around() -> Iterator[Path]:
 def runner(
     demo_model_folder: Path, tmp_path: Path, around: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs an engine, as the leader of a session and a process group of its own."""
+    """A process that runs an engine, as the leader of its own session and process group."""
     arguments: dict[str, int] = getattr(request, "param", {})
     environment = {**os.environ, SOCKETS: str(around)}
-    if (cores := environment.get(BINDING)) and arguments:  # those of one worker
+    if (cores := environment.get(BINDING)) and arguments:  # the cores of one worker
         environment[BINDING] = f"{cores}|{cores}"
     command = [sys.executable, "-c", RUNNER, str(tmp_path / "engine.log"), json.dumps(arguments)]
     with subprocess.Popen(
@@ -101,7 +101,7 @@ def _session(pid: int) -> int | None:
 
 
 def assert_no_engine_process_is_left() -> None:
-    """Processes that an engine of ours started, found by their environment."""
+    """Assert that no process of our engines exists. They are found by their environment variables."""
     assert_gone([process for process in psutil.process_iter() if _parent(process) == parent_watch.own_process_name()])
 
 
@@ -146,7 +146,7 @@ def test_ctrl_c_spares_the_engine_and_kill_9_leaves_nothing(
     assert runner.stdout is not None
     for name in started:
         assert runner.stdout.readline() == f"started {name}\n"
-    assert runner.stdout.readline() == "sampled 4\n", "and none of vLLM's noise between"
+    assert runner.stdout.readline() == "sampled 4\n", "and no output of vLLM between the lines"
     assert "EngineCore" in (tmp_path / "engine.log").read_text()
 
     os.killpg(runner.pid, signal.SIGINT)
@@ -155,7 +155,7 @@ def test_ctrl_c_spares_the_engine_and_kill_9_leaves_nothing(
     assert runner.stdout.readline() == "sampled 4\n", "the engine answers as before"
 
     processes = session_of(runner.pid)
-    assert len(processes) > len(started), "the runner and each engine core, whose worker may be inside of it"
+    assert len(processes) > len(started), "the runner and each engine core, which may contain its worker"
     (folder,) = around.iterdir()
     assert any(path.is_socket() for path in folder.iterdir())
     runner.kill()
@@ -206,7 +206,7 @@ def test_stdout_and_environment_are_free_and_a_stop_is_silent(demo_model_folder:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "ready None None\ndone\n"), "no library is left to load"
-    assert "EngineCore" in done.stderr, "the log goes there"
+    assert "EngineCore" in done.stderr, "the log is written to this descriptor"
     for alarming in ("force killing", "EngineDeadError", "Traceback", "leaked shared_memory"):
         assert alarming not in done.stderr
 
@@ -262,7 +262,7 @@ async def test_cancelling_a_start_ends_what_it_started(
     sizes: dict[str, Any], demo_model_folder: Path, around: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SOCKETS, str(around))
-    if (cores := os.environ.get(BINDING)) and sizes:  # those of one worker
+    if (cores := os.environ.get(BINDING)) and sizes:  # the cores of one worker
         monkeypatch.setenv(BINDING, f"{cores}|{cores}")
     started = anyio.Event()
     start = BaseProcess.start

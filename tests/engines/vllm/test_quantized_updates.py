@@ -18,7 +18,7 @@ from runner.training.tiny_model import random_model, tiny_config
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "int8": {  # linear layers by output channel, their inputs by token
+    "int8": {  # linear layers by output channel, and their inputs by token
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
@@ -54,7 +54,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # as vLLM
+    return "asyncio"  # required by vLLM
 
 
 def quantize(model: Any, kind: str) -> dict[str, Any]:
@@ -96,14 +96,14 @@ def in_int4(weight: Any, kind: str) -> dict[str, Any]:
         return {"qweight": packed(values, AWQ_ORDER), "qzeros": packed(zeros, AWQ_ORDER), "scales": scales}
     return {
         "qweight": packed(values.t(), range(8)).t().contiguous(),
-        "qzeros": packed(zeros - 1, range(8)),  # its first format has them less one
+        "qzeros": packed(zeros - 1, range(8)),  # the first version of the format stores zeros minus one
         "scales": scales,
         "g_idx": torch.arange(columns, dtype=torch.int32) // GROUP_SIZE,
     }
 
 
 def packed(values: Any, order: Iterable[int]) -> Any:
-    """Pack eight columns of values below 16 into one of 32 bits."""
+    """Pack eight columns of values below 16 into one column of 32 bits."""
     import torch
 
     eights = values.long().reshape(len(values), -1, 8)
@@ -144,7 +144,7 @@ async def test_quantized_weights_arrive_and_are_proven(
         with pytest.raises(BadControl, match=r"weights in .*, and the difference to the trainer"):
             await engine.update_weights(folder, proof=proof)
         first, figures = np.array(await engine.score(proof.ids)), await engine.prove(proof)
-        assert 1e-3 < figures.median < 0.1, "rounding of the layers' inputs"
+        assert 1e-3 < figures.median < 0.1, "the inputs of the layers are rounded"
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.1)

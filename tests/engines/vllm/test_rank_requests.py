@@ -1,4 +1,4 @@
-"""Requests of an engine of several ranks: where they are sent, and what a rank's death is to those of the others."""
+"""Requests of an engine with several ranks: the rank of each request, and the effect of a rank's death on others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Routing(Llm):
-    """Keeps where a request is to go."""
+    """Client that records the rank of each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ async def test_abort_by_vllm_after_a_rank_died_raises_that_death(late: list[int]
         vars(core).update(exitcode=-9, name="EngineCore_DP1")
         llm.collectors[0].send(*late, finish="abort")
         if late:
-            assert list((await anext(stream)).token_ids) == late, "what was sampled is kept"
+            assert list((await anext(stream)).token_ids) == late, "the sampled ids are kept"
         with pytest.raises(EngineDead, match=r"the process of its data-parallel rank 1 was ended by SIGKILL"):
             await anext(stream)
     assert stream.finish is not None

@@ -1,6 +1,7 @@
-"""Two data-parallel ranks in one engine: an episode stays on its own, and what a trainer does reaches both.
+"""Two data-parallel ranks in one engine: an episode stays on its rank, and a trainer's calls reach both ranks.
 
-On an engine of its own, of a small model in float32, where both ranks say the same of the same prompt.
+The tests use an engine of their own with a small model in float32, in which both ranks sample the same ids for the same
+prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.m
 
 WATCHDOG_SECONDS = 1200.0
 RANKS = (0, 1)
-PLACE_COUNT = 2  # of each rank
+PLACE_COUNT = 2  # per rank
 BLOCK_TOKENS = 32
 EPISODES, TURNS = 9, 4
 PROMPT = list(range(1000, 1100))
@@ -50,7 +51,7 @@ def model(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 async def engine(model: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
     with pytest.MonkeyPatch.context() as patch:
-        if cores := os.environ.get(BINDING):  # those of one worker, as the lanes of `make test` have them
+        if cores := os.environ.get(BINDING):  # the cores of one worker, as `make test` sets them for its processes
             patch.setenv(BINDING, f"{cores}|{cores}")
         engine = VllmEngine(
             model,
@@ -78,7 +79,7 @@ def weights(model: Path) -> dict[str, Any]:
 
 
 class Talkative(Plain):
-    """Says something in each of its turns, and is asked something more."""
+    """Environment that generates several turns, and is asked more after each."""
 
     def tasks(self) -> list[Any]:
         return tasks(EPISODES)
@@ -92,7 +93,7 @@ class Talkative(Plain):
 
 
 class Watched(WrappedEngine):
-    """Keeps every request, and where vLLM sends it."""
+    """Engine that records every request, and the rank to which vLLM sends it."""
 
     inner: VllmEngine
 
@@ -113,7 +114,7 @@ class Watched(WrappedEngine):
         patch.setattr(client, "get_core_engine_for_request", watch)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        # The prompt is the caller's, and grows.
+        # The prompt belongs to the caller, and grows.
         self.asked.append((dataclasses.replace(request, prompt=list(request.prompt)), self.inner.stream(request)))
         return self.asked[-1][1]
 
@@ -138,7 +139,7 @@ async def test_episodes_stay_on_ranks_and_counts_add_up(engine: VllmEngine, monk
     assert [max(counts) for counts in zip(*watched.inside, strict=True)] == [PLACE_COUNT, PLACE_COUNT]
     assert engine.places == PLACE_COUNT * len(RANKS)
 
-    # All that was computed of an episode is still there at its next turn, in whole blocks.
+    # Everything that was computed of an episode is still cached at its next turn, in whole blocks.
     by_session: dict[int, list[tuple[GenerationRequest, Finish]]] = {}
     for request, stream in watched.asked:
         assert stream.finish is not None
@@ -158,7 +159,7 @@ async def test_episodes_stay_on_ranks_and_counts_add_up(engine: VllmEngine, monk
     assert (after.open, after.waiting, after.live_sessions, after.ranks) == (0, 0, 0, (0, 0))
 
 
-# --- what a trainer does reaches both
+# --- a trainer's calls reach both ranks
 
 
 def on(engine: VllmEngine, rank: int) -> Session:
@@ -168,7 +169,7 @@ def on(engine: VllmEngine, rank: int) -> Session:
 
 
 async def say(engine: VllmEngine, rank: int, **fields: Any) -> tuple[list[int], Finish]:
-    """Output of a rank for the same prompt, greedy by default."""
+    """Return the output of a rank for the same prompt, greedy by default."""
     extra, seed = fields.pop("extra", {}), fields.pop("seed", None)
     sampling = dataclasses.replace(Sampling.defaults(), **{"max_tokens": 8, "temperature": 0.0, **fields})
     name, session = f"rank {rank}, {next(_names)}", on(engine, rank)
@@ -198,7 +199,7 @@ async def test_new_weights_are_loaded_and_stamped_on_both_ranks(engine: VllmEngi
     new = [await say(engine, rank) for rank in RANKS]
     assert [said[0] for said, _ in new] == [old[0] + 1] * 2
     assert [finish.versions for _, finish in new] == [(VersionSpan(version, 0, 8),)] * 2
-    assert [finish.cached_tokens for _, finish in new] == [0, 0], "no prompt of the old weights is left"
+    assert [finish.cached_tokens for _, finish in new] == [0, 0], "the cache has no prompt of the old weights"
     await engine.update_weights(dict(weights))
     assert await said_by_both(engine) == old
 
@@ -216,7 +217,7 @@ async def test_rank_that_keeps_its_old_weights_is_named(
     await engine.update_weights(dict(weights), proof=first)
     await call_all_workers(engine.vllm.llm, "keep_old_weights", number=1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.vllm, "ended_by", EngineDead)  # other tests play on this engine afterwards
+        patch.setattr(engine.vllm, "ended_by", EngineDead)  # later tests use this engine
         with pytest.raises(
             EngineDead, match=r"of its data-parallel rank 1 does not hold.*are those of the old weights"
         ):
@@ -261,7 +262,7 @@ async def test_pause_holds_both_ranks_and_resume_releases_both(engine: VllmEngin
         async with anyio.create_task_group() as speakers:
             for rank in RANKS:
                 speakers.start_soon(speak, rank)
-            while engine.stats().running < len(RANKS):  # noqa: ASYNC110  # counted by the schedulers
+            while engine.stats().running < len(RANKS):  # noqa: ASYNC110  # the schedulers set no event
                 await anyio.sleep(0.01)
             await engine.pause(mode)
             assert await ask_ranks(engine, "is_scheduler_paused") == [True, True]
@@ -288,7 +289,7 @@ async def test_parallel_sizes_and_workers_of_both_ranks_are_named(engine: VllmEn
     assert len(engine.processes()) == 2
 
 
-# --- the end of it, for the last test
+# --- the end of the engine, for the last test
 
 
 async def test_dead_rank_is_named_and_ends_every_request(engine: VllmEngine) -> None:
@@ -311,7 +312,7 @@ async def test_dead_rank_is_named_and_ends_every_request(engine: VllmEngine) -> 
         async with anyio.create_task_group() as speakers:
             for rank in RANKS:
                 speakers.start_soon(speak, rank)
-            while engine.stats().running < len(RANKS):  # noqa: ASYNC110  # counted by the schedulers
+            while engine.stats().running < len(RANKS):  # noqa: ASYNC110  # the schedulers set no event
                 await anyio.sleep(0.01)
             os.kill(engine.processes()[1], signal.SIGKILL)
     named = "The engine died: the process of its data-parallel rank 1 was ended by SIGKILL"

@@ -1,4 +1,4 @@
-"""New weights of tiny models on the real engine, compared with transformers: no copy of the old ones stays."""
+"""New weights of tiny models on the real engine, compared with transformers: no copy of the old weights stays."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.engines.small_weights import Llm, saved, tensors
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
-TOLERANCE_NATS = 2e-3  # in float32; a stale head moves log-probabilities by 0.1 and more
+TOLERANCE_NATS = 2e-3  # float32; a stale output layer changes log-probabilities by 0.1 or more
 PROMPT = list(range(1000, 1040))
 SAMPLED_KINDS = ("experts", "mlp.gate", "q_proj", "embed_tokens")
-"""Parts of the names of the tensors that a sampled sweep changes: those that vLLM packs, fuses or ties."""
+"""Parts of the names of the tensors that a sampled sweep changes: tensors that vLLM packs, fuses or ties."""
 
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # as vLLM
+    return "asyncio"  # required by vLLM
 
 
 def _tiny(kind: str, vocabulary: int) -> Any:
@@ -70,7 +70,7 @@ def _tiny(kind: str, vocabulary: int) -> Any:
 
 
 def _changed_kinds(model: Any) -> Iterator[str]:
-    """Change each kind of tensor by itself, by a third of its spread; yields the kind's name. The embedding is last."""
+    """Change each kind of tensor alone, by a third of its spread, and yield the kind's name. The embedding is last."""
     import torch
 
     kinds: dict[str, list[Any]] = {}
@@ -132,7 +132,7 @@ async def test_each_kind_of_tensor_arrives_on_a_cpu(kind: str, demo_model_folder
     async with VllmEngine(str(start), template="hermes", **options) as engine:
         assert await _largest_difference(engine, model) < TOLERANCE_NATS
         await engine.update_weights(start)
-        assert await _largest_difference(engine, model) < TOLERANCE_NATS, "its own weights once more"
+        assert await _largest_difference(engine, model) < TOLERANCE_NATS, "its own weights again"
         wrong = {}
         for name in _changed_kinds(model):
             model.save_pretrained(tmp_path / "new")
@@ -141,7 +141,7 @@ async def test_each_kind_of_tensor_arrives_on_a_cpu(kind: str, demo_model_folder
                 wrong[name] = after
         assert not wrong
         next(_changed_kinds(model))
-        await engine.update_weights(model.state_dict())  # under the names of transformers 5
+        await engine.update_weights(model.state_dict())  # with the names of transformers 5
         assert await _largest_difference(engine, model) < TOLERANCE_NATS
 
 
@@ -190,11 +190,11 @@ async def test_cpu_engine_without_our_extension_is_refused(tmp_path: Path) -> No
         await weights.check(model)
 
 
-# --- functions that hold packed copies
+# --- functions with packed copies
 
 
 def layer_with(function: Any, **attributes: Any) -> Any:
-    """A layer with a function of vLLM's, made of it and a tensor, as `attributes` name it."""
+    """Return a layer with a vLLM function of the layer and a tensor, under the name in `attributes`."""
     import torch
 
     layer = torch.nn.Linear(2, 2)
@@ -291,7 +291,7 @@ def test_settings_of_a_layer_are_left_as_they_are() -> None:
 
 
 def test_handle_of_packed_weights_is_renewed_with_its_scales() -> None:
-    """The kernel has the addresses of scales that belong to the second model."""
+    """The kernel has addresses of scales that belong to the second model."""
     import torch
 
     kinds: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Rotary embeddings on CPUs: the kernel agrees with vLLM's own computation in torch, whatever the query's shape."""
+"""Rotary embeddings on CPUs: the kernel agrees with vLLM's own computation in torch, for queries of any shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.engines.vllm.worker.cpu_patches import patch_rotary_embeddings
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as vLLM is imported
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch during the import of vLLM
 
 IDS, HEADS, SIZE = 7, 4, 64
 
@@ -23,7 +23,7 @@ def embedding_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
-    monkeypatch.setenv("LD_PRELOAD", "")  # the configuration adds to it, for all processes that start later
+    monkeypatch.setenv("LD_PRELOAD", "")  # the configuration adds to it for all processes that start later
     with set_current_vllm_config(VllmConfig()):
         yield RotaryEmbedding
 
@@ -43,7 +43,7 @@ def difference(embedding_class: Any, *, neox: bool, flat: bool) -> float:
 
 def test_unpatched_kernel_rotates_queries_of_heads_wrongly(embedding_class: Any) -> None:
     assert difference(embedding_class, neox=False, flat=True) < 1e-5
-    assert difference(embedding_class, neox=False, flat=False) > 0.1, "vLLM mended it: take the patch away"
+    assert difference(embedding_class, neox=False, flat=False) > 0.1, "vLLM has fixed it: remove the patch"
 
 
 @pytest.mark.parametrize("neox", [False, True])

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as vLLM is imported
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch during the import of vLLM
 
 IDS, EXPERTS, CHOSEN = 50, 8, 2
 
@@ -26,7 +26,7 @@ def router_class(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def weights_of_experts(weights: Any, chosen: Any) -> Any:
-    """Weight of each expert, of shape [ids, experts]; 0 for those that are not chosen."""
+    """Weight of each expert, of shape [ids, experts]; 0 for experts that are not chosen."""
     return torch.zeros(IDS, EXPERTS).scatter(1, chosen.long(), weights.float())
 
 
@@ -50,7 +50,7 @@ def difference(router_class: Any, *, bias: float) -> float:
 
 def test_unpatched_router_ignores_the_bias(router_class: Any) -> None:
     assert difference(router_class, bias=0.0) < 1e-5
-    assert difference(router_class, bias=1.0) > 0.1, "vLLM mended it: take the patch away"
+    assert difference(router_class, bias=1.0) > 0.1, "vLLM has fixed it: remove the patch"
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.01, 1.0])

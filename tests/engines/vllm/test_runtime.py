@@ -1,4 +1,4 @@
-"""VLLM's side of control on a vLLM that does what the test says: an old one, a hung one, a dead one, one that fails."""
+"""Control of vLLM on a stand-in for vLLM: an old one, a hung one, a dead one, and one that fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WATCHDOG_SECONDS = 600.0
 
 
 class Collector:
-    """As vLLM's: holds what was not read."""
+    """Stand-in for vLLM's collector, which stores unread outputs."""
 
     def __init__(self) -> None:
         self.request_id = "r"
@@ -93,7 +93,7 @@ class Llm:
         if self.errored:
             raise RuntimeError("EngineCore encountered an issue")
         if name == self.fails:
-            raise Exception(f"Call to {name} method failed:\n  no reason")  # as bare as vLLM's
+            raise Exception(f"Call to {name} method failed:\n  no reason")  # vLLM's message is this short
         if name == self.hangs:
             await anyio.sleep_forever()
         return result
@@ -138,7 +138,7 @@ class Llm:
 
 
 class NewLlm(Llm):
-    """Of 0.32: it stamps."""
+    """vLLM 0.32, which records weight versions."""
 
     async def update_weight_version(self, version: str) -> None:
         await self._asked(f"version {version}", "version")
@@ -155,7 +155,7 @@ class Core:
 
     def join(self, timeout: float) -> None:
         if self.name == getattr(self.llm.engine_core.resources.engine_manager, "failed_proc_name", None):
-            self.exitcode = -9  # no sooner, as where the system is still clearing it away
+            self.exitcode = -9  # not before the join, as if the system were still removing the process
 
     def kill(self) -> None:
         self.llm.errored = True
@@ -164,7 +164,7 @@ class Core:
 
 
 class Weights:
-    """A folder is what it is called."""
+    """Weights whose folder is only a name."""
 
     def __init__(self, llm: Llm) -> None:
         self.llm = llm
@@ -180,14 +180,14 @@ class Weights:
 
 
 def engine_of(llm: Llm) -> VllmEngine:
-    """An engine that was entered, as far as its control can tell."""
+    """Return an engine that its control treats as entered."""
     engine = VllmEngine("nothing")
     process = VllmProcess(SimpleNamespace(name="nothing"), {})  # type: ignore[arg-type]  # never started
-    process.cores = [Core(llm)]  # type: ignore[list-item]  # can be ended, which is all that is asked
+    process.cores = [Core(llm)]  # type: ignore[list-item]  # it can be ended, and no more is called
     engine.runtime = VllmRuntime(
         process,
         llm,
-        Weights(llm),  # type: ignore[arg-type]  # has the two methods that count
+        Weights(llm),  # type: ignore[arg-type]  # has the two methods that are called
         gate=AdmissionGate(4, 10_000),
         context=100,
         as_vllm=lambda _: (None, None),
@@ -205,7 +205,7 @@ def request(**fields: Any) -> GenerationRequest:
 async def read(stream: VllmStream, into: list[Delta]) -> None:
     async with stream:
         async for delta in stream:
-            into.append(delta)  # noqa: PERF401  # kept where it fails
+            into.append(delta)  # noqa: PERF401  # deltas before an error are kept
 
 
 # --- versions
@@ -218,7 +218,7 @@ async def test_vllm_without_versions_gets_recorded_ones() -> None:
         (collector,) = llm.collectors
         collector.send(1, 2, 3)
         assert list((await anext(stream)).token_ids) == [1, 2, 3]
-        collector.send(4, 5)  # sampled by the old weights, and not read yet
+        collector.send(4, 5)  # sampled by the old weights, and unread
         await engine.update_weights("new")
         collector.send(6)
         assert list((await anext(stream)).token_ids) == [4, 5, 6]
@@ -250,7 +250,7 @@ async def test_an_update_does_it_all_in_the_one_order_that_is_right(kind: type[L
     assert engine.weight_version == "1"
 
 
-# --- what fails
+# --- failures
 
 
 async def test_weights_that_do_not_fit_touch_nothing() -> None:
@@ -275,7 +275,7 @@ async def test_failed_load_has_one_cause_for_all_requests(fails: str) -> None:
 
     with anyio.fail_after(WATCHDOG_SECONDS):
         async with anyio.create_task_group() as group:
-            for _ in range(6):  # of which two wait at the gate
+            for _ in range(6):  # two of them wait at the gate
                 group.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(EngineDead, match="the weights '1' could not be loaded: ") as caught:
@@ -354,14 +354,14 @@ async def test_waiting_for_turns_to_end_does_not_outlive_the_engine() -> None:
             await engine.pause("wait")
 
     with anyio.fail_after(WATCHDOG_SECONDS):
-        async with anyio.create_task_group() as group, engine.stream(request()):  # which no task reads
+        async with anyio.create_task_group() as group, engine.stream(request()):  # no task reads the stream
             group.start_soon(pause)
             await anyio.wait_all_tasks_blocked()
             engine.vllm.process.kill()
             await anyio.wait_all_tasks_blocked()
 
 
-# --- turns that are being sampled
+# --- turns during sampling
 
 
 async def test_dead_rank_is_named_before_vllm_reports_it() -> None:
@@ -374,7 +374,7 @@ async def test_dead_rank_is_named_before_vllm_reports_it() -> None:
         async with stream:
             llm.collectors[0].send(7)
             assert (await anext(stream)).token_ids == [7]
-            # vLLM sees the death at a pipe and ends the other rank, which aborts its request.
+            # vLLM detects the death at a pipe and ends the other rank, which aborts its request.
             llm.engine_core.resources.engine_manager.failed_proc_name = "EngineCore_DP1"
             llm.collectors[0].send(finish="abort")
             with pytest.raises(EngineDead, match="its data-parallel rank 1 was ended by SIGKILL"):
@@ -436,7 +436,7 @@ async def test_a_pause_cancelled_at_any_point_leaves_vllm_going(mode: PauseMode)
         await engine.resume()
 
     def goes_on() -> None:
-        if engine.state is EngineState.PAUSED:  # cancelled between the two
+        if engine.state is EngineState.PAUSED:  # cancelled between pause and resume
             pytest.fail("the pause was cancelled and stayed")
         assert llm.asked[-1:] in ([], ["resume"])
         llm.asked.clear()
@@ -465,7 +465,7 @@ async def test_engine_woken_from_deep_sleep_is_paused_until_new_weights() -> Non
     assert llm.asked[-1] == "resume"
 
 
-# --- what vLLM has to be started for
+# --- features that vLLM must be started for
 
 
 async def test_a_gpu_that_was_not_started_to_sleep_is_not_put_to_sleep() -> None:

@@ -1,4 +1,4 @@
-"""The fields of Sampling on the real engine: each of them acts, and the likeliest ids are those of what was sampled."""
+"""The fields of Sampling on the real engine: each has its effect, and the likeliest ids belong to the sampled ids."""
 
 import collections
 import dataclasses
@@ -166,7 +166,7 @@ async def test_the_likeliest_ids_are_of_what_was_sampled_from(engine: VllmEngine
     ):
         assert dict(zip(ids, values, strict=True))[token_id] == pytest.approx(logprob)
         assert np.exp(values).sum() == pytest.approx(1, abs=1e-4)
-        assert values.count(-np.inf) > 10  # more than three are left where several are equally likely
+        assert values.count(-np.inf) > 10  # more than three are left, since several are equally likely
 
 
 async def test_recorded_log_probabilities_are_those_after_bias_and_penalty(engine: VllmEngine) -> None:
@@ -180,9 +180,9 @@ async def test_recorded_log_probabilities_are_those_after_bias_and_penalty(engin
     other = next(token_id for token_id in free if token_id not in engine.tokenizer.encode("one two one two one"))
     biased = await first(logit_bias={other: 1.5})
     assert biased[other] - biased[two] == pytest.approx(free[other] - free[two] + 1.5, abs=0.05)
-    penalised = await first(presence_penalty=2.0)  # the turn has no id yet
+    penalised = await first(presence_penalty=2.0)  # the turn has no id yet, so nothing is penalised
     assert penalised[other] - penalised[two] == pytest.approx(free[other] - free[two], abs=0.05)
-    repeated = await first(repetition_penalty=1.3)  # the prompt has this one
+    repeated = await first(repetition_penalty=1.3)  # the prompt contains this id
     assert repeated.get(two, -math.inf) < free[two] - 0.5
 
 
@@ -203,7 +203,9 @@ async def test_each_request_of_a_batch_gets_as_many_as_it_asked_for(engine: Vllm
 
 
 class Asks(Plain):
-    """Two turns: one past its EOS, one that keeps its likeliest ids; each by a field of its own."""
+    """Environment with two turns: one continues after its EOS, one records its likeliest ids, each by a field of its
+    own.
+    """
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(ignore_eos=True, logit_bias={EOS_ID: 12.0}))

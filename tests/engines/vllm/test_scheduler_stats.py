@@ -76,7 +76,7 @@ def test_a_rate_is_of_the_last_ten_seconds_and_none_once_idle() -> None:
     clock.now += 5
     assert rate.per_second() == 0
     rate.add(7)
-    assert rate.per_second() == 7, "what has run for less than a second has run for one"
+    assert rate.per_second() == 7, "a run of less than a second counts as one second"
 
 
 def test_a_rate_keeps_little_however_many_steps_there_are() -> None:

@@ -192,7 +192,7 @@ def test_a_bad_word_is_spelled_alone_and_after_a_space() -> None:
 
 
 class Parameters:
-    """As much of vLLM's `SamplingParams` as checks constraints."""
+    """Stand-in for the part of vLLM's `SamplingParams` that checks constraints."""
 
     checks = 0
 

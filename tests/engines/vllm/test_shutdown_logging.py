@@ -9,12 +9,12 @@ from runner.engines.vllm.start import suppress_shutdown_warnings
 
 
 class EngineDeadError(Exception):
-    """As vLLM has one."""
+    """Stand-in for vLLM's error."""
 
 
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
-    """Messages in vLLM's log."""
+    """Return the messages in vLLM's log."""
     shown: list[str] = []
 
     class Listener(logging.Handler):

@@ -1,4 +1,4 @@
-"""Patched wait of an engine's processes: they sleep on a CPU only, and miss no message."""
+"""Patched wait of an engine's processes: they sleep only on a CPU, and miss no message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.engines.vllm.worker import parent_watch, spin_wait_patch
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.device_communicators import shm_broadcast  # a vLLM that has moved it fails here
+from vllm.distributed.device_communicators import shm_broadcast  # the import fails if vLLM has moved it
 
 WATCHDOG_SECONDS = 600.0
 
@@ -29,7 +29,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with each immediate poll for a message."""
+    """A list that grows with each immediate poll for a message."""
     times: list[int] = []
     monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: times.append(len(times)))
     return times
@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def queues() -> Iterator[tuple[Any, Any]]:
-    """Both ends of what a core and its worker talk through."""
+    """Both ends of the queue between a core and its worker."""
     writer = shm_broadcast.MessageQueue(n_reader=1, n_local_reader=1)
     reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), rank=0)
     met = threading.Thread(target=writer.wait_until_ready)
@@ -63,7 +63,7 @@ def test_waiting_reader_sleeps_and_gets_every_message(queues: tuple[Any, Any], a
     thread.start()
     for number in range(50):
         writer.enqueue(number)
-        if number % 2:  # some one by one, and some while others wait to be read
+        if number % 2:  # some messages one by one, and some while others are unread
             assert read_one.wait(WATCHDOG_SECONDS)
             read_one.clear()
     thread.join(WATCHDOG_SECONDS)

@@ -1,4 +1,4 @@
-"""The phases of an engine's start, as its worker notes them."""
+"""The phases of an engine's start, as its worker records them."""
 
 from __future__ import annotations
 
@@ -100,4 +100,4 @@ def test_phases_reach_the_worker_of_this_vllm_by_its_wrapper() -> None:
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     assert "__getattr__" in vars(WorkerWrapperBase)
-    assert PHASES.keys().isdisjoint(vars(WorkerWrapperBase)), "then it would have to be noted otherwise"
+    assert PHASES.keys().isdisjoint(vars(WorkerWrapperBase)), "the wrapper would hide the phases"

@@ -1,4 +1,4 @@
-"""A turn of the real engine that is streamed while it is sampled: its events equal the finished turn."""
+"""A turn of the real engine that is streamed during sampling: its events equal the finished turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real engine, stream by stream: every way out leaves no open request and keeps what was sampled."""
+"""The real engine, stream by stream: however a stream ends, no request stays open and sampled ids are kept."""
 
 import dataclasses
 import itertools
@@ -145,7 +145,7 @@ async def test_finish_that_was_not_read_keeps_its_reason_and_ids(engine: VllmEng
 
 @types.coroutine
 def suspended(coroutine: Coroutine[Any, Any, None], at: int, cancel: Callable[[], None]) -> Generator[Any, Any, int]:
-    """Run the coroutine, cancel when it suspends for the `at`-th time, and return how often it did."""
+    """Run the coroutine, cancel it when it suspends for the `at`-th time, and return the number of suspensions."""
     count = 0
     error: BaseException | None = None
     while True:
@@ -287,7 +287,7 @@ async def test_a_stop_id_ends_the_turn_and_is_its_last_id(engine: VllmEngine) ->
 
 
 async def test_the_engine_stops_at_no_id_that_was_not_given(engine: VllmEngine) -> None:
-    constraint = Constraint(ConstraintKind.CHOICE, '["7"]')  # after which its grammar allows EOS only
+    constraint = Constraint(ConstraintKind.CHOICE, '["7"]')  # after it, the grammar allows only EOS
     ids, _, finish = await sample(engine, request(5, constraint=constraint, stop_ids=()))
     assert finish.reason is FinishReason.LENGTH
     assert len(ids) == 5
@@ -310,7 +310,7 @@ async def test_a_constraint_is_enforced_and_its_mask_is_in_the_logprobs(
     ids, logprobs, finish = await sample(engine, wanted)
     assert engine.tokenizer.decode(ids[:-1]) == expected
     assert finish.stop == ids[-1] == engine.tokenizer.eos_id
-    assert logprobs[-1] == pytest.approx(0, abs=1e-4), "nothing but the end was allowed"
+    assert logprobs[-1] == pytest.approx(0, abs=1e-4), "only the end was allowed"
 
 
 async def test_the_prompt_is_copied(engine: VllmEngine) -> None:

@@ -1,4 +1,4 @@
-"""Two workers that share a model: they say what the whole model says, and new weights reach both."""
+"""Two workers that share a model: they sample like the whole model, and new weights reach both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(autouse=True, scope="module")
 def cores() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        if bound := os.environ.get(BINDING):  # those of one worker, as the lanes of `make test` have them
+        if bound := os.environ.get(BINDING):  # the cores of one worker, as `make test` sets them for its processes
             patch.setenv(BINDING, f"{bound}|{bound}")
         yield
 
@@ -58,7 +58,7 @@ class Twice(Plain):
 
 
 async def assert_says(engine: VllmEngine, model: Path, weights: Mapping[str, Any]) -> None:
-    """Greedily it says what Hugging Face's model with these weights says, as likely."""
+    """Assert that greedy ids and log-probabilities equal those of Hugging Face's model with these weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -76,14 +76,14 @@ async def assert_says(engine: VllmEngine, model: Path, weights: Mapping[str, Any
     assert float((wanted - given).abs().max()) < TOLERANCE_NATS
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch in its own code
 async def test_both_workers_have_the_weights_and_new_ones_reach_both(
     engine: VllmEngine, model: Path, weights: dict[str, Any]
 ) -> None:
     assert engine.describe()["parallel"] == {"data": 1, "tensor": 2, "pipeline": 1}
     assert await engine.devices() == ["cpu", "cpu"]
     await assert_says(engine, model, weights)
-    # All that is shared out, by rows and by columns.
+    # All tensors that workers share, by rows or by columns.
     others = {name: tensor.roll(1, 0) if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
     await engine.update_weights(others)
     await assert_says(engine, model, others)
@@ -100,7 +100,7 @@ async def test_worker_that_keeps_its_old_shard_is_named(
     await engine.update_weights(weights)
     await call_all_workers(engine.vllm.llm, "keep_old_weights", number=1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.vllm, "ended_by", EngineDead)  # other tests play on this engine afterwards
+        patch.setattr(engine.vllm, "ended_by", EngineDead)  # later tests use this engine
         with pytest.raises(EngineDead, match=r"does not hold.*Worker 1 of 2, counted from 0, kept its old values of"):
             await engine.update_weights(others, proof=proof)
     held = await engine.update_weights(others, proof=proof)

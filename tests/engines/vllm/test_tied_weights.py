@@ -1,4 +1,4 @@
-"""New weights of models whose output layer is their embedding: two tensors that differ are refused by name."""
+"""New weights of models whose output layer is their embedding: two different tensors are refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # as vLLM
+    return "asyncio"  # required by vLLM
 
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -90,7 +90,7 @@ def test_a_model_that_transformers_does_not_have_is_left_alone() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-NeoX", "Bloom", "Llama tied"])
 def test_a_source_announces_and_sends_what_the_checkpoint_holds(name: str, tmp_path: Path) -> None:
-    """A tied output layer is not in the checkpoint, and vLLM's Bloom fails at it."""
+    """A tied output layer is not in the checkpoint, and vLLM's Bloom raises an error at it."""
     base = pytest.importorskip("vllm.distributed.weight_transfer.base", reason="vLLM is not installed")
     import torch
 

@@ -1,4 +1,4 @@
-"""New weights against the model's, without an engine: what does not fit is named, tensor and file."""
+"""New weights compared with the model's, without an engine: errors name the tensor and the file that do not fit."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # as vLLM
+    return "asyncio"  # required by vLLM
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The folder an engine was started from."""
+    """The folder from which an engine was started."""
     return saved(tmp_path / "the model", tensors())
 
 
 @pytest.fixture
 async def weights(model: Path) -> AsyncIterator[VllmWeights]:
-    """Loader of new weights for it."""
+    """Loader of new weights for the model."""
     yield VllmWeights(Llm(model), "the model")
     gc.collect()
-    assert list(open_memories()) == [], "every state dict was given back"
+    assert list(open_memories()) == [], "every state dict was freed"
 
 
 def cut(folder: Path, size: int) -> Path:
@@ -221,11 +221,11 @@ async def test_an_index_says_which_files_count(weights: VllmWeights, tmp_path: P
 
 async def test_a_state_dict_arrives_as_it_was_on_the_way_in(weights: VllmWeights) -> None:
     given = tensors()
-    given[EMBEDDING] = given[EMBEDDING].T.contiguous().T  # of another layout in memory
+    given[EMBEDDING] = given[EMBEDDING].T.contiguous().T  # in another memory layout
     given[UP].requires_grad_()
     checked = await weights.check(given)
     with torch.no_grad():
-        given[UP].zero_()  # the next step of the trainer
+        given[UP].zero_()  # as the next step of the trainer would change it
     await weights.load(checked)
     assert same(llm_of(weights).loaded, tensors())
 
@@ -247,7 +247,7 @@ async def test_floats_of_another_width_are_rounded_to_the_models(weights: VllmWe
 
 
 async def test_tensor_that_the_model_keeps_in_float32_stays_float32(tmp_path: Path) -> None:
-    model = saved(tmp_path / "the model", {NORM: torch.ones(4)})  # float32 in a bfloat16 engine
+    model = saved(tmp_path / "the model", {NORM: torch.ones(4)})  # float32 weights in a bfloat16 engine
     weights = VllmWeights(Llm(model), "the model")
     assert (await load(weights, {NORM: torch.full((4,), 1 / 3)}))[NORM].dtype is torch.float32
 
@@ -271,7 +271,7 @@ async def test_many_small_tensors_need_few_partial_writes(tmp_path: Path, monkey
     monkeypatch.setattr("runner.engines.vllm.shared_weights._MAX_PARTS", 500)
     weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
     assert same(await load(weights, given), given)
-    assert calls[0] == 1, "the header"
+    assert calls[0] == 1, "only the header"
     assert len([count for count in calls if count >= 100]) == 3
     assert len(calls) < 40
 
@@ -356,7 +356,7 @@ async def test_a_model_that_is_nowhere_here_starts_and_refuses_new_weights(name:
         await weights.check(tensors())
 
 
-# --- what is left after an error
+# --- remains after an error
 
 
 @pytest.mark.parametrize("source", ["state dict", "folder"])
@@ -429,7 +429,7 @@ async def test_other_extension_reloads_folders_only(model: Path, tmp_path: Path)
 
 
 class Mine(WeightWorker):
-    """An extension of a user's, which has what a state dict needs."""
+    """A user's extension that has the method for state dicts."""
 
 
 async def test_an_extension_that_inherits_from_ours_takes_state_dicts(model: Path) -> None:
@@ -448,7 +448,7 @@ def test_worker_skips_weights_that_the_model_ignores(model: Path) -> None:
 # --- keys and values outside of vLLM's cache
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while vLLM is imported
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch during the import of vLLM
 @pytest.mark.parametrize(
     ("connectors", "keeping"),
     [

@@ -1,4 +1,4 @@
-"""Weights through vLLM's transfer engines, without an engine: who is asked what, and what is refused."""
+"""Weights through vLLM's transfer engines, without an engine: the calls to each side, and refusals."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # as vLLM
+    return "asyncio"  # required by vLLM
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The folder an engine was started from."""
+    """The folder from which an engine was started."""
     return saved(tmp_path / "the model", tensors())
 
 
 def announced(given: Mapping[str, torch.Tensor], **others: Any) -> dict[str, Any]:
-    """Update info as vLLM's trainers make it."""
+    """Return update info as vLLM's trainers build it."""
     return {
         "names": list(given),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in given.values()],
@@ -92,7 +92,7 @@ async def test_failed_connection_leaves_the_weights_unchanged(model: Path) -> No
     for _ in range(2):
         with pytest.raises(BadWeights, match="did not connect: RuntimeError: the worker failed in init"):
             await weights.check(WeightTransfer(announced(tensors()), init={"a": 1}))
-    assert llm.asked == [("init", {"a": 1})] * 2, "tried again, since they have not met"
+    assert llm.asked == [("init", {"a": 1})] * 2, "tried again, since they have not connected"
 
 
 @pytest.mark.parametrize("at", ["start", "update", "finish"])

@@ -1,4 +1,4 @@
-"""New weights in the real engine: every way in says the same, what does not fit changes nothing, nothing is left."""
+"""New weights in the real engine: every way to load them has the same result, misfits change nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tensors_of(model: Path) -> dict[str, Any]:
 
 
 def others(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Others of the same names and shapes."""
+    """Other tensors with the same names and shapes."""
     return {
         name: tensor * 3 if name.endswith("layers.5.mlp.down_proj.weight") else tensor for name, tensor in old.items()
     }
@@ -77,7 +77,7 @@ Said = tuple[list[int], list[float]]
 
 
 async def say(engine: VllmEngine, max_tokens: int = 8) -> Said:
-    """Greedy ids and their log-probabilities; nothing is cached, so that they are the same bit for bit."""
+    """Return greedy ids and their log-probabilities. Nothing is cached, so that they are the same bit for bit."""
     await engine.reset_prefix_cache()
     sampling = dataclasses.replace(Sampling.defaults(), max_tokens=max_tokens, temperature=0.0)
     request = GenerationRequest(name=f"weights {next(_names)}", prompt=list(range(1000, 1040)), sampling=sampling)
@@ -96,14 +96,14 @@ def assert_nothing_is_left(engine: VllmEngine) -> None:
     processes = [
         process for pid in engine.processes() for process in (psutil.Process(pid), *psutil.Process(pid).children(True))
     ]
-    assert processes, "the core, whose worker may be inside of it"
+    assert processes, "the core, which may contain its worker"
     for process in processes:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "deltarunner-weights" not in maps
 
 
 def wide(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """As a trainer has them that keeps float32 and calls the output layer by its name."""
+    """Return the tensors of a trainer that uses float32 and names the output layer."""
     return {**{name: tensor.float() for name, tensor in tensors.items()}, "lm_head.weight": tensors[EMBEDDING].float()}
 
 
@@ -126,7 +126,7 @@ async def test_equal_weights_from_every_source_have_equal_output(
         assert await say(engine) == other
         assert_nothing_is_left(engine)
 
-    # With another worker extension vLLM reads a folder itself, which leaves old copies on a CPU.
+    # With another worker extension, vLLM reads a folder itself, which leaves old copies on a CPU.
     with monkeypatch.context() as patch:
         patch.setattr(VllmWeights, "extended", False)
         with pytest.raises(BadWeights, match="packed copies of the old weights"):
@@ -203,7 +203,7 @@ def announced(tensors: Mapping[str, Any], names: list[str], file: str) -> dict[s
 
 
 def parcels(folder: Path, tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Update infos for what lies in the files of a folder."""
+    """Return update infos for the tensors in the files of a folder."""
     where: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = sorted(set(where.values()))
     return [announced(tensors, [name for name in where if where[name] == file], file) for file in files]
@@ -231,7 +231,7 @@ def test_an_update_leaves_no_tensor_to_a_later_collection(
     async def scenario() -> None:
         engine = cast("VllmEngine", float32_engine.inner)
         call = engine.vllm.llm.collective_rpc
-        await call("switch_collector", args=(False,))  # by itself it may begin right after an update
+        await call("switch_collector", args=(False,))  # else a collection may begin right after an update
         try:
             for given in (small_model_folder, tensors_of(small_model_folder)):
                 await engine.update_weights(given)
@@ -265,7 +265,7 @@ async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any]
     await engine.update_weights(WeightTransfer(parcels(folder, new), init=meeting), version="received")
     assert (engine.weight_version, await say(engine)) == ("received", other)
     await engine.update_weights(model)
-    await engine.update_weights(WeightTransfer(parcels(folder, new)))  # they have met
+    await engine.update_weights(WeightTransfer(parcels(folder, new)))  # they are already connected
     assert await say(engine) == other
 
 
@@ -285,7 +285,7 @@ class Tensors:
 
 
 async def local_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[str, Any], place: Path) -> None:
-    """Trainer and engine in one process, in one call."""
+    """Run trainer and engine in one process, in one call."""
     from runner.engines.vllm.worker.file_transfer import FileTransferInfo
 
     other, version = await say(engine), engine.weight_version
