@@ -1,4 +1,4 @@
-"""The environments that come with it, played by a script."""
+"""The environments that deltarunner contains, played with scripted replies."""
 
 from __future__ import annotations
 

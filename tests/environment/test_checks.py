@@ -1,4 +1,4 @@
-"""Messages of a run about its tools before anything is sampled: calls that its template cannot carry as meant."""
+"""Messages of a run about its tools before anything is sampled: calls that its template cannot represent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ c.function.arguments.items() %}<parameter={{ k }}>{% if v is mapping or (v is it
 
 
 class Asking(Environment):
-    """Three questions."""
+    """Environment with three questions."""
 
     def tasks(self) -> list[Task]:
         return [Task(str(number), prompt="Well?") for number in range(3)]
@@ -54,7 +54,7 @@ class Putting(Asking):
 
 
 def taking(*names: str, required: tuple[str, ...] = (), kind: Any = "string", **settings: Any) -> type[Asking]:
-    """An environment whose tool has arguments of these names."""
+    """Return an environment whose tool has arguments with these names."""
     schema = {"type": "object", "properties": {key: {"type": kind} for key in names}, "required": list(required)}
 
     class Taking(Asking):
@@ -71,11 +71,11 @@ def of_family(name: str) -> ScriptedEngine:
 
 
 async def warnings_of(environment: Any, engine: ScriptedEngine) -> list[str]:
-    """Messages of a run of three episodes about its tools."""
+    """Return the messages about tools from a run of three episodes."""
     async with Run(environment, engine) as run:
         begun = list(run.summary.faults)
         assert [trajectory.error async for trajectory in run] == [""] * 3
-    assert list(run.summary.faults) == begun  # no episode says it again
+    assert list(run.summary.faults) == begun  # episodes do not repeat the message
     words = ("of the tool", "strings", "schemas")
     return [fault for fault in begun if any(word in fault for word in words)]
 
@@ -163,7 +163,7 @@ async def test_strict_tools_are_warned_of_where_nothing_announces_a_call() -> No
 
 
 async def test_unenforceable_tool_choice_is_refused_before_sampling() -> None:
-    class Requiring(taking("names")):  # type: ignore[misc]  # a class made here
+    class Requiring(taking("names")):  # type: ignore[misc]  # the class is created here
         tool_choice = "required"
 
         def bound_tools(self) -> list[Tool]:
@@ -218,7 +218,7 @@ async def test_tools_of_setup_are_refused_as_those_of_a_class(text: str, why: st
 
 
 def holding(schema: Any, **settings: Any) -> type[Asking]:
-    """An environment with one tool of this schema."""
+    """Return an environment with one tool of this schema."""
 
     class Holding(Asking):
         tool_choice = settings.pop("tool_choice", "auto")
@@ -257,7 +257,7 @@ async def test_keyword_that_is_not_checked_is_named_for_free_calls_too() -> None
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 async def test_tool_that_nothing_fits_is_named_and_plays_on(choice: str) -> None:
-    class Two(holding({"not": {}}, tool_choice=choice)):  # type: ignore[misc]  # a class that a function made
+    class Two(holding({"not": {}}, tool_choice=choice)):  # type: ignore[misc]  # a function created the class
         def bound_tools(self) -> list[Tool]:
             return [*super().bound_tools(), *Putting().bound_tools()[1:]]
 

@@ -1,4 +1,4 @@
-"""Mistakes of an author that stay in their episode or are refused by name, each with the run around it unharmed."""
+"""Mistakes of an author that end only their episode or are refused by name, in a run that continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def function_that_takes_a(a: int) -> int:
 
 
 class Calls(Plain):
-    """Tools that misbehave."""
+    """Environment with tools that misbehave."""
 
     @tool
     def stop(self) -> str:
@@ -92,7 +92,7 @@ async def test_argument_outside_explicit_schema_is_the_models_error() -> None:
 async def test_a_plain_function_among_the_tools_is_refused_with_the_fix() -> None:
     class Functions(Plain):
         def setup(self) -> None:
-            self.tools.append(function_that_takes_a)  # type: ignore[arg-type]  # that is the point
+            self.tools.append(function_that_takes_a)  # type: ignore[arg-type]  # wrong on purpose
 
     trajectory = await play(Functions(), "bye")
     assert trajectory.outcome is Outcome.ENV_ERROR
@@ -155,7 +155,7 @@ async def test_no_reward_of_the_wrong_kind_is_taken_for_a_number() -> None:
 
 
 class Gone(Plain):
-    """Cancels its own task in the hook that `where` names."""
+    """Environment that cancels its own task in the hook that `where` names."""
 
     where = ""
 

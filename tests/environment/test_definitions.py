@@ -1,4 +1,4 @@
-"""A mistake in an environment's class is an error when the class is defined, with the fix in it."""
+"""A mistake in an environment's class is an error when the class is defined, and the error contains the fix."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reward_with_parameters() -> None:
 
 
 def weight_by_position() -> None:
-    reward(0.1)  # type: ignore[call-overload]  # that is the point
+    reward(0.1)  # type: ignore[call-overload]  # wrong on purpose
 
 
 def limits_as_a_dict() -> None:
@@ -66,8 +66,8 @@ def two_rewards_of_one_name() -> None:
         def right(self) -> bool:
             return True
 
-        @reward(weight=0.5)  # type: ignore[no-redef]  # that is the point
-        def right(self) -> bool:  # noqa: F811  # that is the point
+        @reward(weight=0.5)  # type: ignore[no-redef]  # wrong on purpose
+        def right(self) -> bool:  # noqa: F811  # wrong on purpose
             return False
 
 
@@ -77,8 +77,8 @@ def metric_with_the_name_of_a_reward() -> None:
         def right(self) -> bool:
             return True
 
-        @metric  # type: ignore[no-redef]  # that is the point
-        async def right(self) -> float:  # noqa: F811  # that is the point
+        @metric  # type: ignore[no-redef]  # wrong on purpose
+        async def right(self) -> float:  # noqa: F811  # wrong on purpose
             return 1
 
 
@@ -88,8 +88,8 @@ def group_reward_with_the_name_of_a_metric() -> None:
         def right(self) -> float:
             return 1
 
-        @group_reward  # type: ignore[no-redef]  # that is the point
-        def right(self, group: Any) -> list[float]:  # noqa: F811  # that is the point
+        @group_reward  # type: ignore[no-redef]  # wrong on purpose
+        def right(self, group: Any) -> list[float]:  # noqa: F811  # wrong on purpose
             return []
 
 
@@ -100,8 +100,8 @@ def two_tools_of_one_name() -> None:
             """Look."""
             return where
 
-        @tool(parallel=False)  # type: ignore[no-redef]  # that is the point
-        def look(self, what: str) -> str:  # noqa: F811  # that is the point
+        @tool(parallel=False)  # type: ignore[no-redef]  # wrong on purpose
+        def look(self, what: str) -> str:  # noqa: F811  # wrong on purpose
             """Look."""
             return what
 
@@ -114,8 +114,8 @@ def static_tool_with_the_name_of_a_reward() -> None:
             """Look."""
             return where
 
-        @reward  # type: ignore[no-redef]  # that is the point
-        def look(self) -> float:  # noqa: F811  # that is the point
+        @reward  # type: ignore[no-redef]  # wrong on purpose
+        def look(self) -> float:  # noqa: F811  # wrong on purpose
             return 1
 
 
@@ -126,8 +126,8 @@ def two_rewards_in_a_nested_class() -> None:
             def right(self) -> bool:
                 return True
 
-            @reward  # type: ignore[no-redef]  # that is the point
-            def right(self) -> bool:  # noqa: F811  # that is the point
+            @reward  # type: ignore[no-redef]  # wrong on purpose
+            def right(self) -> bool:  # noqa: F811  # wrong on purpose
                 return False
 
 
@@ -190,7 +190,7 @@ def test_reward_may_be_overridden_shared_and_named_alike_elsewhere() -> None:
     marked = reward(shared)
     both = [type(name, (Environment,), {"shared": marked}) for name in ("One", "Two")]
     assert [scorer.weight for scorer in Sub.scorers] == [2.0]
-    assert all(cls.scorers for cls in both)  # type: ignore[attr-defined]  # made by type()
+    assert all(cls.scorers for cls in both)  # type: ignore[attr-defined]  # created by type()
 
 
 @pytest.mark.anyio
@@ -215,7 +215,7 @@ async def test_generated_rewards_are_recorded_by_attribute_name() -> None:
 
 def test_none_takes_a_reward_of_the_base_class_away() -> None:
     class Sub(Base):
-        good = None  # type: ignore[assignment]  # as the message says
+        good = None  # type: ignore[assignment]  # the fix in the message
 
         @metric
         def length(self) -> float:
@@ -261,7 +261,7 @@ def by_assignment() -> type[Environment[Any]]:
 def by_property() -> type[Environment[Any]]:
     class PromptProperty(Base):
         @property
-        def system_prompt(self) -> str:  # type: ignore[override]  # read only, which is all that is asked of it
+        def system_prompt(self) -> str:  # type: ignore[override]  # read only, since it is only read
             return f"You play {self.task.id}."
 
     return PromptProperty
@@ -305,7 +305,7 @@ def test_episode_attribute_before_setup_raises() -> None:
 def test_constructor_that_raises_is_refused_with_its_cause() -> None:
     class Unmade(Base):
         def __init__(self) -> None:
-            len(5)  # type: ignore[arg-type]  # that is the point
+            len(5)  # type: ignore[arg-type]  # wrong on purpose
 
     with pytest.raises(BadEnvironment, match=r"Unmade\(\) raised TypeError: object of type 'int' has no len"):
         Run(Unmade, ScriptedEngine("Yes"))
@@ -321,12 +321,12 @@ def test_constructor_with_arguments_is_refused_with_the_fix() -> None:
 
 
 def hook(self: Any) -> Any:
-    """One that yields."""
+    """A hook that yields."""
     yield
 
 
 async def colored(self: Any) -> Any:
-    """One that is awaited."""
+    """A hook that is awaited."""
 
 
 def weigh(self: Any) -> int:
@@ -361,4 +361,4 @@ def test_non_numeric_seconds_of_a_tool_are_refused() -> None:
         return ""
 
     with pytest.raises(BadEnvironment, match="seconds='5': give a number above 0"):
-        type("Wrong", (Base,), {"slow": tool(seconds="5")(slow)})  # type: ignore[call-overload]  # that is the point
+        type("Wrong", (Base,), {"slow": tool(seconds="5")(slow)})  # type: ignore[call-overload]  # wrong on purpose

@@ -1,4 +1,4 @@
-"""The object that an author constructs: what it has, and what only an episode's own has."""
+"""The object that an author constructs: its attributes, and the attributes that only an episode's own object has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lifespan()` and the first task of a generator are tried before an engine starts and a run file is made."""
+"""`lifespan()` and the first task of a generator are checked before an engine starts and a run file is created."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAID = r"task 'b': info\['seen'\] is of type set, which a run file cannot keep: 
 
 
 class Shares(Lists):
-    """Opens what its tasks are made from."""
+    """Environment whose tasks need something that its lifespan opens."""
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -61,7 +61,7 @@ class FailsToOpen(Shares):
 
 class FailsToOpenInAThread(Shares):
     @contextmanager
-    def lifespan(self) -> Iterator[None]:  # type: ignore[override]  # either kind may be given
+    def lifespan(self) -> Iterator[None]:  # type: ignore[override]  # a lifespan may be synchronous or asynchronous
         gone()
         yield
 

@@ -1,4 +1,4 @@
-"""Values that Gymnasium's methods return are refused with the right ones."""
+"""Values in the form that Gymnasium's methods return are refused, and the error names the right ones."""
 
 from __future__ import annotations
 

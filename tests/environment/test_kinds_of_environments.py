@@ -1,7 +1,7 @@
-"""The environments that the author's API was drawn for: each is writable without a further concept.
+"""The environments that the author's API was designed for: each can be written without a further concept.
 
-OpenEnv and MCP stand here as the servers of tools that they are to an author. tests/cluster plays them all on two
-workers.
+OpenEnv and MCP are represented by servers of tools, as an author sees them. tests/cluster plays all of these
+environments on two workers.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ async def test_compaction() -> None:
 
 
 class Walk:
-    """An environment as Gymnasium has them."""
+    """An environment with Gymnasium's interface."""
 
     def reset(self, *, seed: int) -> tuple[int, dict[str, Any]]:
         self.at = 0
@@ -318,7 +318,7 @@ async def test_gymnasium() -> None:
 
 
 class Server:
-    """A server of tools and an environment over a stream, like MCP and OpenEnv; it answers in a task of its own."""
+    """A server of tools and an environment over a stream, like MCP and OpenEnv. It answers in its own task."""
 
     def __init__(self) -> None:
         self.send, self._receive = anyio.create_memory_object_stream[Any]()

@@ -1,4 +1,4 @@
-"""Resources that a run gets from the environment object, of either colour, on their way in and out."""
+"""Resources that a run gets from the environment object, synchronously or asynchronously: opening and closing them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 class Shares(Plain):
-    """Its lifespan calls what it was given on the way in and on the way out."""
+    """Environment whose lifespan calls the given functions when it opens and closes."""
 
     def __init__(self, enter: Callable[[], Any], leave: Callable[[], Any]) -> None:
         self.enter = enter
@@ -34,8 +34,9 @@ class Shares(Plain):
 
 class SharesAsynchronously(Shares):
     @asynccontextmanager
-    async def lifespan(self) -> AsyncIterator[None]:  # type: ignore[override]  # either colour may be given
-        async with anyio.create_task_group():  # as a client of a service has one
+    # a lifespan may be synchronous or asynchronous
+    async def lifespan(self) -> AsyncIterator[None]:  # type: ignore[override]
+        async with anyio.create_task_group():  # as a client of a service has
             self.enter()
             yield
             self.leave()
@@ -101,7 +102,7 @@ async def test_lifespan_opens_and_closes_thread_bound_resources() -> None:
     async with Run(Database, recording("Yes")) as run:
         assert [t.outcome async for t in run] == [Outcome.COMPLETED]
     with pytest.raises(sqlite3.ProgrammingError):
-        run._begun.shared.resources.total_changes  # noqa: B018  # it raises
+        run._begun.shared.resources.total_changes  # noqa: B018  # the attribute raises
 
 
 @pytest.mark.parametrize("colour", ["sync", "async"])
@@ -172,7 +173,8 @@ async def test_a_lifespan_needs_no_decorator_of_either_colour() -> None:
             seen.append(self.shared)
 
     class Asynchronous(Synchronous):
-        async def lifespan(self) -> AsyncIterator[str]:  # type: ignore[override]  # either colour may be given
+        # a lifespan may be synchronous or asynchronous
+        async def lifespan(self) -> AsyncIterator[str]:  # type: ignore[override]
             seen.append("opened")
             async with anyio.create_task_group():
                 yield "here"

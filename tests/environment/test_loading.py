@@ -1,4 +1,4 @@
-"""Environments by name, and settings given as text."""
+"""Environments by name, and settings as text."""
 
 import sys
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class Demanding(Environment):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder that one stands in; what is imported from it is forgotten afterwards."""
+    """An empty current folder. Modules that a test imports from it are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = dict(sys.modules)
@@ -77,7 +77,7 @@ def test_a_module_and_a_file_give_the_same_class(name: str, monkeypatch: pytest.
 
 
 def test_a_file_may_import_its_neighbours(folder: Path) -> None:
-    # A name of its own: another test's module of that name may be loaded still.
+    # A unique name, since another test's module may still be loaded.
     (folder / "neighbour_of_lone.py").write_text("WORD = 'near'")
     (folder / "lone_environment_file.py").write_text("import neighbour_of_lone\n" + MINIMAL.format(name="Mine"))
     assert find_environment("lone_environment_file.py:Mine").__module__ == "lone_environment_file"

@@ -1,4 +1,4 @@
-"""Settings that an environment makes for its own episode: `self.sampling`, and `self.limits` in `setup()`."""
+"""Settings that an environment sets for its own episode: `self.sampling`, and `self.limits` in `setup()`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Sets(Plain):
-    """Assigns what it was given, in `setup()`."""
+    """Environment that assigns the given values in `setup()`."""
 
     def __init__(self, sampling: Any = None, limits: Any = None) -> None:
         self.given = {name: value for name, value in (("sampling", sampling), ("limits", limits)) if value is not None}
@@ -88,7 +88,7 @@ async def test_time_limits_from_setup_hold(name: str) -> None:
             await self.work("tool")
             return "used"
 
-        async def step(self, turn: Turn) -> None:  # type: ignore[override]  # either colour may be given
+        async def step(self, turn: Turn) -> None:  # type: ignore[override]  # a hook may be synchronous or asynchronous
             await self.work("step")
 
         @reward

@@ -1,4 +1,4 @@
-"""Wrong tasks are found before an engine starts and before a run file is made."""
+"""Wrong tasks are found before an engine starts and before a run file is created."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_command_refuses_wrong_own_tasks_and_leaves_nothing(
     with pytest.raises(BadTask, match=WRONG[name]):
         run_command(RunSettings(environment=f"mine.py:{name}", episodes=episodes), lambda _: NeverStarted("Yes"))
     left = {path.name for path in tmp_path.rglob("*.*") if "__pycache__" not in str(path)}
-    assert left <= {"mine.py", f"{name}.log"}  # the log, where the environment's code ran as the run started
+    assert left <= {"mine.py", f"{name}.log"}  # a log exists if the environment's code ran when the run started
 
 
 def test_command_that_played_nothing_offers_nothing_to_resume(

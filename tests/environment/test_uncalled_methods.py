@@ -145,7 +145,8 @@ def test_called_marked_or_unrelated_methods_are_not_reported() -> None:
 def test_no_environment_that_comes_along_has_such_a_method() -> None:
     for bundled in bundled_environments():
         kind = find_environment(bundled.name)
-        assert list(uncalled_methods(kind.__new__(kind))) == []  # some need arguments, and none has to be made for this
+        # some classes need arguments, and none must be constructed for this
+        assert list(uncalled_methods(kind.__new__(kind))) == []
 
 
 @pytest.mark.anyio
