@@ -1,4 +1,6 @@
-"""An engine whose model spells words in other ids than the tokenizer: text that is encoded again has other ids."""
+"""An engine whose model samples other ids than the tokenizer for the same words: text that is encoded again has other
+ids.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ __all__ = ["misspelling"]
 def misspelling(
     says: Callable[[Any], Any] | Sequence[Any] | Mapping[str, Sequence[Any]], **settings: Any
 ) -> ScriptedEngine:
-    """An engine with these replies: a function, a list in the order of the requests, or such a list for each agent."""
+    """Return an engine with these replies: a function, a list in the order of requests, or a list for each agent."""
     tokenizer = AwkwardTokenizer()
     lists = {agent: iter(replies) for agent, replies in says.items()} if isinstance(says, Mapping) else {}
     in_order = iter(says) if isinstance(says, Sequence) else iter(())

@@ -1,11 +1,12 @@
-"""Histories that agent programs once sent back and no installed one does today, in words of our own.
+"""Histories that agent programs once sent back and that no installed program sends today, written by hand.
 
-2 is of Qwen Code, which does so where reasoning ends with white space, as ours never does. 11 is of Claude Code: it has
-a system message after a result, and today only after the first message. 12 is of openai-agents for JavaScript, in the
-form of chat; 13 of OpenHands and 21 of aider, which are not installed. 15 is of Codex with a part of a text, where the
-recorded one keeps reasoning alone. All others are recorded: `mutations` says where.
+Number 2 is from Qwen Code, which sends it if reasoning ends with white space, as our reasoning never does. 11 is from
+Claude Code: it has a system message after a result, and today only after the first message. 12 is from openai-agents
+for JavaScript, in the format of chat. 13 is from OpenHands and 21 from aider, which are not installed. 15 is from
+Codex, with a part of a text, but the recorded one keeps only reasoning. All other histories are recorded: `mutations`
+names the recordings.
 
-"$0.1" is the id of the second call of the first turn, and "$0" all of the first turn as a careful client sends it.
+"$0.1" is the id of the second call of the first turn, and "$0" is the whole first turn as a careful client sends it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RUN: Any = {
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a recording, and what it is to be found to be."""
+    """One request of a recording, and its expected verdict."""
 
     messages: list[Any]
     verdict: str
@@ -42,14 +43,14 @@ class Request:
     tools: Sequence[Any] = (RUN,)
     tolerated: frozenset[str] = frozenset()
     cut: bool = False
-    """True if the client leaves before the turn is there."""
+    """True if the client leaves before the turn ends."""
     parent: int | None = None
     """The number of the turn that it continues."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The requests of one client, and what the model says."""
+    """The requests of one client, and the model's replies."""
 
     who: str
     requests: list[Request]
@@ -59,7 +60,7 @@ class Recording:
 
 
 def filled_in(given: Any, turns: Sequence[Any]) -> Any:
-    """A recorded value with what the turns were given in the place of its marks."""
+    """Return a recorded value with the turns' ids and texts in place of its marks."""
     if isinstance(given, dict):
         return {key: filled_in(value, turns) for key, value in given.items()}
     if isinstance(given, list):
@@ -85,7 +86,7 @@ BEGUN: list[Any] = [SYSTEM, TASK]
 
 
 def said(**changed: Any) -> Any:
-    """The first turn as a client of OpenAI's chat has it."""
+    """Return the first turn in the form of OpenAI's chat."""
     arguments = changed.pop("arguments", '{"command":"ls  -l","seconds":2.0}')
     made = {"id": "$0.0", "type": "function", "function": {"name": "run", "arguments": arguments}}
     message = {
@@ -119,7 +120,7 @@ def first(**more: Any) -> Request:
 
 
 def appended(*messages: Any, begun: list[Any] = BEGUN, **tolerated: Any) -> Recording:
-    """A client that changes its first turn, or what it says, without meaning it."""
+    """Return a recording of a client that changes its first turn, or the reply to it, unintentionally."""
     names = frozenset(tolerated.pop("tolerated", ()))
     who = tolerated.pop("who")
     return Recording(who, [first(), Request([*begun, *messages], "append", tolerated=names, parent=0)], **tolerated)
@@ -188,4 +189,4 @@ RECORDINGS: dict[str, Recording] = {
         causes=("start", "foreign"),
     ),
 }
-"""Changes of agent programs to the histories that they send back, each with its verdict, made by hand."""
+"""Changes of agent programs to the histories that they send back, each with its verdict, written by hand."""

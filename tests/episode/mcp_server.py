@@ -1,4 +1,4 @@
-"""A server of the Model Context Protocol for tests, by `mcp`: over stdio, or over HTTP at a port that it prints."""
+"""An MCP server for tests, built with `mcp`: over stdio, or over HTTP at a port that it prints."""
 
 from __future__ import annotations
 

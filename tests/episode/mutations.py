@@ -1,6 +1,6 @@
-"""Changes of agent programs to the histories that they send back, by number, and the recordings in which they do it.
+"""Changes of agent programs to the histories that they send back, by number, and the recordings that contain them.
 
-Those that no program does today which is installed for tests are in `client_recordings`, made by hand.
+Changes that no installed program makes today are in `client_recordings`, written by hand.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tests.episode.recorded import RecordedRequest
 __all__ = ["MUTATIONS", "Mutation"]
 
 Shows = Callable[[Sequence[RecordedRequest]], bool]
-"""Function that returns True if requests show it."""
+"""Function that returns True if requests contain the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """Something that clients do to their histories."""
+    """A change that clients make to their histories."""
 
     number: int
     what: str
@@ -37,7 +37,7 @@ def found(verdict: str, again: str = "") -> Shows:
 
 
 def messages(request: RecordedRequest) -> list[dict[str, Any]]:
-    """Its messages, or items."""
+    """Return the messages, or items, of a request."""
     return list(request.body.get("messages") or request.body.get("input") or ())
 
 
@@ -79,7 +79,7 @@ def turns_are_several_items(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def begin_alike(requests: Sequence[RecordedRequest]) -> bool:
-    """Two requests have the same messages and tools, and neither is a retry."""
+    """True if two requests have the same messages and tools, and neither is a retry."""
     own = [each for each in requests if each.again in ("", "sibling")]
     asked = [([{**item, "id": None} for item in messages(each)], each.body.get("tools")) for each in own]
     return any(one == other for place, one in enumerate(asked) for other in asked[place + 1 :])
@@ -98,7 +98,7 @@ def asks_aside(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def begins_anew(requests: Sequence[RecordedRequest]) -> bool:
-    """A trained history begins again after another one: with none of its turns, or with the last ones alone."""
+    """True if a trained history starts again after another one, with none of its turns or only with the last ones."""
     own = [each for each in requests if each.trained]
     begun = [
         each for each in own if each.verdict in ("new", "edited") or (each.verdict == "rewound" and each.parent is None)
@@ -107,7 +107,7 @@ def begins_anew(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def summary_by(role: str) -> Shows:
-    """A new beginning has the summary as a message of this role."""
+    """Return a test for a restarted history that has the summary as a message of this role."""
 
     def shows(requests: Sequence[RecordedRequest]) -> bool:
         own = [each for each in requests if each.trained]
@@ -134,7 +134,7 @@ def asks_for_sampling(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def asks_otherwise(requests: Sequence[RecordedRequest]) -> bool:
-    """A repeated request comes by another transport, and so with another body."""
+    """True if a repeated request has another transport, and so another body."""
     retries = [place for place, each in enumerate(requests) if each.again == "taken_back"]
     return any(
         requests[place].body.get("stream") != requests[place - 1].body.get("stream")
@@ -144,7 +144,7 @@ def asks_otherwise(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def cut_parts_stay(requests: Sequence[RecordedRequest]) -> bool:
-    """The parts stay when the turn is asked again, and after that too."""
+    """True if the parts of a cut turn stay in the retry and in the request after it."""
     kept = [each.verdict for each in requests if "cut_items" in each.tolerated]
     return kept == ["again", "append"]
 
@@ -195,4 +195,4 @@ MUTATIONS: Final = (
     Mutation(22, "calls repeated as text", ("smolagents.tools", "smolagents.code"), found("retold")),
     Mutation(23, "sampling that the client fixes", ("smolagents.tools",), asks_for_sampling),
 )
-"""All of them that are recorded."""
+"""All recorded changes."""

@@ -1,4 +1,6 @@
-"""For tests of what one hook opens and another one closes: what is opened, an environment that does, and its play."""
+"""For tests of resources that one hook opens and another closes: the resources, environments that use them, and their
+play.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ from runner.testing import ScriptedEngine, call
 from tests.playing import tasks
 
 Use = Callable[[], Awaitable[object]]
-"""Uses what is open; it fails where that is dead."""
+"""Function that uses an open resource, and fails if the resource is dead."""
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = StdioServerParameters(command=sys.executable, args=[SERVER])
 
 
-# --- what is opened
+# --- resources
 
 
 @asynccontextmanager
@@ -120,7 +122,7 @@ async def http_client() -> AsyncIterator[Use]:
     async with httpx.AsyncClient() as client:
 
         async def use() -> None:
-            assert (await client.get(http_server())).status_code == 400  # it wants a session
+            assert (await client.get(http_server())).status_code == 400  # the server expects a session
 
         yield use
 
@@ -155,13 +157,13 @@ async def websocket() -> AsyncIterator[Use]:
 
 @asynccontextmanager
 async def database_pool() -> AsyncIterator[Use]:
-    """A pool as `asyncpg`'s: connections in a queue, and a task that keeps them alive."""
+    """A pool like `asyncpg`'s: connections in a queue, and a task that keeps them alive."""
     free = asyncio.Queue[sqlite3.Connection]()
     for _ in range(2):
         free.put_nowait(sqlite3.connect(":memory:", check_same_thread=False))
 
     async def keep_alive() -> None:
-        while True:  # noqa: ASYNC110  # as pools do
+        while True:  # noqa: ASYNC110  # as in real pools
             await asyncio.sleep(0.01)
 
     async def use() -> None:
@@ -219,11 +221,11 @@ def http_server() -> str:
     return str(ADDRESS["url"])
 
 
-# --- where
+# --- environments
 
 
 class Opens(Environment):
-    """The second of three episodes opens something in one hook, and uses and closes it in others."""
+    """Environment whose second of three episodes opens a resource in one hook, and uses and closes it in others."""
 
     def __init__(self, what: str, opens: str, closes: str, *, waits: bool = False) -> None:
         self.what, self.opens, self.closes, self.waits = what, opens, closes, waits
@@ -278,7 +280,7 @@ class Opens(Environment):
 
 
 class Loops(Opens):
-    """The same in a loop of the author's own."""
+    """The same environment with an author's own loop."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await self.at("rollout")
@@ -289,24 +291,24 @@ REPLIES = [call("first"), call("second"), "Done"]
 
 
 async def played(environment: Environment[Any], replies: Any = REPLIES, **options: Any) -> tuple[list[Trajectory], Run]:
-    """The result: the trajectories by task, and the run. Nothing is left of it."""
+    """Return the trajectories by task, and the run, after checking that no task and no process is left."""
     before = {task.id for task in anyio.get_running_tasks()}
     run = Run(environment, ScriptedEngine(lambda turn: replies[min(turn.turn, len(replies) - 1)]), **options)
     async with run:
         trajectories = [trajectory async for trajectory in run]
     with anyio.fail_after(10):
-        while {task.id for task in anyio.get_running_tasks()} - before:  # noqa: ASYNC110  # cancelled ones end soon
+        while {task.id for task in anyio.get_running_tasks()} - before:  # noqa: ASYNC110  # cancelled tasks end soon
             await anyio.sleep(0.01)
     assert children() == []
     return sorted(trajectories, key=lambda each: each.id), run
 
 
 SHARED = ("mcp_server.py\x00http", "multiprocessing.resource_tracker")
-"""The programs that outlive a test: the server of all tests, and what Python starts once for a process."""
+"""The programs that outlive a test: the server of all tests, and the process that Python starts once."""
 
 
 def children() -> list[str]:
-    """The programs that this process has started and that still run, but for what all tests share."""
+    """Return the running programs that this process has started, without the ones that all tests share."""
     me, found = os.getpid(), []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -320,6 +322,6 @@ def children() -> list[str]:
 
 
 def assert_unharmed(trajectories: list[Trajectory], outcome: Outcome = Outcome.COMPLETED) -> None:
-    """The second episode ended so, the others are completed, and all are scored."""
+    """Assert the second episode's outcome, that the others are completed, and that all are scored."""
     ended = [(each.outcome, each.error, each.reward) for each in trajectories]
     assert ended == [(each, "", 1.0) for each in (Outcome.COMPLETED, outcome, Outcome.COMPLETED)]

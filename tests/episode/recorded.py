@@ -1,7 +1,7 @@
-"""Recordings of agent programs: the requests that they sent, reduced, and what each of them was found to be.
+"""Recordings of agent programs: their reduced requests, and the verdict on each.
 
-They lie in `recordings/`, a file for each client and what it was made to do; `python -m tests.clients.recording` writes
-them. A recording is replayed by asking an episode the same in the same order, with the ids of this time.
+They are files in `recordings/`, one for each client and scenario; `python -m tests.clients.recording` writes them. A
+recording is replayed by sending its requests to an episode in the same order, with the new turns' ids.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["FOLDER", "NAMES", "Found", "RecordedRequest", "Replayed", "recorded"
 FOLDER: Final = Path(__file__).parent / "recordings"
 
 NAMES: Final = sorted(each.stem for each in FOLDER.glob("*.json"))
-"""The names of all recordings: the client, and what it was made to do."""
+"""The names of all recordings: the client and the scenario."""
 
 _FORMS: Final[Mapping[str, WireForm]] = {
     form.name: form for form in (ChatCompletions(), Responses(), AnthropicMessages())
@@ -65,9 +65,9 @@ class RecordedRequest:
     headers: Mapping[str, str]
     body: Mapping[str, Any]
     says: str
-    """The model's reply to it; up to the cut, if it was cut."""
+    """The model's reply to the request, up to the cut if it was cut."""
     ends: str
-    """The delivery of the answer: delivered, undelivered, or cut while it was sampled."""
+    """The delivery of the answer: delivered, undelivered, or cut during sampling."""
     trained: bool
     verdict: str
     again: str
@@ -76,20 +76,20 @@ class RecordedRequest:
     cause: str
 
     def chat_call(self, handles: Mapping[int, str]) -> ChatCall:
-        """Its call, with the names of this time's turns."""
+        """Return the request as a model call, with the handles of the new turns."""
         body, headers = _filled((self.body, self.headers), handles)
         chat_call = _FORMS[self.form].read(body, headers).chat_call
         return replace(chat_call, train=self.trained)
 
     @property
     def found(self) -> Found:
-        """The verdict on it."""
+        """Return the verdict on the request."""
         return Found(self.verdict, self.again, self.tolerated, self.parent, self.cause)
 
 
 @cache
 def recorded(name: str) -> tuple[RecordedRequest, ...]:
-    """The requests of a recording, its marks expanded."""
+    """Return the requests of a recording, with its marks expanded."""
     read = json.loads((FOLDER / f"{name}.json").read_text())
     parts = expanded(read["parts"])
     return tuple(_request(each, parts) for each in read["requests"])
@@ -122,7 +122,7 @@ class Replayed:
     found: list[Found]
     """The verdict on each request, in order."""
     forms: list[str]
-    """The form of each."""
+    """The wire format of each request."""
 
 
 class _Gone(Exception):
@@ -136,13 +136,10 @@ async def replay(
     ask: Callable[[RecordedRequest, Mapping[int, str]], ChatCall] = RecordedRequest.chat_call,
     **options: Any,
 ) -> Replayed:
-    """Ask an episode what was recorded.
+    """Send the requests of a recording to an episode.
 
-    Args:
-        requests: what was recorded.
-        engine: the engine, which is to say what was said.
-        ask: makes a request of a recorded one, with what names the turns of this time.
-        options: as for a run.
+    Args: requests: the recorded requests. engine: the engine, with the recorded replies. ask: builds a request from a
+    recorded one and the handles of the new turns. options: as for a run.
     """
     replayed = Replayed([], [], [])
 
@@ -153,7 +150,7 @@ async def replay(
             for number, request in enumerate(requests):
                 await _ask(chat_service, ask(request, handles), request, engine)
                 handles[number] = _node(chat_service, number).turn.handle
-            # Of a turn that was given twice the first request counts.
+            # If one turn answered two requests, the first request counts.
             turns = [(_node(chat_service, number).turn, number) for number in reversed(range(len(requests)))]
             own = {(turn.agent, turn.number): number for turn, number in turns}
             for number in range(len(requests)):
@@ -169,7 +166,7 @@ async def replay(
 
 
 def replies(requests: Sequence[RecordedRequest]) -> list[Reply]:
-    """Replies of the model to the requests, except for those that are answered with an earlier reply."""
+    """Return the model's replies to the requests, without requests that are answered with an earlier reply."""
     return [_reply(each) for each in requests if each.again != "replayed"]
 
 
@@ -180,7 +177,7 @@ def _reply(request: RecordedRequest) -> Reply:
 
 
 def _ids(request: RecordedRequest) -> int:
-    # A scripted model spells by bytes.
+    # The tokenizer of a scripted model encodes bytes.
     return len(request.says.encode())
 
 
@@ -208,7 +205,7 @@ def _record(chat_service: Any, number: int) -> ChatRequest:
 
 
 def _node(chat_service: Any, number: int) -> TurnNode:
-    """The turn that answered a request, in the forest."""
+    """Return the node of the turn that answered a request."""
     record = _record(chat_service, number)
     thread = next(each for each in chat_service.threads if record in each.requests)
     nodes: Iterator[TurnNode] = iter(thread.nodes)

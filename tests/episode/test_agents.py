@@ -1,4 +1,4 @@
-"""Agents: who speaks, on which engine, and who is trained."""
+"""Agents: their order, their engines, and the ones that are trained."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_simulated_user_is_recorded_and_not_trained() -> None:
         (trajectory,) = [t async for t in run]
     assert_exact(trajectory, engine)
     assert (trajectory.agent, len(trajectory.turns), trajectory.reward) == ("main", 2, 1.0)
-    assert run.summary.turns == 4  # the user's are counted and stored, and not announced
+    assert run.summary.turns == 4  # turns of the user are counted and stored, but not announced
 
 
 async def test_turns_of_an_episode_are_bound_to_one_rank(
@@ -92,7 +92,7 @@ async def test_turns_of_an_episode_are_bound_to_one_rank(
             return stream(asked)
 
         monkeypatch.setattr(engine, "stream", watch)
-    kept: list[object] = []  # else another one may have its id
+    kept: list[object] = []  # keeps the objects, since a new object could have the id of a deleted one
     await play_all(Spreads, engines["ours"], engines={"judge": engines["the judge's"]})
     assert len(kept) == 8
     assert {name: len(affinities) for name, affinities in bound.items()} == {"ours": 2, "the judge's": 2}
@@ -120,7 +120,9 @@ async def test_self_play_has_two_trajectories_announced_together() -> None:
 
 
 class SelfPlay(Plain):
-    """Two trained players and a referee; `main` never speaks, and in every third episode black does not either."""
+    """Environment with two trained players and a referee. `main` has no turn, and in every third episode black has
+    none.
+    """
 
     async def rollout(self, conversation: Conversation) -> None:
         white = self.episode.conversation("white", prompt="You are white.", train=True)
@@ -306,7 +308,7 @@ async def test_engine_failure_under_a_judge_is_played_again() -> None:
 
 
 class Branches(Plain):
-    """Opens another conversation with the messages of main, by its prompt or by `add`."""
+    """Environment that opens another conversation with the messages of main, by its prompt or by `add`."""
 
     def __init__(self, *, train: bool, added: bool = False, few_shot: bool = False) -> None:
         self.train = train

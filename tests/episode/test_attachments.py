@@ -1,4 +1,4 @@
-"""`Episode.attach`: what an author attaches is in the trajectory, the run file, pages and the terminal."""
+"""`Episode.attach`: attachments of an author are in the trajectory, the run file, pages and the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def png(width: int = 3, height: int = 2) -> bytes:
 
 
 class Board(Environment):
-    """Attaches each kind: one before the first turn, the others while the first turn is answered."""
+    """Environment that attaches each kind: one before the first turn, the others in the hooks after it."""
 
     log: Path | None = None
 
@@ -60,7 +60,7 @@ class Board(Environment):
 
 
 class Attaches(Plain):
-    """Attaches the values that the test sets."""
+    """Environment that attaches the values that the test sets."""
 
     given: ClassVar[dict[str, Any]] = {}
     times = 1

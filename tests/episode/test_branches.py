@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def played(environment: Any, says: Any, **options: Any) -> list[Trajectory]:
-    # Verification does not know the awkward vocabulary.
+    # Verification does not support the vocabulary of `misspelling`.
     engine = recording(says, template="hermes") if "file" in options else misspelling(says)
     trajectories = await play_all(environment, engine, **options)
     for trajectory in trajectories:
@@ -69,7 +69,7 @@ async def test_branch_continues_the_ids_and_has_its_own_reward() -> None:
         assert (segment.cause, segment.shared) == ("branch", turn.end)
         assert segment.log.ids[: turn.end] == turn.log.ids[: turn.end]
         assert trained(branch) == branch.sampled
-    assert trained(main) == main.sampled, "what the branches share is trained once, where it was sampled"
+    assert trained(main) == main.sampled, "ids that the branches share are trained once, in their turn"
 
 
 async def test_branches_share_one_tree_in_training() -> None:

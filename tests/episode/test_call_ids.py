@@ -1,4 +1,4 @@
-"""The ids of calls in histories that are rendered from the start, over every template that reads ids."""
+"""The ids of calls in histories that are rendered again from the start, with every template that shows ids."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ READS_IDS = (
     "unsloth-Apriel-1.5",
     "upstage-Solar-Open-100B",
 )
-"""The tool-capable templates of the corpus that show the ids of calls, or refuse some."""
+"""The tool-capable templates of the corpus that show the ids of calls, or refuse some ids."""
 PLAYED = tuple(name for name in READS_IDS if name != "kerzgrr-Monostich-2-base")
-"""The templates of `READS_IDS` that show definitions of tools. A run refuses the other one at its start."""
+"""The templates of `READS_IDS` that show definitions of tools. A run refuses the remaining one at its start."""
 
 
 @pytest.mark.whole
@@ -98,10 +98,12 @@ def called(call_id: str, command: str) -> list[dict[str, Any]]:
 
 
 async def played(name: str, loop: Any, says: Any, path: Path) -> list[str]:
-    """The prompts of an episode that asks a model of this template, in order; all is exact, and verified."""
+    """Return the prompts of an episode that uses a model with this template, after checking and verifying the
+    trajectory.
+    """
     entry = entry_named(name)
     template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
-    if name.endswith("-tool_use"):  # it comes beside another one for conversations without tools
+    if name.endswith("-tool_use"):  # the repository also has a template for conversations without tools
         template = two_templates(entry.text, PLAIN, name=entry.name).with_variables(VARIABLES)
     engine = recording(says, template=template)
 
@@ -121,12 +123,12 @@ async def played(name: str, loop: Any, says: Any, path: Path) -> list[str]:
 
 
 def assert_shown(name: str, prompt: str, results: int) -> None:
-    """Each result and each call has the name of its tool, and an id of the template's form."""
+    """Assert that each result and each call has the name of its tool, and an id in the template's format."""
     assert not re.search("AbCdEf|toolu_|look:|3f2504e0|0123456789ab|<.im_end.>b", prompt)
     assert len(set(re.findall("result of ([a-z]+)", prompt))) == results
     if "Kimi" in name:
         shown = re.findall(r"functions\.run:(\d+)", prompt)
-        # The first of them counts the calls of each turn, and not those of the conversation.
+        # Kimi's template counts the calls of each turn, not the calls of the conversation.
         assert sorted(set(shown)) == [str(number) for number in range(1 if name == "moonshotai-Kimi-K2" else results)]
     if "istral" in name:
         ids = re.findall(r'"(?:id|call_id)": "([^"]*)"|\[CALL_ID\](\w+)', prompt)
@@ -157,7 +159,7 @@ async def test_minted_call_ids_stay_when_the_history_is_rendered_again(
     async def loop(episode: Any) -> None:
         past: list[Any] = called(FOREIGN["openai"], "date") if foreign else []
         for number in range(4):
-            # The beginning changes with every request, so that all is rendered again.
+            # The beginning changes with every request, so that the whole history is rendered again.
             messages = [user(f"Mend it. It is 12:0{number}."), *past]
             turn = await episode.chat(messages, tools=[RUN])
             if turn.tool_calls:

@@ -1,4 +1,4 @@
-"""Agents with a loop of their own send whole histories: where each is found to stand, and which ids are continued."""
+"""Agents with their own loop send whole histories: the turn that each history continues, and the ids that it reuses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def asked(loop: Callable[[Any], Awaitable[None]], says: Any, **options: An
         async def rollout(self, conversation: Conversation) -> None:
             await loop(self.episode)
 
-    # Verification does not know the awkward vocabulary.
+    # Verification does not support the vocabulary of `misspelling`.
     engine = recording(says, template="hermes") if "file" in options else misspelling(says)
     trajectories = await play_all(Foreign, engine, **options)
     for trajectory in trajectories:
@@ -56,7 +56,7 @@ async def asked(loop: Callable[[Any], Awaitable[None]], says: Any, **options: An
         assert_exact(trajectory, engine)
         mask = sum(sum(segment.log.mask()) for segment in trajectory.segments)
         kept = [turn for turn in trajectory.turns if not turn.retried]
-        assert mask == sum(turn.end - turn.start for turn in kept), "every id is trained once, where it was sampled"
+        assert mask == sum(turn.end - turn.start for turn in kept), "every sampled id is trained once, in its turn"
     return trajectories
 
 
@@ -227,7 +227,7 @@ async def test_a_late_system_message_is_a_users_where_that_is_wanted(system_as_u
 
     (trajectory,) = await play_all(Foreign, recording(["one", "two"], template=refusing()))
     if not system_as_user:
-        assert trajectory.outcome is Outcome.ENV_ERROR, "this loop lets the refusal of its request through"
+        assert trajectory.outcome is Outcome.ENV_ERROR, "this loop does not catch the refusal of its request"
         assert "serve(system_as_user=True)" in (trajectory.error or "")
         return
     assert (trajectory.outcome, verdicts(trajectory)) == (Outcome.COMPLETED, ["new", "append"])
@@ -243,7 +243,7 @@ async def test_a_late_system_message_is_a_users_where_that_is_wanted(system_as_u
 
 
 def refusing() -> Any:
-    """A template that takes a system message at the beginning alone."""
+    """Return a template that refuses a system message after the beginning."""
     text = (
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
         "{{ raise_exception('a system message comes first') }}{% endif %}"
@@ -315,14 +315,14 @@ async def test_a_history_that_does_not_fit_ends_nothing() -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 async def test_results_of_parallel_calls_are_in_the_order_of_calls(apart: bool) -> None:
-    """Clients send them as they come, and most templates tell by their order alone which call each answers."""
+    """Clients send results as they arrive, and most templates match results to calls only by order."""
 
     async def loop(episode: Any) -> None:
         messages: list[Any] = [SYSTEM, TASK]
         turn = await episode.chat(messages, tools=[RUN])
         said = turn.as_message()
         parts = [said]
-        if apart:  # a turn may come as several messages
+        if apart:  # a turn may arrive as several messages
             parts = [{**said, "tool_calls": [each], "content": ""} for each in said["tool_calls"]]
         results = [result(turn, name, number) for number, name in enumerate(["first", "second", "third"])]
         messages += [*parts, results[2], results[0], results[1]]
@@ -367,7 +367,7 @@ async def test_client_may_omit_or_repeat_results(answered: list[int], tmp_path: 
 
 
 async def test_assistant_messages_in_a_row_are_joined_in_linear_time(monkeypatch: Any) -> None:
-    """Possible turns are looked for only at places with turns."""
+    """Candidate turns are searched only at places that have turns."""
     looked: list[int] = []
 
     def counted(messages: Any) -> Any:

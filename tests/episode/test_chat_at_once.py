@@ -1,4 +1,4 @@
-"""Several ask at once: siblings, threads of a synchronous program, clients that go away, and the clocks over them."""
+"""Simultaneous requests: siblings, threads of a synchronous program, disconnecting clients, and their clocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENGINES: list[Any] = []
 
 
 async def sampled(count: int) -> None:
-    """Wait until so many ids were sampled."""
+    """Wait until this many ids were sampled."""
     while ENGINES[-1].stats().sampled_tokens < count:
         await anyio.lowlevel.checkpoint()
 
@@ -97,7 +97,7 @@ async def test_threads_of_a_synchronous_program_ask_side_by_side() -> None:
     trajectory = await played(Program, lambda asked: "words")
     new, append, *others = (request.verdict for request in trajectory.requests)
     assert (new, append) == ("new", "append")
-    # Which of both depends on whether the thread before it has its answer yet.
+    # The verdict depends on whether the earlier thread already has its answer.
     assert set(others) <= {Verdict.BRANCH, Verdict.REWOUND}
     assert [segment.shared for segment in trajectory.segments] == [0, trajectory.turns[0].end, trajectory.turns[0].end]
     assert trajectory.outcome is Outcome.COMPLETED

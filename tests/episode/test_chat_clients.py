@@ -51,7 +51,7 @@ async def played(recorded: Recording, path: Path | None = None) -> tuple[list[Tr
                     await ask(self.episode, request, turns)
 
     words = iter(recorded.says)
-    # Verification does not know the awkward vocabulary.
+    # Verification does not support the vocabulary of `misspelling`.
     engine = misspelling(recorded.says) if path is None else recording(lambda asked: next(words), template="hermes")
     return await play_all(Foreign, engine, file=path), engine
 
@@ -68,7 +68,7 @@ async def test_history_change_of_a_client_has_the_expected_verdict(name: str) ->
         assert masks == sum(turn.end - turn.start for turn in kept)
     by_number = {request.number: request for trajectory in trajectories for request in trajectory.requests}
     for number, wanted in enumerate(recorded.requests):
-        if number not in by_number:  # of a thread that is not trained
+        if number not in by_number:  # the thread is not trained
             assert not wanted.tools
             continue
         request = by_number[number]

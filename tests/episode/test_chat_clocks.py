@@ -1,4 +1,4 @@
-"""The clocks over requests, on trio's virtual clock: they are paused only while all that ask wait."""
+"""Clocks of requests, on trio's virtual clock: they are paused only while all clients wait."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ async def test_clock_stops_only_while_all_requests_wait(clock: trio.testing.Mock
             with Waiting():
                 clock.jump(100)
                 await anyio.lowlevel.checkpoint()
-                assert not over.fired, "the only one waits"
+                assert not over.fired, "the only client waits"
             with Asking(), Waiting():
                 clock.jump(4)
                 await anyio.lowlevel.checkpoint()
-                assert over.scope.deadline < float("inf"), "one of two waits, the other is at work"
+                assert over.scope.deadline < float("inf"), "one of two clients waits, and the other works"
                 with Waiting():
                     clock.jump(100)
                     await anyio.lowlevel.checkpoint()
-                    assert not over.fired, "both wait"
+                    assert not over.fired, "both clients wait"
         clock.jump(7)
         await anyio.lowlevel.checkpoint()
-    assert over.fired, "4 and 7 seconds were worked"
+    assert over.fired, "the clients worked for 4 and 7 seconds"
 
 
 async def test_request_from_outside_the_rollout_is_cut_at_seconds(clock: trio.testing.MockClock) -> None:

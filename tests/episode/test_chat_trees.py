@@ -1,4 +1,4 @@
-"""Random trees of requests against a simple model of the forest: every path is exact, and each id is trained once."""
+"""Random trees of requests, compared with a simple model of the forest: paths are exact, and ids are trained once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ batches = st.lists(st.builds(Ask, st.integers(-1, 12), st.sampled_from("ab")), m
 
 @dataclass
 class Known:
-    """The model's view of a turn: the messages of its prompt, and the turn before."""
+    """The test's model of a turn: the messages of its prompt, and the turn before it."""
 
     messages: list[Any]
     turn: Turn
@@ -40,7 +40,7 @@ class Known:
 
 
 def reply_of(calls: bool, number: int) -> Any:
-    # The same words come again and again: only calls tell such turns apart, by their ids.
+    # The same words occur again and again, so that only the ids of calls distinguish such turns.
     return call("run", command="ls") if calls else ["It is done", "It is the end"][number % 2]
 
 
@@ -100,7 +100,7 @@ async def check(steps: list[list[Ask]], calls: list[bool]) -> None:
 
 
 def check_parent(known: Known, found: Turn | None) -> None:
-    """The parent is the turn that the client meant, or one with the same text at the same place."""
+    """Assert that the parent is the turn that the client meant, or a turn with the same text at the same place."""
     if known.before is None:
         assert found is None
         return
@@ -109,6 +109,6 @@ def check_parent(known: Known, found: Turn | None) -> None:
     assert known.turn.prompt_ids[: found.end] == ids
     meant = known.before.turn
     if meant.tool_calls:
-        assert found is meant, "its call named it"
+        assert found is meant, "the id of its call named the turn"
     assert (found.text, found.reasoning, len(found.tool_calls)) == (meant.text, meant.reasoning, len(meant.tool_calls))
     assert ids == meant.log.ids[: meant.end]

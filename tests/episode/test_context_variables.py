@@ -1,4 +1,4 @@
-"""Context variables that one hook sets: later hooks see them, and may reset them, whether sync or async."""
+"""Context variables that one hook sets: later hooks, synchronous or asynchronous, read them and may reset them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHO: ContextVar[str] = ContextVar("who", default="unset")
 
 
 class Says(Environment):
-    """Sets a variable in `setup()`, and resets it in `close()`."""
+    """Environment that sets a variable in `setup()`, and resets it in `close()`."""
 
     def tasks(self) -> list[Task]:
         return tasks(3)
@@ -48,7 +48,7 @@ class Says(Environment):
 
 
 class Asks(Says):
-    async def setup(self) -> None:  # type: ignore[override]  # a hook may be either
+    async def setup(self) -> None:  # type: ignore[override]  # a hook may be synchronous or asynchronous
         self.token = WHO.set(self.task.id)
 
     async def close(self) -> None:  # type: ignore[override]  # as above
@@ -85,7 +85,7 @@ async def test_later_hook_changes_what_an_earlier_one_set() -> None:
 
 
 class Returns(Says):
-    """`look()` resets in a thread, and `peek()` in the task."""
+    """Environment whose `look()` resets the variable in a thread, and whose `peek()` resets it in the task."""
 
     def setup(self) -> None:
         self.token = WHO.set("set")
@@ -109,7 +109,7 @@ async def test_variable_that_a_sync_hook_resets_is_reset_in_the_task() -> None:
 
 async def test_variable_that_an_async_hook_resets_is_reset_in_threads() -> None:
     class Waits(Returns):
-        async def setup(self) -> None:  # type: ignore[override]  # a hook may be either
+        async def setup(self) -> None:  # type: ignore[override]  # a hook may be synchronous or asynchronous
             self.token = WHO.set("set")
 
         @tool
@@ -181,7 +181,7 @@ async def test_local_context_of_decimal_lasts_until_close() -> None:
 async def test_token_reset_in_another_kind_of_hook_fails_with_the_fix() -> None:
     class Crosses(Says):
         @reward
-        async def kept(self) -> bool:  # type: ignore[override]  # either form is a reward
+        async def kept(self) -> bool:  # type: ignore[override]  # a reward may be synchronous or asynchronous
             WHO.reset(self.token)
             return True
 

@@ -1,4 +1,4 @@
-"""Conversations: what is put before the model, what is kept of what it said, and how it may be changed."""
+"""Conversations: the model's prompt, the parts of a turn that are kept, and changes by the author."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_remaining_counts_what_is_left_also_if_messages_were_added() -> No
         said = await conversation.remaining()
         assert said == first - len("Yes") - 1
         assert await conversation.remaining("Continue.") < said
-        assert await conversation.remaining() == said  # it was only asked
+        assert await conversation.remaining() == said  # the call changed nothing
         assert await conversation.remaining("x" * 400) < 0
         assert await conversation.remaining("x" * 1_000_000) < 0
         conversation.add("Continue.")
@@ -130,7 +130,7 @@ async def test_score_is_of_the_next_reply_and_records_nothing() -> None:
     trajectory = await talked(talk, engine)
     assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 2)
     expected = [[*turn.prompt_ids, *text.encode()] for turn in trajectory.turns for text in ("a", "ab", "c")]
-    assert sorted(asked) == sorted(expected)  # those of one call side by side, in any order
+    assert sorted(asked) == sorted(expected)  # calls of one turn run in parallel, in any order
 
 
 async def test_score_that_the_engine_refuses_ends_the_episode() -> None:
@@ -227,7 +227,7 @@ async def test_settings_go_generate_conversation_run_class() -> None:
     await play(Layers, engine, sampling=Sampling(temperature=0.5, top_p=0.5))
     main, judge = (made.sampling for made in engine.calls)
     assert (main.temperature, main.top_p, main.top_k, main.max_tokens) == (0.9, 0.5, 3, 40)
-    assert (judge.temperature, judge.top_p, judge.top_k) == (0.1, 0.8, 3)  # the run's own is for trained agents
+    assert (judge.temperature, judge.top_p, judge.top_k) == (0.1, 0.8, 3)  # the run's sampling is for trained agents
 
 
 async def test_defaults_are_those_written_down() -> None:
@@ -255,7 +255,7 @@ async def test_seeds_differ_within_a_group_and_repeat_in_every_run() -> None:
     assert seeds == {t.id: t.turns[0].seed for t in again}
     assert not set(seeds.values()) & {t.turns[0].seed for t in other}
     assert set(seeds.values()) == {made.seed for made in engine.calls}
-    assert len({number for _, number in numbers[:4]}) == 2  # one for each task, shared by its group
+    assert len({number for _, number in numbers[:4]}) == 2  # one number for each task, shared by its group
     assert set(numbers[:4]) == set(numbers[4:8])
     assert not set(numbers[:4]) & set(numbers[8:])
 
@@ -352,5 +352,5 @@ async def test_long_first_prompt_is_encoded_once_per_group_in_a_thread(
     assert len({trajectory.turns[0].prompt_ids.tobytes() for trajectory in trajectories}) == 1
     assert (set(encoded), len(encoded)) == (threads, 1)
     assert jobs.count("prompt") == (size > prompting.MAX_CHARACTERS_ON_LOOP), (
-        "those who wait for it are given it, and ask for no thread"
+        "waiting episodes get the first one's ids, and use no thread"
     )

@@ -1,4 +1,4 @@
-"""The past of a conversation: policies, forks, replaced histories, and stand-ins that proved wrong."""
+"""The history of a conversation: policies, forks, replaced histories, and failed bridges."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_append_forks_with_a_reason_without_an_exact_bridge() -> None:
     assert (junction.result, junction.anchor, junction.cause) == (Result.FORKED, Anchor.NONE, "no_sentinel")
     rendered = engine.template.renderer().render(trajectory.messages[:3])
     assert engine.tokenizer.decode(trajectory.turns[1].prompt_ids) == rendered
-    # What was sampled is trained where it was sampled, and nowhere else.
+    # Sampled ids are trained only in the turn that sampled them.
     assert sum(first.log.mask()) == len(trajectory.turns[0].token_ids)
     assert sum(second.log.mask()) == len(trajectory.turns[1].token_ids)
     assert trajectory.outcome is Outcome.COMPLETED
@@ -84,7 +84,7 @@ async def test_fork_appends_where_the_template_leaves_the_past_as_it_was() -> No
     assert (len(trajectory.segments), junction.result, junction.anchor) == (1, Result.APPENDED, Anchor.COMMON_PREFIX)
 
 
-# The template repeats the message before after one that begins with a dot, and no probe begins with one.
+# After a message that begins with a dot, the template repeats the message before it. No probe begins with a dot.
 REPEATS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% if m.content[:1] == '.' %}{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}" + OPENER
@@ -142,11 +142,11 @@ async def test_turn_cut_inside_its_reasoning_can_be_closed_as_masked() -> None:
     assert second.junction.close is Close.MASKED
 
 
-# --- what users and tools say
+# --- texts of users and tools
 
 
 class _Echo(Plain):
-    """A tool that answers in control text."""
+    """Environment with a tool that answers in control text."""
 
     @tool
     def look(self) -> str:
@@ -194,7 +194,7 @@ async def test_long_control_text_in_a_history_is_ordinary_text() -> None:
     engine = recording(["a token"], context=100_000)
     trajectory = await play(Long, engine)
     ids = trajectory.turns[0].prompt_ids
-    assert ids.count(engine.tokenizer.token_id("<|im_end|>") or 0) == 600, "those of the template alone"
+    assert ids.count(engine.tokenizer.token_id("<|im_end|>") or 0) == 600, "only the template's own tokens"
 
 
 # --- replaced histories

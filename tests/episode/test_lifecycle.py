@@ -1,4 +1,4 @@
-"""The life of an episode: what comes when, in whose task, and what is left open on the way."""
+"""The life of an episode: the order of its hooks, their tasks, and resources that they leave open."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ async def test_hook_that_is_not_overridden_takes_no_thread() -> None:
                 jobs.append(job.name)
                 return await called(job)
 
-            run.workers.call = counted  # type: ignore[method-assign]  # counts, and calls the method
+            run.workers.call = counted  # type: ignore[method-assign]  # counts the calls, and forwards them
             assert [t.outcome async for t in run] == [Outcome.COMPLETED]
         return set(jobs) - {"tasks()", "run file"}
 

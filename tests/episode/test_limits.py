@@ -1,4 +1,4 @@
-"""Limits of an episode: who may take a turn, and what a turn changes."""
+"""Limits of an episode: whether an agent may take a turn, and the effect of a turn on the counts."""
 
 from __future__ import annotations
 

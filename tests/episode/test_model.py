@@ -1,4 +1,4 @@
-"""Effects of a chat model's template on a turn: reasoning that the prompt opens, stop ids that no template knows."""
+"""Effects of a model's template on a turn: reasoning that the prompt opens, and stop ids that the template lacks."""
 
 from __future__ import annotations
 

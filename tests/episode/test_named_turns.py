@@ -1,4 +1,6 @@
-"""Ids that were given out prove a turn, whatever a client left out, reformatted or renamed around them."""
+"""Ids that an answer contained identify its turn, even if a client removed, reformatted or renamed the parts around
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ THINKS = f"<think>\nHm, the files.\n</think>\n{TEXT}"
 CALLS = [call("run", command="ls"), call("run", command="pwd")]
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
-"""Change of a client to an assistant message."""
+"""Function that changes an assistant message as a client does."""
 
 
 def without(name: str) -> Change:
@@ -156,7 +158,7 @@ async def test_calls_reordered_or_left_out_are_those_of_the_turn(
     orders = list(order), [each for each in results if each in order]
     assert (Tolerated.REORDERED in found) == any(each != sorted(each) for each in orders)
     given = [each["content"] for each in trajectory.messages if each["role"] == "tool"]
-    assert given == sorted(given), "results stand in the order of the turn's calls"
+    assert given == sorted(given), "results are in the order of the turn's calls"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ async def test_a_turn_that_is_edited_beside_its_ids_stays_in_its_thread(change: 
     assert [segment.cause for segment in trajectory.segments] == ["start", "edited", "edited"]
 
 
-# --- what stands before the turn was changed
+# --- changes before the turn
 
 
 def clock(number: int) -> dict[str, Any]:
@@ -205,7 +207,7 @@ async def test_a_beginning_that_changes_stays_in_one_thread(
     assert verdicts(trajectory) == ["new", "edited", "edited", "edited"]
     assert trajectory.reward is not None
     assert [request.parent_turn for request in trajectory.requests] == [None, 0, 1, 2]
-    # What a client left out of a turn that its ids prove is before the model again.
+    # The prompt again contains the text that a client left out of a turn which its ids identify.
     last = trajectory.segments[-1].messages
     assert [each["content"] for each in last if each["role"] == "assistant"] == [TEXT, TEXT, TEXT, "Done."]
     checked = await anyio.to_thread.run_sync(verify, path)
@@ -268,7 +270,7 @@ async def test_results_of_the_past_that_change_stay_in_one_thread(how: str) -> N
 
 
 async def test_another_errand_with_the_same_past_is_another_thread() -> None:
-    """A summary is asked for with another system message and without tools: it is not the work."""
+    """A summary is requested with another system message and without tools, so it is not part of the task."""
 
     async def loop(episode: Any) -> None:
         turn = await episode.chat([SYSTEM, TASK], tools=[RUN])

@@ -1,4 +1,4 @@
-"""Blocks that one hook opens and another one closes, or none: they work, or that episode alone fails."""
+"""Blocks that one hook opens and another closes, or none closes: they work, or only their episode fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.options import Concurrency
 from runner.testing import call
 from tests.episode.opening import ADDRESS, OPENED, SERVER, Loops, Opens, assert_unharmed, children, played
 
-# On trio only what stands under a headline of its own.
+# On trio, only the tests below the headline for trio run.
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone, pytest.mark.cases_in_turns(3)]
 
 
@@ -132,7 +132,7 @@ async def test_block_that_cannot_be_closed_fails_its_episode_alone() -> None:
 
 
 class Crosses(Opens):
-    """Closes the outer one of two groups first."""
+    """Environment that closes the outer one of two groups first."""
 
     async def setup(self) -> None:
         if self.task.id == "t1":
@@ -182,7 +182,8 @@ async def test_group_opened_beside_other_tools_fails_its_episode() -> None:
     assert "a tool that runs in parallel with other tools" in reported
 
 
-@pytest.mark.parametrize("what", [what for what in OPENED if what not in ("websocket", "program")])  # one reads there
+# only one task may read from these
+@pytest.mark.parametrize("what", [what for what in OPENED if what not in ("websocket", "program")])
 async def test_tools_side_by_side_may_use_what_setup_opened(what: str) -> None:
     together = [[call("first"), call("second")], "Done"]
     trajectories, run = await played(Opens(what, "setup", "close"), together)
@@ -252,7 +253,7 @@ async def test_a_group_whose_task_dies_fails_its_episode_alone() -> None:
     assert "the server went away" in trajectories[1].error
 
 
-# --- on trio, which has no scopes that overlap
+# --- on trio, in which scopes must not overlap
 
 
 ON_ANY_LOOP = [
@@ -264,12 +265,13 @@ ON_ANY_LOOP = [
     "http_client",
     "program",
 ]
-"""Kinds without asyncio; the others are `asyncio`'s own, `aiohttp`, `websockets` and a pool like `asyncpg`'s."""
+"""Kinds that need no asyncio. The others are `asyncio`'s own, `aiohttp`, `websockets` and a pool like `asyncpg`'s."""
 ON_TRIO = pytest.mark.parametrize("anyio_backend", ["trio"])
 
 
 @ON_TRIO
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of httpx2
+# raised by httpx2
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("opens", ["setup", "prompt"])
 @pytest.mark.parametrize("what", ON_ANY_LOOP)
 async def test_on_trio_close_may_close_what_setup_opened(what: str, opens: str) -> None:
@@ -291,7 +293,7 @@ async def test_on_trio_block_that_no_hook_closes_is_closed_and_reported(what: st
 @pytest.mark.parametrize(("opens", "closes"), [("setup", "reward"), ("first", "second"), ("rollout", "close")])
 async def test_on_trio_block_that_cannot_be_closed_fails_its_episode(opens: str, closes: str) -> None:
     class NeverUses(Loops):
-        async def at(self, hook: str) -> None:  # a group that is left out of order is dead
+        async def at(self, hook: str) -> None:  # a group that is closed out of order is unusable
             self.use = None
             await super().at(hook)
 

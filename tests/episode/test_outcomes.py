@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Endless(Plain):
-    """A game that never ends of its own."""
+    """Environment with a game that does not end by itself."""
 
     def step(self, turn: Turn) -> str | None:
         return "Continue."
@@ -45,7 +45,7 @@ async def test_turns_reached_is_turn_limit_and_scored() -> None:
     trajectory = await play(Endless, always("More"), limits=Limits(turns=3))
     assert (trajectory.outcome, trajectory.limit, trajectory.limit_agent) == (Outcome.TURN_LIMIT, "turns", "main")
     assert (len(trajectory.turns), trajectory.reward) == (3, 1.0)
-    assert trajectory.segments[0].unseen == 1  # the last answer was never put before the model
+    assert trajectory.segments[0].unseen == 1  # the last answer was never in a prompt
 
 
 async def test_token_limit_cuts_the_last_turn_to_fit() -> None:
@@ -57,7 +57,7 @@ async def test_token_limit_cuts_the_last_turn_to_fit() -> None:
 
 
 async def test_tokens_reached_exactly_at_a_turns_end_leaves_that_turn_whole() -> None:
-    trajectory = await play(Endless, always("1234"), limits=Limits(tokens=10))  # 4 ids and the stop, twice
+    trajectory = await play(Endless, always("1234"), limits=Limits(tokens=10))  # 4 ids and the stop, in two turns
     assert [turn.finish for turn in trajectory.turns] == [FinishReason.STOP] * 2
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TOKEN_LIMIT, "tokens")
 

@@ -1,4 +1,4 @@
-"""Recordings of agent programs: not a word of theirs is in them, and each request is found to be what it was."""
+"""Recordings of agent programs: they contain no word of a program, and each request gets its recorded verdict."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ OWN = {
     "tolerated": {*Tolerated},
     "cause": {"start", "branch", "again", "retry", "environment", "tools", "foreign", "retold", "edited"},
 }
-"""The facts of a recording about a request, beside its verdict."""
+"""The other recorded facts about a request, apart from its verdict."""
 
 TAGS = re.compile(r"<think>|</think>|<tool_call>|</tool_call>")
 PLACEHOLDER = re.compile(r"[a-z]+_\$\d+\$(_\d+j?)?")
 
 
 def strays(value: Any, key: str = "") -> Iterator[str]:
-    """The parts of a recorded value that are neither filler nor words that may stay where they stand."""
+    """Return the parts of a recorded value that are neither filler nor words that may stay in their place."""
     match value:
         case dict():
             for name, each in value.items():

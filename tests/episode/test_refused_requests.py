@@ -1,4 +1,4 @@
-"""Requests that a template cannot write: each fails alone, and the episode continues as if it had never come."""
+"""Requests that a template cannot render: each fails alone, and the episode continues as if it had not been sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def system(text: str) -> dict[str, Any]:
 
 
 def failing(expression: str) -> ChatTemplate:
-    """A template in which a user message that says `fail` meets an expression."""
+    """Return a template that raises at a user message with the text `fail`."""
     return template(
         "{% for m in messages %}{% if m.content == 'fail' %}" + expression + "{% endif %}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
@@ -166,7 +166,7 @@ MISTRALS = ("mistralai-Mistral-Nemo-Instruct-2407", "mistralai-Mistral-7B-Instru
 @pytest.mark.parametrize("name", MISTRALS)
 @pytest.mark.parametrize("as_user", [True, False])
 async def test_system_message_may_change_while_a_result_is_last(name: str, as_user: bool, tmp_path: Path) -> None:
-    """These templates hide it then: the refusal names the option, by which a user message has it."""
+    """These templates then hide the system message. The refusal names the option that converts it to a user message."""
     (entry,) = [each for each in corpus() if each.name == name]
     chat_template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
     engine = recording([Reply("", calls=[call("run", command="ls")])] * 2 + ["Done."], template=chat_template)
@@ -275,7 +275,7 @@ def test_several_system_messages_are_probed_with_three(shown: str, several: bool
 
 @pytest.mark.parametrize("entry", sweeps.part(corpus(), 40), ids=lambda each: each.name)
 def test_leading_system_messages_reach_the_model_in_every_template(entry: Any) -> None:
-    """Joined where they have to be: what one message shows, three show too."""
+    """They are joined if necessary: the parts of three messages are shown like one message."""
     renderer = entry.renderer()
     takes: SystemSupport = system_support(renderer)
     begin = [system(text) for text in ("zqonez", "zqtwoz", "zqthreez")]

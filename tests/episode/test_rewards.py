@@ -1,4 +1,4 @@
-"""Scoring: what the reward is made of, by metrics, weights, groups and turns."""
+"""Scoring: the reward from metrics, weights, groups and turns."""
 
 from __future__ import annotations
 

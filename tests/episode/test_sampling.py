@@ -1,4 +1,4 @@
-"""The fields of Sampling in an episode: where a turn ends, what follows it, and the likeliest ids that it keeps."""
+"""The fields of Sampling in an episode: the end of a turn, the tokens that follow it, and its likeliest ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def said(engine: ScriptedEngine, **fields: Any) -> Any:
     return (await talked(talk, engine)).turns[0]
 
 
-# --- where it ends
+# --- the end of a turn
 
 
 async def test_turn_that_ignores_its_eos_is_cut_and_continued(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The silence of an engine: it counts only while the engine does nothing for anybody."""
+"""The silence limit: it counts only while the engine samples nothing for any request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 class Talks(Environment):
-    """Episodes of one turn each, whose prompts say how the model answers."""
+    """Environment of one turn, whose prompt selects the behaviour of the engine."""
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         self.names = names
@@ -46,7 +46,7 @@ TOKENIZER = ByteTokenizer()
 
 
 async def answer(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
-    """A talker sends an id every ten seconds, a patient one its first after 400 s, and a silent one two and no more."""
+    """Sample as the prompt asks: an id every ten seconds, a first id after 400 s, or two ids and then none."""
     text = TOKENIZER.decode(prompt)
     if "be talker" in text:
         for _ in range(60):
@@ -69,7 +69,7 @@ async def played(*names: str, retries: int = 0) -> tuple[Run, list[tuple[str, Ou
 
 
 async def test_a_turn_waits_for_its_first_id_while_others_are_sampled() -> None:
-    """It waits for 400 s, which is longer than `stall_seconds`, beside one that gets an id every ten."""
+    """The turn waits for 400 s, which is longer than `stall_seconds`, while another turn gets an id every 10 s."""
     _, ends = await played("patient", "talker")
     assert sorted(ends) == [("patient", Outcome.COMPLETED), ("talker", Outcome.COMPLETED)]
 
@@ -112,7 +112,7 @@ async def test_first_step_may_take_ten_times_as_long(turns: int) -> None:
         progress.note()
         await anyio.sleep(STALL_SECONDS - 1)
         assert not any(clock.fired for clock in clocks)
-        await anyio.sleep(2)  # from the first step on the limit is as given
+        await anyio.sleep(2)  # after the first step, the limit is the given one
         assert all(clock.fired for clock in clocks)
 
 
@@ -121,7 +121,7 @@ async def test_engine_without_a_first_step_has_stalled() -> None:
     with Clock(STALL_SECONDS) as clock, progress.watched(clock):
         await anyio.sleep(11 * STALL_SECONDS)
     assert clock.fired
-    assert clock.seconds == 10 * STALL_SECONDS  # the message has the true time
+    assert clock.seconds == 10 * STALL_SECONDS  # the message has the real duration
 
 
 async def test_later_turn_has_its_own_limit() -> None:

@@ -1,4 +1,4 @@
-"""A value that a run file cannot keep fails the episode of the author who gave it, with its place, and no other."""
+"""A value that a run file cannot store fails only the episode that contains it, and the error names its place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Deed, str]] = {
 
 
 class Doing(Plain):
-    """The first task's agent does something; the second one's does nothing."""
+    """Environment in which only the first task's agent calls the function."""
 
     deed: Deed
 
@@ -119,7 +119,7 @@ async def test_message_with_json_beside_its_content_is_kept(tmp_path: Path) -> N
 
 async def test_reason_that_was_put_there_by_hand_is_text(tmp_path: Path) -> None:
     def by_hand(environment: Plain, conversation: Conversation, turn: Turn) -> None:
-        environment.episode.reason = 5  # type: ignore[assignment]  # as authors do
+        environment.episode.reason = 5  # type: ignore[assignment]  # a typical mistake of authors
 
     assert (await outcome_of(by_hand, tmp_path / "run.db")).reason == "5"
 

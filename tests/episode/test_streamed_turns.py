@@ -1,4 +1,4 @@
-"""A streamed turn: its parts add up to the finished turn, and a reader that leaves cuts it at that place."""
+"""A streamed turn: its parts add up to the finished turn, and a reader that leaves cuts the turn there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 
 
 class Adds(Plain):
-    """Has something to call."""
+    """Environment with a tool to call."""
 
     @tool
     def add(self, a: int, b: int) -> int:
@@ -57,7 +57,7 @@ def called(events: list[TurnEvent]) -> list[ToolCall]:
 
 
 def assert_events_equal_turn(events: list[TurnEvent], turn: Turn) -> None:
-    """Assert that the events equal the turn; white space in front of a content that calls something counts as none."""
+    """Assert that the events equal the turn. White space before a call counts as no content."""
     assert joined(events, ReasoningPiece) == turn.reasoning
     content = joined(events, ContentPiece)
     assert (content.lstrip() if turn.tool_calls else content) == (turn.text.lstrip() if turn.tool_calls else turn.text)
@@ -67,7 +67,7 @@ def assert_events_equal_turn(events: list[TurnEvent], turn: Turn) -> None:
 async def events_and_turn(
     engine: ScriptedEngine, *stop: str, cut_before: int = 0, **options: Any
 ) -> tuple[list[TurnEvent], Turn]:
-    """The events of one turn while it was sampled, and the turn; the message may have been cut once before."""
+    """Return the events of one turn, received during sampling, and the turn. The message may have been cut before."""
     events, turns = list[TurnEvent](), list[Turn]()
 
     class Streaming(Adds):
@@ -84,7 +84,7 @@ async def events_and_turn(
     return events, turns[0]
 
 
-# --- all of it, whatever it is
+# --- any turn
 
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -110,7 +110,7 @@ def test_streamed_pieces_equal_the_turn_however_it_is_cut(
 
 
 def family_turn(parser: TurnParser, cut: int) -> str:
-    """A thought, a content and a call as a family's template writes them, without the last signs."""
+    """Return a thought, a content and a call as a family's template writes them, without the last characters."""
     call = parser.render([ToolCall("", "add", {"a": 1, "b": -2})])
     thought, channels = parser.reasoning, parser.format.harmony
     opening = "" if thought.opened_by_prompt else thought.open
@@ -146,7 +146,7 @@ async def test_possible_stop_string_is_withheld_until_it_differs() -> None:
     assert turn.text == joined(events, ContentPiece) == "an ENd, the "
 
 
-# --- as it comes
+# --- during sampling
 
 
 async def test_ids_sampled_before_a_pause_are_streamed() -> None:
@@ -185,7 +185,7 @@ async def test_the_turn_is_not_there_before_it_is_over() -> None:
     await talked(talk, recording("yes"))
 
 
-# --- left, failed, continued, cut by a trainer
+# --- a reader that leaves, faults, continuations, and cuts by a trainer
 
 
 async def test_turn_left_early_is_cut_and_continued_exactly() -> None:
@@ -278,7 +278,7 @@ async def test_restarted_turn_is_streamed_from_its_beginning() -> None:
             group.start_soon(cut)
             async with conversation.stream() as stream:
                 async for event in stream:
-                    events.append(event)  # the other task looks at what came so far
+                    events.append(event)  # the other task reads the events so far
 
     (turn,) = (await talked(talk, engine)).turns
     restarts = [at for at, event in enumerate(events) if event == TurnRestarted()]

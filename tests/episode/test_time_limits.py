@@ -1,4 +1,4 @@
-"""Time limits, on trio's virtual clock: time is paused until a test moves it."""
+"""Time limits, on trio's virtual clock: the clock is paused until a test moves it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Timed(Plain):
         self.release = release
 
     @reward
-    async def correct(self) -> bool:  # not in a thread, which takes real time
+    async def correct(self) -> bool:  # synchronous code would run in a thread, which takes real time
         return True
 
     async def passes(self, seconds: float) -> None:
-        """So many seconds pass while this code is at work."""
+        """Let this number of seconds pass while this code works."""
         self.clock.jump(seconds)
         await anyio.lowlevel.checkpoint()
 
     def hangs(self, seconds: float) -> None:
-        """In a worker thread: so many seconds pass, and it does not come back."""
+        """Let this number of seconds pass in a worker thread, and do not return."""
         assert self.release is not None
         anyio.from_thread.run_sync(self.clock.jump, seconds)
         self.release.wait()
@@ -124,7 +124,7 @@ async def test_tool_that_takes_too_long_is_reported_to_the_model(clock: trio.tes
 
         @tool(seconds=None)
         async def ponder(self) -> str:
-            """Take as long as it takes."""
+            """Take any time."""
             await self.passes(200)
             return "thought"
 
@@ -140,7 +140,7 @@ async def test_one_slow_tool_of_a_turn_does_not_take_the_others_results(clock: t
         @tool(seconds=30)
         async def slow(self) -> str:
             """Slow."""
-            await anyio.sleep(1)  # the other one is at work
+            await anyio.sleep(1)  # the other call works during this second
             return "late"
 
         @tool(seconds=None)
@@ -279,7 +279,7 @@ async def test_waiting_in_a_limiter_stops_every_clock(clock: trio.testing.MockCl
             came.append(self.task.id)
             async with self.episode.limiter("sandbox", 1):
                 order.append(self.task.id)
-                while len(came) < 8 or len(scored) < len(order) - 1:  # until the others wait here or have played
+                while len(came) < 8 or len(scored) < len(order) - 1:  # until the others wait here or have ended
                     await anyio.lowlevel.checkpoint()
                 await self.passes(100)
             return "used"
@@ -374,11 +374,11 @@ async def test_clocks_stop_while_a_template_is_rendered(
     assert elsewhere > 0
 
 
-# --- an agent speaks inside a hook; here time passes by itself, once all tasks wait
+# --- an agent's turn inside a hook; here time passes by itself when all tasks wait
 
 
 class Asks(Plain):
-    """Has another agent speak for 100 seconds in one of its hooks, none of which may take longer than 5."""
+    """Environment in which another agent takes a turn of 100 seconds inside a hook. The hook limit is 5 seconds."""
 
     limits = Limits(setup_seconds=5, step_seconds=5, tool_seconds=5, reward_seconds=5, close_seconds=5)
 
@@ -387,7 +387,7 @@ class Asks(Plain):
         self.seconds = seconds
 
     async def ask(self, hook: str) -> str:
-        """The hook: it asks, then is at work itself for some seconds."""
+        """Take the agent's turn, and then work for some seconds."""
         if hook != self.hook:
             return "Continue."
         other = self.episode.conversation("other", prompt="What do you say?")
@@ -423,7 +423,7 @@ class Asks(Plain):
         await self.ask("close")
 
 
-SLOW = Reply("Well", latency=Latency(first=100))  # of an engine that ticks every second
+SLOW = Reply("Well", latency=Latency(first=100))  # for an engine with ticks of one second
 HOOKS = {
     "setup": "setup_seconds",
     "prompt": "setup_seconds",
@@ -436,7 +436,7 @@ HOOKS = {
 
 
 def asking(environment: Asks, **options: Any) -> tuple[Trajectory, list[str]]:
-    """Outcome of an episode whose other agent is slow, and the faults."""
+    """Return the outcome and the faults of an episode whose other agent is slow."""
     called = {"tool": "hand_off", "sync tool": "hand_off_from_a_thread"}.get(environment.hook)
     engine = ScriptedEngine({"main": [call(called), "Done"] if called else ["Done"], "other": SLOW}, tick=1.0)
 

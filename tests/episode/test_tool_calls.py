@@ -1,4 +1,4 @@
-"""Tool calls of a turn: what runs together, what goes back to the model, and what may be sampled."""
+"""Tool calls of a turn: parallel calls, results for the model, and constraints on sampling."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def test_tool_choice_is_a_constraint_of_the_request_and_the_turn() -> None
     kinds = [made.constraint and made.constraint.kind for made in engine.calls]
     assert kinds == [ConstraintKind.GRAMMAR, ConstraintKind.GRAMMAR, None, None, None]
     assert [turn.constraint for turn in trajectory.turns] == [made.constraint for made in engine.calls]
-    assert trajectory.turns[2].tool_calls == []  # "none": text is never read as a call
+    assert trajectory.turns[2].tool_calls == []  # with "none", text is never read as a call
     assert trajectory.turns[2].text == "[add(a=1, b=2)]"
 
 

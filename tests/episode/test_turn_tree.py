@@ -1,4 +1,4 @@
-"""The tree of a conversation's turns: any of them is continued with its exact ids, and each id is trained once."""
+"""The tree of a conversation's turns: any turn can be continued with its exact ids, and each id is trained once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event loops whose clock is paused until a test puts it forward: a time limit fires when the test says so."""
+"""Event loops whose clock is paused until a test moves it forward: a time limit fires when the test lets it."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ TRIO: Final[Any] = CLOCK.trio_backend
 
 
 def put_forward(seconds: float) -> None:
-    """Let `seconds` pass at once, on whatever loop this is."""
+    """Let `seconds` pass at once, on any event loop."""
     CLOCK.jump(seconds)

@@ -1,4 +1,4 @@
-"""The real command line in a process of its own, but for its engine, which is a scripted one.
+"""The real command line in another process, with a scripted engine.
 
 Usage: python -m tests.faults.command run ENV ...
 """

@@ -1,4 +1,4 @@
-"""Trajectories compared by everything but the time they took."""
+"""Comparison of trajectories in everything except their durations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMES = {"seconds", "align_seconds", "waited", "timings"}
 
 
 def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str], Any]:
-    """Results of each agent of each episode, bit for bit, by (task, visit, index, agent)."""
+    """Return the results of each agent of each episode, bit for bit, by (task, visit, index, agent)."""
     made = {}
     for trajectory in trajectories:
         key = trajectory.task.id, trajectory.visit, trajectory.index, trajectory.agent
@@ -24,7 +24,7 @@ def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str]
 
 
 def differing(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
-    """The fields in which two such collections differ, with both values: a readable part of what may be megabytes."""
+    """Return the differing fields of two such collections with both values: a short part of possibly megabytes."""
     missing: tuple[Any, dict[str, Any]] = ("not there", {})
     found = {}
     for key in one.keys() | other.keys():
@@ -37,7 +37,7 @@ def differing(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def stored(file: Path) -> dict[tuple[str, int, int, str], Any]:
-    """Rows of each agent in a run file, including those that are not trained, without attempts that were retried."""
+    """Return the rows of each agent in a run file, including untrained agents, but without retried attempts."""
     with RunFile(file) as run_file:
         return by_key([run_file.trajectory(row) for row in run_file.rows(trained=None)])
 

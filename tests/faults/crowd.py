@@ -1,4 +1,4 @@
-"""An environment that uses everything that could depend on how wide a run is; also a process that plays it.
+"""An environment that uses everything that could depend on the width of a run, and a process that plays it.
 
 Usage: python -m tests.faults.crowd FILE
 """
@@ -35,7 +35,7 @@ GROUP_SIZE = 4
 
 
 class Crowd(Environment):
-    """Tools of both colours under a limiter, a simulated user, a trained opponent, random numbers, group rewards."""
+    """Environment with sync and async tools under a limiter, a simulated user, a trained opponent and group rewards."""
 
     def __init__(self, tasks: int = 24) -> None:
         self.count = tasks
@@ -91,7 +91,7 @@ class Crowd(Environment):
 
 
 def talk(turn: ModelCall) -> Answer:
-    """The model of all agents; what it says is drawn from the seed of the turn."""
+    """The model of all agents. Its text is drawn from the seed of the turn."""
     number = turn.rng.randrange(1000)
     if turn.agent == "main" and turn.turn % 2 == 0:
         return [call("write", number=number), call("look", number=number), call("write", number=number + 1)]
@@ -103,7 +103,7 @@ def engine() -> ScriptedEngine:
 
 
 class Rollouts(Crowd):
-    """The same by a loop of its own."""
+    """The same environment with its own loop."""
 
     async def rollout(self, conversation: Conversation) -> None:
         while len(conversation.turns) < 5:

@@ -1,4 +1,6 @@
-"""Environments of which one episode misbehaves, in a hook and in a way of choice; all hooks sync, or all async."""
+"""Environments in which one episode misbehaves, in a given hook and way. Its hooks are all synchronous or all
+asynchronous.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ HOOKS = ["setup", "prompt", "tool", "step", "reward", "metric", "close"]
 
 
 def speak(turn: ModelCall) -> Answer:
-    """The model: two calls in one turn, then their sum, then yes; the numbers are drawn, so no two episodes agree."""
+    """The model: two calls in one turn, then their sum, then yes. The numbers are random: all episodes differ."""
     a, b = turn.rng.randrange(1000), turn.rng.randrange(1000)
     match turn.turn:
         case 0:
@@ -35,7 +37,7 @@ def speak(turn: ModelCall) -> Answer:
             return f"yes, {a} times"
 
 
-# --- what the bad episode does
+# --- misbehaviour
 
 
 class Weird(BaseException):
@@ -43,7 +45,7 @@ class Weird(BaseException):
 
 
 released = threading.Event()
-"""Lets go of the threads that hang."""
+"""An event that releases hanging threads."""
 
 
 def raises() -> Any:
@@ -79,7 +81,7 @@ async def waits_for_ever() -> Any:
 
 
 async def swallows_cancellation() -> Any:
-    """Swallows a hundred cancellations, and waits again after each."""
+    """Swallow a hundred cancellations, and wait again after each."""
     for _ in range(SWALLOW_COUNT):
         try:
             await anyio.sleep_forever()
@@ -93,11 +95,11 @@ TOO_LONG_SYNC: list[Deed] = [hangs]
 TOO_LONG_ASYNC: list[Deed] = [waits_for_ever, swallows_cancellation]
 
 
-# --- who does it
+# --- environments
 
 
 class Pupils(Environment):
-    """Each adds two numbers, is asked whether it is sure, and says yes."""
+    """Environment in which each episode adds two numbers, is asked whether it is sure, and answers yes."""
 
     def __init__(self, hook: str = "", deed: Deed = raises) -> None:
         self.hook, self.deed = hook, deed
@@ -110,7 +112,7 @@ class Pupils(Environment):
         return self.deed() if self.task.id == BAD and self.hook == hook else None
 
     def luck(self) -> int:
-        # A fresh generator each time: two async tools of a turn have no order among themselves.
+        # A new generator each time, since two async tools of a turn run in any order.
         return random.Random(self.episode.seed).randrange(1000)
 
     def doubt(self) -> str | None:

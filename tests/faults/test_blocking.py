@@ -1,4 +1,4 @@
-"""Synchronous code that waits delays no episode; code that computes, or blocks the loop, is named with what to do."""
+"""Synchronous code that waits delays no episode. Code that computes or blocks the loop is named, with advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Bedroom:
 
 
 class Sleepers(Environment):
-    """Fifty episodes whose synchronous tool waits, and fourteen that only talk."""
+    """Environment of fifty episodes whose synchronous tool waits, and fourteen episodes without tools."""
 
     def __init__(self, bedroom: Bedroom) -> None:
         self.bedroom = bedroom
@@ -59,7 +59,7 @@ def sleep_or_talk(turn: ModelCall) -> Answer:
 async def test_50_blocking_synchronous_tools_delay_no_other_episodes_tokens() -> None:
     bedroom = Bedroom()
     played: list[Trajectory] = []
-    # A delta a millisecond: the siblings talk for a third of a second.
+    # A delta every millisecond: the siblings sample for a third of a second.
     engine = ScriptedEngine(sleep_or_talk, tick=0.001, latency=Latency(between=1), chunks=1)
     with anyio.fail_after(WATCHDOG_SECONDS):
         async with Run(
@@ -79,11 +79,11 @@ async def test_50_blocking_synchronous_tools_delay_no_other_episodes_tokens() ->
     assert {trajectory.outcome for trajectory in played} == {Outcome.COMPLETED}
 
 
-# --- who is to blame
+# --- named code
 
 
 class Computing(Environment):
-    """Its tool computes in its threads until it was named as a blocker."""
+    """Environment whose tool computes in its threads until it is named as a blocker."""
 
     def __init__(self, named: threading.Event) -> None:
         self.named = named
@@ -105,17 +105,17 @@ class Computing(Environment):
 
 
 class BlockingTheLoop(Computing):
-    """Its step sleeps on the event loop until it was named as a blocker."""
+    """Environment whose step sleeps on the event loop until it is named as a blocker."""
 
     async def step(self, turn: Turn) -> None:
         if not self.named.is_set():
-            time.sleep(0.3)  # noqa: ASYNC251  # what must not be done
+            time.sleep(0.3)  # noqa: ASYNC251  # the mistake that is tested
 
 
 async def blockers_until_named(
     make: Callable[[threading.Event], Environment], name: str, engine: ScriptedEngine
 ) -> list[Blocker]:
-    """The named blockers, once one has this name."""
+    """Wait until a blocker has this name, and return all named blockers."""
     named = threading.Event()
     run = Run(make(named), engine)
 
@@ -128,7 +128,8 @@ async def blockers_until_named(
         with anyio.fail_after(WATCHDOG_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(play)
-                while not any(name in blocker.where for blocker in run.lag.blockers()):  # noqa: ASYNC110  # by a thread
+                # a thread sets it
+                while not any(name in blocker.where for blocker in run.lag.blockers()):  # noqa: ASYNC110
                     await anyio.sleep(0.01)
                 named.set()
     finally:

@@ -1,4 +1,4 @@
-"""Cancelled wherever an episode or a run suspends: no request stays open, no session, no thread, no task."""
+"""Cancellation at every point at which an episode or a run suspends: no request, session, thread or task stays open."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ async def test_cancelling_an_episode_anywhere_leaves_no_open_request(
         talk if environment is Crowd else speak, places=1, chunks=4, latency=Latency(first=1, between=1)
     ) as engine:
         shared = shared_by(environment(), engine)
-        task = next(iter(environment().tasks()))  # type: ignore[arg-type]  # both give an iterable
+        task = next(iter(environment().tasks()))  # type: ignore[arg-type]  # both are iterable
         kept: list[Outcome] = []
 
         async def episode() -> None:
             play = EpisodeRunner(shared, EpisodeKey(task=task, index=0))
             try:
-                await play.run(in_this_task=True)  # so that its points are those of this task
+                await play.run(in_this_task=True)  # so that its cancellation points belong to this task
             finally:
                 kept.append(play.trajectories()[0].outcome)
 

@@ -1,4 +1,4 @@
-"""Bad input and faults through the command line: one clear message with the fix, no traceback, a code of its own."""
+"""Bad input and faults on the command line: one clear message with the fix, no traceback, its own exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.repository import ROOT
 pytestmark = pytest.mark.slow
 
 WATCHDOG_SECONDS = 600.0
-MAX_END_SECONDS = 20.0  # ten times the promise
+MAX_END_SECONDS = 20.0  # ten times the promised time
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One episode misbehaves in every way and in every hook: it fails alone, and 63 siblings come out byte-identical."""
+"""One episode misbehaves, in every way and in every hook: only it fails, and its 63 siblings are byte-identical."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _threads_are_released() -> Iterator[None]:
 
 
 async def play(environment: Pupils, limits: Limits = LIMITS) -> tuple[dict[str, Trajectory], list[str]]:
-    """All 64 trajectories by task, and the run's faults; time passes once the 63 siblings are done."""
+    """Return all 64 trajectories by task, and the run's faults. Time passes when the 63 siblings have ended."""
     played: dict[str, Trajectory] = {}
     engine = ScriptedEngine(speak, seed=3)
     with anyio.fail_after(PAST_HOOK_LIMITS_SECONDS + WATCHDOG_SECONDS):
@@ -67,7 +67,7 @@ _undisturbed: dict[type[Pupils], dict[Any, Any]] = {}
 
 
 async def undisturbed(environment: type[Pupils]) -> dict[Any, Any]:
-    """The siblings of a run without a bad episode; played once, on the event loop of the first test."""
+    """The siblings of a run without a bad episode. They are played once, on the event loop of the first test."""
     if environment not in _undisturbed:
         played, _ = await play(environment())
         assert {trajectory.outcome for trajectory in played.values()} == {Outcome.COMPLETED}

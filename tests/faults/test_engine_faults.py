@@ -1,4 +1,4 @@
-"""The engine fails: it dies, refuses a request or falls silent, and episodes end by what happened to them."""
+"""Faults of the engine: it dies, refuses a request or becomes silent, and each episode ends by its own cause."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 async def play_until_death(run: Run) -> tuple[list[Trajectory], EngineDead]:
-    """Trajectories of the run, and the error that ended it."""
+    """Return the trajectories of the run, and the error that ended it."""
     played: list[Trajectory] = []
     try:
         await read(run, played)
@@ -50,7 +50,7 @@ async def play_until_death(run: Run) -> tuple[list[Trajectory], EngineDead]:
 async def read(run: Run, into: list[Trajectory]) -> None:
     async with run:
         async for trajectory in run:
-            into.append(trajectory)  # noqa: PERF401  # what came before an error is what is looked at
+            into.append(trajectory)  # noqa: PERF401  # trajectories before an error count
 
 
 @pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils])
@@ -74,7 +74,7 @@ async def test_engine_death_ends_all_episodes_and_keeps_finished_ones(
     cut = [trajectory for trajectory in played if trajectory.outcome is Outcome.ENGINE_ERROR]
     assert {trajectory.error for trajectory in cut} == {str(death)}
     assert {trajectory.reward for trajectory in cut} == {None}
-    assert any(trajectory.sampled for trajectory in cut), "ids that had come are kept"
+    assert any(trajectory.sampled for trajectory in cut), "ids received before the death are kept"
     with RunFile(file) as run_file:
         assert by_key(run_file.trajectories()) == by_key(played)
         assert not run_file.complete
@@ -95,7 +95,7 @@ async def test_after_engine_death_the_same_run_completes_the_rest(tmp_path: Path
 
 
 class Silent(Environment):
-    """Its episodes speak once and then wait for ever, without asking the engine for anything."""
+    """Environment with one turn, which then waits for ever without a request to the engine."""
 
     waiting = 0
 

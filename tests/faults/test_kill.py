@@ -1,4 +1,4 @@
-"""kill -9: what was announced is there, and the same run again plays exactly the rest."""
+"""kill -9: announced episodes are in the file, and a resumed run plays exactly the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(file: Path) -> subprocess.Popen[bytes]:
 
 
 def kill_after(process: subprocess.Popen[bytes], lines: int) -> list[bytes]:
-    """The announcements in whole lines, until the process was killed at or after this many."""
+    """Return the complete lines of announcements of a process that was killed at or after this number."""
     assert process.stdout is not None
     announced = [process.stdout.readline() for _ in range(lines)]
     os.kill(process.pid, signal.SIGKILL)

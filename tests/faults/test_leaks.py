@@ -1,4 +1,4 @@
-"""Nothing is left of many episodes, and memory follows those in flight."""
+"""After many episodes no object is left, and memory depends only on the episodes in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(5)
 EPISODES = sweeps.times(1000, 400)
 CONCURRENT_EPISODES = 16
 MAX_GROWTH_BYTES = 300_000
-"""Growth of the allocated memory between half way and the end; one episode takes some 20 kB."""
+"""Allowed growth of the allocated memory during the second half, in bytes. One episode takes some 20 kB."""
 
 
 def many(base: type[Pupils]) -> Pupils:
@@ -71,11 +71,11 @@ async def test_live_trajectories_are_bounded_by_episodes_in_flight() -> None:
         return sum(type(thing) is Trajectory for thing in gc.get_objects())
 
     gc.collect()
-    others = living()  # of earlier tests, which pytest may still hold
+    others = living()  # objects of earlier tests, which pytest may still refer to
     async with Run(
         many(AsyncPupils), ScriptedEngine(speak), concurrency=Concurrency(episodes=CONCURRENT_EPISODES)
     ) as run:
         alive = [living() - others async for trajectory in run if int(trajectory.task.id) % 40 == 0]
     assert len(alive) == EPISODES / 40
-    assert min(alive) >= 1, "the one that is being read"
+    assert min(alive) >= 1, "the trajectory that is being read"
     assert max(alive) <= 3 * CONCURRENT_EPISODES

@@ -1,4 +1,4 @@
-"""Nothing happens for ten minutes: the run ends and says who waits for what."""
+"""Nothing happens for ten minutes: the run ends, and its error names what each episode waits for."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 class Waiting(Environment):
-    """Each of its episodes waits for ever for something else; one does not."""
+    """Environment whose episodes wait for ever, each for something else, except for one."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=name, prompt="hello") for name in ("step", "tool", "limiter", "engine", "nothing")]
 
     @tool
     async def ponder(self) -> None:
-        """Never comes back."""
+        """Wait for ever."""
         await anyio.sleep_forever()
 
     async def step(self, turn: Turn) -> str | None:
@@ -83,7 +83,7 @@ async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
             tasks.start_soon(play)
             while run.summary.episodes < 1 or len(run.in_flight) < 4 or not all_wait(run):
                 await checkpoint()
-            put_forward(2)  # it looks every second
+            put_forward(2)  # the run checks every second
             for _ in range(100):
                 await checkpoint()
             put_forward(RUN_STUCK_SECONDS / 2)

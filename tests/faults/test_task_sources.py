@@ -1,4 +1,4 @@
-"""A source of tasks that fails ends the run with one error; what was finished is kept."""
+"""A source of tasks that fails ends the run with one error, and finished episodes are kept."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_failing_source_ends_the_run_and_keeps_finished_episodes(
     async def read() -> None:
         async with run:
             async for trajectory in run:
-                played.append(trajectory)  # noqa: PERF401  # what came before the error is what is looked at
+                played.append(trajectory)  # noqa: PERF401  # trajectories before the error count
 
     with pytest.raises(BadTask, match=r"(tasks|finished)\(\).* raised .*test_task_sources|recurs"):
         await read()
@@ -86,7 +86,7 @@ async def cancelled() -> None:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_tasks_that_raise_a_cancellation_end_the_run_with_its_reason(anyio_backend: str) -> None:
     class Cut(Plain):
-        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # of the other colour
+        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # asynchronous instead
             yield Task(id="a", prompt="x")
             await cancelled()
 

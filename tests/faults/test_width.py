@@ -1,4 +1,4 @@
-"""The width of a run changes no result, and neither does another run beside it."""
+"""The results of a run depend neither on its width nor on another simultaneous run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of batches: padded batches of texts, of either kind, and a model that writes them in capitals."""
+"""Helpers for tests of batches: padded batches of texts, of both array kinds, and a model that replies in capitals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def array(values: Any, kind: Kind = "numpy", dtype: str = "int64") -> Any:
 def padded(
     prompts: Sequence[str | Sequence[int]], *, kind: Kind = "numpy", pad: int = 0, width: int = 0, dtype: str = "int64"
 ) -> dict[str, Any]:
-    """A right-padded batch of these texts, in bytes, or ids."""
+    """Return a right-padded batch of these texts, in bytes, or ids."""
     rows = [list(prompt.encode() if isinstance(prompt, str) else prompt) for prompt in prompts]
     width = max([width, *map(len, rows)])
     ids = [row + [pad] * (width - len(row)) for row in rows]
@@ -36,7 +36,7 @@ def padded(
 
 
 def loudly(asked: ModelCall) -> str:
-    """Says the prompt in capitals."""
+    """Reply with the prompt in capitals."""
     return asked.prompt.upper()
 
 
@@ -44,7 +44,7 @@ def loudly(asked: ModelCall) -> str:
 async def generating(
     replies: Replies = loudly, config: Any = None, *, retries: int = 2, **settings: Any
 ) -> AsyncIterator[tuple[Generation, ScriptedEngine]]:
-    """A generation on a scripted engine that keeps what it was asked; no request may be left in it."""
+    """Yield a generation on a scripted engine that records its requests, and check that no request is left."""
     async with ScriptedEngine(replies, record=True, **settings) as engine:
         async with Generation(engine, config, retries=retries) as generation:
             yield generation, engine
@@ -52,19 +52,19 @@ async def generating(
 
 
 async def collect(results: BatchResults[Any], into: list[tuple[int, Any]]) -> None:
-    """The results before the error that they end with."""
+    """Collect the results before the error that ends them."""
     async for pair in results:
-        into.append(pair)  # noqa: PERF401  # it raises in the end
+        into.append(pair)  # noqa: PERF401  # the loop ends with an error
 
 
 def rows_of(output: Any) -> list[list[int]]:
-    """Each row of an output without its padding."""
+    """Return each row of an output without its padding."""
     lengths = output["unpadded_sequence_lengths"].tolist()
     return [ids[:length] for ids, length in zip(output["output_ids"].tolist(), lengths, strict=True)]
 
 
 def texts_of(output: Any) -> list[str]:
-    """The sampled text of each row, without the id that ended it."""
+    """Return the sampled text of each row, without the id that ended it."""
     starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
     sampled = [row[start:] for row, start in zip(rows_of(output), starts, strict=True)]
     return [bytes(token_id for token_id in row if token_id != EOS_ID).decode() for row in sampled]

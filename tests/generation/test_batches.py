@@ -1,4 +1,4 @@
-"""Batches on the scripted engine: what comes back, row by row, and what is refused before anything is sampled."""
+"""Batches on the scripted engine: the result of each row, and refusals before anything is sampled."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_ids_up_to_the_end_of_a_stop_string_are_kept() -> None:
     assert texts == {"texts": ["xxab"]}
 
 
-# --- how it is sampled
+# --- sampling
 
 
 async def test_every_setting_reaches_the_engine() -> None:

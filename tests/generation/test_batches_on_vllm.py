@@ -17,7 +17,8 @@ from tests.generation.batching import padded, rows_of
 
 pytestmark = pytest.mark.anyio
 
-# The model is sure how each text continues: in bfloat16 the other rows of a batch decide between near ties.
+# The model's next ids are near certain for each text: otherwise, in bfloat16, the other rows of a batch decide near
+# ties.
 TEXTS = (
     "1, 2, 3, 4, 5, 6, 7, 8, 9,",
     "the cat sat the cat sat the cat sat the cat sat the cat",
@@ -28,7 +29,7 @@ PAD_ID = 0
 
 
 async def streamed(engine: VllmEngine, ids: list[int]) -> tuple[list[int], list[float]]:
-    """The ids that a plain stream samples greedily after these ids."""
+    """Return the ids that a plain stream samples greedily after these ids."""
     sampling = Sampling(max_tokens=MAX_NEW_TOKENS, temperature=0).over(Sampling.defaults())
     request = GenerationRequest(name="plain/main/0", prompt=ids, sampling=sampling, stop_ids=engine.stop_ids)
     async with engine.stream(request) as stream:

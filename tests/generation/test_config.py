@@ -1,4 +1,4 @@
-"""Configurations: NeMo RL's pass as they are, and what cannot be is one error that names the key and the fix."""
+"""Configurations: NeMo RL's own are accepted unchanged, and an invalid one is one error with the key and the fix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NEMO = json.loads("""
     "_debug_payload_metrics": false
 }
 """)
-"""The generation settings of NeMo RL's own example of GRPO, with every key that it adds."""
+"""The generation settings of NeMo RL's example of GRPO, with every key that the example adds."""
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "a mapping of the trainer's own"])

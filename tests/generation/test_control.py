@@ -1,4 +1,4 @@
-"""Between a trainer's steps: the engine sleeps and wakes, weights change, and no row is lost over it."""
+"""Between a trainer's steps: the engine sleeps and wakes, weights change, and no row is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOWLY = Latency(first=2, between=2)
 
 
 class WatchedRuntime(ScriptedRuntime):
-    """Notes what is done to its engine, in order."""
+    """Runtime that records the calls to its engine, in order."""
 
     asked: list[str]
 
@@ -46,7 +46,7 @@ class WatchedRuntime(ScriptedRuntime):
 
 
 class Watched(ScriptedEngine):
-    """Keeps what was done to it."""
+    """Engine that records the calls to it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(loudly, record=True, **settings)
@@ -134,7 +134,7 @@ async def test_an_engine_that_cannot_be_controlled_says_so() -> None:
 async def in_flight(
     generation: Generation, engine: ScriptedEngine, batch: Any, *, ids: int
 ) -> AsyncIterator[list[Any]]:
-    """A batch of which so many ids were sampled; what was generated is in the list after the block."""
+    """Yield when this many ids of a batch were sampled. The generated batch is in the list after the block."""
     said: list[Any] = []
 
     async def generate() -> None:

@@ -1,4 +1,4 @@
-"""docs/batch-generation.md: its blocks run, and its tables have every key, field and call."""
+"""docs/batch-generation.md: its blocks run, and its tables contain every key, field and call."""
 
 from __future__ import annotations
 

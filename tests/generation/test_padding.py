@@ -1,4 +1,4 @@
-"""Right padding: it is seen, or the message says in which row it is not, and what is wrong there."""
+"""Right padding: it is recognized, or the error names the row and the fault."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.generation import verify_right_padding
 from tests.generation.batching import Kind, array
 
 KINDS = st.sampled_from(["torch", "numpy"])
-patient = settings(deadline=None)  # a machine that is busy with something else fails no test
+patient = settings(deadline=None)  # a slow machine fails no test
 NAMES = st.sampled_from([("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths")])
 
 
 @st.composite
 def batches(draw: st.DrawFn, pad: int) -> tuple[list[list[int]], list[int]]:
-    """Rows of one width that are right-padded, with their lengths; an id may be that of the padding."""
+    """Rows of one width that are right-padded, with their lengths. A sampled id may equal the padding."""
     width = draw(st.integers(0, 8))
     lengths = draw(st.lists(st.integers(0, width), max_size=6))
     ids = st.integers(0, 9)

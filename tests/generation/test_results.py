@@ -1,4 +1,4 @@
-"""Results as they finish: their order, and that no request stays open after the caller stops reading."""
+"""Results as rows finish: their order, and no open request after the caller stops reading."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ WATCHDOG_SECONDS = 600.0
 
 
 class Boom(Exception):
-    """An error of a trainer's code."""
+    """An error in a trainer's code."""
 
 
 def in_turn(asked: ModelCall) -> Reply:
-    """Says its prompt; "c" comes first, then "b", then "a"."""
+    """Reply with the prompt; "c" finishes first, then "b", then "a"."""
     return Reply(loudly(asked), latency=Latency(first=30 - 10 * (ord(asked.prompt) - ord("a"))))
 
 
 def silent_but_first(asked: ModelCall) -> Fault | None:
-    """All rows but "a" fall silent and stay open, so that only a cut can end them."""
+    """Finish only row "a". All other rows become silent and stay open until they are cut."""
     return None if asked.prompt == "a" else Fault.stall(at=1)
 
 
@@ -106,7 +106,7 @@ async def test_batches_at_once_do_not_disturb_each_other() -> None:
     assert said == {name.lower(): [f"{name}{number}" for number in range(9)] for name in "XYZ"}
 
 
-# --- leaving
+# --- a reader that leaves
 
 
 async def leave_the_block(generation: Generation) -> None:
@@ -285,7 +285,7 @@ async def test_cancelled_anywhere_nothing_is_left_open(read: str) -> None:
     assert points >= 3
 
 
-# --- entering
+# --- entry
 
 
 async def test_outside_of_its_block_a_generation_says_how_to_write_it() -> None:

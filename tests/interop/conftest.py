@@ -1,4 +1,4 @@
-"""Tests with packages of other projects are played where these are installed: in the lanes of `make test-interop`."""
+"""Tests with packages of other projects run only if these are installed: in the lanes of `make test-interop`."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def _missing(item: pytest.Item) -> bool:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package around the module
+    except ModuleNotFoundError:  # a package around the module is missing
         return False

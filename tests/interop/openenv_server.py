@@ -1,4 +1,4 @@
-"""An OpenEnv server with a counting game, by the real package in an interpreter of its own; it prints its port."""
+"""An OpenEnv server with a counting game, with the real package in its own interpreter. It prints its port."""
 
 import os
 import socket
@@ -49,7 +49,7 @@ class Counting(Environment):
 
 
 class Tools(MCPEnvironment):
-    """The same game by two tools."""
+    """The same game with two tools."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,4 +1,4 @@
-"""BFCL v4 multi-turn, by the real package: its ground truth is played back, and scored by its checker."""
+"""BFCL v4 multi-turn, with the real package: its ground truth is replayed, and scored by its checker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ real = pytest.mark.package("bfcl_eval")
 
 
 class GroundTruth:
-    """The known right calls, one a turn if there are few, and a word after the last one of each request."""
+    """The known correct calls, one per turn if there are few, and a word after the last call of each request."""
 
     def __init__(self, category: str) -> None:
         from runner.interop.bfcl_tasks import _entries
@@ -44,7 +44,7 @@ class GroundTruth:
 
 
 def as_call(written: str, names: dict[str, list[str]]) -> Any:
-    """A call that BFCL wrote as Python; some of its arguments have only a position."""
+    """Parse a call that BFCL wrote as Python. Some of its arguments have only a position."""
     node = ast.parse(written, mode="eval").body
     assert isinstance(node, ast.Call)
     assert isinstance(node.func, ast.Name)
@@ -56,7 +56,7 @@ async def played(replies: Any, only: Sequence[str] | int, category: str = "base"
     environment = Bfcl(category)
     tasks = list(environment.tasks())
     chosen = tasks[:only] if isinstance(only, int) else [each for each in tasks if each.id in only]
-    options.setdefault("sampling", Sampling(max_tokens=16384))  # one right call writes two files
+    options.setdefault("sampling", Sampling(max_tokens=16384))  # one of the correct calls writes two files
     return await play_many_async(environment, ScriptedEngine(replies, context=131072), tasks=chosen, **options)
 
 

@@ -1,4 +1,4 @@
-"""`deltarunner run dataset`: options, and what is refused."""
+"""`deltarunner run dataset`: options and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def deltarunner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The command line on a scripted engine: its exit code, and what it wrote."""
+    """The command line on a scripted engine: its exit code, and its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(run.run_command, "__defaults__", (lambda settings: ScriptedEngine("It is 4."),))

@@ -1,4 +1,4 @@
-"""A data set and a scorer as an environment: sources, fields, selection, and everything that is wrong with them."""
+"""A data set and a scorer as an environment: sources, fields, selection, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = [
 
 
 def written(folder: Path, kind: str, rows: Iterable[Mapping[str, Any]] = ROWS) -> Path:
-    """A data set file of this kind."""
+    """Write a data set file of this kind."""
     path, rows = folder / f"sums.{kind}", list(rows)
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,10 +82,11 @@ def test_shuffled_parquet_has_each_row_once(
     first, again, other = (list(source.rows(["level"], seed)) for seed in (1, 1, 2))
     assert first == again != other
     for order in (first, other):
-        assert all(row["level"] == number - 1 for number, row in order)  # rows of ROWS, with their numbers
+        assert all(row["level"] == number - 1 for number, row in order)  # the rows of ROWS, each with its number
         assert sorted(number for number, _ in order) == list(range(1, 41))
         groups = [(number - 1) // 10 for number, _ in order]
-        # A group above the size is shuffled in consecutive parts, others in windows of whole groups.
+        # Groups that are larger than the limit are shuffled in consecutive parts, and others in windows of whole
+        # groups.
         window = 20 if size > 1 else 10
         assert all(len(set(groups[start : start + window])) == window // 10 for start in range(0, 40, window))
         parts = [{number for number, _ in order[start : start + 3]} for start in (0, 3, 6)]

@@ -1,4 +1,4 @@
-"""Games of Gymnasium, by the real package: in the lane that has it."""
+"""Games of Gymnasium, with the real package, in the lane that installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets of the library `datasets`, and math by math-verify: in the lane that has both."""
+"""Data sets of the library `datasets`, and mathematics with math-verify, in the lane that installs both."""
 
 from __future__ import annotations
 

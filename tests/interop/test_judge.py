@@ -1,4 +1,4 @@
-"""Judges: a number or a failure, remembered, and counted."""
+"""Judges: a number or a failure, cached and counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def judged(verdicts: Any, *, replies: Any = "a reply", count: int = 1, **options: Any) -> list[Trajectory]:
-    """The trajectories of `main`, with a judge that says `verdicts`."""
+    """Return the trajectories of `main`, with a judge that replies with `verdicts`."""
     rows = [{"prompt": f"Question {n}?", "answer": "gold"} for n in range(count)]
     score = judge("Is it polite?", engine=ScriptedEngine(verdicts), **options)
     run = Run(Dataset(rows, answer="answer", score=score), ScriptedEngine(replies), group_size=2, breaker=1)
@@ -71,7 +71,7 @@ async def test_equal_replies_are_judged_once_and_the_cost_is_counted() -> None:
 
 
 async def cached(file: Path, **options: Any) -> list[float]:
-    """Play two equal runs, each with a new judge object; return the number of turns of each judge."""
+    """Play two equal runs, each with a new judge object. Return the number of turns of each judge."""
     counts = []
     for _ in range(2):
         score = judge(**{"rubric": "Is it polite?", "engine": ScriptedEngine("Score: 1"), "cache": file, **options})
@@ -141,9 +141,7 @@ async def test_scores_of_other_weights_or_adapters_are_not_used(tmp_path: Path) 
         async with ScriptedEngine(says) as engine:
             assert [await calls(engine), await calls(engine)] == [first, 0]
             await engine.update_weights({})
-            assert [await calls(engine), await calls(engine)] == [1, 0], (
-                "also in a second run, whose weights are others"
-            )
+            assert [await calls(engine), await calls(engine)] == [1, 0], "also in a second run with other weights"
             for _ in range(2):
                 await engine.add_adapter("poet", {}, config={})
                 assert [await calls(engine, **poet), await calls(engine, **poet), await calls(engine)] == [1, 0, 0]
@@ -198,7 +196,7 @@ CHOICES = {"yes": 1.0, "no": 0.0}
 
 
 class Says:
-    """Scores in which each choice has a probability after a prompt, spread over its ids."""
+    """Scores in which each choice has a given probability after a prompt, spread over its ids."""
 
     def __init__(self, **probabilities: float) -> None:
         self.probabilities = probabilities
@@ -222,7 +220,7 @@ async def test_score_is_the_mean_of_the_choices_by_probability() -> None:
     says = Says(yes=0.6, no=0.2)
     (first, second), _ = await weighed(says)
     assert [first.reward, second.reward] == pytest.approx([0.75, 0.75])
-    assert len(says.asked) in (2, 4), "the second reply is the same, and may be judged at the same time"
+    assert len(says.asked) in (2, 4), "the second reply is equal, and may be judged at the same time"
     assert all("Reply with one of these and nothing else: yes, no." in text for text in says.asked)
     assert {first.metrics["judged.calls"], second.metrics["judged.calls"]} <= {0, 2}
     assert first.metrics["judged.sampled_tokens"] == 0 < first.metrics["judged.prompt_tokens"]

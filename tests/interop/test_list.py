@@ -1,4 +1,4 @@
-"""`deltarunner list`: the environments, and what each extra would add."""
+"""`deltarunner list`: the environments, and the environments that each extra adds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MCP servers as tools, by real servers of the SDK: pages, several of them, errors, death, silence."""
+"""MCP servers as tools, with real servers of the SDK: pages, several servers, errors, death and silence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def children() -> list[psutil.Process]:
     """The server processes of episodes."""
     found = []
     for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended
+        with suppress(psutil.NoSuchProcess):  # the process has ended
             command = " ".join(each.cmdline())
             if "mcp_" in command and " http" not in command:  # a server over HTTP may have a key in its arguments
                 found.append(each)
@@ -49,13 +49,13 @@ def children() -> list[psutil.Process]:
 
 @pytest.fixture(scope="module", params=[""])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server over HTTP; the parameter is the key that it wants."""
+    """A server over HTTP. The parameter is the key that it requires."""
     yield from http_server(request)
 
 
 @pytest.fixture(params=[""])
 def own_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The same for one test."""
+    """A server over HTTP for one test."""
     yield from http_server(request)
 
 

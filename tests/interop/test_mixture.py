@@ -1,4 +1,4 @@
-"""Several environments in one run: weights, and that each keeps what is its own."""
+"""Several environments in one run: weights, and settings that stay separate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Greeting(Environment):
 
 
 class Quick(Greeting):
-    """Is compared within its group, shares a resource, and rewards otherwise by the same name."""
+    """Environment with a group reward, a shared resource, and another reward of the same name."""
 
     system_prompt = "Be quick."
 
@@ -171,7 +171,8 @@ class Levels(Environment[Leveled]):
 
     @group_reward
     def rank(self, group: Group) -> list[float]:
-        return [float(each.task.level) for each in group.trajectories]  # type: ignore[attr-defined]  # a Leveled
+        # the task is a Leveled
+        return [float(each.task.level) for each in group.trajectories]  # type: ignore[attr-defined]
 
 
 async def test_tasks_of_a_resumed_group_have_their_class(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ async def test_a_task_of_no_environment_fails_alone() -> None:
 
 
 class Asynchronous(Greeting):
-    async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # what is refused
+    async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # refused
         yield Task(id="a", prompt="hello")
 
 
@@ -242,7 +243,7 @@ def test_environments_that_cannot_be_mixed_are_refused() -> None:
             Mixture(given)
     for bad, said in [(Mixture({"a": Greeting()}), "is a mixture itself"), (int, "is not an Environment")]:
         with pytest.raises((BadEnvironment, BadOption), match=said):
-            Mixture({"x": bad})  # type: ignore[dict-item]  # on purpose
+            Mixture({"x": bad})  # type: ignore[dict-item]  # wrong on purpose
     with pytest.raises(BadEnvironment, match=r"tasks\(\) of 'x' is async"):
         Mixture({"x": Asynchronous()}).tasks()
 

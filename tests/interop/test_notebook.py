@@ -1,4 +1,4 @@
-"""The displays of a notebook, in a real Jupyter kernel: what a page of the notebook shows."""
+"""The displays of a notebook in a real Jupyter kernel, as the notebook's page shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from tests.report.browser import browser, needs_browser
 
-pytestmark = [pytest.mark.package("nbconvert"), pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their own
+# warnings of these packages
+pytestmark = [pytest.mark.package("nbconvert"), pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PLAY = """
 from runner import Environment, Run, RunFile, Task, reward, run
@@ -40,12 +41,12 @@ CELLS = (
 
 
 def executed(folder: Path, form: str) -> str:
-    """The notebook after its cells were run by a kernel, as a notebook or a page."""
+    """Return the notebook after a kernel has run its cells, as a notebook or a page."""
     import nbformat
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     (folder / "given.ipynb").write_text(nbformat.writes(notebook))
-    # In a process of its own: Jupyter's client leaves sockets and an event loop open.
+    # In another process, since Jupyter's client leaves sockets and an event loop open.
     options = ["--execute", "--allow-errors", "--to", form, "--output", "made", "given.ipynb"]
     subprocess.run([sys.executable, "-m", "nbconvert", *options], cwd=folder, check=True, timeout=300)
     return (folder / f"made.{'ipynb' if form == 'notebook' else form}").read_text()

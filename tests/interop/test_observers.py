@@ -1,4 +1,4 @@
-"""trackio and Weights & Biases, the real packages, without a network: what they have kept of a run."""
+"""trackio and Weights & Biases, with the real packages and without a network: their records of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner import Conversation, Run
 from runner.trainers.observers import TrackioObserver, WandbObserver
 from tests.playing import Plain, recording, tasks, twice
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their own
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of these packages
 
 
 async def observed(observer: Any) -> list[str]:
@@ -51,14 +51,14 @@ async def test_trackio_has_a_row_for_each_group(tmp_path: Path, monkeypatch: pyt
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of wandb's file, in the log format of LevelDB after a header of seven bytes."""
+    """The records of wandb's file, in LevelDB's log format after a header of seven bytes."""
     at, parts = 7, b""
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # the rest of a block holds no head of a record
+        if 32768 - at % 32768 < 7:  # the rest of a block is too short for a record's header
             at += 32768 - at % 32768
         length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
         parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield parts
             parts = b""
 
@@ -85,10 +85,10 @@ async def test_wandb_has_rows_and_the_summary_offline(tmp_path: Path, monkeypatc
     assert await observed(observer) == []
     import wandb
 
-    (path,) = Path(tmp_path).rglob("*.wandb")  # noqa: ASYNC240  # nothing waits
+    (path,) = Path(tmp_path).rglob("*.wandb")  # noqa: ASYNC240  # no other task waits
     rows, summary = kept_in(path)
     with anyio.fail_after(60):
-        while "episodes" not in summary:  # the file is written by a process of wandb's own
+        while "episodes" not in summary:  # a process of wandb writes the file
             await anyio.sleep(0.05)
             rows, summary = kept_in(path)
     assert wandb.run is None

@@ -1,4 +1,4 @@
-"""OpenEnv servers over the wire: a server of the real package plays in the interpreter of its own lane."""
+"""OpenEnv servers over the network: a server with the real package runs in the interpreter of its own lane."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from runner.interop.packages import optional_package
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The source of a package that can be imported."""
+    """Return the source of a package that can be imported."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "foreign_games", raising=False)
     return tmp_path / "foreign_games.py"

@@ -1,4 +1,4 @@
-"""Scorers: what each counts as right, and what is wrong however it is written."""
+"""Scorers: answers that each counts as correct, and answers that are wrong in any notation."""
 
 from __future__ import annotations
 

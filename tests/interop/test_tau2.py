@@ -1,4 +1,4 @@
-"""tau2-bench, by the real package: known right actions score 1, and everything else what tau2 says."""
+"""tau2-bench, with the real package: the known correct actions score 1, and all others get tau2's score."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tau2_tasks(domain: str) -> dict[str, Any]:
 
 
 class RightActions:
-    """Both sides of a simulation that carries out the expected actions, in their order."""
+    """Both sides of a simulation that carries out the expected actions in order."""
 
     def __init__(self, domain: str) -> None:
         self.tasks = tau2_tasks(domain)
@@ -144,7 +144,7 @@ def test_block_of_the_page_prints_tau2s_reward(capsys: pytest.CaptureFixture[str
     page = (DOCS / "tasksets.md").read_text(encoding="utf-8")
     (block,) = [each for each in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "Tau2" in each]
     exec(compile(block, "tasksets.md", "exec"), {"__name__": "page"})
-    assert 0 < float(capsys.readouterr().out.split()[-1]) < 1, "nothing was to be done in one task"
+    assert 0 < float(capsys.readouterr().out.split()[-1]) < 1, "one task expects no action"
 
 
 @real

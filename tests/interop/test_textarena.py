@@ -1,4 +1,4 @@
-"""Games of TextArena, by the real package: in the lane that has it."""
+"""Games of TextArena, with the real package, in the lane that installs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def played(replies: Any, **options: Any) -> list[Trajectory]:
 
 
 def by_player(first: list[str], second: list[str]) -> Any:
-    """The moves of two players, each by how many moves it made."""
+    """Return the moves of two players, each by the number of the player's earlier moves."""
 
     def reply(model_call: ModelCall) -> str:
         moves = second if "You are Player 1" in model_call.prompt else first

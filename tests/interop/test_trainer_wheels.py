@@ -1,7 +1,7 @@
 """The code of the page about trainers, with classes of the published packages and stand-ins for engines and trainers.
 
-The packages are there without what they need, so single classes are taken from their source. A package of another
-version whose classes or parameters differ fails here.
+The packages are fetched without their dependencies, so single classes are taken from their source. The tests fail if
+another version of a package has other classes or parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRAINING = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty":
 
 
 class Weather(Environment):
-    """Two turns; one task fails, and the engine has no log-probability in another."""
+    """Environment with two turns. One task fails, and in another the engine returns no log-probability."""
 
     async def rollout(self, conversation: Conversation) -> None:
         turn = await conversation.generate()
@@ -61,13 +61,13 @@ def engine() -> ScriptedEngine:
 
 
 def source(*parts: str) -> Path:
-    """A file of a package, wherever its wheel puts it."""
+    """Return a file of a package, at any place in its wheel."""
     (path,) = [each for each in WHEELS.rglob(parts[-1]) if each.parts[-len(parts) :] == parts]
     return path
 
 
 def taken(path: Path, *names: str, **needs: Any) -> types.SimpleNamespace:
-    """Classes, functions and constants of a module, without what it imports."""
+    """Return classes, functions and constants of a module, without its imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     chosen = [each for each in tree.body if _name(each) in names]
     assert len(chosen) == len(names), f"{path.name} has not all of {names}"
@@ -81,7 +81,7 @@ def taken(path: Path, *names: str, **needs: Any) -> types.SimpleNamespace:
 
 
 def _name(statement: ast.stmt) -> str:
-    """The name that a statement of a module defines."""
+    """Return the name that a statement of a module defines."""
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
         return target.id if isinstance(target, ast.Name) else ""
@@ -89,14 +89,14 @@ def _name(statement: ast.stmt) -> str:
 
 
 def block(word: str) -> str:
-    """The code of the page that has this word."""
+    """Return the code block of the page that contains this word."""
     (found,) = [each for each in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if word in each]
     return str(found)
 
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make modules of stand-ins for the time of a test."""
+    """Install stand-in modules during a test."""
 
     def make(**content: Any) -> None:
         for name, members in content.items():
@@ -164,7 +164,8 @@ def test_verl_takes_what_the_page_returns(modules: Any) -> None:
         assert {(call.sampling.temperature, call.sampling.top_k) for call in scripted.calls} == {(0.7, 0)}
         begun = len(scripted.calls)
         validation = {"temperature": 0, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.0, "logprobs": False}
-        repeated = [await loop.run(validation, index=0, raw_prompt=prompts[0]) for _ in range(2)]  # val_kwargs.n
+        # twice, as with val_kwargs.n
+        repeated = [await loop.run(validation, index=0, raw_prompt=prompts[0]) for _ in range(2)]
         assert [output.reward_score for output in repeated] == [0.5, 0.5]
         used = scripted.calls[begun:]
         assert {(call.sampling.temperature, call.sampling.top_p, call.sampling.top_k) for call in used} == {(0, 0.9, 5)}
@@ -257,10 +258,11 @@ def test_openrlhf_takes_what_the_page_returns(modules: Any) -> None:
 
 
 def final_response_keys(path: Path) -> set[str]:
-    """The keys of the dictionary that OpenRLHF's own executor returns."""
+    """Return the keys of the dictionary that OpenRLHF's own executor returns."""
     assigned = [each for each in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(each, ast.Assign)]
     found = [each.value for each in assigned if getattr(each.targets[0], "id", "") == "final_response"]
-    return {key.value for key in found[0].keys if isinstance(key, ast.Constant)}  # type: ignore[misc, attr-defined]  # a dict in the syntax tree
+    # a dict in the syntax tree
+    return {key.value for key in found[0].keys if isinstance(key, ast.Constant)}  # type: ignore[misc, attr-defined]
 
 
 def test_torchtitan_takes_what_the_page_returns(modules: Any) -> None:
@@ -326,7 +328,7 @@ def test_torchtitan_takes_what_the_page_returns(modules: Any) -> None:
 
 
 def parameters(path: Path, function: str) -> list[str]:
-    """The parameters of a function of a module, without `self`."""
+    """Return the parameters of a function of a module, without `self`."""
     defined = [
         each
         for each in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -432,7 +434,7 @@ def test_openenv_takes_the_session_of_an_episode(modules: Any) -> None:
     from runner.trainers.trl_async import EpisodeSessions
 
     folder = source("core", "harness", "training.py").parent
-    # Packages whose own first module is left out, since it imports web servers.
+    # Packages whose own `__init__` module is left out, since it imports web servers.
     modules(
         openenv={"__path__": [str(folder.parents[1])]},
         openenv__core={"__path__": [str(folder.parent)]},

@@ -1,4 +1,4 @@
-"""TRL's own GRPOTrainer on episodes of two turns: a tiny random model over `TokenEngine`, exact to the id."""
+"""TRL's own GRPOTrainer on episodes of two turns: a tiny random model through `TokenEngine`, with exact ids."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from runner.training.weight_proof import PROOF_SIZE
 pytestmark = [
     pytest.mark.package("trl"),
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # TRL's, transformers' and torch's own
+    pytest.mark.filterwarnings("ignore"),  # warnings of TRL, transformers and torch
 ]
 
 TASKS = [Task(id=f"task {number}", prompt=f"Say {number}.") for number in range(4)]
 
 
 class TwoTurns(Environment):
-    """Two turns with a message between them; the reward is the share of even ids."""
+    """Environment with two turns and a message between them. The reward is the share of even ids."""
 
     sampling = Sampling(max_tokens=6)
 
@@ -55,7 +55,7 @@ class TwoTurns(Environment):
 
 @pytest.fixture
 def model(demo_model_folder: Path) -> Any:
-    """Two layers with random weights, in float32, on the vocabulary of the demo model."""
+    """Create a model of two layers with random weights, in float32, with the demo model's vocabulary."""
     import torch
     import transformers
 
@@ -75,7 +75,7 @@ def tokenizer(demo_model_folder: Path) -> Any:
 
 
 def sampler(model: Any, version: Any) -> Any:
-    """A token function that samples from the model as it is."""
+    """Return a token function that samples from the model in its current state."""
     import torch
 
     def sample(prompt: list[int], sampling: Any) -> TokenOutput:
@@ -120,7 +120,7 @@ def config(folder: Path, **settings: Any) -> Any:
 
 
 class Watched:
-    """A rollout function that also keeps its results, and the trainer's own log-probabilities of them."""
+    """A rollout function that also keeps its results, and the trainer's log-probabilities of them."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -232,14 +232,14 @@ def test_one_tree_of_a_batch_has_trls_own_gradients(model: Any, tokenizer: Any, 
         processing_class=tokenizer,
     )
     trainer.current_gradient_accumulation_steps = 1
-    # Rows that begin alike, one of them twice; prompts are padded on the left and completions on the right.
+    # Rows with a common beginning, one of them twice. Prompts are padded on the left and completions on the right.
     batch = {
         "prompt_ids": torch.tensor([[0, 7, 8, 9], [0, 7, 8, 9], [1, 7, 8, 2], [0, 7, 8, 9]]),
         "prompt_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]),
         "completion_ids": torch.tensor([[5, 6, 0], [5, 4, 3], [2, 0, 0], [5, 6, 0]]),
         "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]]),
         "tool_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0], [1, 1, 0]]),
-        "advantages": torch.tensor([0.0, -100.0, 0.0, 200.0]),  # flat groups have none
+        "advantages": torch.tensor([0.0, -100.0, 0.0, 200.0]),  # groups with equal rewards have no advantage
         "num_items_in_batch": torch.tensor(8),
     }
     whole = [torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], dim=1) for part in ("ids", "mask")]
@@ -290,7 +290,7 @@ def test_demo_model_in_vllm_samples_with_the_weights_of_each_step(
         assert (len(first), second) == (1, {engine.weight_version})
         assert first != second
     assert len(watched.gaps) >= 12
-    assert max(watched.gaps) < 1e-3  # TRL's forward pass of the same weights, by other kernels
+    assert max(watched.gaps) < 1e-3  # TRL's forward pass with the same weights, but other kernels
     with RunFile(file) as stored:
         (proven,) = stored.weights()
     assert (proven.version, proven.proof_ids) == (engine.weight_version, PROOF_SIZE - 1)

@@ -1,4 +1,4 @@
-"""TRL's asynchronous trainer: its protocols compared with ours, and its own records filled, without the trainer."""
+"""TRL's asynchronous trainer without the trainer: its protocols compared with ours, and its records filled."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def test_worker_fills_samples_of_trl_with_their_version() -> None:
         assert (sample.old_log_probs[sample.completion_mask == 0] == 0).all()
         assert engine.tokenizer.decode(sample.input_ids[sample.completion_mask == 1].tolist()).startswith("Yes")
         assert sample.completion[0]["role"] == "assistant"
-        assert sample.metrics == {"reward": 2.0}  # those of t1 fail, and give none
+        assert sample.metrics == {"reward": 2.0}  # the episodes of t1 fail, and return no sample
     assert {sample.model_version for sample in first} == {0}
     assert later[-1].model_version == 1
-    assert len({sample.group_id for sample in first}) == 1  # two episodes of two segments
+    assert len({sample.group_id for sample in first}) == 1  # two episodes of two segments each
     assert np.isfinite(first[0].advantage)
 
 
 class Waits(Rewarded):
-    """Episodes that never end."""
+    """Environment whose episodes never end."""
 
     async def rollout(self, conversation: Conversation) -> None:
         BEGUN.set()
@@ -89,7 +89,7 @@ def test_stopped_worker_cancels_the_episodes_in_flight() -> None:
 
 def test_worker_raises_the_error_that_ended_it() -> None:
     with BackgroundPlayer(Rewarded, ScriptedEngine("Yes"), group_size=2) as player:
-        worker = RolloutWorker(player, tasks=[TASKS[1]])  # every episode of it fails
+        worker = RolloutWorker(player, tasks=[TASKS[1]])  # every episode of this task fails
         worker.start()
         time.sleep(0.5)
         with pytest.raises(RunStopped, match="no rollout was finished"):

@@ -1,4 +1,4 @@
-"""Task sets of verifiers v1, by the real package: their tools, state, stops, rewards and refusals."""
+"""Task sets of verifiers v1, with the real package: their tools, state, stops, rewards and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ real = pytest.mark.package("verifiers.v1.trace")
 
 @pytest.fixture(autouse=True)
 def taskset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The task set as an installed package, and a folder for what verifiers writes."""
+    """The task set as an installed package, and a folder for verifiers' output."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 

@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.1 by the class of the page, with the real package."""
+"""Environments of verifiers 0.1 with the class of the page and the real package."""
 
 from __future__ import annotations
 

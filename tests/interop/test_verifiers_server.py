@@ -1,4 +1,4 @@
-"""verifiers' own client plays with `deltarunner serve ENV --as verifiers`, a process of its own; so prime-rl does."""
+"""verifiers' own client in another process plays with `deltarunner serve ENV --as verifiers`, as prime-rl does."""
 
 from __future__ import annotations
 

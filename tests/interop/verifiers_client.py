@@ -1,6 +1,6 @@
-"""verifiers' own `EnvClient`: plays with a server at the address given, and prints one line of JSON.
+"""verifiers' own `EnvClient`: plays with a server at the given address, and prints one line of JSON.
 
-A process of its own, as a trainer's is.
+It is a process of its own, like a trainer.
 
 usage: python verifiers_client.py ADDRESS BASE_URL MODEL FOLDER-OF-THE-TASK-SET
 """
@@ -26,7 +26,7 @@ async def main(address, base_url, model, folder):
     salts = itertools.count()
 
     def run(data, **changes):
-        # prime-rl sends a salt of each weight version; here there are more than players are kept.
+        # prime-rl sends a salt for each weight version. Here there are more salts than players that the server keeps.
         sampling = SamplingConfig(temperature=1.0, max_tokens=40, cache_salt=str(next(salts)))
         return client.run(**{"client": config, "model": model, "sampling": sampling, "task_data": data, **changes})
 

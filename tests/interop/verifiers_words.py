@@ -1,4 +1,4 @@
-"""A task set of verifiers v1: letters of words, with tools of a task and shared ones."""
+"""A task set of verifiers v1: letters of words, with tools of a task and shared tools."""
 
 import verifiers.v1 as vf
 
