@@ -1,4 +1,4 @@
-"""Values as a grammar has to allow them by the page on JSON schemas, and the errors that a report has to name."""
+"""Values that a grammar must allow by the page on JSON schemas, and the errors that a report must name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from runner.tools.value_shapes import Conjunction, ValueShape, kind_of
 __all__ = ["as_json", "expected_arguments", "expected_forms", "repeats_a_key", "unexplained"]
 
 MAX_FORMS: Final = 8
-"""Most forms of one value that are tried."""
+"""Maximum number of forms of one value that are tried."""
 
 
 def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# --- values that a grammar has to allow
+# --- values that a grammar must allow
 
 
 def expected_forms(schema: Any, value: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def expected_forms(schema: Any, value: Any) -> list[Any]:
 
 
 def expected_arguments(schema: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """Return the valid arguments of a tool likewise; without a description, no others are allowed."""
+    """Return the valid arguments of a tool in the same way. Without a description, no other arguments are allowed."""
     shapes = shapes_of(json.dumps(schema))
     if '"unevaluated' in json.dumps(schema):
         return []
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 
 def _has_string(shape: ValueShape, text: str) -> bool:
     long = len(text) >= shape.least and (shape.most is None or len(text) <= shape.most)
-    # The page says which strings of a format are missing.
+    # The page lists the strings of a format that a grammar does not allow.
     return long and not shape.formats and all(re.search(pattern, text) for pattern in shape.patterns)
 
 
@@ -134,7 +134,7 @@ def _object_forms(
 
 
 def repeats_a_key(text: str) -> bool:
-    """Return whether an object has a key twice, which a grammar cannot forbid where it takes unnamed keys."""
+    """Return whether an object has a key twice. A grammar cannot forbid this if it allows unnamed keys."""
     found = list[bool]()
 
     def members(pairs: list[tuple[str, Any]]) -> None:
@@ -145,13 +145,13 @@ def repeats_a_key(text: str) -> bool:
 
 
 def unexplained(schema: Any, value: Any, unenforced: Sequence[str]) -> list[str]:
-    """Return the errors of a value that a grammar allowed, without those of keywords that are reported."""
+    """Return the errors of a value that a grammar allowed, without the errors of reported keywords."""
     named = {each.partition(" ")[0] for each in unenforced}
     if "patternProperties" in named:
-        # The names of members are checked afterwards, so that one that another keyword forbids may be written.
+        # The names of members are checked after reading, so a name that another keyword forbids may be written.
         named |= {"properties", "additionalProperties", "dependentRequired", "dependentSchemas", "not"}
     if named & {"if", "oneOf", "not"}:
-        # Another branch applies then, which evaluates others.
+        # Then another branch applies, which evaluates other members.
         named |= {"unevaluatedItems", "unevaluatedProperties"}
     errors = validator_of(modern(schema).schema).iter_errors(value)
     return [f"{error.validator}: {error.message}" for error in errors if not _is_explained(error, named)]

@@ -1,4 +1,4 @@
-"""Published templates by family, the ends of their turns, and the episode that tests play on each."""
+"""Published templates by family, the ends of their turns, and the test episode for each."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def family(name: str) -> Family:
     template = ChatTemplate(text, name=FAMILIES[name], variables=VARIABLES)
     renderer = template.renderer(now=CLOCK)
     form = cached_format(renderer).format
-    # In a history, gpt-oss ends all messages alike and no turn.
+    # In a history, gpt-oss ends every message in the same way, and writes no end of a turn.
     ends = ("<|return|>", "<|call|>") if form.harmony else _ends(renderer, form)
     tokenizer = ByteTokenizer(list(dict.fromkeys((*control_tokens(renderer.written()), *ends))))
     return Family(template, form, ends, tokenizer)
@@ -102,7 +102,7 @@ def _ends(renderer: Renderer, form: TurnFormat) -> tuple[str, str]:
     turns = [QUESTION, ANSWER, QUESTION]
     end = _first_control(renderer.render(turns, generation_prompt=False).partition(ANSWERED)[2])
     if renderer.render([QUESTION], generation_prompt=False).partition(ASKED)[0].rstrip().endswith(end):
-        # Only the begin of the next turn ends a turn; after calls it is another one.
+        # Only the beginning of the next turn ends a turn. After calls, the end is a different token.
         called = renderer.render([QUESTION, CALL, result()], tools=TOOLS, generation_prompt=False)
         return end, _first_control(called.partition(VALUE)[2].partition(form.calls.close)[2])
     return end, form.calls.stop or end
@@ -118,7 +118,7 @@ HARD = 'a "quoted" word,\nit\'s <b>bold</b> & {braces} \\'
 
 
 class Library(Environment):
-    """An environment that requests two rounds of look-ups."""
+    """Environment that requires two rounds of look-ups."""
 
     def tasks(self) -> list[Task]:
         return [Task("where", prompt="Where is it?")]
@@ -149,7 +149,7 @@ class Library(Environment):
 
 @dataclass(frozen=True)
 class ExpectedTurns:
-    """Output of the model, and the calls of its first turns."""
+    """The model's output, and the calls of its first turns."""
 
     replies: list[Reply]
     calls: list[list[tuple[str, Mapping[str, Any]]]]
@@ -179,13 +179,13 @@ def played(form: TurnFormat, stop: int, call_stop: int) -> ExpectedTurns:
 
 
 def _opening(form: TurnFormat) -> str:
-    """Return the begin of a call in a format without a trigger."""
+    """Return the beginning of a call in a format without a trigger."""
     assert form.calls is not None
     return "".join("look_up" if isinstance(piece, str) else piece.text for piece in form.calls.call[:3])
 
 
 def assert_played(trajectory: Trajectory, said: ExpectedTurns, form: TurnFormat) -> None:
-    """Check that everything was read as intended."""
+    """Check that all turns were read as intended."""
     assert trajectory.outcome.scored, trajectory.error
     assert trajectory.reward == 1
     assert_exact(trajectory)

@@ -1,4 +1,4 @@
-"""Formats of the corpus's templates, each learnt once per session, and one template for every format class."""
+"""Call formats of the corpus's templates, each learnt once per session, and one template for every format class."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CLASSES: Final[Mapping[str, str]] = {
 
 @functools.cache
 def learnt(name: str) -> CallFormat | None:
-    """Return the format of a template's calls, or None if it shows none that can be learnt."""
+    """Return the format of a template's calls, or None if the template shows no calls that can be learnt."""
     entry = next(entry for entry in corpus() if entry.name == name)
     try:
         return learn_calls(FormatProber(entry.renderer(), _marks(), _special()))

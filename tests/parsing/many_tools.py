@@ -10,7 +10,7 @@ __all__ = ["MANY_TOOLS", "ManyTools", "arguments_of"]
 
 
 def arguments_of(number: int) -> dict[str, Any]:
-    """Return arguments of the tool with this number, of every type that it takes."""
+    """Return arguments for the tool with this number, one of every type that the tool accepts."""
     return {
         f"path_{number}": "some path",
         "text": "some text\nthat continues",
@@ -38,12 +38,12 @@ def _act(number: int) -> Tool:
     return Tool(act, name=f"act_{number}", description=f"Act in way {number}.", parameters=schema)
 
 
-# Some names are prefixes of others.
+# Some names are prefixes of other names.
 MANY_TOOLS = [_act(number) for number in range(200)]
 
 
 class ManyTools(Environment):
-    """One question."""
+    """Environment with one question."""
 
     def tasks(self) -> list[Task]:
         return [Task("where", prompt="Where is it?")]

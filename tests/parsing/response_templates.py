@@ -11,7 +11,7 @@ from tests.conformance.corpus import VARIABLES, corpus
 __all__ = ["HERMES", "UNLEARNABLE", "changed", "said", "unlearnable", "vocabulary"]
 
 UNLEARNABLE: Final = "SvalTek-Q3-CharThink-9B-temp"
-"""It escapes the mark that closes a parameter only in strings, lists and objects."""
+"""Template that escapes the mark which closes a parameter only in strings, lists and objects."""
 
 _CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
@@ -34,7 +34,8 @@ READS_IT: Final[dict[str, Any]] = {
         },
     },
 }
-"""Reads text of that template; the tool's schema decides the type of values that are not JSON."""
+"""Response template that reads text of that template. The tool's schema decides the type of values that are not JSON.
+"""
 
 HERMES: Final[dict[str, Any]] = {
     "start_anchor": "<|im_start|>assistant\n",
@@ -52,13 +53,13 @@ HERMES: Final[dict[str, Any]] = {
 
 
 def changed(**tool_calls: Any) -> dict[str, Any]:
-    """The response template for the public template, with another field for its calls."""
+    """Return the response template for the public template, with another field for its calls."""
     fields = READS_IT["fields"]
     return {**READS_IT, "fields": {**fields, "tool_calls": {**fields["tool_calls"], **tool_calls}}}
 
 
 def unlearnable(response_template: dict[str, Any] | None = READS_IT) -> ChatTemplate:
-    """The public template with a response template."""
+    """Return the public template with a response template."""
     text = next(entry.text for entry in corpus() if entry.name == UNLEARNABLE)
     return ChatTemplate(text, UNLEARNABLE, VARIABLES, response_template)
 
@@ -68,7 +69,7 @@ def vocabulary() -> ByteTokenizer:
 
 
 def said(query: str, limit: int) -> str:
-    """Return a call as the public template writes it; `query` is written as JSON writes a string."""
+    """Return a call as the public template writes it. `query` is written like a string in JSON."""
     return (
         f"<tool_call>\n<function=look_up>\n<parameter=query>\n{query}\n&lt;/parameter&gt;\n"
         f"<parameter=limit>\n{limit}\n</parameter>\n</function>\n</tool_call>"

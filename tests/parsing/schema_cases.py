@@ -1,4 +1,4 @@
-"""Schemas that people and programs write for tools, and random ones."""
+"""Schemas that people and programs write for tools, and random schemas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STRING: Final = {"type": "string"}
 _INTEGER: Final = {"type": "integer"}
 
 PUBLIC: Final[dict[str, tuple[Any, list[Any], list[Any]]]] = {
-    # Schema, valid arguments, and invalid ones: MCP servers, pydantic, zod, OpenAPI.
+    # Schema, valid arguments and invalid arguments, from MCP servers, pydantic, zod and OpenAPI.
     "one of two required, beside properties (image tools of MCP)": (
         {"type": "object", "properties": {"prompt": _STRING}, "required": ["prompt"],
          "oneOf": [{"required": ["url"]}, {"required": ["data"]}]},
@@ -199,7 +199,7 @@ def _with(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def schemas() -> st.SearchStrategy[Any]:
-    """Generate random schemas of dialect 2020-12, with references to themselves and to two others."""
+    """Generate random schemas of dialect 2020-12, which may refer to themselves and to two other schemas."""
     inner = st.recursive(_LEAVES, _with, max_leaves=6)
     roots = _with(inner)
     return st.tuples(roots, inner, inner).map(lambda all: {**all[0], "$defs": {"one": all[1], "two": all[2]}})

@@ -1,4 +1,4 @@
-"""The table of the page on JSON schemas: tries for each keyword and notation whether it is enforced."""
+"""The table of the page on JSON schemas: for each keyword and notation, a test of whether it is enforced."""
 
 # ruff: noqa: E501  # one line per table row
 
@@ -21,15 +21,15 @@ __all__ = ["IGNORED", "PROBES", "keywords", "table"]
 
 
 class Probe(NamedTuple):
-    """Schema with a keyword, a value that only this keyword forbids, and a note for the table."""
+    """A schema with a keyword, a value that only this keyword forbids, and a note for the table."""
 
     schema: Any
     wrong: Any
     remark: str = ""
     more: Any = None
-    """Keywords that the schema of the arguments themselves needs beside it."""
+    """Keywords that the schema of the arguments needs besides `properties`."""
     wrong_arguments: Any = None
-    """Arguments that are forbidden, if others than `wrong`."""
+    """Forbidden arguments, if they differ from `wrong`."""
 
 
 _OBJECT: Final = {"type": "object"}
@@ -121,7 +121,7 @@ PROBES: Final[dict[str, Probe]] = {
         {**_OBJECT, "patternProperties": {"^b": {"type": "integer"}}, "additionalProperties": False},
         {"b": True},
         "names are only checked if there are several patterns, other members, or a pattern that matches a name of `properties`",
-        wrong_arguments={"c": 1},  # the name
+        wrong_arguments={"c": 1},  # the name is forbidden
     ),
     "propertyNames": Probe(
         {**_OBJECT, "propertyNames": {"pattern": "^[a-c]+$"}}, {"d": 1}, more={"additionalProperties": True}
@@ -151,7 +151,7 @@ IGNORED: Final = {
     "$id", "$schema", "$anchor", "$dynamicAnchor", "$vocabulary", "$comment", "$defs", "title", "description", "default",
     "deprecated", "readOnly", "writeOnly", "examples", "contentEncoding", "contentMediaType", "contentSchema",
 }  # fmt: skip
-"""Keywords that forbid nothing; the first ones only define targets of references."""
+"""Keywords that forbid nothing. The first ones only define targets of references."""
 
 NOTATIONS: Final = {"JSON": "JSON object", "strings without quotes": "raw strings", "own notation": "own notation"}
 
@@ -180,7 +180,7 @@ def _of_call(form: CallFormat, keyword: str, probe: Probe) -> str:
     inside = _of_arguments(form, keyword, {**parameters, **definitions}, {"a": probe.wrong})
     if probe.schema.get("type") != "object" or not isinstance(form.arguments, TaggedArguments):
         return inside
-    # Arguments between tags have rules of their own. Objects inside of them are written by the rules of JSON.
+    # Arguments between tags have their own rules. Objects inside them follow the rules of JSON.
     wrong = probe.wrong if probe.wrong_arguments is None else probe.wrong_arguments
     whole = _of_arguments(form, keyword, {**probe.schema, **(probe.more or {})}, wrong)
     return inside if whole == inside else f"{inside} (arguments: {whole})"

@@ -194,7 +194,7 @@ CLOSING = set(b")]}>\"'\n")
 
 
 def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
-    """Return random text of the grammar: any allowed byte, after `length` bytes one that closes something."""
+    """Return random text of the grammar: any allowed byte, and after `length` bytes one that closes something."""
     matcher = xgrammar.GrammarMatcher(compiled(enforced))
     mask = xgrammar.allocate_token_bitmask(1, END + 1)
     text = bytearray()
@@ -203,7 +203,7 @@ def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
         words = [int(word) & 0xFFFFFFFF for word in mask[0]]
         allowed = [byte for byte in range(END + 1) if words[byte // 32] >> byte % 32 & 1]
         assert allowed, f"a dead end after {bytes(text)!r}"
-        # Not half a character, unless a literal needs it.
+        # Half a character is chosen only if a literal needs it.
         allowed = [byte for byte in allowed if byte == 10 or 32 <= byte < 127 or byte == END] or allowed
         closing = [byte for byte in allowed if byte in CLOSING or byte == END]
         byte = rng.choice(closing if closing and len(text) > length and rng.random() < 0.7 else allowed)
@@ -349,7 +349,8 @@ def test_auto_ignores_triggers_in_reasoning_of_the_prompt() -> None:
 def test_grammar_of_a_format_and_its_tools_is_built_once() -> None:
     form = form_of("raw strings")
     again = replace(form)
-    assert constraint(form, TOOLS, "required").value is constraint(again, TOOLS, "required").value  # type: ignore[union-attr]  # there is one
+    # the constraint exists
+    assert constraint(form, TOOLS, "required").value is constraint(again, TOOLS, "required").value  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # imports of vLLM warn

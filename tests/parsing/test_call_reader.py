@@ -47,7 +47,7 @@ UNCLOSED = {
 
 
 def closed_and_not(what: str) -> tuple[CallReader, str, str]:
-    """Reader of a format, a call in it, and the same call without its close."""
+    """Return the reader of a format, a call in it, and the same call without its close."""
     name, close = UNCLOSED[what]
     form = calls_of(name)
     text = write_calls(form, [WrittenCall("f", {"a": "x"}, "functions.f:0")]).rstrip()

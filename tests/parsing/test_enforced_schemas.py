@@ -1,4 +1,4 @@
-"""JSON schemas in grammars of learnt formats, and tools that a format cannot write."""
+"""JSON schemas in grammars of learnt formats, and tools whose calls a format cannot write."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -> N
 
 
 RARE: dict[str, tuple[list[str], list[str]]] = {
-    # The page lists these valid values as ones that no grammar allows.
+    # The page lists these valid values as values that no grammar allows.
     "date": (["2024-02-28", "2024-01-30"], ["2024-02-29"]),
     "time": (["12:00:00Z", "12:00:00.123456+01:00"], ["12:00:00z", "12:00:00.1234567Z", "23:59:60Z"]),
     "date-time": (["2024-02-28T12:00:00Z"], ["2024-02-28t12:00:00Z", "2024-02-29T12:00:00Z"]),
@@ -212,7 +212,7 @@ def tagged(**changes: Any) -> CallFormat:
 
 
 def test_argument_that_a_template_cannot_write_is_named() -> None:
-    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
+    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # the arguments are tagged
     without = tagged(styles={kind: style for kind, style in styles.items() if kind != "integer"})
     with pytest.raises(BadOption, match="the argument a of add has a type that its chat template cannot write"):
         constraint(without, ADD, "required")
@@ -254,7 +254,7 @@ def test_tool_that_a_template_cannot_write_blocks_no_other_tool() -> None:
 
 
 def test_unwritable_optional_argument_is_omitted() -> None:
-    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
+    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # the arguments are tagged
     form = tagged(styles={kind: style for kind, style in styles.items() if kind != "array"})
     assert accepts(required(form, TOOLS, "note"), written(form, ("note", {"text": "a", "done": True})))
 

@@ -1,4 +1,4 @@
-"""Enforced calls in a vocabulary with the marks of a format as single ids: only those ids are accepted, not letters."""
+"""Enforced calls in a vocabulary in which each mark of a format is one id: only these ids are accepted, not letters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FIRST = len(BYTES)
 
 
 def tokens_of(form: CallFormat) -> dict[str, int]:
-    """Every tag of a format as one id."""
+    """Return every tag of a format, each of which is one id."""
     texts = TurnFormat(form, None, ContentFormat("", "")).texts()
     tags = sorted({mark for text in texts for mark in CutPoints().split(text) if CutPoints().is_tag(mark)})
     return {tag: FIRST + index for index, tag in enumerate(tags)}
 
 
 class Vocabulary:
-    """All bytes, followed by control tokens."""
+    """A vocabulary of all bytes, followed by control tokens."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
@@ -44,7 +44,7 @@ class Vocabulary:
         return [i for part in parts for i in ([self.tokens[part]] if part in self.tokens else list(part.encode()))]
 
     def accepts(self, enforced: Constraint, ids: Sequence[int]) -> bool:
-        """Return whether each id, and the end of the turn, is in the mask before it."""
+        """Return whether the mask before each id, and before the end of the turn, contains it."""
         if enforced.kind is ConstraintKind.STRUCTURAL_TAG:
             compiled = self._compiler.compile_structural_tag(enforced.value)
         else:
@@ -61,7 +61,7 @@ class Vocabulary:
 
 
 def spellings(ids: Sequence[int], tokens: Mapping[str, int]) -> list[list[int]]:
-    """Yield the same ids, with one control token at a time as letters."""
+    """Yield the same ids with one control token at a time in letters."""
     names = {token_id: name for name, token_id in tokens.items()}
     return [[*ids[:at], *names[each].encode(), *ids[at + 1 :]] for at, each in enumerate(ids) if each in names]
 
@@ -100,7 +100,7 @@ def test_message_before_a_harmony_call_ends_with_an_id() -> None:
     assert enforced is not None
     ids = vocabulary.ids(f"<|channel|>analysis<|message|>I add.{NEXT_MESSAGE}{written(CALLS, CALLED[0])}")
     assert vocabulary.accepts(enforced, ids)
-    for spelled in spellings(ids, vocabulary.tokens)[2:]:  # the marks of the reasoning's own header are plain text
+    for spelled in spellings(ids, vocabulary.tokens)[2:]:  # the marks in the header of the reasoning are plain text
         assert not vocabulary.accepts(enforced, spelled)
 
 
@@ -138,5 +138,5 @@ def test_trigger_id_begins_a_strict_call_and_its_letters_do_not(name: str, thoug
     assert vocabulary.accepts(enforced, [*begin, *b"I add. ", *call])
     assert not vocabulary.accepts(enforced, [*begin, tokens[form.trigger], *b"you see"])
     assert not vocabulary.accepts(enforced, [*begin, *call[: len(call) // 2], *b"!!"])
-    if thought is not None:  # inside reasoning it does not begin a call
+    if thought is not None:  # inside reasoning, a mark does not begin a call
         assert vocabulary.accepts(enforced, [*b"So ", tokens[form.trigger], *b" is one."])

@@ -33,7 +33,9 @@ MANY = ("Qwen3", "Qwen3-Coder", "Llama 3.1", "Gemma 4", "Olmo 3", "DeepSeek V3.2
 
 
 def calling_many(of: Family) -> tuple[list[int], ScriptedEngine]:
-    """Replies that call tools whose names are prefixes of others, then answer; and the numbers of those tools."""
+    """Return replies that call tools whose names are prefixes of others and then answer, and the numbers of these
+    tools.
+    """
     assert of.form.calls is not None
     stop, call_stop = of.stop_ids
     close = of.form.reasoning.close if of.form.reasoning and of.form.reasoning.opened_by_prompt else ""
@@ -80,6 +82,6 @@ async def test_the_grammar_of_two_hundred_required_tools_is_built_once(name: str
                 assert trajectory.outcome.scored, trajectory.error
                 grammars += [turn.constraint.value for turn in trajectory.turns if turn.constraint is not None]
     assert len(grammars) == 8
-    # One object: no turn of any episode built another grammar.
+    # They are one object, so no turn of any episode built another grammar.
     assert all(grammar is grammars[0] for grammar in grammars)
     assert all(tool.name in grammars[0] for tool in MANY_TOOLS)

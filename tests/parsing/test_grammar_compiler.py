@@ -1,4 +1,4 @@
-"""A compiled grammar does not depend on the grammars that were compiled before."""
+"""A compiled grammar does not depend on the grammars that were compiled before it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_grammars_that_only_differ_in_ids_stay_separate(name: str) -> None:
 def test_xgrammar_itself_confuses_such_grammars() -> None:
     compiler = own()
     first, second = (let_through(compiler, GRAMMARS["an id"](token_id)) for token_id in (5, 6))
-    assert first == second, "it was mended there: take ours away"
+    assert first == second, "it is fixed upstream: remove our patch"
 
 
 def test_compiled_grammar_is_cached() -> None:

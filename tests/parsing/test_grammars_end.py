@@ -30,13 +30,13 @@ from tests.parsing.families import TEMPLATES
 from tests.parsing.learnt_formats import learnt
 
 BEGINS_WITH_A_STOP: Final = "GigaChat3-10B-A1.8B"
-"""The only template that writes the end of a turn before calls, too: no engine can support both."""
+"""The only template that also writes the end of a turn before calls. No engine can support both uses."""
 
 R7B = "CohereForAI-c4ai-command-r7b-12-2024-tool_use"
 
 
 def ends_of(name: str, form: CallFormat) -> set[str]:
-    """Return the control tokens that end a turn of this template, as in a model's generation_config."""
+    """Return the control tokens that end a turn of this template, as a model's generation_config lists them."""
     entry = next(entry for entry in corpus() if entry.name == name)
     special = frozenset(token for token in every_control_token() if is_special(token))
     marks = CutPoints(frozenset(every_control_token()))
@@ -47,7 +47,7 @@ def ends_of(name: str, form: CallFormat) -> set[str]:
 
 
 class Walker:
-    """Samples from a grammar in a vocabulary of bytes and control tokens."""
+    """Samples from a grammar, in a vocabulary of bytes and control tokens."""
 
     def __init__(self, tokens: Mapping[str, int], stops: Set[str]) -> None:
         pieces = [*BYTES, *(name.encode() for name in tokens)]
@@ -59,7 +59,7 @@ class Walker:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 
     def ends(self, enforced: Constraint, rng: random.Random, most: int = 3000) -> bool:
-        """Return whether a walk reaches a stop id; an empty mask fails the test."""
+        """Return whether a walk reaches a stop id. An empty mask fails the test."""
         matcher = self._matcher(enforced)
         said: list[int] = []
         for _ in range(most):
@@ -67,7 +67,7 @@ class Walker:
             assert allowed, f"nothing is left after {bytes(b for b in said if b < 256)!r}"
             if set(allowed) & set(self._stops):
                 return True
-            # Control tokens and closing characters come first, since random letters rarely end a text.
+            # Control tokens and closing characters are preferred, since random letters rarely end a text.
             closing = [each for each in allowed if each >= len(BYTES) or each in b")]}>\"'\n0|<"]
             each = rng.choice(closing if closing and rng.random() < 0.8 else allowed)
             assert matcher.accept_token(each)
@@ -75,7 +75,7 @@ class Walker:
         return False
 
     def ends_after(self, enforced: Constraint, text: str) -> bool:
-        """Return whether the grammar allows this text and then a stop id; control tokens are single ids."""
+        """Return whether the grammar allows this text and then a stop id. Control tokens are single ids."""
         matcher = self._matcher(enforced)
         ids = [
             each
@@ -100,7 +100,7 @@ class Walker:
 
 
 def assert_every_grammar_ends(name: str, form: CallFormat, rng: random.Random) -> int:
-    """Walk through all grammars of a format; return their number."""
+    """Walk through all grammars of a format, and return their number."""
     stops = ends_of(name, form)
     tokens = tokens_of(form, stops)
     walker, walked = Walker(tokens, stops), 0
@@ -143,7 +143,7 @@ def test_every_grammar_of_every_template_ends() -> None:
 
 
 STOPS: Final[Mapping[str, Set[str]]] = {
-    # As in `generation_config.json`; the end that a template reads as `eos_token` is "</s>" in the corpus.
+    # As in `generation_config.json`. The token that a template reads as `eos_token` is "</s>" in the corpus.
     "Llama 3.1": {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"},
     "Mistral 7B": {"</s>"},
     "Mistral Small 3.2": {"</s>"},

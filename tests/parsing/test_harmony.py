@@ -56,7 +56,7 @@ def test_render_is_read_as_its_messages(entry: Entry) -> None:
                 text = prober(entry).turn(said, content=content, followed=followed)
                 assert text is not None
                 written = text.partition(START)[2].partition("<|start|>functions.")[0]
-                # The templates have no content beside a call and write it as reasoning.
+                # The templates have no content beside a call, and write it as reasoning.
                 assert read_harmony(written) == TurnReading(content, "", [ReadCall(said.name, said.arguments)])
     answer = prober(entry).turn(content="It is 42.", thought={"thinking": "Well."})
     assert answer is not None

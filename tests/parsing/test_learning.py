@@ -1,4 +1,4 @@
-"""Call formats are learnt from renders alone, deterministically, with proven limitations."""
+"""Call formats are learnt from renders alone, deterministically and with proven limitations."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def calls_of(name: str) -> CallFormat:
 
 @functools.cache
 def settled_prober_of(name: str) -> FormatProber:
-    """Return a prober whose settings for calls are determined."""
+    """Return a prober that has determined its settings for calls."""
     prober = learnt_format.prober_of(renderer_of(name))
     learn_calls(prober)
     return prober
 
 
 def prober_of(name: str) -> FormatProber:
-    """Return a prober with all its renders left."""
+    """Return a prober that has used none of its renders."""
     return replace(settled_prober_of(name), renders=0)
 
 
@@ -76,7 +76,7 @@ def test_learning_is_deterministic_and_bounded_in_renders(name: str) -> None:
     assert LearntFormat.from_json(again.as_json()) == again
 
 
-# It writes instructions after every turn, and indents after Unicode line ends.
+# The template writes instructions after every turn, and indents after Unicode line ends.
 OWN_INSTRUCTIONS = {"CohereForAI-c4ai-command-r-plus-tool_use"}
 UNICODE_BREAKS = set("\x85\u2028\u2029")
 
@@ -85,7 +85,7 @@ def text_of(arguments: dict[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-# Half a surrogate pair cannot be in JSON.
+# JSON cannot contain half a surrogate pair.
 CHARACTERS = st.characters(exclude_categories=["Cs"])
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,11}", fullmatch=True)
 
@@ -145,7 +145,7 @@ def test_renders_of_exact_templates_are_read_exactly(name: str, data: st.DataObj
     written = write_calls(
         form, [WrittenCall(each.name, each.arguments, prober.id_of(each, n)) for n, each in enumerate(said)]
     )
-    # Templates with arguments as text use our encoder, which writes such an exponent without its zero.
+    # Templates with arguments as text use our encoder, which writes this exponent without its zero.
     assert written.replace("e-0", "e-") in rendered.replace("e-0", "e-")
     reading = TurnReader(whole).read(rendered, {each.name: {} for each in said})
     assert [(call.name, call.error) for call in reading.calls] == [(each.name, None) for each in said]
@@ -168,7 +168,7 @@ SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallLimit
 
 @pytest.mark.parametrize("name", sweeps.part(SEVERAL, 8))
 def test_end_of_calls_in_a_string_renders_two_inputs_alike(name: str) -> None:
-    # Some templates write strings with "<" in another form, so all strings here have one.
+    # Some templates write strings that contain "<" in another form, so all strings here contain one.
     one, other = ProbeCall("look_up", {"query": "<zqone"}), ProbeCall("look_up", {"query": "<zqother"})
     both = prober_of(name).turn(one, other)
     assert both is not None

@@ -1,4 +1,4 @@
-"""Parsers of the bundled templates: calls are written, read and enforced as in the templates."""
+"""Parsers of the bundled templates: they write, read and enforce calls as the templates do."""
 
 import dataclasses
 import os

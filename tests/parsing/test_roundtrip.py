@@ -188,7 +188,7 @@ def test_argument_with_a_string_of_another_type_is_ambiguous(what: str) -> None:
         assert call.error is None
         if call.arguments["value"] != word:
             changed.append(word)
-    # For a free string, only the word "null" is lost; a listed one is intended.
+    # For a free string, only the word "null" is lost. For a listed value, it is intended.
     listed = what == "the word null, or null"
     assert (changed not in ([], ["null"]) or (listed and changed == ["null"])) == (what in UNCLEAR)
 

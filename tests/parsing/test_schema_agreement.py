@@ -48,13 +48,13 @@ def walks(schema: Any, seeds: range) -> Iterator[str]:
 
 
 def assert_allowed(enforced: Constraint, schema: Any, value: Any) -> None:
-    """Check that the grammar allows a valid value, unless the page lists it among those that it does not."""
+    """Check that the grammar allows a valid value, unless the page lists it as a value that no grammar allows."""
     forms = expected_forms(schema, value)
     assert not forms or any(accepts(enforced, as_json(form)) for form in forms), (value, forms)
 
 
 def assert_forbids_the_rest(schema: Any, text: str, unenforced: Sequence[str]) -> None:
-    """Check that a text that the grammar allows breaks only keywords that are reported."""
+    """Check that text which the grammar allows violates only reported keywords."""
     if unenforced and repeats_a_key(text):
         return
     wrong = unexplained(schema, json.loads(text), unenforced)
@@ -131,7 +131,7 @@ def test_keyword_that_is_not_enforced_is_named_as_in_the_schema(schema: Any, nam
 
 
 OVERLAPS: list[tuple[dict[str, Any], list[str]]] = [
-    # A member that a pattern matches too could be written a second time, with a value that only the pattern allows.
+    # A member that also matches a pattern could be written a second time, with a value that only the pattern allows.
     ({"properties": {"ab": {"minimum": 3}}, "patternProperties": {"^a": {"type": "number"}}}, ["patternProperties"]),
     ({"properties": {"ab": False}, "patternProperties": {"b$": {}}}, ["patternProperties"]),
     ({"properties": {"ab": {}}, "allOf": [{"patternProperties": {"^a": INTEGER}}]}, []),
@@ -235,7 +235,7 @@ def test_random_call_of_a_grammar_passes_validation(name: str, schema: Any, seed
         return
     (call,) = CallReader(form).read(text, {"f": tool.parameters}).calls
     if str(call.error).endswith("is given twice"):
-        return  # no grammar can forbid it for keys that the schema does not name
+        return  # a grammar cannot forbid a repeated key that the schema does not name
     assert call.error is None, text
     if not holds_its_end(form, call.arguments):
         wrong = unexplained(tool.parameters, call.arguments, not_enforced_of_tool(form, tool))
@@ -328,7 +328,7 @@ def test_bare_text_is_converted_by_all_keywords_together(schema: Any, value: Any
 
 
 DEPENDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    # Schema, and arguments whose types depend on one another; another one of them would make 5 of "5".
+    # A schema, and arguments whose types depend on one another: with another type, the reader would read "5" as 5.
     ({"oneOf": [{"properties": {"page": STRING}, "required": ["page"]}, {"required": ["base"]}]}, {"page": "5"}),
     ({"oneOf": [{"properties": {"page": STRING}, "required": ["page"]}, {"required": ["base"]}]}, {"base": 5}),
     (

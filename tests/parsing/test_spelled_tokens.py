@@ -1,4 +1,4 @@
-"""A name of a control token that a model spelled with letters is plain text everywhere."""
+"""The name of a control token that a model spelled in letters is plain text everywhere."""
 
 from __future__ import annotations
 

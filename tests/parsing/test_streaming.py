@@ -60,7 +60,7 @@ def joined(events: Sequence[Event], kind: type[ContentPiece] | type[ReasoningPie
 
 
 def spoilt(text: str, form: TurnFormat, how: int, seed: int) -> str:
-    """Generate `text` truncated or damaged at some position."""
+    """Generate `text`, cut or damaged at some position."""
     source = random.Random(seed)
     at = source.randrange(len(text) + 1)
     assert form.calls is not None

@@ -1,4 +1,4 @@
-"""Units of text at which literals may end, and the budget for reading a growing text again."""
+"""Positions in a text at which literals may end, and the budget for reading a growing text again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning is separated from content by the marks of a template."""
+"""The marks of a template separate reasoning from content."""
 
 from dataclasses import replace
 

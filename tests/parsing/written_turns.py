@@ -28,7 +28,7 @@ def format_of(name: str) -> TurnFormat:
 
 @functools.cache
 def formats(one_in: int) -> Mapping[str, TurnFormat]:
-    """Return the distinct readable formats by template: of every n-th, or of all in a complete sweep."""
+    """Return the distinct readable formats by template: every n-th of them, or all in a whole sweep."""
     found: dict[str, TurnFormat] = {}
     for entry in sweeps.part(corpus(), one_in):
         if missing_tool_property(entry.renderer()) is None:

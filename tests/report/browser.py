@@ -1,4 +1,4 @@
-"""A page in a real Chromium without a display, driven by the DevTools protocol."""
+"""A page in a real Chromium without a display, controlled by the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 browser_turn = pytest.mark.in_turns("browser", 3)
-"""Starting Chromium takes a second or more: `make test` plays a third of these tests, `--sweeps=whole` all."""
+"""Chromium takes a second or more to start, so `make test` plays a third of these tests, and `--sweeps=whole` all."""
 _IS_THERE = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
 
 
 def needs_browser(test: Test) -> Test:
-    """Skip the test without Chromium, and on trio: the DevTools client is asyncio's."""
+    """Skip the test without Chromium, and on trio, since the DevTools client needs asyncio."""
     marked: Test = pytest.mark.asyncio_alone(_IS_THERE(test))
     return marked
 
 
 class Page:
-    """One tab."""
+    """A tab of the browser."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -67,7 +67,7 @@ class Page:
         return result["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        # While another page is loaded there may be no body yet.
+        # While another page is loaded, it may have no body.
         attempt = f"(() => {{ try {{ return !!({expression}) }} catch {{ return false }} }})()"
         for _ in range(200):
             if value := await self.value(attempt):
@@ -92,7 +92,7 @@ class Page:
         box = [0, 0]
         for _ in range(50):
             before, box = box, await self.value(place)
-            if box == before:  # rows that come into view have changed the layout before
+            if box == before:  # else rows that scrolled into view have changed the layout
                 break
             await asyncio.sleep(0.1)
         for kind in ("mousePressed", "mouseReleased"):
@@ -100,7 +100,7 @@ class Page:
 
     @property
     def requests(self) -> list[str]:
-        """The addresses that the page asked for, beside the page itself."""
+        """Return the addresses that the page requested, apart from its own."""
         asked = [
             event["params"]["request"]["url"]
             for event in self.events
@@ -110,7 +110,7 @@ class Page:
 
     @property
     def complaints(self) -> list[str]:
-        """Exceptions of scripts, and what the policy of the page refused."""
+        """Return exceptions of scripts, and requests that the policy of the page refused."""
         return [
             str(event["params"])
             for event in self.events
@@ -121,7 +121,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[Page]:
-    """A fresh Chromium with one tab."""
+    """Yield a new Chromium with one tab."""
     assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
         CHROMIUM,

@@ -1,4 +1,4 @@
-"""Run files for the tests of reports: ordinary ones, and one of an adversary."""
+"""Run files for the tests of reports: ordinary ones, and one with attacks in every text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ATTACKS = (
 
 
 class Sums(Environment):
-    """Tasks of two levels; one breaks."""
+    """Environment with tasks of two levels, one of which fails."""
 
     system_prompt = "You add numbers. " * 20
 
@@ -60,7 +60,7 @@ async def play_sums(file: Path, **options: Any) -> None:
 
 
 class Hostile(Environment):
-    """Every text of it is an attack."""
+    """Environment in which every text is an attack."""
 
     system_prompt = "".join(ATTACKS) * 5
 
@@ -90,7 +90,7 @@ async def play_hostile(file: Path) -> None:
 
 
 async def store(path: Path, trajectories: Sequence[Trajectory], **fields: Any) -> Path:
-    """A run file with these episodes."""
+    """Write a run file with these episodes."""
     async with RunWriter(path, header(**fields)) as writer:
         for trajectory in trajectories:
             await writer.commit_episode([trajectory])

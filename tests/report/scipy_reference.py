@@ -1,6 +1,6 @@
-"""The figures of scipy that `test_comparison.py` compares with: `python scipy_reference.py > scipy_reference.json`.
+"""Results of scipy for `test_comparison.py`: `python scipy_reference.py > scipy_reference.json`.
 
-It needs scipy, which deltarunner does not.
+The script needs scipy, which deltarunner does not need.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Makes the pictures of the pages: `python -m tests.report.screenshots [RUN.db]`, or `make screenshots`.
+"""Screenshots for the pages: `python -m tests.report.screenshots [RUN.db]`, or `make screenshots`.
 
-Without a run file it plays 64 episodes of the calculator on the scripted engine. It needs Chromium.
+Without a run file, it plays 64 episodes of the calculator on the scripted engine. It needs Chromium.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_BYTES = 150_000
 
 
 async def take(tab: Page, name: str) -> None:
-    """Write the visible part of the page as a picture."""
+    """Write the visible part of the page as an image."""
     data = base64.b64decode((await tab.send("Page.captureScreenshot", format="png"))["data"])
     assert len(data) <= MAX_BYTES, f"{name} has {len(data):,} bytes"
     (FOLDER / f"{name}.png").write_bytes(data)
@@ -55,7 +55,7 @@ async def take_all(page: Path, folder: Path) -> None:
 
 
 def speak(turn: ModelCall) -> ToolCall | str:
-    """Play a model that solves the calculator's questions, and makes a mistake in one turn of twelve."""
+    """Reply as a model that solves the calculator's questions, with a mistake in one turn of twelve."""
     number = int(turn.episode.partition("#")[0].rpartition("-")[2])
     steps = [dict(each) for each in solved_calls(number)]
     step = steps[min(turn.turn, len(steps) - 1)]
@@ -65,14 +65,14 @@ def speak(turn: ModelCall) -> ToolCall | str:
 
 
 def solved_calls(number: int) -> Iterator[dict[str, Any]]:
-    """The calls that solve a question."""
+    """Return the calls that solve a question."""
     made = question(number, inners="+", outers="*")
     yield from ({"name": name, "a": a, "b": b} for name, a, b in made.calls)
     yield {"name": "answer", "value": made.value}
 
 
 async def play_calculator(file: Path) -> None:
-    """Play 64 episodes with that model, on the scripted engine."""
+    """Play 64 episodes with this model, on the scripted engine."""
     engine = ScriptedEngine(speak, latency=Latency(first=4, between=1))
     sampling = Sampling(temperature=1, logprobs=3)
     await play_many_async(Calculator(questions=16), engine, file=file, group_size=4, sampling=sampling)

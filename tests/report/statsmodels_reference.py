@@ -1,20 +1,20 @@
-"""The figures of statsmodels that `test_comparison.py` compares with: `... statsmodels_reference.py > ....json`.
+"""Results of statsmodels for `test_comparison.py`: `... statsmodels_reference.py > ....json`.
 
-It needs statsmodels, which deltarunner does not. Errors are those of linear regressions, clustered by task.
+The script needs statsmodels, which deltarunner does not need. Errors come from linear regressions, clustered by task.
 """
 
 import json
 import random
 
 import numpy as np
-import statsmodels  # type: ignore[import-not-found]  # in an environment of its own
+import statsmodels  # type: ignore[import-not-found]  # installed in a separate environment
 import statsmodels.api as sm  # type: ignore[import-not-found]  # as above
 
 draw = random.Random(7)
 
 
 def sample(tasks: int, shift: float = 0.0) -> list[tuple[str, float]]:
-    """Unequal numbers of episodes of tasks that differ in difficulty."""
+    """Draw unequal numbers of episodes for tasks of different difficulty."""
     made = []
     for task in range(tasks):
         hard = draw.random()

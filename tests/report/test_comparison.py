@@ -1,4 +1,4 @@
-"""`deltarunner compare`: paired by task, checked with figures of scipy and statsmodels, and by simulation."""
+"""`deltarunner compare`: paired by task, checked against results of scipy and statsmodels, and by simulation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_interval_covers_the_truth_on_clustered_data(tasks: int) -> None:
         made = paired_difference("reward", pairs)
         assert made.low is not None
         assert made.high is not None
-        covered += made.low <= 0 <= made.high  # both have the same expected chance
+        covered += made.low <= 0 <= made.high  # both runs have the same expected reward
     assert 0.93 <= covered / rounds <= 0.97
 
 
@@ -164,7 +164,7 @@ def test_pass_at_k_and_pass_all_k_are_unbiased() -> None:
 
 
 async def two(folder: Path, count: int = 20, *, losing: int = 15, **header: Any) -> tuple[Path, Path]:
-    """A solves every task; B loses the first ones."""
+    """Run A solves every task, and run B fails at the first ones."""
     levels = ("easy", "hard")
     tasks = [Task(id=f"t{n}", prompt="?", info={"level": levels[n % 2]}) for n in range(count)]
     first = await store(folder / "a.db", [played(task) for task in tasks])
@@ -278,7 +278,7 @@ async def test_tasks_that_only_fail_are_lost_and_counted(tmp_path: Path) -> None
 
 
 async def test_failures_that_hide_a_loss_leave_no_winner(tmp_path: Path) -> None:
-    """B solves more of what it plays to the end, and breaks in what A does not solve either."""
+    """Run B solves more of the episodes that it finishes, but fails at tasks that A solves."""
     tasks = [f"t{n}" for n in range(20)]
     first = await store(tmp_path / "a.db", [played(task, reward=float(n >= 10)) for n, task in enumerate(tasks)])
     breaking = [failed(task) if 8 <= n < 16 else played(task) for n, task in enumerate(tasks)]
@@ -337,10 +337,10 @@ async def test_flipped_episodes_are_in_a_small_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "drifts"),
     [
-        (lambda number: number, True),  # each episode is of another task
-        (lambda number: number % 3, True),  # the same three tasks from beginning to end
-        (lambda number: number // 20, False),  # each third has a task of its own
-        (lambda number: number // 20 * 6 + number % 6, True),  # or six tasks that are all alike
+        (lambda number: number, True),  # each episode has another task
+        (lambda number: number % 3, True),  # the same three tasks during the whole run
+        (lambda number: number // 20, False),  # each third of the run has one task
+        (lambda number: number // 20 * 6 + number % 6, True),  # each third has six tasks with equal rewards
     ],
 )
 async def test_drift_is_clustered_by_task(task: Callable[[int], int], drifts: bool, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ async def test_drift_is_clustered_by_task(task: Callable[[int], int], drifts: bo
 
 
 async def test_hard_tasks_at_the_end_are_not_drift(tmp_path: Path) -> None:
-    """The thirds differ by four standard errors of episodes, and by about one of tasks."""
+    """The thirds differ by four standard errors of episodes, but only by about one of tasks."""
     solved = (1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, 1)
     episodes = [played(f"t{task}", n, reward=solved[task]) for task in range(15) for n in range(10)]
     with RunFile(await store(tmp_path / "a.db", episodes)) as run_file:
@@ -359,7 +359,7 @@ async def test_hard_tasks_at_the_end_are_not_drift(tmp_path: Path) -> None:
 
 
 async def test_short_episodes_that_end_first_are_not_drift(tmp_path: Path) -> None:
-    """Sixty begin at about the same time, long and short ones in turn; all short ones are stored first."""
+    """Sixty episodes begin at about the same time, alternately long and short. All short ones are stored first."""
     episodes = [played(f"t{n}", turns=6 if n % 2 else 2) for n in range(60)]
     for number, episode in enumerate(episodes):
         episode.seconds = 1e6 - 1e3 * number
@@ -398,19 +398,19 @@ async def test_page_answers_the_four_questions_of_a_reader(tmp_path: Path) -> No
         await tab.open(tmp_path / "page.html")
         await tab.until("document.documentElement.dataset.ready")
         comparison = await tab.value("document.querySelector('#comparison').innerText")
-        # Is B better than A? Which tasks did it lose?
+        # The page answers: which run is better, and which tasks did B lose?
         assert "A is better" in await tab.value("document.querySelector('header').innerText")
         assert "A is better: the reward of B is lower by 0.3" in comparison
         assert re.search(r"task4\s+lost\s+100%\s+0%", comparison)
         await tab.click("#comparison .pair summary")
         pair = await tab.value("document.querySelector('#comparison .pair[open]').innerText")
         assert re.search(r"A: task\d+-0-0(.|\n)*turn 3(.|\n)*B: task\d+-0-0(.|\n)*turn 3", pair)
-        # Why did an episode fail? Its place is in the first list, and a click leads to the error.
+        # The page answers: why did an episode fail? Its place is in the first list, and a click leads to the error.
         assert "shop.py:12" in await tab.value("document.querySelector('#look table').innerText")
         await tab.click("#look table a")
         await tab.until("document.querySelector('#e-task7-0-0').open")
         assert "the shop is closed" in await tab.value("document.querySelector('#e-task7-0-0').innerText")
-        # Where were ids bridged? Before turns 2 and 3, and each such id is marked.
+        # The page answers: where were ids bridged? Before turns 2 and 3, and each such id is marked.
         await tab.click("#e-task0-0-1 summary")
         await tab.until("document.querySelector('#e-task0-0-1 .show-tokens')")
         assert (await tab.value("document.querySelector('#e-task0-0-1').innerText")).count("8 ids bridged") == 2

@@ -1,4 +1,4 @@
-"""`deltarunner label`: labels and notes of readers beside a run file, shown with the episode."""
+"""`deltarunner label`: readers' labels and notes, in a file next to the run file and on the episode's page."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_wrong_use_is_refused_in_words(path: Path, arguments: list[str], code: i
     ],
 )
 def test_damaged_line_hurts_only_itself_and_is_named(path: Path, line: bytes, tmp_path: Path) -> None:
-    labels_path(path).write_bytes(b"\n" + line)  # without its end, as a line that was cut off
+    labels_path(path).write_bytes(b"\n" + line)  # a line without its end, as if writing was cut off
     label(path, "a-0-0", "--label", "good", "--reader", "Ann")
     found = read_labels(path)
     assert [each.words for each in found.of("a-0-0")] == ["good (Ann)"]

@@ -1,4 +1,4 @@
-"""Sizes of a page: each kind of thing that an episode has many of is cut, and the cut is said."""
+"""Sizes of a page: long parts of an episode are cut, and the page says so."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_last_messages_of_a_cut_segment_are_shown(tmp_path: Path) -> None:
 
 
 def long_turn(count: int) -> Trajectory:
-    """One turn of `count` ids after 8 ids of a prompt; id and alternatives follow from the position."""
+    """A turn of `count` ids after 8 ids of a prompt. Ids and alternatives follow from the position."""
     trajectory = played("long", turns=1)
     log = TokenLog()
     log.append_prompt(range(8), Source.PROMPT)

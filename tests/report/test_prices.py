@@ -1,4 +1,4 @@
-"""`--prices`: the cost of a run by a table of prices."""
+"""`--prices`: the cost of a run, by a table of prices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_cost_counts_prompts_cached_and_sampled_tokens(path: Path, table: Path) 
         by_model = {each.model: each for each in costs_of(run_file, read_prices(table))}
     assert by_model["m-1"].amount == pytest.approx(2 * (0.6 * 10 + 0.4 * 1 + 0.02 * 100))
     own = next(each for name, each in by_model.items() if name != "m-1")
-    # Two turns: prompts of 8 and 20 ids, of which 0 and 12 were cached; 4 ids each.
+    # Two turns: prompts of 8 and 20 ids, of which 0 and 12 were cached, and 4 sampled ids each.
     assert (own.prompt, own.cached, own.completion) == (28, 12, 8)
     assert own.amount == pytest.approx(28 * 1 + 8 * 2)
 

@@ -67,9 +67,9 @@ def test_page_has_run_results_failures_and_transcripts(page: Path) -> None:
         "What is 2 + 2?",
     ):
         assert words in text
-    # The place of a failure in the author's code.
+    # The place of the failure in the author's code.
     assert re.search(r'<td>ConnectionError</td><td class="text"><code>add, [^<]*playing.py:\d+</code>', text)
-    # A long system message is in the page once.
+    # The page contains a long system message only once.
     assert text.count("You add numbers. You add numbers.") <= 20
 
 
@@ -256,7 +256,7 @@ async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_pat
         await tab.until("document.documentElement.dataset.ready")
         assert await tab.value(f"{shown}.length") == 16
         await tab.value("outcome.focus()")
-        await tab.press("e")  # chooses the option that begins with it
+        await tab.press("e")  # selects the option that begins with this letter
         assert sorted(await tab.value(f"{shown}.map(e => e.id)")) == ["e-sum3#0", "e-sum3#1"]
         for _ in range(3):
             await tab.press("ArrowUp")
@@ -267,7 +267,7 @@ async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_pat
         assert await tab.value("sort.value") == "-reward"
         rewards = await tab.value(f"{shown}.map(e => e.querySelectorAll('summary span')[2].textContent)")
         assert rewards == sorted(rewards, key=lambda text: -1 if text == "-" else float(text), reverse=True)
-        # The figures of all rows are rounded to three digits; the order is that of the whole ones.
+        # The numbers of all rows are rounded to three digits, but the order follows the exact numbers.
         for _ in range(3):
             await tab.press("ArrowDown")
         assert await tab.value("sort.value") == "-seconds"
@@ -277,7 +277,7 @@ async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_pat
         await tab.until("document.querySelector('#e-sum0\\\\#0 .show-tokens')")
         await tab.click("#e-sum0\\#0 .show-tokens")
         await tab.until("document.querySelectorAll('.tokens i.sampled').length")
-        # The first sampled id: its text, its log-probability as a colour, and all that is known of it.
+        # The first sampled id: its text, its log-probability as a colour, and its details.
         await tab.value("document.querySelector('.tokens i.sampled').click()")
         about = await tab.value("document.querySelector('.about').textContent")
         for fact in ("source sampled", "loss mask 1", "log-probability", "weights"):
@@ -313,7 +313,7 @@ async def test_page_works_with_the_keyboard_alone(page: Path, tmp_path: Path) ->
 async def test_page_reads_without_javascript(page: Path, tmp_path: Path) -> None:
     async with browser(tmp_path / "profile") as tab:
         await tab.open(page, script=False)
-        # The DevTools protocol reads the page; its scripts do not run.
+        # The DevTools protocol reads the page, although the page's scripts do not run.
         assert await tab.value("document.documentElement.dataset.ready") is None
         assert await tab.value("document.querySelector('#controls').hidden") is True
         await tab.click("#e-sum0\\#0 summary")

@@ -1,4 +1,4 @@
-"""`deltarunner view`: the pages of run files on loopback, read-only, also of a run that still plays."""
+"""`deltarunner view`: the pages of run files on loopback, read-only, including a run in progress."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ async def test_text_is_searched_once_in_each_episode(tmp_path: Path) -> None:
 
 def test_pages_share_the_time_of_following(tmp_path: Path) -> None:
     view = RunView(tmp_path / "run.db", None)
-    view.seconds = {"": 0.75, "status": 0.25}  # the processor time of one look
+    view.seconds = {"": 0.75, "status": 0.25}  # the processor seconds of one update
     assert [round(view.next_look(), -1) for _ in range(4)] == [100, 200, 300, 400]
     quick = RunView(tmp_path / "run.db", None)
     quick.seconds = {"": 0.001}
@@ -316,7 +316,7 @@ def test_taken_port_is_refused_in_words(sums: Path) -> None:
 
 
 def test_command_prints_the_address_and_ends_with_ctrl_c(sums: Path) -> None:
-    # A process that a shell starts in the background inherits that it ignores Ctrl-C.
+    # A process that a shell starts in the background inherits the setting to ignore Ctrl-C.
     interruptible = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     command = [sys.executable, "-c", f"{interruptible}; from runner.cli.app import main; main()", "view", str(sums)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
@@ -375,7 +375,7 @@ async def test_page_shows_new_episodes_while_a_run_plays(tmp_path: Path) -> None
                 await tab.until("document.querySelector('#list .m.sampled')")
                 await writer.commit_episode([played("second")])
                 await tab.until("document.querySelectorAll('#list details').length == 2")
-                # The episode that the reader has opened stays open.
+                # The episode that the reader opened stays open.
                 assert await tab.value("document.querySelector('#list details').open")
                 await writer.finish({})
                 await tab.until("document.querySelector('#state').textContent.includes('complete.')")

@@ -1,4 +1,4 @@
-"""Episodes whose LoRA adapter is removed while their turns are sampled."""
+"""Episodes whose LoRA adapter is removed during sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Spoken(Plain):
-    """One turn, with an adapter."""
+    """Environment with one turn, with an adapter."""
 
     sampling = Sampling(adapter="poet")
 
@@ -43,7 +43,7 @@ async def sleep(engine: Engine) -> None:
 
 
 async def played(change: Callable[[Engine], Awaitable[None]]) -> Trajectory:
-    """An episode whose adapter goes while it is sampled with it, and then `change` happens."""
+    """Return an episode whose adapter is removed during its turn, and call `change` after the removal."""
     engine = ScriptedEngine("a long sentence", adapters=["poet", "critic"], chunks=1, latency=Latency(between=1))
     trajectories: list[Trajectory] = []
 

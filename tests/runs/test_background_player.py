@@ -1,4 +1,4 @@
-"""BackgroundPlayer: a thread, a loop and an engine for synchronous trainers, whose death is an error and no hang."""
+"""BackgroundPlayer: a thread, an event loop and an engine for synchronous trainers. Death is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIRST, SECOND = tasks(2)
 
 
 class Waits(Plain):
-    """An episode that waits until the test releases it; then it takes another turn."""
+    """Environment that waits until the test releases it, and then takes another turn."""
 
     entered = threading.Event()
     release = threading.Event()
@@ -53,7 +53,7 @@ class Waits(Plain):
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """Play once: files that the first run of a process keeps open are then no leak of a test."""
+    """Play once, since the files that the first run of a process keeps open are not a leak of a test."""
     with BackgroundPlayer(Plain, recording("Yes")) as player:
         player.play(FIRST)
 
@@ -113,7 +113,7 @@ def test_trainer_that_stops_reading_leaves_nothing_open() -> None:
         groups = player.groups(tasks(1000))
         next(groups)
         groups.close()
-        next(player.groups(tasks(1000)))  # and one that is never read again
+        next(player.groups(tasks(1000)))  # and one iterator that is never read again
     assert player.player.run.summary.episodes < 100
 
 
@@ -131,7 +131,7 @@ def test_iteration_is_closed_while_another_thread_waits() -> None:
         reader = threading.Thread(target=lambda: read.extend(groups))
         reader.start()
         assert begun.wait(60)
-        for _ in range(2):  # the second does nothing
+        for _ in range(2):  # the second call does nothing
             groups.close()
         reader.join(60)
         assert not reader.is_alive()
@@ -194,7 +194,7 @@ def test_call_after_close_is_refused_with_the_fix() -> None:
             call()
     with pytest.raises(RuntimeError, match="only once"):
         player.start()
-    player.close()  # again
+    player.close()  # a second call does nothing
 
 
 def test_dead_engine_is_an_error_of_the_trainer() -> None:
@@ -231,7 +231,7 @@ def test_blocked_event_loop_is_an_error_of_a_waiting_call() -> None:
     Waits.entered.wait()
     stuck = player.player.run.lag.on_stuck
     assert stuck is not None
-    stuck(Blocker("busy (env.py:3)", 60.0, thread=False))  # what the watching thread calls after a minute
+    stuck(Blocker("busy (env.py:3)", 60.0, thread=False))  # the watching thread calls it after a minute
     call.join()
     assert isinstance(errors[0], RunStuck)
     assert "busy (env.py:3)" in str(errors[0])

@@ -60,7 +60,7 @@ def without_reader(folder: Path, *command: str, both: bool = False) -> subproces
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file, played without a reader once for all commands that read one."""
+    """A run file, which is played once without a reader of its output, for all commands that read run files."""
     folder = tmp_path_factory.mktemp("played")
     (folder / "mine.py").write_text(AUTHOR)
     assert without_reader(folder, *command("run", "mine.py:Greeting", "--file", "w.db")).returncode == 0

@@ -1,4 +1,4 @@
-"""The synchronous entry point: event loop, garbage collector, signals, and the end of a process."""
+"""The synchronous entry point: event loop, garbage collector, signals, and the end of the process."""
 
 import gc
 import os
@@ -41,7 +41,7 @@ WATCHDOG_SECONDS = 600.0
 
 
 class Greeting(Environment):
-    """Says one thing."""
+    """Environment with one turn."""
 
     def __init__(self, episodes: int = 8) -> None:
         self.episodes = episodes
@@ -56,7 +56,7 @@ class Greeting(Environment):
 
 
 class Interrupting(Greeting):
-    """Its fourth episode presses Ctrl-C while four are in flight."""
+    """Environment whose fourth episode sends Ctrl-C while four are in flight."""
 
     def setup(self) -> None:
         if self.task.id == "3":
@@ -64,7 +64,7 @@ class Interrupting(Greeting):
 
 
 class Waiting(Greeting):
-    """Its episodes speak and then wait for ever; the fourth presses `signals`."""
+    """Environment with one turn, which then waits for ever. The fourth episode sends `signals`."""
 
     signals = (signal.SIGINT, signal.SIGINT)
 
@@ -104,7 +104,7 @@ def test_faults_outside_episodes_are_printed(capsys: pytest.CaptureFixture[str])
     class Ranked(Greeting):
         @group_reward
         def rank(self, group: Group) -> list[float]:
-            return [1.0 for trajectory in group]  # type: ignore[attr-defined]  # that is the point
+            return [1.0 for trajectory in group]  # type: ignore[attr-defined]  # wrong on purpose
 
     summary = run(Ranked(), ScriptedEngine("hi"))
     assert summary.reward.count == 0
@@ -226,7 +226,7 @@ def test_termination_ends_a_script_with_its_exit_code(tmp_path: Path) -> None:
     assert outcomes(file) == {Outcome.CANCELLED: 4}
 
 
-# --- what only a process of its own can show
+# --- tests that need a separate process
 
 PREAMBLE = """
 import os, signal, sys, threading, time

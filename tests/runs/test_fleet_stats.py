@@ -1,4 +1,4 @@
-"""Live statistics of a fleet: workers with problems, the choice of workers to show, and their descriptions."""
+"""Live statistics of a fleet: workers with problems, the choice of shown workers, and their descriptions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_large_fleet_shows_problems_and_extremes() -> None:
     many[117] = worker(117, silent=90.0)
     many[200], many[40] = worker(200, playing=2), worker(40, playing=64)
     looked_at = numbers(fleet(*many).worth_a_look(8))
-    assert looked_at[:2] == [117, 300], "in trouble, and in the order of their numbers"
+    assert looked_at[:2] == [117, 300], "workers with problems, in the order of their numbers"
     assert len(looked_at) == 6
     assert {200, 40} < set(looked_at[2:])
     assert numbers(fleet(*many).worth_a_look(1)) == [117]

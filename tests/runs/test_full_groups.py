@@ -1,4 +1,4 @@
-"""`groups(full=n)`: n tasks with spread, flat ones counted, nothing begun in vain and nothing lost between calls."""
+"""`groups(full=n)`: n tasks whose rewards differ. Flat ones are counted, none is begun in vain, and none is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEGUN: list[str] = []
 
 
 class Uneven(Environment):
-    """Rewards of a group differ if the task's answer is "spread", whatever the model says."""
+    """Environment in which the rewards of a group differ if the task's answer is "spread", for any reply."""
 
     @reward
     def right(self) -> float:
@@ -31,7 +31,7 @@ class Uneven(Environment):
 
 
 def tasks(spread: str) -> Iterator[Task]:
-    """A task for each letter: one with spread for "s", a flat one for "f"."""
+    """Return a task for each letter: a task with different rewards for "s", and a flat one for "f"."""
     for number, letter in enumerate(spread):
         yield Task(id=f"t{number}", prompt="?", answer="spread" if letter == "s" else "")
 
@@ -84,7 +84,7 @@ async def test_every_episode_is_given_or_flat_in_any_order_of_spread(seed: int, 
         assert run.in_flight == set()
         counted = 2 * (sum(wanted) + run.summary.flat)
     assert run.summary.episodes == counted == len(begun)
-    # In order of the tasks: none was passed over.
+    # In the order of the tasks: none was skipped.
     assert set(begun) == {f"t{number}" for number in range(counted // 2)}
 
 
@@ -94,7 +94,7 @@ async def test_source_that_ends_early_yields_fewer_groups() -> None:
         assert run.summary.flat == 2
 
 
-@pytest.mark.asyncio_alone  # trio warns of iterations that are left
+@pytest.mark.asyncio_alone  # trio warns of iterations that do not end
 async def test_tasks_that_began_before_the_call_stay_for_the_reader() -> None:
     async with run_of("s" * 20, concurrency=Concurrency(episodes=8)) as run:
         first = await anext(run.groups())
@@ -104,7 +104,7 @@ async def test_tasks_that_began_before_the_call_stay_for_the_reader() -> None:
     assert sorted(everything) == sorted(f"t{number}" for number in range(20))
 
 
-@pytest.mark.asyncio_alone  # trio warns of iterations that are left
+@pytest.mark.asyncio_alone  # trio warns of iterations that do not end
 async def test_iteration_that_ends_early_loses_no_group() -> None:
     async with run_of("s" * 6, concurrency=Concurrency(episodes=4)) as run:
         ids = []

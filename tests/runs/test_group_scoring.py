@@ -1,4 +1,4 @@
-"""Groups are scored once they are complete, also after their failed members were repeated from a file."""
+"""Groups are scored when they are complete, also after failed members were repeated from a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 class Compared(Plain):
-    """Everybody gets the size of the group."""
+    """Environment in which every member's reward is the size of the group."""
 
     @group_reward
     def size(self, group: Group) -> list[int]:
@@ -67,7 +67,7 @@ async def test_group_that_is_used_as_a_list_names_the_fix(use: Callable[[Group],
 
     async with Run(Lists(), ScriptedEngine("Yes"), group_size=2) as run:
         (group,) = [group async for group in run.groups()]
-    assert group, "a group is true, also without len()"
+    assert group, "a group is true although it has no len()"
     fix = "a Group is not a list: use group.trajectories"
     with pytest.raises(TypeError, match=fix):
         use(group)

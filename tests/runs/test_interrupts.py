@@ -12,9 +12,9 @@ from runner import Outcome, RunFile
 from tests.terminal import CTRL_C, Terminal
 
 START_SECONDS = 900.0
-"""Ten times what the start and the first finished episode take on the slowest machine."""
+"""Limit for the start and the first finished episode: ten times their duration on the slowest machine."""
 END_SECONDS = 300.0
-"""The watchdog of each step of the end; no test waits for it."""
+"""Limit for each step of the end. No test waits for it."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.apart]
 
@@ -23,7 +23,7 @@ DELTARUNNER = str(Path(sys.executable).with_name("deltarunner"))
 
 @pytest.fixture
 def playing(tmp_path: Path, demo_model_folder: Path) -> Iterator[Terminal]:
-    """A run of a hundred thousand episodes, some of which are finished."""
+    """A run of a hundred thousand episodes, some of which have finished."""
     options = [
         "--set",
         "questions=100000",
@@ -81,7 +81,7 @@ def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> No
     playing.press(CTRL_C)
     assert playing.wait(seconds=END_SECONDS) == 130
     assert outcomes(tmp_path)[Outcome.COMPLETED] > 0
-    # They see that their parent is gone, and go.
+    # The processes detect the end of their parent, and end.
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in engine_processes(tmp_path)], timeout=END_SECONDS)
     assert alive == []
 
@@ -98,7 +98,7 @@ def test_ctrl_c_during_engine_start_cancels_the_start(tmp_path: Path, demo_model
 
 
 def engine_processes(folder: Path) -> list[int]:
-    """Processes that run in the folder, which are what the run has started."""
+    """Return the processes that run in the folder, which are the processes that the run started."""
     found = []
     for process in psutil.process_iter():
         try:

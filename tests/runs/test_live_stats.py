@@ -1,4 +1,4 @@
-"""Live statistics of a run, and their words."""
+"""Live statistics of a run, and their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers: their events, off the hot path; one that raises, blocks or never returns harms nothing."""
+"""Observers: their events arrive off the hot path, and an observer that raises, blocks or hangs harms nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Keeps(RunObserver):
-    """Keeps the events as text."""
+    """Observer that keeps the events as text."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -141,7 +141,7 @@ async def test_observed_run_has_the_same_results(tmp_path: Path) -> None:
 
 def test_class_in_place_of_an_observer_is_refused() -> None:
     with pytest.raises(BadOption, match="objects of classes that derive from RunObserver"):
-        Run(Plain, recording("Yes"), observers=[Keeps])  # type: ignore[list-item]  # on purpose
+        Run(Plain, recording("Yes"), observers=[Keeps])  # type: ignore[list-item]  # wrong on purpose
 
 
 def test_observer_that_never_returns_does_not_keep_the_process() -> None:

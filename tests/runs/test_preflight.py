@@ -1,4 +1,4 @@
-"""Checks of templates before and during a run: refusals at the start, and appends that proved wrong."""
+"""Checks of templates before and during a run: refusals at the start, and appended messages that proved wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAMED = SWITCH.replace("m.role == 'system' and '/hush' in m.content", "m.name is
 
 
 class TalksOn(Plain):
-    """Five turns; every third episode begins in the way that these templates look for."""
+    """Environment of five turns. Every third episode begins with the text that these templates treat differently."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=f"t{number}", prompt=self.begun(number)) for number in range(20)]
@@ -81,7 +81,7 @@ async def test_text_of_one_episode_changes_no_token_of_another(text: str, tmp_pa
         for trajectory in done:
             made = [turn.junction for turn in trajectory.turns[1:]]
             assert all(each and (each.result, each.seam) == (Result.APPENDED, Seam.SPECIAL) for each in made)
-        # Every prompt is made again by rendering all of its history.
+        # The command builds every prompt again by rendering its whole history.
         assert CliRunner().invoke(app, ["verify", str(file)]).exit_code == 0
     assert prompts[0] == prompts[1]
 
@@ -195,7 +195,8 @@ NUMBERED = COUNTING.replace(
 )
 
 
-# No generation prompt of the usual kind, and all of the history counts: that it asks takes renders of all of it to see.
+# The template has no generation prompt of the usual kind, and its prompt depends on the whole history. So only renders
+# of the whole history show that it asks for an answer.
 UNUSUAL = NUMBERED.replace(
     OPENER, "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' ~ users | length }}{% endif %}"
 )
@@ -207,7 +208,7 @@ async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypa
     render, loop = Renderer.render, threading.get_ident()
 
     def watched(self: Renderer, messages: Any, **options: Any) -> str:
-        if messages[0]["content"] == "Question 0?":  # a conversation's own, and no probe's
+        if messages[0]["content"] == "Question 0?":  # only the conversation has this message, and no probe
             rendered.append((len(messages), threading.get_ident() == loop))
         return render(self, messages, **options)
 
@@ -217,7 +218,7 @@ async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypa
             conversation.add("More.")
 
     engine = recording(lambda turn: "yes", template=template(text))
-    trajectory = await talked(talk, engine)  # what is learnt of the template, and each turn's comparison
+    trajectory = await talked(talk, engine)  # before the first turn the template is learnt; each turn is also compared
     assert len(trajectory.segments) == 1
     monkeypatch.setattr(Renderer, "render", watched)
     trajectory = await talked(talk, engine)
@@ -227,7 +228,7 @@ async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypa
 
 
 async def test_appends_refused_by_a_comparison_stay_refused() -> None:
-    # Words that end with a dot get an answer, which the sentinel after them hides.
+    # The template appends a text to words that end with a dot, which hides the sentinel after them.
     dotted = PLAIN.replace(
         OPENER, "{{ '(yes)' if messages | length > 1 and messages[-2].content[-1:] == '.' }}" + OPENER
     )

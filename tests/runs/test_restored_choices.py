@@ -23,7 +23,7 @@ HERE = f"{__name__}:Talks"
 
 
 class Talks(Environment):
-    """Two agents say a word each."""
+    """Environment in which two agents take one turn each."""
 
     def tasks(self) -> Iterator[Task]:
         for number in range(4):
@@ -38,7 +38,7 @@ class Talks(Environment):
 
 
 class Choosing(ScriptedEngine):
-    """Computes in the dtype of its machine, unless a run is resumed; keeps what happened in order."""
+    """Engine that computes in the dtype of its machine unless a run is resumed, and records its calls in order."""
 
     def __init__(self, machine: str = "float32") -> None:
         super().__init__("hi")
@@ -90,7 +90,7 @@ async def test_engines_of_agents_keep_theirs(tmp_path: Path) -> None:
 async def test_an_engine_that_runs_already_in_another_dtype_is_refused(tmp_path: Path) -> None:
     class Fixed(Choosing):
         def go_on_with(self, described: Mapping[str, Any]) -> None:
-            """It was started."""
+            """Do nothing, since the engine has already started."""
 
     file = tmp_path / "run.db"
     await played(Choosing("bfloat16"), file)
@@ -132,7 +132,7 @@ def test_the_same_command_keeps_the_dtype_of_its_file(
     other = Choosing("float32")
     assert command(other, **options) == 0
     assert other.happened == ["resumes in bfloat16", "starts in bfloat16"]
-    assert list(tmp_path.rglob("*.db")) == [path], "it continued that file"
+    assert list(tmp_path.rglob("*.db")) == [path], "the run continued that file"
     with RunFile(path) as run_file:
         assert run_file.header.engine["dtype"] == "bfloat16"
 
@@ -146,7 +146,7 @@ def test_new_file_takes_the_dtype_of_the_machine(tmp_path: Path, monkeypatch: py
     assert (other.happened, third.happened) == (["starts in float32"], ["starts in float16"])
 
 
-# --- engines around others
+# --- engines that contain other engines
 
 
 def test_engines_around_others_pass_it_on() -> None:

@@ -21,7 +21,7 @@ from tests.playing import Plain, recording, tasks
 pytestmark = pytest.mark.slow
 
 FAILING: set[str] = set()
-"""Episodes whose judge is down."""
+"""Episodes whose judge is unavailable."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _everything_works() -> Iterator[None]:
 
 
 class Judged(Plain):
-    """Rewarded by a judge that may be down."""
+    """Environment with the reward of a judge that may be unavailable."""
 
     @reward
     def correct(self) -> float:
@@ -153,7 +153,7 @@ async def test_run_is_incomplete_until_failed_tasks_are_given_again(tmp_path: Pa
 
 
 class Rewriting(Plain):
-    """Its policy refuses what has no exact bridge, at first."""
+    """Environment whose policy at first refuses prompts without an exact bridge."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()

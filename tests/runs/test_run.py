@@ -156,7 +156,7 @@ async def test_sync_and_async_task_generators_are_closed_at_the_end() -> None:
 
 
 class Curriculum:
-    """Yields a task until it was solved, then the next."""
+    """Environment that yields a task until it is solved, and then the next task."""
 
     def __init__(self, levels: int) -> None:
         self.levels = levels
@@ -176,7 +176,7 @@ class Curriculum:
 
 
 class SecondTime(Plain):
-    """Solved at the second visit."""
+    """Environment in which a task is solved at its second visit."""
 
     @reward
     def correct(self) -> bool:
@@ -259,7 +259,7 @@ async def test_episode_is_announced_after_its_commit(tmp_path: Path, monkeypatch
     commit_episode = RunWriter.commit_episode
 
     async def late(self: RunWriter, trajectories: list[Trajectory], *, retry: bool = False) -> None:
-        await anyio.wait_all_tasks_blocked()  # a reader that was notified too early would look into the file here
+        await anyio.wait_all_tasks_blocked()  # a reader that was notified too early would read the file here
         await commit_episode(self, trajectories, retry=retry)
 
     monkeypatch.setattr(RunWriter, "commit_episode", late)
@@ -378,7 +378,7 @@ async def test_resumed_run_counts_each_reward_of_the_file_once(tmp_path: Path, m
         patch.setattr(RunWriter, "commit_group_rewards", full)
         with pytest.raises(StorageFailed):
             await play_all(Compared, "Yes", group_size=2, file=file, tasks=tasks(3), concurrency=ONE)
-    for _ in range(2):  # the second time everything is in the file
+    for _ in range(2):  # in the second run, everything is in the file
         async with Run(Compared, recording("Yes"), group_size=2, file=file, tasks=tasks(3)) as run:
             async for _trajectory in run:
                 pass
@@ -436,7 +436,7 @@ async def test_runs_sharing_an_unentered_engine_all_finish() -> None:
         async with Run(Plain(), engine, tasks=tasks(number)) as run:
             outcomes[number] = [trajectory.outcome async for trajectory in run]
 
-    for _ in range(2):  # it can be entered again after
+    for _ in range(2):  # it can be entered again
         async with anyio.create_task_group() as runs:
             for number in (1, 20, 5):
                 runs.start_soon(one, number)
@@ -479,7 +479,7 @@ async def test_cancel_reaches_episodes_before_their_first_step() -> None:
         await anyio.sleep_forever()
 
     async def one() -> AsyncIterator[Task]:
-        # The cancellation takes effect after the episode of this task was begun, and before it runs.
+        # The cancellation takes effect after this task's episode was created, and before it runs.
         asyncio.get_running_loop().call_soon(run.cancel)
         yield Task("t0", "Go.")
 

@@ -32,7 +32,7 @@ class Greeting(Environment):
 
 
 class Judged(Plain):
-    """Scored by a judge that is down."""
+    """Environment with a judge that is unavailable."""
 
     async def step(self, turn: Any) -> None:
         raise ConnectionError("503")

@@ -1,4 +1,4 @@
-"""Weight updates during a run: the age limit of episodes, and turns that the engine cut for its trainer."""
+"""Weight updates during a run: the maximum age of episodes, and turns that the engine cut for its trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 class TwoTurns(Plain):
-    """Between its turns it does what the test says."""
+    """Environment that calls the test's function between its two turns."""
 
     def __init__(self, between: Any = None) -> None:
         self.between = between
@@ -53,7 +53,7 @@ async def test_episode_over_max_version_lag_is_dropped_and_repeated(lag: int | N
 
     async def update(episode: Any) -> None:
         nonlocal updates
-        with anyio.CancelScope(shield=True):  # both land, though the first may be one too many already
+        with anyio.CancelScope(shield=True):  # both updates complete, although the first may already be one too many
             while updates:
                 updates -= 1
                 await engine.update_weights(None)
@@ -79,7 +79,7 @@ async def test_update_cancels_episodes_in_flight_that_are_too_old() -> None:
     async def wait(episode: Any) -> None:
         if not waits.is_set():
             waits.set()
-            await goes_on.wait()  # for ever: only the cut ends it
+            await goes_on.wait()  # waits for ever: only the cut ends it
             reached.append("the second turn of the old attempt")
 
     run = Run(TwoTurns(wait), engine, max_version_lag=0)
@@ -188,16 +188,16 @@ async def test_max_version_lag_refuses_engines_without_versions() -> None:
         await played(Run(Plain, NotOurs(ScriptedEngine("Yes")), max_version_lag=1))
 
 
-# --- turns under a pause
+# --- turns during a pause
 
 
 def slow(**settings: Any) -> ScriptedEngine:
-    """An engine with one id at a tick, so that a pause falls into a turn."""
+    """Return an engine with one id per tick, so that a pause occurs during a turn."""
     return recording("A long answer.", chunks=1, latency=Latency(between=1), **settings)
 
 
 async def begun(engine: ScriptedEngine) -> None:
-    """Return when something is being sampled."""
+    """Wait until something is being sampled."""
     while not engine.stats().open:
         await checkpoint()
 
@@ -219,7 +219,7 @@ async def test_under_every_mode_of_an_update_no_episode_is_lost(mode: PauseMode)
         assert [turn.text for turn in trajectory.turns] == ["A long answer."] * 2
     assert_nothing_open(engine)
     whole = all(len(_versions_of(turn)) == 1 for t in got for turn in t.turns)
-    assert whole == (mode is not PauseMode.KEEP), "only with keep a turn is of two versions"
+    assert whole == (mode is not PauseMode.KEEP), "only a turn that is kept may have two versions"
     assert (run.summary.resampled > 0) == (mode is PauseMode.ABORT)
 
 
@@ -228,7 +228,7 @@ def _versions_of(turn: Any) -> set[str]:
 
 
 async def cut_once(environment: type[Plain], engine: ScriptedEngine) -> Trajectory:
-    """The only trajectory of a run in whose first turn the engine cuts what it samples."""
+    """Return the only trajectory of a run in whose first turn the engine cuts the sampling."""
     async with Run(environment, engine) as run:
         await begun(engine)
         for _ in range(6):
@@ -276,7 +276,9 @@ async def test_sleep_cuts_turns_that_a_pause_kept() -> None:
         await engine.resume()
         (trajectory,) = [each async for each in run]
     assert (trajectory.text, len(engine.calls)) == ("A long answer.", 2)
-    assert (trajectory.outcome, trajectory.turns[0].resampled > 0) == (Outcome.COMPLETED, True), "it is not a failure"
+    assert (trajectory.outcome, trajectory.turns[0].resampled > 0) == (Outcome.COMPLETED, True), (
+        "a cut turn is not a failure"
+    )
 
 
 async def test_turn_aborted_by_its_engine_fails_without_retries() -> None:
@@ -321,7 +323,7 @@ def _sampling() -> Any:
 
 
 async def test_rewards_may_not_see_a_turn_of_mixed_versions_as_two() -> None:
-    """The spans of a turn that continued under new weights are in order and without a gap."""
+    """The spans of a turn that continued with new weights are in order and without a gap."""
 
     class Scored(Plain):
         @reward

@@ -21,7 +21,7 @@ from tests.playing import Plain, recording, tasks
 
 
 class Duel(Plain):
-    """Two trained agents, each with a reward of its own."""
+    """Environment with two trained agents, each with its own reward."""
 
     async def rollout(self, conversation: Conversation) -> None:
         black = self.episode.conversation("black", prompt="You are black.", train=True)
@@ -59,7 +59,7 @@ def test_unscored_runs_never_show_a_reward_of_zero(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_trained_agents_keep_separate_means_after_resuming(tmp_path: Path) -> None:
-    for _ in range(2):  # the second time everything is in the file
+    for _ in range(2):  # in the second run, everything is in the file
         async with Run(Duel, recording(lambda turn: "e4"), tasks=tasks(3), file=tmp_path / "run.db") as duels:
             async for _trajectory in duels:
                 pass
@@ -84,7 +84,7 @@ async def test_no_time_is_left_once_all_episodes_are_done(monkeypatch: pytest.Mo
     reader, left = StatsReader(), []
     async with Run(Plain, ScriptedEngine("Yes"), tasks=tasks(12), concurrency=Concurrency(episodes=2)) as run:
         left += [reader.read(run, total=12).left async for _ in run]
-        assert any(left), "an estimate stood there before"
+        assert any(left), "the entry was an estimate before"
         assert reader.read(run, total=12).left is None
 
 

@@ -1,4 +1,4 @@
-"""Player: tasks of a trainer on a run that lives on, from any task, again, cancelled, and after its end."""
+"""Player: a trainer's tasks on a run that stays open. Tasks may repeat, be cancelled, and come after the end."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_run_left_in_another_task_is_refused_by_name() -> None:
 
 
 class Waits(Plain):
-    """An episode that waits until it is cancelled, but for the tasks that say otherwise."""
+    """Environment that waits until it is cancelled, except for the tasks that disable this."""
 
     open = 0
 
@@ -155,7 +155,7 @@ async def test_failed_episode_has_no_reward_and_the_player_lives() -> None:
                 raise OSError("no disk")
 
     async with Player(Fails, recording("Yes")) as player:
-        for _ in range(40):  # more than any breaker's window
+        for _ in range(40):  # more than the window of any breaker
             (failed,) = await player.play(FIRST)
         (fine,) = await player.play(SECOND)
     assert (failed.outcome, failed.reward) == (Outcome.ENV_ERROR, None)
@@ -241,7 +241,7 @@ async def test_processes_that_share_visits_have_other_seeds(tmp_path: Path) -> N
     assert ids == [f"t0{visit}#{index}" for visit in visits for index in range(2)]
     assert len(seeds) == len(ids)
     async with Player(Plain, recording("Yes"), group_size=2, file=tmp_path / "1.db") as player:
-        player.share_visits(1, 3)  # continues after those of the file
+        player.share_visits(1, 3)  # continues after the visits in the file
         assert [t.id for group in await player.play_group(FIRST) for t in group.trajectories] == ["t0@7#0", "t0@7#1"]
 
 
@@ -261,7 +261,7 @@ async def test_index_outside_the_group_is_refused() -> None:
 @pytest.mark.parametrize("name", ["tasks", "indices"])
 def test_options_that_a_player_lacks_are_refused(name: str) -> None:
     with pytest.raises(BadOption, match=f"{name}=: a player has no tasks"):
-        Player(Plain, recording("Yes"), **{name: [0]})  # type: ignore[arg-type]  # on purpose
+        Player(Plain, recording("Yes"), **{name: [0]})  # type: ignore[arg-type]  # wrong on purpose
 
 
 async def test_call_after_the_end_is_refused_with_the_fix() -> None:
@@ -284,7 +284,7 @@ async def play_on(player: Player) -> None:
 async def test_dead_engine_is_the_error_of_every_call() -> None:
     engine = ScriptedEngine("Yes", faults={0: Fault.death()})
     async with Player(Plain, engine) as player:
-        # The death may be noticed after the episode.
+        # The death may be detected after the episode.
         with pytest.raises(EngineDead):
             await play_on(player)
         assert isinstance(player.error, EngineDead)

@@ -13,13 +13,13 @@ from runner.runs.time_left import MIN_EPISODES, TimeLeft, TimeLeftEstimator
 
 @dataclass
 class SimulatedRun:
-    """Episodes of known lengths, so many at once, whose turns take a second each after a slow first one."""
+    """Episodes of known lengths, some of which play at once. A turn takes a second, and the first turn is slow."""
 
     lengths: list[int]
     width: int
     first_turn: float = 1.0
     seconds: Callable[[int], float] = lambda step: 1.0
-    """The seconds of each turn after the first one."""
+    """Seconds of each turn after the first one."""
     finished: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -27,7 +27,7 @@ class SimulatedRun:
         self.estimator, self.now, self.turns, self.steps = TimeLeftEstimator(), 0.0, 0, 0
 
     def step(self) -> None:
-        """A turn of everybody."""
+        """Play one turn of all episodes in flight."""
         while self.waiting and len(self.running) < self.width:
             self.running.append([0, self.waiting.pop(0)])
         self.now += self.first_turn if not self.turns else self.seconds(self.steps)
@@ -46,7 +46,7 @@ class SimulatedRun:
         return self.estimator.read(self.now, finished=self.finished, done_turns=done, running=taken, left=left)
 
     def to_the_end(self) -> list[tuple[float, TimeLeft | None]]:
-        """The estimates after each turn, with their times."""
+        """Return the estimates after each turn, with their times."""
         said = []
         while self.waiting or self.running:
             self.step()
@@ -86,14 +86,14 @@ def test_no_estimate_while_most_episodes_may_be_longer() -> None:
 
 
 def test_concurrent_episodes_do_not_multiply_the_time_left() -> None:
-    """Forty have finished, and the others have one turn left: seconds are left, and not minutes."""
+    """Forty episodes have finished, and the others have one turn left: the rest takes seconds, not minutes."""
     played = SimulatedRun([3] * 40 + [4] * 24, width=64, first_turn=20.0)
     played.finished = Counter({4: 8})  # of an earlier launch
     for _ in range(3):
         played.step()
         left = played.read()
     assert left is not None
-    assert left.seconds < 6, "the 20 s of reading prompts come only once"
+    assert left.seconds < 6, "the 20 s for reading prompts occur only once"
     assert left.seconds + 2 * left.spread >= 1
 
 
@@ -118,7 +118,7 @@ def test_most_runs_end_within_twice_the_spread(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_spread_covers_a_machine_that_others_slow_down(seed: int) -> None:
-    """Turns take one second or eight, for three to eight turns in a row."""
+    """Turns take one second or eight seconds, for three to eight turns in a row."""
     rng = random.Random(seed)
     seconds = [pace for _ in range(200) for pace in (rng.choice((1.0, 8.0)),) for _ in range(rng.randint(3, 8))]
     lengths = [rng.randint(1, 9) for _ in range(1000)]
@@ -157,4 +157,4 @@ def test_an_estimate_over_ten_thousand_long_episodes_is_cheap() -> None:
     finally:
         sys.setprofile(None)
     assert left is not None
-    assert operations < 20_000, "calls, which follow the episodes once and not their turns"
+    assert operations < 20_000, "the number of calls grows with the episodes, not with their turns"

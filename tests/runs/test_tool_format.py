@@ -1,4 +1,4 @@
-"""A tool format that the user names: in whole runs, its refusals, and in the run file."""
+"""A tool format that the user names: whole runs, refusals, and the run file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def said(query: str) -> str:
 
 
 def retrained(*replies: Any, **options: Any) -> ScriptedEngine:
-    """A model that was tuned on another format than its chat template writes."""
+    """A model that was tuned on another format than the format of its chat template."""
     return ScriptedEngine([said("it's <b>x</b>"), *replies, "Done."], template="hermes", **options)
 
 
@@ -128,7 +128,7 @@ async def test_named_format_skips_agents_with_separate_engines() -> None:
                 turn = await each.generate()
                 assert [found.error for found in turn.tool_calls] == [None]
 
-        done = None  # type: ignore[assignment]  # another reward takes its place
+        done = None  # type: ignore[assignment]  # another reward replaces it
 
         @reward
         def read(self) -> bool:
@@ -158,7 +158,7 @@ async def test_cancelled_run_keeps_a_turn_parsed_in_a_thread(
     assert calls_of(trajectory) == [[LOOKED_UP]]
 
 
-# --- what it cannot do
+# --- refusals
 
 
 class Requires(Library):
@@ -302,7 +302,7 @@ def test_the_command_line_plays_with_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls_of(trajectory) == [[LOOKED_UP], []]
 
 
-# --- what check-template says of one
+# --- output of check-template
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_check_template_tries_the_format_on_the_template(name: str, misread: int
 
 
 class Chosen(Library):
-    """Makes the model say what a model of another format would."""
+    """Environment in which the model must write a call in another format."""
 
     async def rollout(self, conversation: Conversation) -> None:
         turn = await conversation.generate(sampling=Sampling(choice=(said("naïve 日本"),)))

@@ -1,4 +1,4 @@
-"""A `tasks()` or a `lifespan()` that does not come to its end is named, and Ctrl-C ends it."""
+"""A `tasks()` or a `lifespan()` that does not end is named, and Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_waits_for_is_readable_in_a_callback_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first Ctrl-C asks in a callback of the loop, and was lost where that raised."""
+    """The first Ctrl-C reads it in a callback of the event loop. It was lost if the reading raised an error."""
     monkeypatch.setattr(state, "SHOWN_SECONDS", -1.0)
     seen: list[str] = []
 
@@ -59,7 +59,7 @@ def test_waits_for_is_readable_in_a_callback_of_the_loop(monkeypatch: pytest.Mon
 
 
 class Said(PlainReporter):
-    """Keeps what it says."""
+    """Display that keeps its lines."""
 
     def __init__(self) -> None:
         super().__init__("Waits")
@@ -74,7 +74,7 @@ class Said(PlainReporter):
 
 
 async def until_said(run: Run, text: str) -> None:
-    """Enter the run, wait for a line with `text`, and cancel."""
+    """Enter the run, wait for a line that contains `text`, and cancel."""
     reporter = Said()
 
     async def play() -> None:
@@ -86,7 +86,7 @@ async def until_said(run: Run, text: str) -> None:
         group.start_soon(play)
         group.start_soon(reporter.watch, run)
         with anyio.fail_after(60):
-            while not any(text in line for line in reporter.lines):  # noqa: ASYNC110  # lines come from a thread
+            while not any(text in line for line in reporter.lines):  # noqa: ASYNC110  # a thread adds the lines
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
 
@@ -126,7 +126,8 @@ async def test_run_that_waits_for_the_next_task_is_shown(released: threading.Eve
             released.wait()
 
     class Sleeps(Plain):
-        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # it may be either
+        # tasks() may be synchronous or asynchronous
+        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]
             yield Task(id="a", prompt="x")
             await anyio.sleep_forever()
 

@@ -26,7 +26,7 @@ def proof() -> WeightProof:
 
 
 async def played(file: Path, count: int, *updates: WeightProof | None) -> None:
-    """Play some tasks, with an update after each of the first trajectories."""
+    """Play some tasks, with a weight update after each of the first trajectories."""
     engine, left = ScriptedEngine("Yes", scores=scores), list(updates)
     async with Run(Plain, engine, file=file, tasks=tasks(count), concurrency=Concurrency(episodes=1)) as run:
         async for _ in run:

@@ -1,4 +1,4 @@
-"""Sandboxes of the tests: real containers, or a skip that names the reason."""
+"""Sandboxes for tests: real containers, or a skip with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sandbox.engines import IMAGE_FOLDER, containers_of, engine_or_reason
 
 @pytest.fixture(scope="session")
 def engine() -> str:
-    """The command of a container engine that works."""
+    """The command of a working container engine."""
     command, reason = engine_or_reason()
     if not command:
         pytest.skip(reason)
@@ -22,7 +22,7 @@ def engine() -> str:
 
 @pytest.fixture
 def default_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The same, as the default of this process. Afterwards none of its containers is left."""
+    """The same command, as the default of this process. Afterwards none of its containers is left."""
     before = containers_of(engine)
     monkeypatch.setenv(ENGINE_VARIABLE, engine)
     default_provider.cache_clear()
@@ -33,7 +33,7 @@ def default_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 @pytest.fixture(scope="module")
 async def box(engine: str) -> AsyncIterator[Sandbox]:
-    """One sandbox for the tests of a module."""
+    """One sandbox for all tests of a module."""
     options = SandboxOptions(
         image=IMAGE_FOLDER, memory_mb=64, processes=24, tmpfs={"/small": "4m"}, env={"COLOUR": "green"}
     )

@@ -1,7 +1,7 @@
 """The container engine that the tests use, and an image that needs no registry.
 
-Root's podman gets a folder of its own, and a configuration that also works inside a container. The first
-engine that starts a container is taken; without one, the tests are skipped with the reason of each.
+podman as root gets a folder of its own, and a configuration that also works inside a container. The tests use the first
+engine that can start a container. If no engine can, they are skipped with the reason of each engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 HOME: Final = Path(tempfile.gettempdir()) / f"deltarunner-test-containers-{os.getuid()}"
-"""Images and settings of the tests; not in the checkout, since podman mounts it, and it could not be removed then."""
+"""Images and settings of the tests. They are outside of the checkout, since podman mounts the folder, and the checkout
+could then not be removed.
+"""
 IMAGE_FOLDER: Final = HOME / "image"
 """A folder with a Dockerfile: busybox, bash, and a user `model`."""
 
@@ -59,14 +61,14 @@ PROBE_SECONDS: Final = 120
 
 @cache
 def engine_or_reason() -> tuple[str, str]:
-    """The command of an engine that starts containers of the image; or "" and the reason why there is none."""
+    """Return the command of an engine that starts containers of the image, or "" and the reason why there is none."""
     busybox = shutil.which("busybox")
     if busybox is None:
         return "", "no container runs here: busybox is not on PATH (apt-get install busybox-static)"
     HOME.mkdir(mode=0o700, exist_ok=True)
     if HOME.stat().st_uid != os.getuid():
         return "", f"no container runs here: {HOME} has another owner"
-    with (HOME / "lock").open("w") as lock:  # several processes of pytest begin at once
+    with (HOME / "lock").open("w") as lock:  # several processes of pytest begin at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         _write_image(Path(busybox))
         reasons = []
@@ -79,7 +81,7 @@ def engine_or_reason() -> tuple[str, str]:
 
 
 def containers_of(command: str, owner: str = "") -> set[str]:
-    """The names of the containers of a process, by default of this one."""
+    """Return the names of a process's containers, by default of this process."""
     label = f"label={OWNER_LABEL}={owner or owner_of(os.getpid())}"
     listed = subprocess.run(
         [*shlex.split(command), "ps", "-a", "--filter", label, "--format", "{{.Names}}"],
@@ -91,13 +93,13 @@ def containers_of(command: str, owner: str = "") -> set[str]:
 
 
 def remove_command(command: str, name: str) -> list[str]:
-    """The command that removes a container at once."""
+    """Return the command that removes a container at once."""
     engine = shlex.split(command)
     return [*engine, "rm", *remove_flags(ContainerClient(engine)), name]
 
 
 def processor_of(pid: int) -> dict[str, int]:
-    """Processor time and periods of a process's control group (version 1 or 2), and its quota, in microseconds."""
+    """Return processor time, periods and quota of a process's control group (version 1 or 2), in microseconds."""
     rows = [line.split(":") for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     groups = {kind: path for _, kinds, path in rows for kind in kinds.split(",")}
     if "cpu" in groups:
@@ -112,10 +114,10 @@ def processor_of(pid: int) -> dict[str, int]:
 
 
 def own_addresses() -> set[str]:
-    """The addresses of this machine."""
+    """Return the addresses of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # it sends nothing
+            probe.connect(("192.0.2.1", 9))  # this sends no packet
         except OSError:  # this machine has no network
             return set()
         return {probe.getsockname()[0]}
@@ -136,7 +138,7 @@ def _candidates() -> list[str]:
 
 
 def _wrapped(podman: str, runtime: str, driver: str) -> str:
-    """A script with the options of podman, since some of them are variables."""
+    """Return a script with the options of podman, since some of the options are variables."""
     configuration, script = HOME / "containers.conf", HOME / driver / "podman"
     configuration.write_text(CONFIGURATION)
     script.parent.mkdir(exist_ok=True)
@@ -158,7 +160,7 @@ def _write_image(busybox: Path) -> None:
 
 
 def _copy_bash(folder: Path) -> None:
-    """Bash and its libraries. It can open connections, which a static busybox cannot everywhere."""
+    """Copy bash and its libraries. bash can open connections, which a static busybox cannot do everywhere."""
     bash = shutil.which("bash")
     assert bash is not None, "the tests of sandboxes need bash"
     listed = subprocess.run(["ldd", bash], capture_output=True, text=True, check=True).stdout
@@ -170,7 +172,7 @@ def _copy_bash(folder: Path) -> None:
 
 
 def _reason_against(command: str) -> str:
-    """The last line of the first call that fails; "" if a container runs with limits."""
+    """Return the last line of the first failing call, or "" if a container runs with limits."""
     engine, tag = shlex.split(command), "localhost/deltarunner-tests:probe"
     limits = ["--network=none", "--memory=64m", "--memory-swap=64m", "--pids-limit=16", "--cpus=1"]
     for arguments in (["build", "-q", "-t", tag, str(IMAGE_FOLDER)], ["run", "--rm", *limits, tag, "true"]):

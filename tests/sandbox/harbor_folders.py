@@ -1,4 +1,4 @@
-"""Harbor tasks for tests, in an image that needs no registry."""
+"""Harbor tasks for tests, with an image that needs no registry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ network_mode = "no-network"
 """
 
 TASKS: Final = {
-    # A file, with a Dockerfile and a reward as text.
+    # A task with a file, a Dockerfile, and a reward as text.
     "greeting": {
         "instruction.md": "Write hello into greeting.txt.",
         "environment/Dockerfile": f"FROM {IMAGE}\nCOPY name.txt /etc/name.txt\n",
@@ -32,7 +32,7 @@ TASKS: Final = {
         "echo $reward >/logs/verifier/reward.txt\n",
         "solution/solve.sh": "#!/bin/bash\necho hello >greeting.txt\n",
     },
-    # Variables, a user, and a reward as JSON with a second number.
+    # A task with variables, a user, and a reward as JSON with a second number.
     "sum": {
         "task.toml": CONFIGURATION.format(image=f'docker_image = "{IMAGE}"')
         + '[environment.env]\nFIRST = "20"\n[verifier.env]\nEXPECTED = "${TEST_EXPECTED:-42}"\n'
@@ -45,7 +45,7 @@ TASKS: Final = {
         "tests/numbers.sh": "VERSION=3\n",
         "solution/solve.sh": "#!/bin/sh\necho $((FIRST + SECOND)) >sum.txt\n",
     },
-    # A process that has to be running when the verifier looks.
+    # A task with a process that must be running when the verifier checks.
     "server": {
         "instruction.md": "Start a process called keeper that writes beat into /tmp/beat again and again.",
         "tests/test.sh": "#!/bin/bash\nrm -f /tmp/beat; sleep 0.5\n[ -s /tmp/beat ] && reward=1 || reward=0\n"
@@ -57,7 +57,7 @@ TASKS: Final = {
 
 
 def write_task(folder: Path, files: dict[str, str]) -> Path:
-    """Write a task; without a configuration it gets the image of the tests, or its own Dockerfile."""
+    """Write a task. Without a configuration, it gets the image of the tests, or its own Dockerfile."""
     image = "" if "environment/Dockerfile" in files else f'docker_image = "{IMAGE}"'
     for name, text in {"task.toml": CONFIGURATION.format(image=image), **files}.items():
         path = folder / name

@@ -1,4 +1,4 @@
-"""Variables and labels that are passed to a container engine. No container is started here."""
+"""Variables and labels for a container engine. No container is started here."""
 
 from __future__ import annotations
 

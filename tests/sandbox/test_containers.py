@@ -107,7 +107,7 @@ async def test_the_network_has_loopback_only(box: Sandbox) -> None:
     assert done.stdout.split() == ["lo"]
     refused = await box.exec(["bash", "-c", "exec 3<>/dev/tcp/192.0.2.1/80"])
     assert "Network is unreachable" in refused.stderr
-    # A listener on all addresses of this machine: it is reached from here by the same words, and not from inside.
+    # The listener uses all addresses of this machine: the same command reaches it from here, but not from inside.
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
         for address in ("127.0.0.1", *own_addresses()):
@@ -131,8 +131,8 @@ async def test_two_busy_processes_share_the_cores_given(engine: str) -> None:
                 await anyio.sleep(0.05)
                 seen = processor_of(pid)
             tasks.cancel_scope.cancel()
-    # State and not time, however long it took. The kernel lends each core a slice beyond the quota; without a limit
-    # the two would use four times as much.
+    # The test compares counters, not times. The kernel lends each core a slice beyond the quota. Without a limit, the
+    # two would use four times as much.
     used, periods = (seen[name] - before[name] for name in ("used", "nr_periods"))
     assert 0 < used <= (periods + 2) * seen["quota"] * 2
 
@@ -145,12 +145,12 @@ async def test_limits_of_memory_and_processes_are_those_given(
     eaten = await box.exec(sh("head -c 200000000 /dev/zero | tail -c 190000000 | wc -c"))
     assert eaten.stdout.strip() != "190000000"
     full = await box.exec(sh("head -c 9000000 /dev/zero >/small/file; rm /small/file"))
-    assert full.stderr  # "No space left on device", in the words of each busybox
+    assert full.stderr  # "No space left on device", in the wording of each busybox
     assert (await box.exec(["echo", "alive"])).ok
     assert os.listdir(tmp_path) == []  # conmon would write a file `oom`
 
 
-# --- what a model may do
+# --- actions of a model
 
 
 async def test_a_time_limit_ends_all_processes_of_a_command(box: Sandbox) -> None:
@@ -185,7 +185,7 @@ async def test_left_processes_cannot_block_the_next_command(box: Sandbox) -> Non
 
 @pytest.mark.whole
 async def test_a_daemon_survives_its_command_but_not_a_restart(box: Sandbox) -> None:
-    await box.restart()  # another test may have left no place for a process
+    await box.restart()  # another test may have used up all processes
     assert (await box.exec(sh("sleep 904 & echo started"))).stdout == "started\n"
     assert "sleep 904" in (await box.exec(["ps"])).stdout
     await box.restart()
@@ -298,7 +298,7 @@ async def test_bad_arguments_of_a_command_are_refused(box: Sandbox) -> None:
         await box.read("")
 
 
-# --- what breaks outside
+# --- faults outside of the container
 
 
 async def test_a_removed_sandbox_is_gone_even_in_a_command(engine: str) -> None:
@@ -311,7 +311,8 @@ async def test_a_removed_sandbox_is_gone_even_in_a_command(engine: str) -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(remove)
-            with pytest.raises(SandboxGone, match=r"was (removed|stopped) from outside"):  # it is stopped first
+            # the container is stopped before it is removed
+            with pytest.raises(SandboxGone, match=r"was (removed|stopped) from outside"):
                 await sandbox.exec(["sleep", "100"])
         for call in (sandbox.read("/x"), sandbox.write("/x", ""), sandbox.restart(), sandbox.exec(["true"])):
             with pytest.raises(SandboxGone):
@@ -374,7 +375,7 @@ def test_nothing_is_left_after_a_killed_process(engine: str, phase: str) -> None
         else:
             time.sleep(1.5)
         os.kill(process.pid, signal.SIGKILL)
-    if phase == "making":  # the client may still be at work; the watcher looks for ten seconds
+    if phase == "making":  # the client may still be working; the watcher checks for ten seconds
         time.sleep(12)
     until = time.monotonic() + 60
     while containers_of(engine, owner) and time.monotonic() < until:
@@ -400,7 +401,7 @@ def test_a_build_ends_with_the_process_that_asked_for_it(engine: str, tmp_path: 
 
 
 def is_running(part: str) -> bool:
-    """True if a process of this machine has this in its command, other than this test."""
+    """True if a process of this machine, other than this test, has this text in its command."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
@@ -427,7 +428,7 @@ async def test_built_images_are_removed_by_the_command_of_the_page(engine: str, 
     listing = [engine, "images", "--quiet", "--filter", "label=deltarunner.image"]
     before = set((await anyio.run_process(listing)).stdout.split())
     await anyio.run_process([engine, *command.split()])
-    after = set((await anyio.run_process(listing)).stdout.split())  # those of the sandboxes of other tests
+    after = set((await anyio.run_process(listing)).stdout.split())  # these belong to sandboxes of other tests
     assert after < before
 
 
@@ -491,4 +492,4 @@ async def test_a_run_sweeps_what_dead_processes_left(engine: str) -> None:
 )
 def test_bad_options_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(BadOption, match=said):
-        SandboxOptions(**{"image": "x", **options})  # type: ignore[arg-type]  # that is the test
+        SandboxOptions(**{"image": "x", **options})  # type: ignore[arg-type]  # refused on purpose

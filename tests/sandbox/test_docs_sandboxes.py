@@ -1,4 +1,4 @@
-"""The pages on sandboxes and Harbor tasks, as they are written; only the image is ours."""
+"""The pages on sandboxes and Harbor tasks run unchanged, except for the image."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HARBOR = (DOCS / "harbor.md").read_text(encoding="utf-8")
 
 
 def write_page_task(folder: Path) -> Path:
-    """The task of the page."""
+    """Write the task that the page shows."""
     for name, text in re.findall(r"^`([\w./]+)`[^\n]*:\n\n```\w*\n(.*?)```", HARBOR, flags=re.DOTALL | re.MULTILINE):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,4 +83,4 @@ async def test_the_environment_of_the_page_plays(tmp_path: Path, monkeypatch: py
 
 def test_the_page_names_every_method_of_a_sandbox() -> None:
     methods = {name for name, each in vars(Sandbox).items() if callable(each) and not name.startswith("_")}
-    assert {name for name in methods if f"`{name}(" not in SANDBOXES} == {"listen"}  # for the endpoint alone
+    assert {name for name in methods if f"`{name}(" not in SANDBOXES} == {"listen"}  # only the endpoint uses it

@@ -1,4 +1,4 @@
-"""Sandboxes in episodes: the terminal environment, and agent programs that run inside."""
+"""Sandboxes in episodes: the terminal environment, and agent programs inside sandboxes."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_wrong_uses_of_a_sandbox_name_the_fix() -> None:
 
         @tool
         async def open(self) -> str:
-            """Open it too late."""
+            """Open a sandbox too late."""
             await self.episode.sandbox(IMAGE_FOLDER)
             return ""
 

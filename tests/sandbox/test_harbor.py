@@ -33,7 +33,7 @@ SOLUTIONS = {
 
 @pytest.fixture
 def deltarunner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The command line on a scripted engine that solves the tasks: its exit code, and what it wrote."""
+    """The command line on a scripted engine that solves the tasks: its exit code, and its output."""
 
     def reply(model_call: Any) -> Any:
         name = next(name for name in TASKS if TASKS[name]["instruction.md"] in model_call.prompt)
@@ -57,7 +57,7 @@ async def played(folder: Path, replies: Any = "done", **options: Any) -> list[An
     return await play_many_async(Harbor(str(folder), **options), ScriptedEngine(replies), breaker=1)
 
 
-# --- played
+# --- episodes
 
 
 @real
@@ -190,7 +190,7 @@ def test_an_odd_reward_file_is_refused(content: str, said: str) -> None:
         read_json(content)
 
 
-# It waits for the verifier of `FORGED`, so that its reward is the one that is read.
+# The program waits for the verifier of `FORGED`, so that its own reward would be read.
 FORGER = "while :; do [ -e /tmp/verifying ] && echo 1 >/logs/verifier/reward.txt; sleep 0.05; done >/dev/null 2>&1 &"
 FORGED = {
     "instruction.md": "Forge it.",
@@ -212,7 +212,7 @@ async def test_a_reward_forged_by_a_process_does_not_hold(tmp_path: Path, as_lef
 
 
 FAKE = "printf '#!/bin/sh\\n' >/tmp/fake; chmod 755 /tmp/fake"
-"""Makes a program that succeeds, whatever it is called for."""
+"""Creates a program that succeeds under any name."""
 
 
 @real
@@ -233,7 +233,7 @@ async def test_a_replaced_program_cannot_forge_a_reward(tmp_path: Path, replace:
     write_task(tmp_path / "forged", FORGED)
     (trajectory,) = await played(tmp_path, [[call("bash", command=f"{FAKE}; {replace}")], "done"])
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0), trajectory.error
-    # A moved folder of programs may break the verifier already.
+    # A moved folder of programs may already break the verifier.
     assert trajectory.metrics in ({"verifier.first": 1}, {"verifier.broken": 1})
 
 
@@ -251,7 +251,7 @@ async def test_a_task_that_needs_its_server_keeps_its_reward(tmp_path: Path) -> 
 @pytest.mark.anyio
 @pytest.mark.whole
 async def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
-    command = "test $(cat /tmp/tries | wc -l) -ge 3 || {{ echo x >>/tmp/tries; exit 1; }}"  # three failures
+    command = "test $(cat /tmp/tries | wc -l) -ge 3 || {{ echo x >>/tmp/tries; exit 1; }}"  # fails three times
     check = f'[environment.healthcheck]\ncommand = "{command}"\n'
     configuration = CONFIGURATION + check + "interval_sec = 0.1\n{more}\n"
     image = f'docker_image = "{IMAGE}"'
@@ -264,7 +264,7 @@ async def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
     assert [outcomes["four"].reward, outcomes["start"].reward] == [0, 0], outcomes
 
 
-# --- refused
+# --- refusals
 
 
 @pytest.mark.parametrize(

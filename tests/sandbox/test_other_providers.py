@@ -1,4 +1,4 @@
-"""A provider of the tests: sandboxes that are folders of this machine, through the public protocol alone."""
+"""A provider of the tests, through the public protocol alone: its sandboxes are folders of this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.anyio]
 
 
 class Folder:
-    """A sandbox: commands run in a folder of this machine, each in a session of its own."""
+    """A sandbox whose commands run in a folder of this machine, each in its own session."""
 
     def __init__(self, root: Path, options: SandboxOptions) -> None:
         self.root, self._env = root, dict(options.env)
@@ -95,14 +95,14 @@ class Folder:
                 continue
 
     async def restore(self) -> None:
-        await self.restart()  # its programs are those of this machine, which no command may change
+        await self.restart()  # its programs belong to this machine, and commands must not change them
 
     async def listen(self, port: int) -> socket.socket:
         raise SandboxFailed("a folder has no network of its own")
 
 
 class Folders:
-    """Their provider."""
+    """The provider of these sandboxes."""
 
     def __init__(self, home: Path) -> None:
         self.home = home

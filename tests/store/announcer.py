@@ -1,4 +1,4 @@
-"""A process for test_faults.py: commits episodes at once and prints each id after its commit.
+"""A process for test_faults.py that commits episodes at once, and prints each id after its commit.
 
 Usage: announcer.py FILE EPISODES AT_ONCE
 """

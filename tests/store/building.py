@@ -36,7 +36,7 @@ def played(
     turns: int = 2,
     trained: bool = True,
 ) -> Trajectory:
-    """An episode of `turns` turns, each of 8 prompt or bridge ids and 4 sampled ones."""
+    """Return an episode of `turns` turns, each with 8 prompt or bridge ids and 4 sampled ids."""
     task = Task(id=task, prompt="What is 1 + 1?", answer="2") if isinstance(task, str) else task
     log = TokenLog()
     segment = Segment(log=log, messages=[{"role": "user", "content": "What is 1 + 1?"}])
@@ -84,14 +84,14 @@ def _turn(trajectory: Trajectory, number: int, start: int) -> Turn:
 
 
 def assert_equal(read: Trajectory, written: Trajectory) -> None:
-    """Every field, at every depth, and every bit of the arrays."""
+    """Assert that every field, at every depth, and every bit of the arrays is equal."""
     assert plain(read) == plain(written)
     for turn in read.turns:
         assert turn.log is read.segments[turn.segment].log
 
 
 def plain(value: Any) -> Any:
-    """A value that compares by content: dataclasses by their fields, arrays by their bits, NaN equal to itself."""
+    """Return a value that compares by content: dataclasses by their fields, arrays by their bits, NaN as equal."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, array):

@@ -1,4 +1,4 @@
-"""docs/run-file.md is true: its queries run, and its tables and columns match the file.
+"""docs/run-file.md is correct: its queries run, and its tables and columns match the file.
 
 `python -m tests.store.test_documentation` writes the tables of the page again.
 """
@@ -67,7 +67,7 @@ END = "<!-- The end of the tables -->\n"
 
 
 def described(table: Table) -> str:
-    """A table as the page has it."""
+    """Return the description of a table in the form of the page."""
     lines = [f"| `{column.name}` | {column.sql.partition(' ')[0]} | {column.meaning} |" for column in table.columns]
     return "\n".join(
         [f"A row of `{table.name}` is {table.meaning}.", "", "| column | | |", "|---|---|---|", *lines, "\n"]
@@ -75,7 +75,7 @@ def described(table: Table) -> str:
 
 
 def page_of_tables(page: str) -> str:
-    """The page, with every table and column of the file."""
+    """Return the page with every table and column of the file."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{''.join(map(described, TABLES))}{END}{after}"
@@ -99,7 +99,7 @@ def test_tables_of_a_file_match_the_documentation(
 
 def test_a_summary_has_every_column_of_its_table() -> None:
     columns = [column.attribute or column.name for column in EPISODES.columns]
-    assert columns == [field.name for field in dataclasses.fields(EpisodeRow)]  # it is made by position
+    assert columns == [field.name for field in dataclasses.fields(EpisodeRow)]  # rows are created by position
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.store.test_reader import write
 
 
 def given(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of a Parquet file without the keys that it does not have."""
+    """Return a message of a Parquet file without the keys that it does not have."""
     return {name: value for name, value in message.items() if value is not None}
 
 
@@ -69,7 +69,7 @@ def test_jsonl_logprobs_are_null_for_ids_not_sampled(run_file: RunFile) -> None:
     export_jsonl(run_file, stream)
     first, *_, last = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert first["segments"][0]["logprobs"][:12] == [None] * 8 + [-0.5, -0.25, -1.0, -0.125]
-    assert last["segments"][1]["logprobs"] == [None, None, None]  # an engine without log-probabilities
+    assert last["segments"][1]["logprobs"] == [None, None, None]  # the engine has no log-probabilities
 
 
 def test_parquet_has_a_row_per_trained_trajectory(run_file: RunFile, tmp_path: Path) -> None:

@@ -34,14 +34,14 @@ def announcer(path: Path, episodes: int, at_once: int) -> subprocess.Popen[bytes
 
 
 def kill_after(process: subprocess.Popen[bytes], lines: int) -> list[int]:
-    """The announced indices, of which there are at least `lines` when the process is killed."""
+    """Return the announced indices of a process that was killed after at least `lines` of them."""
     assert process.stdout is not None
     announced = [process.stdout.readline() for _ in range(lines)]
     os.kill(process.pid, signal.SIGKILL)
     with process.stdout:
         announced += process.stdout.readlines()
     process.wait()
-    # A line that was cut by the kill announces nothing.
+    # A line that the kill cut does not count as an announcement.
     return [int(line) for line in announced if line.endswith(b"\n")]
 
 
@@ -60,7 +60,7 @@ def test_kill_9_loses_no_announced_episode(tmp_path: Path, at_once: int) -> None
     check_file(path, announced)
     with RunFile(path) as run_file:
         assert run_file.complete
-        # Each once, those included that were committed and could not be announced any more.
+        # Each occurs once, including those that were committed but not yet announced.
         assert sorted(row.index for row in run_file) == list(range(episodes))
     assert len(announced) == len(set(announced))
 
@@ -85,7 +85,7 @@ def check_file(path: Path, announced: list[int]) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MB; a real one, so it takes root."""
+    """A real disk of 2 MB, which only root can mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = subprocess.run(
@@ -104,7 +104,7 @@ def remount(folder: Path, option: str) -> None:
 
 
 async def fill(path: Path) -> tuple[list[int], StorageFailed]:
-    """Commit until the disk is full; the announced indices, and what was said."""
+    """Commit until the disk is full. Return the announced indices, and the error's text."""
     announced: list[int] = []
     async with RunWriter(path, header()) as writer:
         claimed = writer.claim(played().task, 0)
@@ -254,7 +254,7 @@ async def test_other_files_are_refused_by_name_and_unchanged(tmp_path: Path) -> 
     for path in (text, foreign):
         with pytest.raises(RunFileError) as caught:
             RunFile(path)
-        assert not isinstance(caught.value, StorageFailed)  # nothing is wrong with the disk
+        assert not isinstance(caught.value, StorageFailed)  # the disk has no fault
 
 
 @pytest.mark.anyio
@@ -266,7 +266,7 @@ async def test_a_lock_does_not_outlive_its_process(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match=rf"is being written by process {process.pid} on"):
         await opened(path)
     kill_after(process, 1)
-    with pytest.raises(Exception, match="group_size"):  # the lock is free: it is the header that is looked at now
+    with pytest.raises(Exception, match="group_size"):  # the lock is free, so the header is now checked
         await opened(path)
 
 

@@ -1,4 +1,4 @@
-"""Run files of other formats: refused with their number everywhere, and unchanged."""
+"""Run files of other formats: every command refuses them with their number, and leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def renumber(path: Path, version: int) -> bytes:
-    """Set another format in the file, and return its bytes."""
+    """Set another format number in the file, and return its bytes."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     return path.read_bytes()

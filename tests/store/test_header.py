@@ -187,7 +187,7 @@ def test_refused_changes_prevent_a_resume() -> None:
     assert {change.meaning for change in old.changes(new)} == set(OnChange)
 
 
-# --- what is recorded of a run
+# --- the record of a run
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Account:
 
 
 class ServerProbe:
-    """As much of an environment as the header reads."""
+    """The part of an environment that the header reads."""
 
     system_prompt = "Be kind."
     tool_choice = "auto"
@@ -302,7 +302,7 @@ def test_code_is_a_hash_of_each_file_that_defines_the_environment(
     source = tmp_path / "of_one.py"
     source.write_text("from of_all import OfAll\n\nclass OfOne(OfAll):\n    right = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    from of_one import OfOne  # type: ignore[import-not-found]  # written by this test
+    from of_one import OfOne  # type: ignore[import-not-found]  # this test writes the module
 
     first = header_of(OfOne()).code
     assert first.keys() == {"of_all", "of_one"}
@@ -327,7 +327,7 @@ def test_the_revision_is_that_of_the_environments_folder(tmp_path: Path, monkeyp
     source = tmp_path / "info.py"
     source.write_text("from tests.store.test_header import ServerProbe\n\nclass Mine(ServerProbe):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import info  # type: ignore[import-not-found]  # written by this test
+    import info  # type: ignore[import-not-found]  # this test writes the module
 
     assert header_of(info.Mine()).git == {}
     git(tmp_path, "init")

@@ -37,7 +37,7 @@ def exported(run_file: Path, **options: Any) -> pa.Table:
 
 
 def as_given(value: Any) -> Any:
-    """Messages as they were before they became rows of structs."""
+    """Return messages as they were before they became rows of structs."""
     if isinstance(value, list):
         return [as_given(each) for each in value]
     made = {name: each for name, each in value.items() if each is not None and name != "extra"}
@@ -48,7 +48,7 @@ def as_given(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Groups of four episodes of two trained agents, with tools, metrics and group rewards."""
+    """A run of groups of four episodes with two trained agents, tools, metrics and group rewards."""
     path = tmp_path_factory.mktemp("crowd") / "run.db"
 
     async def play() -> None:
@@ -62,7 +62,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wandering(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Episodes with calls, calls that cannot be read, thoughts, and several segments."""
+    """A run of episodes with calls, unreadable calls, thoughts, and several segments."""
     path = tmp_path_factory.mktemp("wandering") / "run.db"
     anyio.run(play_wandering, path, "pythonic")
     return path
@@ -159,7 +159,7 @@ def test_columns_without_any_value_can_be_read(tmp_path: Path) -> None:
     assert exported(tmp_path / "empty.db").num_rows == 0
 
 
-# --- which are exported
+# --- filters
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Readers: lazy, by row, and of growing files."""
+"""Readers of run files: lazy reading, reading by row, and growing files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_iterating_loads_no_trajectory(path: Path, monkeypatch: pytest.MonkeyPat
         assert loaded == []
         trajectories = run_file.trajectories()
         next(trajectories)
-        assert loaded == ["one"]  # and the others not before they are asked for
+        assert loaded == ["one"]  # the others are not loaded before they are requested
 
 
 def test_pages_give_every_row_once_in_the_order_of_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_trajectory_is_found_by_row_id_and_agent(path: Path) -> None:
     main, user = played("a"), played("a", agent="user", trained=False)
     write(path, [user, main])
     with RunFile(path) as run_file:
-        assert_equal(run_file.trajectory("a-0-0"), main)  # the trained one
+        assert_equal(run_file.trajectory("a-0-0"), main)  # the trained agent
         assert_equal(run_file.trajectory("a-0-0", agent="user"), user)
         for row in run_file.rows(trained=None):
             assert run_file.trajectory(row).agent == row.agent
@@ -150,7 +150,7 @@ def test_groups_are_by_task_visit_and_agent(path: Path) -> None:
     assert groups == [
         ("a", 0, "main", [0, 1], True),
         ("a", 0, "rival", [0, 1], True),
-        ("b", 0, "main", [0, 1], False),  # one is to be played again
+        ("b", 0, "main", [0, 1], False),  # one episode is to be played again
         ("a", 1, "main", [0], False),
     ]
 
@@ -188,7 +188,7 @@ async def test_reader_of_a_growing_file_does_not_stop_the_writer(path: Path, mon
                 assert len(run_file) == number + 1
                 seen.append(next(rows).task_id)
             assert seen == [f"t{number}" for number in range(6)]
-    with RunFile(path) as run_file:  # closed beside a reader, it is whole
+    with RunFile(path) as run_file:  # closing it next to a reader leaves a complete file
         assert len(run_file) == 6
 
 

@@ -47,20 +47,20 @@ async def test_stored_returns_earlier_trajectories_in_commit_order(path: Path) -
 async def test_changed_configuration_is_refused_with_a_diff(path: Path) -> None:
     async with RunWriter(path, header(sampling={"temperature": 1.0}, seed=3)) as writer:
         await writer.commit_episode([played()])
-    before = path.read_bytes()  # noqa: ASYNC240  # a small file, and no other task waits
+    before = path.read_bytes()  # noqa: ASYNC240  # the file is small, and no other task waits
     with pytest.raises(ConfigurationChanged) as caught:
         await claims(path, sampling={"temperature": 0.0}, seed=3)
     assert "sampling.temperature: 1.0 -> 0.0" in str(caught.value)
     assert "seed" not in str(caught.value)
     assert str(path) in str(caught.value)
-    assert path.read_bytes() == before  # noqa: ASYNC240  # a small file, and no other task waits
+    assert path.read_bytes() == before  # noqa: ASYNC240  # the file is small, and no other task waits
 
 
 async def test_changed_versions_warn_and_sizes_are_free(path: Path) -> None:
     await claims(path, versions={"vllm": "0.31"}, concurrency={"episodes": 8})
     async with RunWriter(path, header(versions={"vllm": "0.32"}, concurrency={"episodes": 64})) as writer:
         assert writer.warnings == ('versions.vllm: "0.31" -> "0.32"',)
-        assert writer.header.versions == {"vllm": "0.31"}  # the header of the file is the one it was begun with
+        assert writer.header.versions == {"vllm": "0.31"}  # the file keeps the header with which it was begun
 
 
 async def test_resumed_run_uses_the_clock_of_the_file(path: Path) -> None:
@@ -145,7 +145,7 @@ async def test_finished_run_is_complete_and_a_playing_one_is_not(path: Path) -> 
         assert (run_file.complete, run_file.summary()["seconds"]) == (True, 7.5)
     await claims(path, played("a").task)
     with RunFile(path) as run_file:
-        assert run_file.complete  # nothing came to it
+        assert run_file.complete  # nothing was added
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played("b")])
         with RunFile(path) as run_file:

@@ -1,4 +1,4 @@
-"""Trajectories come back from a file unchanged."""
+"""Trajectories return unchanged from a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
 from tests import sweeps
 from tests.store.building import assert_equal, header, plain, played
 
-# Half surrogate pairs, NUL and control characters are all among it: tools return what they like.
+# Half surrogate pairs, NUL and control characters are included, since tools may return any text.
 texts = st.text(st.characters(), max_size=20)
 names = st.text(min_size=1, max_size=8)
 seconds = st.floats(0, 1e6)
@@ -191,7 +191,7 @@ def test_arrays_are_little_endian_on_every_machine() -> None:
 def test_sources_are_runs() -> None:
     assert list(source_spans(array("b", [0, 0, 2, 2, 2, 1, 2]))) == [(0, 2), (2, 3), (1, 1), (2, 1)]
     assert list(source_spans(array("b"))) == []
-    assert list(source_spans(array("b", [10, 10]))) == [(10, 2)]  # a newline to a regular expression
+    assert list(source_spans(array("b", [10, 10]))) == [(10, 2)]  # a regular expression would read 10 as a newline
 
 
 class Level(enum.Enum):

@@ -1,4 +1,4 @@
-"""The choice of a run file: a new one, or one to resume."""
+"""The choice of a run file: a new file, or a file to resume."""
 
 from __future__ import annotations
 

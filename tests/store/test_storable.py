@@ -1,4 +1,4 @@
-"""Values that a run file returns unchanged, and refusals of others by place, type and fix."""
+"""Values that a run file returns unchanged, and refusals of others with place, type and fix."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_fix_makes_a_value_that_is_kept(value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-# Each has an encoder of its own.
+# Each value has an encoder of its own.
 @pytest.mark.parametrize("beside", [0, math.nan, 2**70], ids=["plain", "nan", "large"])
 def test_value_that_is_kept_comes_back_equal(name: str, beside: Any) -> None:
     given = {"key": KEPT[name], "list": [KEPT[name]], "beside": beside}
@@ -203,7 +203,7 @@ def test_depth_is_kept_to_a_limit(depth: int) -> None:
 
 
 def drawn(dice: random.Random, depth: int = 0) -> Any:
-    """A value of everything that an author might put together."""
+    """A value with everything that an author might combine."""
     refused = [value for value, _, _ in REFUSED.values() if not isinstance(value, types.GeneratorType)]
     leaves = [*KEPT.values(), *refused]
     kind = dice.randrange(5) if depth < 4 else 0

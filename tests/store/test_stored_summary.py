@@ -1,4 +1,4 @@
-"""The summary of a run file follows its rows, also after killed processes."""
+"""The summary of a run file equals the summary of its rows, also after killed processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_THE_LAUNCH = ("seconds", "tokens_per_second", "retried", "stale", "flat", "fa
 
 
 def assert_alike(summary: dict[str, Any], expected: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
-    """Compare two summaries; the seconds of turns, which are sums in another order, but for their last digits."""
+    """Compare two summaries. Seconds of turns may differ in the last digits, since the order of the sum differs."""
     summary, expected = (
         {key: value for key, value in one.items() if key not in without} for one in (summary, expected)
     )
@@ -79,8 +79,8 @@ async def test_cancelled_episodes_complete_no_group(tmp_path: Path) -> None:
 
 
 async def cancelled_at(run: Run, count: int) -> None:
-    """Cancel a run once so many of its episodes wait."""
-    while sum(attempt.turns_taken for attempt in run.in_flight) < count:  # noqa: ASYNC110  # of the run's own tasks
+    """Cancel a run once this many of its episodes wait."""
+    while sum(attempt.turns_taken for attempt in run.in_flight) < count:  # noqa: ASYNC110  # the run sets no event
         await anyio.sleep(0.01)
     run.cancel()
 
@@ -124,11 +124,11 @@ def stored_summary(file: Path) -> Any:
         return connection.execute("SELECT summary FROM run").fetchone()
 
 
-# --- launches that are killed
+# --- killed launches
 
 
 def expected_of(file: Path) -> dict[str, Any]:
-    """The summary of the rows, computed from whole trajectories in another way."""
+    """Return the summary of the rows, computed in another way, from whole trajectories."""
     with RunFile(file) as run_file:
         rows = list(run_file.rows(trained=None))
         trajectories = [run_file.trajectory(row) for row in rows]
@@ -179,7 +179,7 @@ def start(file: Path) -> subprocess.Popen[bytes]:
 
 
 def after(process: subprocess.Popen[bytes], lines: int, sent: signal.Signals) -> int:
-    """Send a signal once it has announced so many trajectories, and wait for its end."""
+    """Send a signal after this many announced trajectories, and wait for the end of the process."""
     assert process.stdout is not None
     for _ in range(lines):
         process.stdout.readline()
@@ -194,7 +194,7 @@ def after(process: subprocess.Popen[bytes], lines: int, sent: signal.Signals) ->
 def test_summary_follows_the_rows_after_kills_at_random(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     file = tmp_path / "run.db"
-    # The first launch ends by itself, with a summary that later launches must replace.
+    # The first launch ends normally, with a summary that later launches must replace.
     anyio.run(until_some_are_there, file)
     early = check(file)
     assert early["seconds"] is not None
@@ -203,7 +203,7 @@ def test_summary_follows_the_rows_after_kills_at_random(tmp_path: Path, seed: in
         ends.append(after(start(file), dice.randrange(1, 16), signal.SIGKILL))
         summary = check(file)
         assert summary["episodes"] >= early["episodes"]
-    if summary["episodes"] > early["episodes"] and set(ends) == {-signal.SIGKILL}:  # none had played everything before
+    if summary["episodes"] > early["episodes"] and set(ends) == {-signal.SIGKILL}:  # no launch finished before the kill
         assert (summary["seconds"], stored_summary(file)) == (None, (None,))
     process = start(file)
     process.communicate(timeout=120)
@@ -351,7 +351,7 @@ async def test_summary_leaves_out_rewards_of_a_reopened_group(tmp_path: Path) ->
     assert_alike(summary_of(file), first)
     assert (first["rewards"]["share"]["count"], first["pass_at"]["1"]) == (5, pytest.approx(5 / 6))
     broken = False
-    # Once the file is opened, the failed episode is superseded, and its group must be scored again.
+    # Opening the file supersedes the failed episode, so its group must be scored again.
     async with Run(Compared, ScriptedEngine("Yes"), file=file, breaker=1, group_size=3, retry_failed=True) as run:
         run.cancel()
     summary = summary_of(file)
@@ -383,7 +383,7 @@ async def test_summary_of_a_task_that_comes_again_has_one_task(tmp_path: Path) -
 
 
 async def test_summary_of_a_stale_row_of_the_run_is_not_believed(tmp_path: Path) -> None:
-    # As a launch of an earlier version left it, which forgot it only where the run was complete.
+    # The state after a launch of an earlier version, which deleted the summary only if the run was complete.
     file = tmp_path / "run.db"
     await played(Plain, ScriptedEngine("Yes"), file, tasks=tasks(5))
     with closing(sqlite3.connect(file)) as connection:
@@ -415,7 +415,7 @@ async def test_summary_of_a_playing_run_counts_committed_episodes(tmp_path: Path
         async for _ in run:
             summary = summary_of(file)
             counts.append(summary["episodes"])
-            # The run may end, and store its seconds, while the last trajectories wait for their reader.
+            # The run may end, and store its seconds, while the last trajectories are still unread.
             assert summary["seconds"] is None or summary["episodes"] == 5
     assert counts[-1] == 5
     assert all(math.isfinite(count) and count >= number for number, count in enumerate(counts, 1))

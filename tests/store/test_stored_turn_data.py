@@ -1,4 +1,4 @@
-"""Top log-probabilities and side data in a run file: read back exactly, only on use, and exported."""
+"""Top log-probabilities and side data in a run file: read back exactly, loaded only on use, and exported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INFINITE = float("inf")
 
 
 def asked(*counts: int) -> Trajectory:
-    """An episode whose turns asked for so many of the likeliest ids, each of its 4 ids."""
+    """Return an episode whose turns requested this number of likeliest ids for each of their 4 ids."""
     trajectory = played("asked", turns=len(counts))
     for turn, count in zip(trajectory.turns, counts, strict=True):
         turn.sampling = Sampling(logprobs=count, logit_bias={7: 0.5}, bad_words=("moon",)).over(Sampling.defaults())
@@ -60,7 +60,7 @@ def test_top_logprobs_come_back_unchanged(path: Path) -> None:
         assert after.top_ids.shape == before.top_ids.shape
         assert after.top_ids.tobytes() == before.top_ids.tobytes()
         assert after.top_logprobs.tobytes() == before.top_logprobs.tobytes()
-        assert after.sampling == before.sampling  # whose biases have ids for keys again
+        assert after.sampling == before.sampling  # its biases again have integer keys
     assert read(path).segments[0].log.top_logprobs == written.segments[0].log.top_logprobs
 
 
@@ -77,7 +77,7 @@ def test_top_logprobs_are_read_on_first_use(path: Path, monkeypatch: pytest.Monk
     assert opened == []
     for turn in trajectory.turns:
         assert turn.top_ids.shape[0] == 4
-    assert opened == [path]  # once for all turns of the segment
+    assert opened == [path]  # opened once for all turns of the segment
 
 
 def test_run_file_deleted_after_the_read_is_named(path: Path) -> None:
@@ -125,7 +125,7 @@ def test_parquet_has_a_list_for_each_id(path: Path, tmp_path: Path) -> None:
     assert ids[:8] == [None] * 8
     assert ids[8:12] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert logprobs[11] == [-3.5, -INFINITE]
-    assert ids[12:32] == [None] * 20  # the second turn is among them
+    assert ids[12:32] == [None] * 20  # the second turn lies in this range
     assert [len(each) for each in ids[32:]] == [3] * 4
 
 
@@ -167,7 +167,7 @@ async def test_recorded_run_replays_its_top_logprobs(tmp_path: Path) -> None:
 
 
 def with_side_data() -> Trajectory:
-    """An episode of three turns of 4 ids: the first has both, the second none, the third only masks."""
+    """Return an episode of three turns of 4 ids: the first has both kinds, the second none, the third only masks."""
     trajectory = played("side", turns=3)
     first, _, third = trajectory.turns
     rows = [[token_id, token_id + 1][: 1 + place % 2] for place, token_id in enumerate(first.token_ids)]

@@ -35,7 +35,7 @@ def thread_of(writer: RunWriter) -> CommitThread:
 
 
 class Held:
-    """Keeps the writer's thread from writing, as a slow disk would, by holding SQLite's own write lock."""
+    """Stops the writer's thread from writing, like a slow disk, by holding SQLite's own write lock."""
 
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, isolation_level=None)
@@ -81,7 +81,7 @@ async def test_commits_that_wait_go_together_and_wake_the_loop_once(path: Path) 
                 for index in range(100):
                     group.start_soon(writer.commit_episode, [played(index=index)])
                 await anyio.wait_all_tasks_blocked()
-        # The first went alone, since nothing else was there when it came; or with those that were.
+        # The first commit was alone, since the queue was empty when it arrived, or together with the others.
         assert 1 <= thread_of(writer).transactions <= 2
         assert thread_of(writer).wake_ups == thread_of(writer).transactions
     with RunFile(path) as run_file:
@@ -315,7 +315,7 @@ async def test_flush_commits_while_the_event_loop_is_blocked(path: Path) -> None
         await anyio.wait_all_tasks_blocked()
         flushing = threading.Thread(target=writer.flush)
         flushing.start()
-        flushing.join()  # the loop is blocked here
+        flushing.join()  # the event loop is blocked here
         with RunFile(path) as run_file:
             assert len(run_file) == 10
 
