@@ -1,4 +1,4 @@
-"""LoRA adapters without a model: refusals before vLLM gets an adapter, and the removal of old ones."""
+"""LoRA adapters without a model: refusals before vLLM gets an adapter, and the removal of earlier ones."""
 
 from __future__ import annotations
 

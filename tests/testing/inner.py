@@ -1,4 +1,4 @@
-"""Test files of an author, run by a pytest of their own."""
+"""Test files of an author, run by a nested pytest."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import runner.testing.engine_pool
 import runner.testing.failure_report
 import runner.testing.playing
 
-# Here, since modules that are first imported in an inner run are forgotten after it, and would be loaded again.
+# Imported here, since modules that an inner run imports first are dropped after it, and would be loaded again.
 import runner.testing.recordings
-import runner.testing.strategies  # noqa: F401  # all of them are used in inner runs only
+import runner.testing.strategies  # noqa: F401  # used only in inner runs
 from tests.repository import ROOT
 
 __all__ = ["CALCULATOR", "PLAIN", "run", "run_apart"]
@@ -36,7 +36,7 @@ class Calculator(Environment):
 '''
 
 PLAIN = ("-pno:asyncio", "-pno:cacheprovider", "-pno:faulthandler")
-"""Options of every pytest inside this process: its handler of crashes would leave ours writing to what is captured."""
+"""Options of every pytest inside this process. Its fault handler would otherwise write into the captured output."""
 
 HEAD = """
 import pytest
@@ -51,13 +51,13 @@ def written(pytester: pytest.Pytester, test: str, **files: str) -> None:
 
 
 def run(pytester: pytest.Pytester, test: str, *options: str, **files: str) -> pytest.RunResult:
-    """The outcome of a test file, by a pytest inside this process."""
+    """Run a test file by a pytest inside this process, and return its outcome."""
     written(pytester, test, **files)
     return pytester.runpytest_inprocess(*PLAIN, *options)
 
 
 def run_apart(pytester: pytest.Pytester, test: str, *options: str, **files: str) -> pytest.RunResult:
-    """The same, by a pytest in a process of its own."""
+    """Run a test file by a pytest in another process, and return its outcome."""
     written(pytester, test, **files)
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     return pytester.run(

@@ -1,4 +1,4 @@
-"""The assertion of exactness finds what it is there to find."""
+"""The assertion of exactness finds each fault that it is meant to find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancelling at every suspension point: all of them, each once, and each finding names its place."""
+"""Cancellation at every suspension point: each point is cancelled once, and each finding names its place."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ async def test_every_suspension_point_is_cancelled_once_in_order() -> None:
             reached[-1] = step
 
     assert await cancel_everywhere(scenario) >= 5
-    # Cancelled at the n-th point, n - 1 steps were done; the last run is undisturbed.
+    # Before a cancellation at the n-th point, n - 1 steps were done. The last run is not cancelled.
     assert sorted(set(reached)) == list(range(6))
     assert reached == sorted(reached)
 
@@ -105,7 +105,7 @@ async def test_a_missing_cleanup_is_found_at_the_point_where_it_matters() -> Non
         nonlocal taken
         await checkpoint()
         taken += 1
-        await checkpoint()  # cancelled here, it is never given back
+        await checkpoint()  # if it is cancelled here, it is never released
         taken -= 1
 
     def check() -> None:
@@ -180,7 +180,7 @@ async def test_repeated_swallower_is_named_and_abandoned(
     said = rf"{scenario.__name__} \(.*test_cancellation_points\.py:\d+\) swallowed the cancellation 1000 times"
     with anyio.fail_after(60), pytest.raises(AssertionError, match=said):
         await cancel_everywhere(scenario)
-    # Python would complain of one that cannot be closed, so it is kept; here it can be.
+    # Python would warn about a generator that cannot be closed, so the test keeps it, and closes it here.
     monkeypatch.setattr(sys.modules[__name__], "OVER", [True])
     while cancellation_points._ABANDONED:
         cancellation_points._ABANDONED.pop().close()

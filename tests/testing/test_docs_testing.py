@@ -8,7 +8,7 @@ import re
 import pytest
 
 from runner import pytest_plugin
-from runner.testing import QueuedEngine, strategies  # noqa: F401  # the latter is used in inner runs
+from runner.testing import QueuedEngine, strategies  # noqa: F401  # `strategies` is used in inner runs
 from tests.repository import DOCS
 from tests.testing.inner import PLAIN
 

@@ -1,4 +1,4 @@
-"""The contract as an author of an engine uses it: who keeps it passes, and who breaks a promise does not."""
+"""The contract as an engine's author uses it: an engine that keeps it passes, and one that breaks a promise fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines.contract import TEXT
 
 
 class TestScripted(EngineContract):
-    """An author's engine that takes what a trainer asks."""
+    """An author's engine with the methods that a trainer calls."""
 
     backend = "trio"
 
@@ -55,7 +55,7 @@ class Changed(WrappedEngine):
 def forgets_what_was_drained(stream: Any) -> None:
     leave = stream.__class__.__aexit__
 
-    class Forgetful(stream.__class__):  # type: ignore[misc]  # of whatever kind it is
+    class Forgetful(stream.__class__):  # type: ignore[misc]  # a stream of any class
         async def __aexit__(self, *raised: Any) -> None:
             await leave(self, *raised)
             self.rest: list[Delta] = []
@@ -64,7 +64,7 @@ def forgets_what_was_drained(stream: Any) -> None:
 
 
 def never_leaves(stream: Any) -> None:
-    class Stuck(stream.__class__):  # type: ignore[misc]  # of whatever kind it is
+    class Stuck(stream.__class__):  # type: ignore[misc]  # a stream of any class
         async def __aexit__(self, *raised: Any) -> None:
             self.finish = None
 
@@ -74,7 +74,7 @@ def never_leaves(stream: Any) -> None:
 def says_no_probabilities(stream: Any) -> None:
     read = stream.__class__.__anext__
 
-    class Silent(stream.__class__):  # type: ignore[misc]  # of whatever kind it is
+    class Silent(stream.__class__):  # type: ignore[misc]  # a stream of any class
         async def __anext__(self) -> Delta:
             delta: Delta = await read(self)
             return replace(delta, logprobs=None)
@@ -83,7 +83,7 @@ def says_no_probabilities(stream: Any) -> None:
 
 
 class Miscounting(WrappedEngine):
-    """An engine that says of every request that it is over."""
+    """An engine that returns a finish for every request at once."""
 
     def stats(self) -> EngineStats:
         return replace(super().stats(), sampled_tokens=0)
@@ -128,4 +128,4 @@ def test_a_promise_that_is_broken_fails_by_its_name(breaks: Callable[[Engine], E
 
 def test_contract_class_without_an_engine_fixture_says_what_to_add() -> None:
     with pytest.raises(NotImplementedError, match="needs a fixture `engine` that returns your engine"):
-        EngineContract.engine.__wrapped__(EngineContract())  # type: ignore[attr-defined]  # pytest's own
+        EngineContract.engine.__wrapped__(EngineContract())  # type: ignore[attr-defined]  # pytest sets this attribute

@@ -1,4 +1,4 @@
-"""Real engines in tests: one alive at a time, kept for the next test, at home on a loop of their own."""
+"""Real engines in tests: one alive at a time, reused by the next test, on an event loop of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 pytest_plugins = ["pytester"]
 
-# Stands for the model in tests of what surrounds it.
+# A stand-in for the model, for tests of the code around it.
 STAND_IN = """
 import pytest
 import runner.testing.engine_pool as home
@@ -164,7 +164,7 @@ TWO_WORKERS = ("-p", "xdist", "-p", "runner.pytest_plugin", "--runner-engine", "
 
 @pytest.fixture
 def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes import no plugins of others, which take more than half of their time."""
+    """Let the three processes import no plugins of others, which take more than half of their time."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 

@@ -1,4 +1,4 @@
-"""Forced ids without a model: which turn gets which, what is refused and in what words."""
+"""Forced ids without a model: the turn that gets each list of ids, and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.testing.forcing import ForcedEngine
 
 pytestmark = pytest.mark.anyio
 
-STOP_ID = 257  # <|im_end|> of the scripted engine's vocabulary
+STOP_ID = 257  # <|im_end|> in the scripted engine's vocabulary
 
 
 def test_the_kit_loads_no_engine() -> None:
@@ -29,7 +29,7 @@ def test_the_kit_loads_no_engine() -> None:
 
 
 class Talk(Environment):
-    """Two turns of the main agent with one of a judge between."""
+    """Environment with two turns of the main agent, and one turn of a judge between them."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=name, prompt=f"Question {name}?") for name in ("a", "b")]
@@ -160,7 +160,7 @@ async def sampled(engine: ForcedEngine, wanted: GenerationRequest) -> tuple[list
 )
 async def test_a_turn_ends_by_its_own_stop_or_is_cut(ids: list[int], kept: list[int], reason: FinishReason) -> None:
     engine = ScriptedEngine("free")
-    # The scripted engine knows only the stops of a request, not those of its sampling.
+    # The scripted engine uses only the stops of a request, not the stops of its sampling.
     wanted = replace(request(), stop_ids=(STOP_ID, 99))
     assert await sampled(force(engine, [ids]), wanted) == (kept, reason)
 
@@ -207,7 +207,7 @@ async def test_a_refusal_is_the_episodes_error_and_is_not_tried_again() -> None:
 
 
 class Deaf(ScriptedEngine):
-    """Samples what it likes and ignores the forced ids."""
+    """Engine that ignores the forced ids."""
 
     def stream(self, request: GenerationRequest) -> Any:
         return super().stream(replace(request, extra={}))

@@ -1,6 +1,7 @@
-"""Exactness on the real engine: awkward generations in whole episodes, against what vLLM got and Hugging Face computes.
+"""Exactness on the real engine: awkward turns in whole episodes, compared with vLLM's prompts and Hugging Face's
+results.
 
-The engine computes in float32, so that log-probabilities can be compared; it is the one of docs/forced-ids.md.
+The engine computes in float32, so that log-probabilities can be compared. It is the engine of docs/forced-ids.md.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ exec(compile(EXAMPLE, str(PAGE), "exec"), NAMES)
 
 
 class OfSmallModel(VllmEngine):
-    """The engine of the page, with the small model: nothing here is about what a model says by itself."""
+    """The engine of the page, with the small model: no test here needs text that the model chooses."""
 
     folder: Path
 
@@ -66,12 +67,12 @@ def model_of_the_page(small_model_folder: Path) -> None:
     OfSmallModel.folder = small_model_folder
 
 
-anyio_backend, forcible = NAMES["anyio_backend"], NAMES["forcible"]  # the page's own fixtures
+anyio_backend, forcible = NAMES["anyio_backend"], NAMES["forcible"]  # fixtures of the page
 bytewise: Callable[[VllmEngine, str], list[int]] = NAMES["bytewise"]
 
 START, STOP, END_OF_TEXT = 1, 2, 0
 SMILE = "\N{SLIGHTLY SMILING FACE}"
-TOLERANCE_NATS = 1e-3  # the two implementations were seen to differ by 4e-5
+TOLERANCE_NATS = 1e-3  # the two implementations were measured to differ by 4e-5
 
 Teacher = Callable[[Sequence[int]], list[float]]
 
@@ -84,38 +85,38 @@ async def test_the_example_of_the_page_passes(forcible: VllmEngine) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """One turn as it is forced, and what becomes of it."""
+    """One turn as it is forced, and its expected result."""
 
     ids: list[int]
     """The sampled ids."""
     cut: bool = False
-    """True if it ends by its length."""
+    """True if it ends at its length limit."""
     answered: bool = True
-    """True if the environment adds something; else the next turn continues it."""
+    """True if the environment adds a message; otherwise the next turn continues this one."""
     called: tuple[str, ...] = ()
-    """The names of the calls that are read in it."""
+    """The names of the calls that are read in the turn."""
     owed: str = "\n"
     """The rest of the turn's close, which the template writes."""
 
 
 def awkward(engine: VllmEngine) -> list[Said]:
-    """Turns that no tokenizer would write, or no template would write back."""
+    """Return turns with ids that no tokenizer would produce, or that no template would write back."""
     encode, smile = engine.tokenizer.encode, bytewise(engine, SMILE)
     accent = bytewise(engine, "\N{LATIN SMALL LETTER E WITH ACUTE}")[0]
     return [
-        # Each byte an id of its own.
+        # Each byte is an id of its own.
         Said([*bytewise(engine, "[add(a=17, b=25)]"), STOP], called=("add",)),
-        # Canonical ids of a text that the template writes in another way.
+        # Canonical ids of a text that the template writes differently.
         Said([*encode(r"""[ note( text = 'it\'s\t\u00e9 "q" \\',weight = 1e-7 ,) ]"""), STOP], called=("note",)),
         Said(
             [*encode("Let me see.\n\n"), *bytewise(engine, "[add(a=1,b=2),add( b=4, a=3)]"), STOP], called=("add",) * 2
         ),
         # Control text in ordinary characters, and control ids that end nothing.
         Said([*bytewise(engine, "<|im_end|>\n<|im_start|>user\nNo. "), START, END_OF_TEXT, STOP]),
-        # A character over the end of a turn that was cut, and half a character before the stop.
+        # A character that is divided by the cut end of a turn, and half a character before the stop.
         Said([*encode("So be it "), *smile[:2]], cut=True, answered=False),
         Said([*smile[2:], *bytewise(engine, " or not "), accent, STOP]),
-        # A call that is never closed, and one that was cut just before it would have been.
+        # A call that is never closed, and a call that was cut just before its close.
         Said([*encode("[add(a=1, b="), STOP], called=("add",)),
         Said(encode("[add(a=1, b=2)"), cut=True, called=("add",), owed="<|im_end|>\n"),
         Said([*encode("Done.\n\n"), STOP], answered=False),
@@ -123,7 +124,7 @@ def awkward(engine: VllmEngine) -> list[Said]:
 
 
 class Notebook(Environment):
-    """Generates the given turns in order; the tools are real."""
+    """Environment that generates the given turns in order, with real tools."""
 
     def __init__(self, turns: Sequence[Said]) -> None:
         self.said = turns
@@ -160,7 +161,7 @@ class Notebook(Environment):
 
 @contextmanager
 def watched(engine: VllmEngine) -> Iterator[list[list[int]]]:
-    """The prompt ids of each request as they reach vLLM."""
+    """Record the prompt ids of each request that reaches vLLM."""
     prompts: list[list[int]] = []
     add_request = engine.vllm.llm.add_request
 
@@ -185,7 +186,7 @@ async def play(engine: Engine, said: Sequence[Said], *, stop_ids: tuple[int, ...
 
 
 def added(messages: Sequence[Message]) -> Iterator[str]:
-    """ChatML's text of each run of messages that was put before the model, the first run left out."""
+    """Return ChatML's text of each run of messages that was added to the prompt, without the first run."""
     runs = [
         list(run) for spoken, run in groupby(messages, lambda message: message["role"] == "assistant") if not spoken
     ]
@@ -197,7 +198,9 @@ def added(messages: Sequence[Message]) -> Iterator[str]:
 def assert_sent(
     engine: VllmEngine, trajectory: Trajectory, said: Sequence[Said], sent: Sequence[Sequence[int]]
 ) -> None:
-    """Every prompt that vLLM got is the one before it, what was forced on it and what the template writes between."""
+    """Assert that every prompt at vLLM is the earlier prompt, its forced ids, and the template's text between the
+    turns.
+    """
     block = engine.describe()["chosen"]["block_size"]
     assert len(trajectory.segments) == 1
     assert len(sent) == len(trajectory.turns) == len(said)
@@ -211,7 +214,7 @@ def assert_sent(
         history, before = [*sent[n - 1], *said[n - 1].ids], said[n - 1]
         bridge = engine.tokenizer.encode(before.owed + next(between)) if before.answered else []
         assert prompt == [*history, *bridge]
-        # Evidence from the engine itself: it found every full block of what came before in its cache.
+        # The engine's own counter is evidence: the cache had every full block of the ids before this turn.
         assert turn.cached_tokens == (len(history) - 1) // block * block
         if bridge:
             assert turn.junction is not None
@@ -221,7 +224,7 @@ def assert_sent(
 
 @dataclass(frozen=True)
 class WatchedEpisode:
-    """An episode, and the prompts that reached vLLM for it."""
+    """An episode, and the prompts that vLLM received for it."""
 
     trajectory: Trajectory
     sent: list[list[int]]
@@ -229,7 +232,7 @@ class WatchedEpisode:
 
 @pytest.fixture(scope="module")
 async def awkward_episode(forcible: VllmEngine) -> WatchedEpisode:
-    """The awkward turns, played once for all tests that look at them."""
+    """The awkward turns, played once for all tests that read them."""
     with watched(forcible) as sent:
         return WatchedEpisode(await play(forcible, awkward(forcible)), sent)
 
@@ -251,7 +254,7 @@ async def test_awkward_turns_reach_the_engine_unchanged(forcible: VllmEngine, aw
     ]
     assert turns[3].text == "<|im_end|>\n<|im_start|>user\nNo. <|im_start|><|endoftext|>"
     assert (turns[4].text, turns[5].text) == ("So be it \N{REPLACEMENT CHARACTER}", f"So be it {SMILE} or not \ufffd")
-    # A cut turn is closed for the model, not by it; the others closed themselves.
+    # The runner closes a cut turn with masked ids. The other turns sampled their close.
     closes = [turn.junction and turn.junction.close for turn in turns]
     assert closes == [None, *[Close.SAMPLED] * 4, None, Close.SAMPLED, Close.SAMPLED, Close.MASKED]
 
@@ -266,7 +269,7 @@ async def test_text_after_the_close_stays_and_is_not_repeated(
         Said([*encode("It is not."), STOP, *newline], cut=True, owed=""),
         Said([*encode("Bye."), STOP, END_OF_TEXT], answered=False),
     ]
-    # As a model whose turns end with <|endoftext|> and that was taught to write its template's close before it.
+    # As for a model whose turns end with <|endoftext|>, and which was trained to write its template's close before it.
     with watched(forcible) as sent:
         trajectory = await play(forcible, said, stop_ids=(END_OF_TEXT,))
     assert_sent(forcible, trajectory, said, sent)
@@ -274,7 +277,7 @@ async def test_text_after_the_close_stays_and_is_not_repeated(
 
 @pytest.fixture(scope="module")
 def teacher(hugging_face_model: Any) -> Teacher:
-    """Hugging Face's log-probability of each id after the ones before it, in float32; NaN for the first."""
+    """Return a function for Hugging Face's log-probability of each id in float32, with NaN for the first id."""
     import torch
 
     def logprobs(ids: Sequence[int]) -> list[float]:
@@ -288,16 +291,16 @@ def teacher(hugging_face_model: Any) -> Teacher:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Differences of a sequence from the one that was sampled on."""
+    """Differences of a sequence from the sampled sequence."""
 
     unaligned: int
-    """The number of sampled ids that it does not have."""
+    """The number of sampled ids that the sequence lacks."""
     largest: float
-    """The largest difference of the log-probability of a sampled id that it has, in nats."""
+    """The largest difference in nats between log-probabilities of a sampled id that the sequence has."""
 
 
 def deviation(trajectory: Trajectory, ids: Sequence[int], teacher: Teacher) -> Deviation:
-    """Compare the stored log-probabilities with the teacher's on `ids`, aligned by their longest common blocks."""
+    """Compare the stored log-probabilities with the teacher's on `ids`, aligned by the longest common blocks."""
     log = trajectory.segments[0].log
     expected = teacher(ids)
     blocks = SequenceMatcher(None, list(log.ids), list(ids), autojunk=False).get_matching_blocks()
@@ -308,7 +311,7 @@ def deviation(trajectory: Trajectory, ids: Sequence[int], teacher: Teacher) -> D
 
 
 def rendered(engine: VllmEngine, messages: Sequence[Message], tools: Sequence[Any]) -> array[int]:
-    """Ids of the messages rendered and encoded again, which a run must never do."""
+    """Return the ids of the messages after rendering and encoding them again, which a run must never do."""
     text = engine.template.renderer().render(messages, tools=tools, generation_prompt=False)
     return array("i", engine.tokenizer.encode(text))
 
@@ -346,7 +349,7 @@ async def test_even_a_single_split_token_is_seen_in_the_log_probabilities(
 
 
 def request(name: str, length: int, forced: Sequence[int] | None = None) -> GenerationRequest:
-    """A greedy request with a prompt of its own; without stop ids, so that it has `length` ids."""
+    """Return a greedy request with a prompt of its own, and without stop ids, so that it has `length` ids."""
     sampling = replace(Sampling.defaults(), max_tokens=length, temperature=0.0)
     prompt = [4000 + ord(name[0]) + index for index in range(24)]
     extra = {} if forced is None else {"force": list(forced)}
@@ -356,7 +359,7 @@ def request(name: str, length: int, forced: Sequence[int] | None = None) -> Gene
 async def sampled(
     engine: Engine, wanted: GenerationRequest, opened: list[int] | None = None
 ) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of a request; `opened` gets how many were open whenever one of its deltas came."""
+    """Return the ids and log-probabilities of a request. `opened` gets the number of open requests at each delta."""
     ids: list[int] = []
     logprobs: list[float] = []
     async with engine.stream(wanted) as stream:
@@ -371,7 +374,7 @@ async def sampled(
 async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: VllmEngine, teacher: Teacher) -> None:
     free = [request(name, 16) for name in ("free", "other")]
     alone = [await sampled(forcible, wanted) for wanted in free]
-    # Those that end first make places in the batch that others move to.
+    # Requests that end early free places in the batch, into which others move.
     forced = [request(f"{number}", 9 + 2 * number, range(600, 609 + 2 * number)) for number in range(4)]
     partly = request("partly", 12, [700, 701, 702])
     mixed = [forced[0], free[0], forced[1], forced[2], free[1], partly, forced[3]]
@@ -385,7 +388,7 @@ async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: V
     async with anyio.create_task_group() as group:
         for wanted in mixed:
             group.start_soon(keep, wanted)
-    assert max(opened) == len(mixed)  # by the scheduler's own count
+    assert max(opened) == len(mixed)  # the scheduler's own count
 
     for wanted, (ids, logprobs) in zip(free, alone, strict=True):
         assert together[wanted.name][0] == ids
@@ -396,7 +399,7 @@ async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: V
         assert logprobs == pytest.approx(teacher([*wanted.prompt, *ids])[len(wanted.prompt) :], abs=TOLERANCE_NATS)
     ids, _ = together["partly"]
     assert ids[:3] == [700, 701, 702]
-    # Past its end the model is free: its likeliest id each time.
+    # After the forced ids the model is free, and samples its likeliest id each time.
     prefix = replace(request("partly", 9), prompt=[*partly.prompt, 700, 701, 702])
     assert (await sampled(forcible, prefix))[0] == ids[3:]
 

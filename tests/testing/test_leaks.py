@@ -68,7 +68,7 @@ def test_an_open_file_is_named(tmp_path: Path) -> None:
 
 
 def started(*command: str) -> subprocess.Popen[bytes]:
-    """A process that has its command line, which it gets a moment after it was started."""
+    """Start a process, and wait until it has its command line, which the system sets a moment after the start."""
     process = subprocess.Popen(command)
     while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""A wrong argument leads to one message that names the right one, and shows nothing of the kit's inside."""
+"""A wrong argument leads to one message that names the right one, without a traceback through the kit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes planted in an environment, or in what the runner hands it: the kit finds each and says which one it is."""
+"""Mistakes planted in an environment, or in the runner's calls to it: the kit finds and names each of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAYS: Any = [[call("add", a=1, b=2), call("add", a=3, b=4)], "It is 3 and 7", "Y
 
 
 class Adds(Environment):
-    """The common part of all of them, without a mistake."""
+    """The environment on which all mistakes are based, without a mistake."""
 
     def __init__(self) -> None:
         self.sums: list[int] = []
@@ -107,7 +107,7 @@ def test_without_a_mistake_nothing_is_found_by_what_plays_it_often() -> None:
     assert found(Adds) == found(Adds, fatal=False) == ""
 
 
-# --- in what the runner does
+# --- in the runner
 
 
 def test_a_mask_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,8 @@ def test_prompt_rendered_again_raises_with_both_prompts(monkeypatch: pytest.Monk
     def rendered_again(*arguments: Any, **options: Any) -> Any:
         made = request(*arguments, **options)
         prompt = made.generation.prompt
-        prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(prompt)))  # type: ignore[index]  # the mistake
+        # the mistake
+        prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(prompt)))  # type: ignore[index]
         return made
 
     monkeypatch.setattr(turns, "_request", rendered_again)
@@ -215,7 +216,7 @@ def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.Monkey
         play(Adds, SAYS)
 
 
-# --- in an environment: the text that the model reads
+# --- in an environment: the model's prompt
 
 
 def test_a_tool_result_that_is_dropped() -> None:
@@ -238,14 +239,14 @@ def test_a_call_that_is_answered_twice() -> None:
         play(Repeats, SAYS)
 
 
-# --- in an environment: what episodes share, and chance
+# --- in an environment: shared state and randomness
 
 
 def test_state_that_leaks_from_one_episode_to_the_next() -> None:
     class Remembers(Adds):
         seen: list[str] = []  # noqa: RUF012  # the mistake
 
-        async def setup(self) -> None:  # on the event loop, so that one of them is the first
+        async def setup(self) -> None:  # on the event loop, so that the order is fixed
             self.is_new = not self.seen
             self.seen.append(self.task.id)
 
@@ -270,7 +271,7 @@ def test_random_numbers_without_a_seed() -> None:
     )
 
 
-# --- in an environment: the event loop, cancellation, what is left open
+# --- in an environment: the event loop, cancellation, and open resources
 
 
 class Blocks(Adds):
@@ -318,7 +319,7 @@ def test_a_rollout_that_swallows_its_cancellation() -> None:
         play_cancelled(Retries, SAYS)
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # from plays of `check` that do not look for leaks
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # raised in plays of `check` that do not look for leaks
 def test_a_file_that_only_the_garbage_collector_closes() -> None:
     class Reads(Adds):
         @tool

@@ -1,4 +1,4 @@
-"""play_cancelled finds leftovers of an environment that is cancelled, and names the place of the cancellation."""
+"""play_cancelled finds what a cancelled environment leaves open, and names the place of the cancellation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class Opens(Environment):
-    """Opens something in setup() that close() closes, which is too late for a cut in between."""
+    """Environment in which close() closes what setup() opened, which is too late for a cancellation between them."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -46,7 +46,7 @@ class Opens(Environment):
 
 
 class Closes(Opens):
-    """The same, closed by the exit stack, which is unwound however far setup() came."""
+    """The same environment with the exit stack, which is unwound after a part of setup() too."""
 
     async def setup(self) -> None:
         self.episode.exit_stack.push_async_callback(self.shut)

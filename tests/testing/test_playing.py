@@ -1,4 +1,4 @@
-"""play() in a plain test: what comes back, and what every mistake is answered with."""
+"""play() in a plain test: its results, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytest_plugins = ["pytester"]
 
 
 class Sums(Environment):
-    """Numbers, one a turn, until the model says stop."""
+    """Environment that sends one number per turn, until the model says stop."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -45,7 +45,7 @@ class Sums(Environment):
         return f"{self.total}."
 
     @reward
-    def correct(self) -> Any:  # of either colour
+    def correct(self) -> Any:  # synchronous or asynchronous
         return self.total == int(self.task.answer)
 
 
@@ -78,7 +78,7 @@ def test_the_task_is_chosen_by_id_or_given() -> None:
 
 def test_tasks_may_come_from_async_code_or_a_file(tmp_path: Path) -> None:
     class Later(Sums):
-        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # of the other colour
+        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # asynchronous instead
             for name in ("b", "a"):
                 yield Task(id=name, prompt="?", answer="0")
 

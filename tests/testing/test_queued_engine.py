@@ -1,4 +1,4 @@
-"""The fixture scripted_engine: what is enqueued is said, cut and delayed as asked, and nothing is forgotten."""
+"""The fixture scripted_engine: enqueued replies are sampled, cut and delayed as requested, and none is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytest_plugins = ["pytester"]
 
 
 class Talks(Environment):
-    """Continues while a turn ends in three dots."""
+    """Environment that continues while turns end in three dots."""
 
     limits = Limits(seconds=60)
 
@@ -39,7 +39,7 @@ class Talks(Environment):
 
     @tool
     def f(self, a: int) -> int:
-        """Give it back."""
+        """Return the argument."""
         return a
 
     @reward

@@ -1,4 +1,4 @@
-"""Errors of an author's code that fail no episode are not swallowed by the testing kit."""
+"""Errors of an author's code that fail no episode: the testing kit does not hide them."""
 
 from __future__ import annotations
 

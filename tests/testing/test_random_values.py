@@ -15,7 +15,7 @@ from runner.tools.tool import Tool
 
 def test_the_random_model_calls_every_tool_with_arguments_that_fit() -> None:
     def many(a: int, b: list[str], c: dict[str, float], d: bool, e: str | None) -> None:
-        """Take much."""
+        """Take many arguments."""
 
     tool = Tool(many)
     for seed in range(20):

@@ -1,4 +1,4 @@
-"""Recordings: small, sorted, read back exactly, and every doubt about one comes with what to do."""
+"""Recordings: small, sorted, read back exactly, and every refusal names the fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_replay_returns_the_recorded_turns_for_the_same_prompts(recording: Path)
     trajectory = play(Sums, engine)
     assert [turn.text for turn in trajectory.turns] == ["1", "2", "stop"]
     assert engine.leftovers() == ""
-    # As it was sampled: the awkward vocabulary has other ids for the same words.
+    # The recording keeps the sampled ids: the awkward vocabulary has other ids for the same words.
     assert isinstance(engine.tokenizer, AwkwardTokenizer)
     assert trajectory.turns[2].token_ids.tolist() == [*b"stop", engine.tokenizer.eos_id]
 
@@ -184,7 +184,7 @@ def test_once_records_what_is_missing_and_none_replays_it(pytester: pytest.Pytes
     silent = TEST.replace("QueuedEngine().say(*SAID)", "QueuedEngine().always('never')")
     run(pytester, silent).assert_outcomes(passed=1)
     run(pytester, silent, "--runner-record=once").assert_outcomes(passed=1)
-    # After recording again, the test sees the current replies of the engine.
+    # After recording again, the test gets the current replies of the engine.
     run(pytester, silent, "--runner-record=rewrite").assert_outcomes(failed=1)
 
 

@@ -1,4 +1,4 @@
-"""The strategies give what they promise: calls that fit, conversations that templates accept."""
+"""The strategies produce what they promise: valid calls, and conversations that templates accept."""
 
 from __future__ import annotations
 

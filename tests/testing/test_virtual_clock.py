@@ -1,4 +1,4 @@
-"""Virtual time: it is paused while anything runs, jumps when everything waits, and can be put forward."""
+"""Virtual time: it is paused while anything runs, jumps when everything waits, and can be moved forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.testing.inner import run
 pytest_plugins = ["pytester"]
 
 WATCHDOG_SECONDS = 600.0
-LONG_SECONDS = 590.0  # after 600 in which nothing happens a run takes itself for stuck
+LONG_SECONDS = 590.0  # after 600 s without an event, a run ends as stuck
 
 
 class Waits(Environment):
@@ -79,7 +79,7 @@ def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> 
 
 
 def test_thread_waiting_for_the_loop_is_not_busy(virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG_SECONDS)  # what a thread would have that counts as at work
+    monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG_SECONDS)  # the time after which a thread would count as busy
 
     def asks() -> None:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The kit's vocabularies: plain bytes, and one with all that makes real ones hard."""
+"""The kit's vocabularies: plain bytes, and one with all the difficulties of real ones."""
 
 from __future__ import annotations
 

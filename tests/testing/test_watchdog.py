@@ -1,4 +1,4 @@
-"""The watchdog names who held the event loop up, and lets everybody else pass; so does the fixture no_leaks."""
+"""The watchdog names the code that blocks the event loop, and ignores other waits; so does the fixture no_leaks."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_block_shorter_than_the_set_limit_is_allowed(pytester: pytest.Pytester) 
 async def test_any_block_can_be_watched() -> None:
     watchdog = LoopWatchdog()
     async with watchdog:
-        async with watchdog:  # within itself it is one
+        async with watchdog:  # a watchdog inside itself counts as one
             await anyio.lowlevel.checkpoint()
-        time.sleep(2.0)  # noqa: ASYNC251  # it is what has to be found
+        time.sleep(2.0)  # noqa: ASYNC251  # the watchdog must find it
     with pytest.raises(
         AssertionError, match=r"in test_any_block_can_be_watched \(.*test_watchdog\.py:\d+\): it blocks"
     ):
@@ -69,7 +69,8 @@ async def test_no_time_at_all_is_none() -> None:
 def test_thread_left_by_a_test_fails_that_test_by_name(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaks, "no_leaks", partial(leaks.no_leaks, settle=0.5))  # it would not end in five either
+    # the leak would not end in five seconds either
+    monkeypatch.setattr(leaks, "no_leaks", partial(leaks.no_leaks, settle=0.5))
     test = """
 import threading
 

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- counts -->\n", "<!-- /counts -->\n"
 
 
 def profile(entry: Entry) -> TemplateProfile | TemplateFault:
-    """Profile of a template of the corpus, or the reason why it cannot be used."""
+    """Return the profile of a template of the corpus, or the reason why it cannot be used."""
     template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
     try:
         return profile_of(usable_renderer(template, {}, CLOCK))
@@ -31,7 +31,7 @@ def profile(entry: Entry) -> TemplateProfile | TemplateFault:
 
 
 def traits(entry: Entry) -> str:
-    """Traits of a template of the corpus, in words."""
+    """Return the traits of a template of the corpus in words."""
     found = profile(entry)
     return (
         found.value if isinstance(found, TemplateFault) else " ".join(_word(getattr(found, trait)) for trait in TRAITS)
@@ -39,7 +39,7 @@ def traits(entry: Entry) -> str:
 
 
 def table(processes: int = 2) -> str:
-    """The counts as Markdown: of all templates, and of those that carry tools."""
+    """Return the counts as Markdown, for all templates and for tool-capable ones."""
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         found = pool.map(profile, corpus(), chunksize=8)
     profiles = [each for each in found if isinstance(each, TemplateProfile)]

@@ -1,8 +1,8 @@
 """The promise of a bridge, checked for random templates and conversations.
 
-A bridge that is given is exact: what it appends after the turn is what the template writes there in a render of the
-whole conversation, with the real words of every turn. `python -m tests.tokens.template_fuzz MINUTES SEED` looks for one
-that is not, with other templates in every round.
+Every bridge is exact: it appends the same text that the template writes after the turn in a render of the whole
+conversation, with the real words of every turn. `python -m tests.tokens.template_fuzz MINUTES SEED` searches for a
+wrong bridge, with other templates in every round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOP = "<|im_end|>"
 
 
 class WrongBridge(AssertionError):
-    """A bridge that is not what the template writes."""
+    """A bridge that differs from the template's text."""
 
 
 @cache
@@ -40,10 +40,9 @@ def _tokenizer(added: tuple[str, ...]) -> ByteTokenizer:
 
 
 def check_bridges(case: Written, seen: Counter[str] | None = None) -> None:
-    """See that every bridge of the conversations is exact; `seen` counts what became of each turn.
+    """Check that every bridge of the conversations is exact. `seen` counts the results by name.
 
-    Raises:
-        WrongBridge: one is not.
+    Raises: WrongBridge: a bridge is not exact.
     """
     seen = Counter() if seen is None else seen
     renderer = ChatTemplate(case.template, name="drawn").renderer(now=datetime(2026, 1, 1))
@@ -53,8 +52,8 @@ def check_bridges(case: Written, seen: Counter[str] | None = None) -> None:
     for conversation in case.conversations:
         bridged = False
         for number, history, new in _turns(conversation):
-            # The prompt of a turn is a bridge, or where there is none a render. If that is refused, since the template
-            # hides what it answers, only the end of a bridge can be compared.
+            # The prompt of a turn is a bridge, or a render if there is no bridge. If the template refuses the render,
+            # because it hides the last message, only the end of a bridge can be compared.
             asked = bridged or _asks(shared, history[:-1])
             became = _check(renderer, tokenizer, shared, number, history, new, stop, asked=asked)
             seen[became] += 1
@@ -93,12 +92,12 @@ def _check(
         return "raises"
     try:
         turn = renderer.render(history, tools=TOOLS, generation_prompt=False)
-    except TemplateRaised:  # as many do for calls without their results
+    except TemplateRaised:  # many templates raise for calls without results
         turn = whole
     said, _, rest = turn.removeprefix(prompt).partition(STOP) if turn.startswith(prompt) else ("a", "", "")
     calls_after_stop = "add" not in said if turn is whole else STOP in rest or "add" in rest
     if history[-1].get("tool_calls") and calls_after_stop:
-        return "calls after the stop"  # which no sampled turn could have had
+        return "calls after the stop"  # a sampled turn could not have them there
     sampled = [*tokenizer.encode(said), stop]
     try:
         bridge = bridger.bridge(history, new, TOOLS, sampled=sampled, stop=stop, turn=number)
@@ -108,7 +107,7 @@ def _check(
     if not whole.endswith(text):
         raise WrongBridge(f"{text!r} is appended, where the template writes {whole[-len(text) - 20 :]!r}")
     before = prompt + said + STOP
-    # With more turns in the rest, the words may be those of an earlier turn that the prompt did not show.
+    # If the rest contains further turns, the words may belong to an earlier turn that the prompt did not show.
     earlier = {str(message.get("content")).strip() for message in history[:-1] if message["role"] == "assistant"}
     same = asked and whole.startswith(before) and not (STOP in rest and said.strip() in earlier)
     if same and whole.removeprefix(before) != text:
@@ -120,17 +119,16 @@ ANY_SIZE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_
 
 
 def look_at_new_templates(minutes: float, first: int = 0) -> Counter[str]:
-    """Look at new templates for these minutes of processor time, and return what became of each turn.
+    """Check new templates for these minutes of processor time, and return the number of turns by result.
 
-    Args:
-        minutes: after them no further round of templates begins.
-        first: the seed of the first round; each further round has the next one.
+    Args: minutes: processor time after which no further round of templates begins. first: the seed of the first round;
+    each further round has the next one.
 
     Raises:
         WrongBridge: a bridge is not exact.
     """
     until, seen, templates, number = time.process_time() + 60 * minutes, Counter[str](), 0, first
-    # Making a case smaller takes minutes, and the first one found mostly says enough.
+    # Reducing a case takes minutes, and the first case found is mostly small enough.
     phases = [Phase.generate]
     while time.process_time() < until:
 

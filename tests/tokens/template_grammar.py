@@ -1,4 +1,4 @@
-"""Chat templates and conversations, drawn from a grammar of what templates of public models do."""
+"""Chat templates and conversations, generated from a grammar of the constructs in public templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.messages import Message
 __all__ = ["Written", "conversations", "templates", "written"]
 
 TEXTS = ("", " ", "\n", " \n", "a", " a", "a ", "a\n", "\n\na", "A.", "b", "ab", "</think>", "<think>a", "0", "None")
-"""Contents: nothing, white space, words with it at either end, and texts that templates look for."""
+"""Contents: nothing, white space, words with white space at either end, and texts that templates search for."""
 
 LITERALS = ("A", "\n", " ", ".", "\\n\\n", "</think>", "<think>\\n", "x: ", "")
 STRIPPED = ("", "'\\n'", "' '", "'.'", "'a'")
@@ -28,7 +28,7 @@ def _literal(draw: st.DrawFn) -> str:
 
 @st.composite
 def text_of(draw: st.DrawFn, message: str = "m") -> str:
-    """An expression for what a message says, mostly as it is."""
+    """Generate an expression for the content of a message, mostly the unchanged content."""
     content = draw(st.sampled_from([f"{message}.content", f"{message}['content']"]))
     arguments = draw(st.sampled_from(STRIPPED))
     literal = draw(st.sampled_from(LITERALS))
@@ -65,7 +65,7 @@ def text_of(draw: st.DrawFn, message: str = "m") -> str:
 
 @st.composite
 def said(draw: st.DrawFn, message: str) -> str:
-    """A condition on what a message says."""
+    """Generate a condition on the content of a message."""
     content = f"{message}.content"
     literal = draw(st.sampled_from(OWN)).replace("\n", "\\n")
     return draw(
@@ -108,7 +108,7 @@ def said(draw: st.DrawFn, message: str) -> str:
 
 @st.composite
 def kind(draw: st.DrawFn, message: str) -> str:
-    """A condition on what else a message is or has."""
+    """Generate a condition on the other fields of a message."""
     role = draw(st.sampled_from(["user", "assistant", "tool", "system"]))
     return draw(
         st.sampled_from(
@@ -136,7 +136,7 @@ def kind(draw: st.DrawFn, message: str) -> str:
 
 @st.composite
 def of_all(draw: st.DrawFn) -> str:
-    """A condition on the whole conversation."""
+    """Generate a condition on the whole conversation."""
     count = draw(st.integers(1, 6))
     index = draw(st.sampled_from(["0", "-1", "-2", "-3"]))
     return draw(
@@ -166,7 +166,7 @@ def of_all(draw: st.DrawFn) -> str:
 
 @st.composite
 def of_loop(draw: st.DrawFn) -> str:
-    """A condition on where a loop over the messages stands."""
+    """Generate a condition on the position of a loop over the messages."""
     beside = draw(st.sampled_from(["previtem", "nextitem"]))
     return draw(
         st.one_of(
@@ -196,7 +196,7 @@ def of_loop(draw: st.DrawFn) -> str:
 
 @st.composite
 def condition(draw: st.DrawFn) -> str:
-    """A condition within the loop over the messages."""
+    """Generate a condition within the loop over the messages."""
     one = draw(st.one_of(said("m"), said("m"), kind("m"), kind("m"), of_loop()))
     if draw(st.integers(0, 3)):
         return one
@@ -209,7 +209,7 @@ def condition(draw: st.DrawFn) -> str:
 
 @st.composite
 def value(draw: st.DrawFn) -> str:
-    """The kept part of a message."""
+    """Generate the kept part of a message."""
     return draw(
         st.one_of(
             condition().map(lambda test: f"({test})"),
@@ -221,7 +221,7 @@ def value(draw: st.DrawFn) -> str:
 
 @st.composite
 def statement(draw: st.DrawFn, depth: int = 2, *, asking: bool = False) -> str:
-    """Something that a template does with a message; or, `asking`, in front of the generation prompt."""
+    """Generate a statement for a message or, with `asking`, for the text before the generation prompt."""
     tests = of_all() if asking else condition()
     choice = draw(st.integers(0, 9))
     inner = statement(depth=depth - 1, asking=asking) if depth else st.builds(lambda: "{{ 'A' }}")
@@ -262,7 +262,9 @@ def _refusal(test: str) -> str:
 
 
 UNANSWERED = "messages[-1].tool_calls"
-"""Condition on a conversation that ends with calls. Templates of Mistral and Nemotron Nano 2 refuse it."""
+"""Condition on a conversation that ends with calls. Templates of Mistral and Nemotron Nano 2 refuse such a
+conversation.
+"""
 
 CALLS = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments | tojson }}"
@@ -292,7 +294,7 @@ CLOSES = (
 
 @st.composite
 def templates(draw: st.DrawFn) -> str:
-    """A chat template."""
+    """Generate a chat template."""
 
     def sometimes(what: st.SearchStrategy[str]) -> str:
         return draw(what) if draw(st.integers(0, 2)) == 0 else ""
@@ -331,7 +333,7 @@ def templates(draw: st.DrawFn) -> str:
         body += draw(st.sampled_from(CALLS))
     opens, close = draw(st.sampled_from(OPENINGS)), draw(st.sampled_from(CLOSES))
     parts = [sometimes(statement()) + body + sometimes(statement()), close]
-    if draw(st.integers(0, 9)) == 0:  # the words after the close
+    if draw(st.integers(0, 9)) == 0:  # words after the close
         parts.reverse()
     turn = opens + "{{ m.role }}\n" + "".join(parts) + sometimes(statement())
     if draw(st.integers(0, 5)) == 0:
@@ -355,7 +357,7 @@ def templates(draw: st.DrawFn) -> str:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Message]:
-    """A conversation with answered turns, in which any message may be empty or white space."""
+    """Generate a conversation with answered turns, in which any message may be empty or white space."""
     texts = st.sampled_from(TEXTS)
     messages: list[Any] = []
     if draw(st.integers(0, 2)) == 0:
@@ -387,12 +389,12 @@ _ARGUMENTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 
 
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""Tokens that some vocabularies have, each as one id."""
+"""Tokens that some vocabularies have as one id each."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A template and conversations that it writes."""
+    """A template, and conversations that it renders."""
 
     template: str
     conversations: list[list[Message]]

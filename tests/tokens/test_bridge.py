@@ -1,4 +1,4 @@
-"""The bridge: each case where other systems were met corrupting tokens."""
+"""The bridge: the cases in which other systems corrupted tokens."""
 
 import pytest
 
@@ -206,7 +206,7 @@ def test_turn_separator_follows_every_stop_that_is_sampled(stop: str, close: str
     assert text.startswith(f"{separator}<|im_start|>user\n")
 
 
-# As gpt-oss: the end of all is <|return|>, which history writes as <|end|>.
+# As in gpt-oss: the conversation ends with <|return|>, which a history writes as <|end|>.
 RETURNS = chatml(
     close="",
     body="{{ m.content }}{% set last = loop.last and m.role == 'assistant' and not add_generation_prompt %}"
@@ -249,7 +249,7 @@ def test_bridge_equals_the_rendered_template_for_any_content(made: Bridger, cont
 
 
 def test_reasoning_stripped_from_history_does_not_matter() -> None:
-    # As Qwen3's: reasoning is shown until a user follows.
+    # As in Qwen3: reasoning is shown until a user message follows.
     body = (
         "{% if m.reasoning_content and messages[-1].role != 'user' %}<think>{{ m.reasoning_content }}"
         "</think>{% endif %}{{ m.content | trim }}"
@@ -346,7 +346,7 @@ def test_a_control_token_further_on_makes_no_seam_special(vocabulary: Vocabulary
     made = bridger(PLAIN.replace("CLOSE", "s<|im_end|>"), vocabulary, stops=["."])
     bridge = made.bridge([QUESTION, says("cat")], [MORE], sampled=vocabulary.encode(" cat"), stop=None)
     assert vocabulary.decode(bridge.ids).startswith("s<|im_end|>")
-    assert bridge.junction.seam is Seam.UNVERIFIED, "the letter may merge with the cat"
+    assert bridge.junction.seam is Seam.UNVERIFIED, "the letter may merge with the following word"
 
 
 def test_turn_cut_before_its_first_id_has_a_seam_at_control_tokens(

@@ -1,4 +1,4 @@
-"""Whole conversations on the bundled templates: what was there stays, and the text is the template's own."""
+"""Whole conversations on the bundled templates: earlier ids stay, and the text equals the template's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +60,9 @@ def assistant_turns(draw: st.DrawFn) -> Message:
 
 @st.composite
 def answers(draw: st.DrawFn, turn: Message) -> list[Message]:
-    """A result for each call, and perhaps a user's word; a user's word alone after a turn without calls."""
+    """Generate a result for each call, perhaps followed by a user message; or a user message after a turn without
+    calls.
+    """
     results: list[Message] = [
         {"role": "tool", "content": draw(CONTENT), "tool_call_id": made["id"], "name": "add"}
         for made in turn.get("tool_calls", ())
@@ -87,7 +89,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
 
 
 def spoken(renderer: Renderer, history: Sequence[Message], turn: Message, tools: Sequence[dict[str, Any]]) -> str:
-    """The reply with which a model would make the template write `turn`, without the stop."""
+    """Return the reply for which the template would write `turn`, without the stop."""
     asked = renderer.render(history, tools=tools)
     whole = renderer.render([*history, turn], tools=tools, generation_prompt=False)
     assert whole.startswith(asked)

@@ -1,4 +1,4 @@
-"""Refusals of the bridge: each names its cause, and harmless cases that look alike are not refused."""
+"""Refusals of the bridge: each names its cause, and similar harmless cases are not refused."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_first_prompt_without_a_request_is_refused_by_name() -> None:
 
 
 def _showing_if(test: str) -> str:
-    """ChatML, in which a message is left out unless this holds."""
+    """Return ChatML in which a message is left out unless this condition holds."""
     return chatml().replace("messages %}", f"messages %}}{{% if {test} %}}", 1).replace(
         "{% endfor %}{% if add", "{% endif %}{% endfor %}{% if add"
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""However ids are cut into deltas, the trajectory is the same: every split of short turns, many of longer ones."""
+"""The division of ids into deltas does not change the trajectory: every split of short turns, many of longer ones."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ NEXT = "Continue."
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A turn, and what must be read from it."""
+    """A turn, and its expected reading."""
 
     said: str
-    """The turn's text, control tokens included; each is one id."""
+    """The turn's text, including control tokens, each of which is one id."""
     speaks: str = ""
-    """The family whose vocabulary and template it is said in; "" for bytes and `pythonic`."""
+    """The family whose vocabulary and template are used; "" for bytes and `pythonic`."""
     stop: tuple[str, ...] = ()
     """The stop strings of the sampling."""
     finish: FinishReason = FinishReason.STOP
     """The finish of the reply."""
     kept: int | None = None
-    """Number of the ids that are in the trajectory; None for all."""
+    """Number of the ids that the trajectory keeps; None for all."""
     text: str = ""
-    """The turn's text, once it is read."""
+    """The turn's text after reading."""
     reasoning: str = ""
     """The turn's reasoning."""
     calls: tuple[dict[str, Any], ...] = ()
@@ -51,7 +51,7 @@ class Case:
     cause: str | int | None = None
     """The stop of the turn."""
     broken: bool = False
-    """True if a call was opened that does not parse."""
+    """True if the turn opens a call that does not parse."""
 
 
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
@@ -98,7 +98,7 @@ CASES = {
 
 
 class Adds(Plain):
-    """One turn, its answers, and another turn."""
+    """Environment with one turn, its tool results, and another turn."""
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Adds(Plain):
 
 def ids_of(case: Case, tokenizer: Tokenizer) -> list[int]:
     pieces = case.said.split("|") if "f|o|r" in case.said else [case.said]
-    if len(pieces) > 1:  # one id for each letter, and the stop after them
+    if len(pieces) > 1:  # one id for each letter, followed by the stop
         return [token_id for piece in "forty-two" for token_id in tokenizer.encode(piece)] + tokenizer.encode(
             "<|im_end|>"
         )
@@ -128,7 +128,9 @@ def ids_of(case: Case, tokenizer: Tokenizer) -> list[int]:
 
 
 def splits(length: int, name: str) -> list[tuple[int, ...]]:
-    """Every way to cut so many ids; where there are too many, seeded ones, whole and one by one among them."""
+    """Return every way to split this number of ids; if there are too many, seeded ways that include whole and one by
+    one.
+    """
     if length <= EVERY_SPLIT_UP_TO:
         return [_sizes(cuts) for cuts in itertools.product((False, True), repeat=length - 1)]
     rng = sweeps.random_of(name)
@@ -166,7 +168,7 @@ def engine_of(case: Case, ways: Sequence[tuple[int, ...]], *, lone_finish: bool)
 
 
 def seen(turn: Turn) -> tuple[Any, ...]:
-    """All that a turn is, but its log-probabilities, which follow from the episode's seed, and its timings."""
+    """Return all fields of a turn except its timings and the log-probabilities, which follow from the seed."""
     calls = [(call.id, call.name, call.arguments, call.error) for call in turn.tool_calls]
     ids = tuple(turn.prompt_ids), tuple(turn.token_ids)
     what = turn.text, turn.reasoning, repr(calls), turn.finish, turn.stop
@@ -211,7 +213,7 @@ def _check(case: Case, ids: Sequence[int], trajectory: Trajectory, tokenizer: To
     assert any(call.error is not None for call in turn.tool_calls) is case.broken
     ends = kept[-1] if case.reason is STOP else "max_tokens"
     assert (turn.finish, turn.stop) == (case.reason, ends if case.cause is None else case.cause)
-    # The engine ends a turn at its stop id, so only what stands before one can be dropped.
+    # The engine ends a turn at its stop id, so only ids before a stop can be dropped.
     (stop,) = tokenizer.encode("<|im_end|>")
     sampled = list(ids).index(stop) + 1 if stop in ids else len(ids)
     assert turn.dropped == sampled - len(kept)
@@ -221,7 +223,7 @@ def _check(case: Case, ids: Sequence[int], trajectory: Trajectory, tokenizer: To
 
 
 def _difference(trajectories: Sequence[Trajectory], ways: Sequence[tuple[int, ...]]) -> str:
-    """The first way whose result differs from that of the first one, with the difference."""
+    """Return the first way whose result differs from that of the first way, with the difference."""
     first = shown(trajectories[0])
     at = next(index for index, trajectory in enumerate(trajectories) if shown(trajectory) != first)
     return f"cut into {ways[0]}: {first}\ncut into {ways[at]}: {shown(trajectories[at])}"

@@ -1,6 +1,6 @@
-"""The cases in which other systems were met corrupting tokens, on the real templates and vocabularies: the common ones.
+"""The common cases in which other systems corrupted tokens, with real templates and vocabularies.
 
-Each test says a promise; the comment under it names where the case was met.
+The name of each test is a promise. The comment at its beginning names the project and issue of the case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """One event loop is enough: it changes no id."""
+    """Asyncio only, since the event loop changes no id."""
     return "asyncio"
 
 
@@ -53,7 +53,7 @@ def test_the_newline_is_not_written_again_where_the_model_sampled_it(name: str) 
 
 @pytest.mark.parametrize("name", CHATML)
 def test_newline_after_the_stop_is_not_part_of_the_turn(name: str) -> None:
-    # verl #6921: the newline was given to the model's turn, and the next prompt had none.
+    # verl #6921: the newline was added to the model's turn, and the next prompt lacked it.
     made = model(name)
     prompt = list(made.bridger().first_prompt([QUESTION], [ADD]))
     sampled = made.sampled("42", "<|im_end|>")
@@ -85,7 +85,7 @@ def test_a_stop_that_is_the_next_opener_is_written_once(name: str) -> None:
 @pytest.mark.parametrize("name", GLM)
 @pytest.mark.parametrize(("stop", "new"), [("<|user|>", result("42")), ("<|observation|>", MORE)])
 def test_a_stop_that_opens_the_wrong_role_is_refused_by_name(name: str, stop: str, new: Message) -> None:
-    # FIXUP: GLM stopped with <|user|>, and a tool result follows.
+    # FIXUP: GLM stopped with <|user|>, but a tool result follows.
     made = model(name)
     turn = says("", SUM) if new["role"] == "tool" else says("42")
     with pytest.raises(Unbridgeable) as caught:
@@ -199,7 +199,7 @@ def test_newline_sampled_after_an_open_think_does_not_merge() -> None:
     assert prompt[-len(newline) :] == newline
     sampled = [*newline, *made.sampled("Carry.\n</think>\n\n42", "<|im_end|>")]
     joined = made.tokenizer.encode(made.tokenizer.decode([*prompt, *sampled]))
-    assert joined != [*prompt, *sampled], "encoding again would not fuse them, so nothing is shown here"
+    assert joined != [*prompt, *sampled], "encoding again would not fuse them, so this test shows nothing"
     text, bridge = made.after(sampled, [QUESTION, says("42", reasoning="Carry.")], MORE)
     assert text == "\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert bridge.junction.seam is Seam.SPECIAL

@@ -1,6 +1,6 @@
-"""The rarer cases at the edges of turns and histories: edits, retries, budgets, cuts, two stops, hidden turns.
+"""Rarer cases at the edges of turns and histories: edits, retries, budgets, cuts, two stops, hidden turns.
 
-Each test says a promise; the comment under it names where the case was met.
+The name of each test is a promise. The comment at its beginning names the project and issue of the case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cases_in_turns(3)
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """One event loop is enough: it changes no id."""
+    """Asyncio only, since the event loop changes no id."""
     return "asyncio"
 
 
@@ -57,7 +57,7 @@ async def test_history_changed_by_a_harness_is_rendered_again(name: str, kind: s
     engine = speaking(name, ["42", "84", "168"])
     trajectory = await talked(talk, engine)
     made = model(name)
-    # An earlier request comes again without the turns after it: it has the same ids, which are those of a render.
+    # An earlier request is repeated without the later turns: it has the same ids as a render.
     cause = "again" if kind == "shrunk from the end" else "environment"
     assert [segment.cause for segment in trajectory.segments] == ["start", cause]
     last = trajectory.turns[2]
@@ -151,7 +151,7 @@ async def test_a_stop_string_cuts_the_text_and_not_the_ids(name: str, chunks: An
     assert text == whole.rpartition("42")[2]
 
 
-# --- what the random conversations found
+# --- cases that the random conversations found
 
 
 @pytest.mark.parametrize("rest", ["\n", "\n\n", " \n", "\n<"])

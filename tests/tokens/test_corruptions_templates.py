@@ -1,6 +1,6 @@
-"""Quirks of single templates, where other systems were met corrupting tokens: gpt-oss, Gemma, DeepSeek, BOS.
+"""Peculiarities of single templates with which other systems corrupted tokens: gpt-oss, Gemma, DeepSeek, BOS.
 
-Each test says a promise; the comment under it names where the case was met.
+The name of each test is a promise. The comment at its beginning names the project and issue of the case.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """One event loop is enough: it changes no id."""
+    """Asyncio only, since the event loop changes no id."""
     return "asyncio"
 
 
@@ -95,7 +95,7 @@ async def test_gpt_oss_keeps_the_analysis_that_its_template_drops() -> None:
 
 @pytest.mark.anyio
 async def test_gpt_oss_as_it_speaks_plays_ten_turns_in_one_segment() -> None:
-    # Its template raises on channels in the content of an earlier turn, and a content is all that was sampled.
+    # Its template raises an error on channels in the content of an earlier turn, and the content is all sampled text.
     async def talk(conversation: Conversation) -> None:
         for _ in range(10):
             await conversation.generate()
@@ -139,7 +139,7 @@ def test_gpt_oss_is_checked_as_it_speaks() -> None:
         contents.extend(message["content"] for message in answered.history if message["role"] == "assistant")
         return tail(answered)
 
-    bridger.tail = listened  # type: ignore[method-assign]  # what the verdicts ask of it is looked at
+    bridger.tail = listened  # type: ignore[method-assign]  # records the calls for the verdicts
     found = {verdict.kind: verdict for verdict in verdicts(bridger, probe(made.template))}
     assert found[Append.USER].result is Exactness.EXACT
     assert any("<|channel|>final<|message|>" in content for content in contents)
@@ -167,7 +167,7 @@ def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
         bridger.bridge(history, [MORE], sampled=made.sampled("42", "</s>"), stop=made.id("</s>"))
     assert caught.value.property is Property.SYSTEM_STAYS
     bridge = bridger.bridge(history[1:], [MORE], sampled=made.sampled("42", "</s>"), stop=made.id("</s>"))
-    assert bridge.junction.anchor is Anchor.STOP  # without one nothing moves
+    assert bridge.junction.anchor is Anchor.STOP  # without a stop nothing moves
     assert probe(renderer.template).system is SystemPosition.MOVES
 
 
@@ -251,7 +251,8 @@ def test_deepseek_folds_tool_and_user_turns_as_its_template_does() -> None:
 
 
 def test_deepseek_turn_after_a_tool_result_is_closed_once() -> None:
-    # Miles #1599: the assistant is not opened again after a result, and the next bridge must not close it twice.
+    # Miles #1599: after a result the template does not open the assistant again, and the next bridge must not close it
+    # twice.
     made = model("deepseek-v3.1")
     stop = FAMILIES["deepseek-v3.1"].stops[0]
     history = [QUESTION, says("", SUM), result("42"), says("It is 42.")]
@@ -260,11 +261,11 @@ def test_deepseek_turn_after_a_tool_result_is_closed_once() -> None:
     assert bridge.junction.anchor is Anchor.STOP
 
 
-# --- blocks and prompts that templates inject
+# --- blocks and prompts that templates insert
 
 
 def test_no_empty_think_block_is_put_into_a_turn_that_had_none() -> None:
-    # SkyRL #438: the template writes one into the last turn when it renders it again.
+    # SkyRL #438: when the template renders the last turn again, it inserts a block.
     made = model("qwen3")
     history = [QUESTION, says("", SUM)]
     assert "<think>" not in made.render([QUESTION], [ADD])
@@ -276,7 +277,7 @@ def test_no_empty_think_block_is_put_into_a_turn_that_had_none() -> None:
 
 
 def test_empty_think_block_of_the_prompt_occurs_once_per_turn() -> None:
-    # SkyRL #438, with enable_thinking=False: the block is the prompt's, with mask 0.
+    # SkyRL #438, with enable_thinking=False: the block belongs to the prompt, with mask 0.
     made = model("qwen3", enable_thinking=False)
     block = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     prompt = made.bridger().first_prompt([QUESTION], [ADD])
@@ -390,7 +391,7 @@ def test_no_tools_and_an_empty_list_of_them_have_one_prompt(name: str) -> None:
 
 
 def test_a_template_exists_that_takes_an_empty_list_for_tools() -> None:
-    # Else the test above would show nothing.
+    # Without this, the test above would show nothing.
     made = model("llama-3.1")
     variables = {**made.template.variables, "strftime_now": made.renderer.now.strftime}
     text = made.renderer._compiled.render(variables, messages=[QUESTION], tools=[], add_generation_prompt=True)
@@ -416,7 +417,7 @@ async def test_unterminated_call_block_stays_as_sampled_and_is_not_a_call(name: 
     made = model(name)
     ids = made.tokenizer.encode(QWEN_CALL)
     begun, closed = ids.index(made.id("<tool_call>")) + 1, ids.index(made.id("</tool_call>"))
-    # One that lacks nothing but its close is a call.
+    # A call that lacks only its close is a call.
     cut = [n for n in range(begun, closed) if not made.tokenizer.decode(ids[:n]).rstrip().endswith("}}")]
     assert len(cut) > 5
     for length in cut:

@@ -1,6 +1,6 @@
-"""The common cases of what is said: spellings, ids that encoding would not give, control text, stops, dates, deltas.
+"""Common cases by sampled text: spellings, ids that encoding would not produce, control text, stops, dates, deltas.
 
-Each test says a promise; the comment under it names where the case was met.
+The name of each test is a promise. The comment at its beginning names the project and issue of the case.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.cases_in_turns(3)
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """One event loop is enough: it changes no id."""
+    """Asyncio only, since the event loop changes no id."""
     return "asyncio"
 
 
-# --- what a model writes, and what a template would make of it
+# --- text of a model that a template would write differently
 
 
 TAGS = [
@@ -73,7 +73,8 @@ async def test_white_space_around_call_tags_stays_as_it_was_sampled(name: str, s
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", SPELLINGS)
 async def test_spelling_of_a_call_stays_as_it_was_sampled(kind: str) -> None:
-    # JSON spacing, key order, 1e-7, escapes: what a template writes in its own way when it renders the call again.
+    # JSON spacing, key order, 1e-7, escapes: parts that a template writes in its own way when it renders the call
+    # again.
     made = model("qwen3")
 
     class Shows(Plain):
@@ -90,11 +91,11 @@ async def test_spelling_of_a_call_stays_as_it_was_sampled(kind: str) -> None:
         assert text.startswith("\n<|im_start|>user\n<tool_response>\n[")
         assert list(trajectory.turns[0].token_ids) == made.sampled(said, "<|im_end|>")
         again = made.render(trajectory.messages[:2], trajectory.segments[0].tools, generation_prompt=False)
-        assert said not in again, "the template writes it in the same way, so nothing is shown here"
+        assert said not in again, "the template writes it in the same way, so this test shows nothing"
 
 
 def test_python_false_of_a_template_stays_as_sampled() -> None:
-    # Half of all rollouts of one run: the model wrote false, and history said False.
+    # Half of all rollouts of one run: the model wrote false, and the history contained False.
     made = model("qwen3-coder")
     turn = says("", called({"a": 17, "b": False}))
     again = made.render([QUESTION, turn], [ADD], generation_prompt=False)
@@ -109,7 +110,7 @@ def test_python_false_of_a_template_stays_as_sampled() -> None:
 
 @pytest.mark.anyio
 async def test_episode_with_a_call_of_false_is_one_segment() -> None:
-    # Half of all rollouts of one run: the model wrote false, and history said False.
+    # Half of all rollouts of one run: the model wrote false, and the history contained False.
     class Flags(Plain):
         @tool
         def flag(self, on: bool) -> str:
@@ -124,11 +125,11 @@ async def test_episode_with_a_call_of_false_is_one_segment() -> None:
     assert trajectory.turns[0].tool_calls[0].arguments == {"on": False}
 
 
-# --- ids that encoding would not give
+# --- ids that encoding would not produce
 
 
 def splits(made: Model, text: str, rng: random.Random) -> list[int]:
-    """Ids of `text` that are not those of its encoding: it is encoded in two parts where that makes a difference."""
+    """Return ids of `text` that differ from its encoding: the two parts of a split are encoded separately."""
     canonical = made.tokenizer.encode(text)
     for at in rng.sample(range(1, len(text)), len(text) - 1):
         ids = [*made.tokenizer.encode(text[:at]), *made.tokenizer.encode(text[at:])]
@@ -139,7 +140,7 @@ def splits(made: Model, text: str, rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.6", "deepseek-v3.1", "devstral", "smollm2", "glm-4.5", "llama-3.2"])
 def test_ids_that_encoding_would_merge_stay_as_they_were_sampled(name: str) -> None:
-    # [220, 17] for [1001]: what models sample is not what a tokenizer makes of the same text.
+    # [220, 17] for [1001]: a model may sample other ids than a tokenizer produces for the same text.
     made, stop = model(name), FAMILIES[name].stops[-1 if name == "glm-4.5" else 0]
     stop = "<|user|>" if name == "glm-4.5" else stop
     rng = random.Random(name)
@@ -201,7 +202,7 @@ async def test_a_turn_cut_inside_a_character_keeps_its_bytes_at_every_cut() -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS_CALLS)
 def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> None:
-    # tinker #886: in 29 of 29 families it does.
+    # tinker #886: contents became control ids in 29 of 29 families.
     made = model(name)
     stop = {"glm-4.5": "<|observation|>", "glm-4.6": "<|observation|>", "gpt-oss": "<|call|>"}.get(name)
     stop = stop or ("<|tool_response>" if name == "gemma-4" else FAMILIES[name].stops[0])
@@ -222,7 +223,7 @@ def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> No
         assert len(text) - len(plain) == len(whole) - len(made.render([*history, result("WORDS")], [ADD]))
 
 
-# The only one of them whose close is written in the place of a stop is always played.
+# gpt-oss is always played, since only its close is written in place of a stop.
 ALWAYS = pytest.param("gpt-oss", marks=pytest.mark.cases_in_turns(1))
 
 
@@ -311,7 +312,7 @@ async def test_episode_continues_after_each_of_its_stops(name: str, stop: str) -
 
 @functools.cache
 def first_only() -> VocabularyTokenizer:
-    """Mistral's SentencePiece vocabulary as newer files have it: a space before the text alone."""
+    """Return Mistral's SentencePiece vocabulary as in newer files: with a space before the text only."""
     settings = json.loads(vocabulary("mistral_sentencepiece")._tokenizer.to_str())
     settings["normalizer"] = None
     settings["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
@@ -322,7 +323,7 @@ def first_only() -> VocabularyTokenizer:
 @pytest.mark.parametrize("scheme", ["first", "every stretch"])
 @pytest.mark.parametrize("name", ["mistralai-Mistral-7B-Instruct-v0.2", "mistralai-Mistral-7B-Instruct-v0.3"])
 def test_suffix_encoded_apart_equals_the_whole_on_sentencepiece(name: str, scheme: str, stop: str | None) -> None:
-    # Miles #1319: a SentencePiece vocabulary writes a space before a text, and a suffix is not a text of its own.
+    # Miles #1319: a SentencePiece vocabulary writes a space before a text, but a suffix is not a new text.
     tokenizer = first_only() if scheme == "first" else vocabulary("mistral_sentencepiece")
     entry = next(entry for entry in corpus() if entry.name == name)
     renderer = entry.renderer({"bos_token": "<s>", "eos_token": "</s>"})

@@ -1,4 +1,4 @@
-"""Incremental decoding: the pieces joined are the text of all ids, and none holds half a character."""
+"""Incremental decoding: the joined pieces are the text of all ids, and no piece contains half a character."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from tests.tokens.vocabularies import vocabulary as real_vocabulary
 
 pytestmark = [pytest.mark.cases_in_turns(5), pytest.mark.slow]
 
-# The demo vocabulary has no ids for the other bytes; what it does then is a test of its own.
+# The demo vocabulary has no ids for the other bytes. Another test covers them.
 TEXT = st.text(st.characters(codec="utf-8", max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d"))
 
 
@@ -67,7 +67,7 @@ FALLBACK = [REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 
 def words(decoder: dict[str, object] | None) -> VocabularyTokenizer:
-    """A vocabulary of all bytes, a few words, and a gap among its ids."""
+    """Return a vocabulary of all bytes, a few words, and a gap among its ids."""
     names = [*(f"<0x{value:02X}>" for value in range(256)), "\u2581", "a", "b", "\u2581a", "\u2581b", "ab"]
     vocab = {name: i for i, name in enumerate(names)} | {"\u2581\u2581": len(names) + 2, "\ufffd": len(names) + 3}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}
@@ -101,13 +101,13 @@ def together(tokenizer: Tokenizer, deltas: Sequence[Sequence[int]]) -> str:
 
 
 def cut(ids: Sequence[int], borders: int) -> list[Sequence[int]]:
-    """`ids` cut after each place whose bit is set in `borders`."""
+    """Return `ids` cut after each place whose bit is set in `borders`."""
     ends = [at + 1 for at in range(len(ids) - 1) if borders >> at & 1]
     return [ids[start:end] for start, end in zip([0, *ends], [*ends, len(ids)], strict=True)]
 
 
 def splits(ids: Sequence[int], rng: random.Random) -> Iterator[list[Sequence[int]]]:
-    """Every way to cut up to ten ids, and 500 ways to cut more."""
+    """Return every way to cut up to ten ids, and 500 ways to cut more."""
     if len(ids) <= 10:
         return (cut(ids, borders) for borders in range(2 ** max(0, len(ids) - 1)))
     return (cut(ids, rng.getrandbits(len(ids) - 1)) for _ in range(500))
@@ -135,7 +135,7 @@ def named(name: str) -> Tokenizer:
 
 @functools.cache
 def telling(name: str) -> tuple[int, ...]:
-    """Ids that tell decoders apart: pieces of characters, bytes, spaces, control tokens, ids that mean nothing."""
+    """Return ids on which decoders differ: parts of characters, bytes, spaces, control tokens, unused ids."""
     tokenizer = named(name)
     texts = ("é你🙂 a", " ", "  x", "\u2581", "\ufffd", "\n", "नमस्ते", "👩‍👩‍👧", "<0xE2>", "e\u0301")
     ids = {token_id for text in texts for token_id in tokenizer.encode(text)}
@@ -144,14 +144,14 @@ def telling(name: str) -> tuple[int, ...]:
 
 
 def byte_id(tokenizer: Tokenizer, value: int) -> int | None:
-    """The id of one byte, where there is one."""
+    """Return the id of one byte, or None if there is none."""
     if tokenizer.pieces is not None:
         return next((i for i, piece in enumerate(tokenizer.pieces) if piece == bytes([value])), None)
     return tokenizer.token_id(f"<0x{value:02X}>")
 
 
 def sampled(name: str, rng: random.Random, length: int) -> list[int]:
-    """Ids as a model may sample them: any of the vocabulary, and often those that tell decoders apart."""
+    """Return ids as a model may sample them: any of the vocabulary, and often ids on which decoders differ."""
     size = named(name).size
     return [rng.choice(telling(name)) if rng.random() < 0.7 else rng.randrange(size + 2) for _ in range(length)]
 
@@ -190,8 +190,8 @@ def test_any_ids_in_any_deltas_give_the_text_of_all(name: str, data: st.DataObje
 @given(st.lists(st.one_of(st.integers(256, 266), st.sampled_from([0x20, 0x41, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xFF]))))
 @example([0xC3, 0xA9, 0xFF])  # one wrong byte makes the whole run unreadable
 @example([0xC3, 999, 0xA9])  # an id past the vocabulary does not end a run
-@example([0xC3, 262, 0xA9])  # nor does one that the vocabulary leaves out
-@example([999, 256, 256, 257])  # and the first space is the first that is shown
+@example([0xC3, 262, 0xA9])  # an id that the vocabulary leaves out does not end a run either
+@example([999, 256, 256, 257])  # the first space is the first shown one
 def test_runs_of_bytes_end_where_the_library_ends_them(ids: list[int]) -> None:
     assert together(SENTENCEPIECE, [[token_id] for token_id in ids]) == SENTENCEPIECE.decode(ids)
 
@@ -211,6 +211,6 @@ def test_leading_space_is_dropped_again_after_finish() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_real_vocabularies_need_no_window(name: str) -> None:
-    """Work for an id is constant: each is decoded from its own piece, once."""
+    """Work per id is constant: each id is decoded once, from its own piece."""
     tokenizer = named(name)
     assert (tokenizer.pieces is None) != (tokenizer.words is None)

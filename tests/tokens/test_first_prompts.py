@@ -1,4 +1,4 @@
-"""First prompts and new segments: control text of a content never becomes control ids, or there is no prompt."""
+"""First prompts and new segments: control text of a content never becomes control ids, or the prompt is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def public(name: str) -> Bridger:
 
 
 def occurrences(made: Bridger, messages: list[Message]) -> int:
-    """Number of times that EVIL stands in the first prompt as a control id."""
+    """Return the number of times that the first prompt contains EVIL as a control id."""
     evil = made.tokenizer.token_id(EVIL)
     assert evil is not None
     return list(made.first_prompt(messages)).count(evil)
@@ -43,14 +43,14 @@ def test_control_text_is_distinguished_in_any_template(name: str, said: str) -> 
     messages: list[Message] = [
         {"role": "user", "content": said},
         {"role": "assistant", "content": "Yes."},
-        {"role": "user", "content": said},  # templates that look for the last question by its words find the first
+        {"role": "user", "content": said},  # templates that search for the last question by its text find the first one
     ]
     harmless: list[Message] = [{**message, "content": message["content"].replace(EVIL, "x")} for message in messages]
     assert occurrences(made, messages) == occurrences(made, harmless)
     assert made.tokenizer.decode(made.first_prompt(messages)) == made.renderer.render(messages)
 
 
-# Twice, so that no mark shows its place, and backwards, so that nothing of the same length does.
+# The content occurs twice, so that no mark shows its place, and reversed, so that no mark of equal length does either.
 MIRRORED = chatml(body="{{ m.content }} {{ m.content }} {{ m.content | reverse }}")
 COUNTED = chatml(body="{{ m.content | length }}: {{ m.content }} {{ m.content }}")
 

@@ -1,4 +1,4 @@
-"""Random conversations on many families: what holds for every bridge, whatever was said, sampled or cut."""
+"""Random conversations on many families: properties of every bridge, for any content, sampled ids and cuts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REAL = (
     *("gemma-4", "kimi", "minimax", "devstral", "ministral-3", "deepseek-v3.1"),
 )
 TALK_ONLY = ("mistral-small", "deepseek-v3", "smollm2", "smollm3")
-"""Their templates show no calls, or none without conditions."""
+"""Families whose templates show no calls, or none without conditions."""
 ONE_CALL = ("llama-3.1", "llama-3.2", "gpt-oss")
 FORMATS = ("pythonic", "hermes", "qwen2.5", "qwen3", "pythonic on bytes", "hermes on bytes")
 """Formats whose calls the runner reads."""
@@ -45,16 +45,16 @@ CALL_STOPS = {"glm-4.5": "<|observation|>", "glm-4.6": "<|observation|>", "gpt-o
 CALL_STOPS |= {"gemma-4": "<|tool_response>"}
 TALK_STOPS = {"glm-4.5": "<|user|>", "glm-4.6": "<|user|>"}
 WRITTEN = {"<|return|>": "<|end|>"}
-"""The text of a stop in a history."""
+"""The text that a history has for a stop."""
 LAST_WORD = "Willowqkz"
-"""Ends what the model says or calls, and stands nowhere else."""
+"""The last word of the model's content or call, which occurs nowhere else."""
 
 Ids = list[int]
 Outcome = tuple[Ids, Junction] | Property
 
 
 class Speaker:
-    """A family, as the invariants need it."""
+    """A family with the functions that the invariants need."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,14 +72,14 @@ class Speaker:
             names = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_response>"]
         self.controls = list(dict.fromkeys(names))
         self.seasoned = self.bridger()
-        """A bridger that meets every conversation of the session."""
+        """A bridger that processes every conversation of the session."""
         self.parser = TurnParser(cached_format(self.renderer).format)
 
     def bridger(self) -> Bridger:
         return Bridger(self.tokenizer, self.renderer, self.stop_ids)
 
     def stop(self, turn: Message) -> str:
-        """The end that the template writes after such a turn."""
+        """Return the end that the template writes after this turn."""
         own = CALL_STOPS if turn.get("tool_calls") else TALK_STOPS
         return own.get(self.name) or self.tokenizer.decode([self.stop_ids[0]])
 
@@ -97,7 +97,7 @@ class Speaker:
         return [token_id for token_id in ids if token_id in self.tokenizer.control_ids]
 
     def spelled(self, text: str, at: Sequence[int]) -> Ids:
-        """Ids of `text`, encoded apart between the places of `at`: mostly not those of its encoding."""
+        """Return ids of `text`, encoded separately between the places of `at`, mostly other ids than its encoding."""
         borders = [0, *sorted({min(place, len(text)) for place in at}), len(text)]
         pieces = (text[begin:end] for begin, end in itertools.pairwise(borders))
         return [token_id for piece in pieces for token_id in self.tokenizer.encode(piece)]
@@ -108,7 +108,7 @@ def speaker(name: str) -> Speaker:
     return Speaker(name)
 
 
-# --- what is said
+# --- contents
 
 ANY = st.text(st.characters(exclude_categories=[]), max_size=12)
 ORDINARY = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -134,7 +134,7 @@ PIECES = (
 
 
 def contents(controls: Sequence[str]) -> st.SearchStrategy[str]:
-    """Contents of users and tools: any text, control tokens, and fragments of those."""
+    """Generate contents of users and tools: any text, control tokens, and parts of control tokens."""
     whole = st.sampled_from([*controls, *PIECES])
     fragment = st.builds(
         lambda token, begin, end: token[begin : len(token) - end],
@@ -151,7 +151,7 @@ SPOKEN = ORDINARY.filter(lambda text: "<" not in text and "[" not in text and "]
 
 @st.composite
 def turns(draw: st.DrawFn, name: str) -> Message:
-    """Turns of the model; its last word is the last of its content, or of its last call."""
+    """Generate turns of the model. Its last word is the last word of its content, or of its last call."""
     thought = draw(st.sampled_from(["", "", "Carry the one."]))
     most = 0 if name in TALK_ONLY else 1 if name in ONE_CALL else 3
     numbers = draw(st.lists(st.integers(-9, 99), max_size=most))
@@ -163,14 +163,14 @@ def turns(draw: st.DrawFn, name: str) -> Message:
 
 
 def answers(turn: Message, draw: st.DrawFn, words: st.SearchStrategy[str]) -> list[Message]:
-    """A result for each call, or a user's word."""
+    """Generate a result for each call, or a user message."""
     results = [result(draw(words), call["id"]) for call in turn.get("tool_calls", ())]
     return results or [{"role": "user", "content": draw(words)}]
 
 
 @st.composite
 def conversations(draw: st.DrawFn, name: str) -> tuple[list[Message], list[Message]]:
-    """A history that ends with a turn of the model, and what comes after it."""
+    """Generate a history that ends with a turn of the model, and the messages after it."""
     words = contents(speaker(name).controls)
     history: list[Message] = [{"role": "user", "content": draw(words)}]
     if draw(st.booleans()):
@@ -180,7 +180,7 @@ def conversations(draw: st.DrawFn, name: str) -> tuple[list[Message], list[Messa
         history += [turn, *answers(turn, draw, words)]
         if history[-1]["role"] == "tool":
             history += [says("So it is."), {"role": "user", "content": draw(words)}]
-    # Words that stand nowhere else but at the end of the last turn.
+    # The last word occurs only at the end of the last turn.
     history = [_without_last_word(message) for message in history]
     turn = draw(turns(name))
     return [*history, turn], answers(turn, draw, words)
@@ -191,10 +191,10 @@ def _without_last_word(message: Message) -> Message:
     changed["content"] = changed["content"].replace(LAST_WORD, "words")
     for call in changed.get("tool_calls", ()):
         call["function"]["arguments"]["b"] = "words"
-    return changed  # type: ignore[no-any-return]  # of the given type
+    return changed  # type: ignore[no-any-return]  # the type of the argument
 
 
-# --- what becomes of it
+# --- bridges
 
 
 def outcome(
@@ -206,7 +206,7 @@ def outcome(
     except Unbridgeable as refusal:
         return Property(refusal.property)
     finally:
-        assert (history, new, sampled) == kept, "what was there was changed"
+        assert (history, new, sampled) == kept, "earlier ids were changed"
     assert bridge.junction.result is Result.APPENDED
     assert bridge.junction.inserted == len(bridge.ids) > 0
     return bridge.ids, bridge.junction
@@ -215,7 +215,7 @@ def outcome(
 def bridged(
     own: Speaker, history: list[Message], new: list[Message], sampled: Ids, stop: int | None, *, thinking: bool = False
 ) -> Outcome:
-    """The outcome, which is the same for a bridger that met nothing, for the second time, and for one that met much."""
+    """Return the outcome, which is equal for a new bridger, in a repetition, and for a long-used bridger."""
     fresh = own.bridger()
     made = outcome(fresh, history, new, sampled, stop, thinking=thinking)
     assert outcome(fresh, history, new, sampled, stop, thinking=thinking) == made
@@ -224,17 +224,19 @@ def bridged(
 
 
 def rest_of(own: Speaker, history: list[Message], new: list[Message]) -> str:
-    """The template's text after the last word of the last turn."""
+    """Return the template's text after the last word of the last turn."""
     return own.render([*history, *new]).rpartition(LAST_WORD)[2]
 
 
 def harmless(new: Sequence[Message]) -> list[Message]:
-    """The same messages with other words in them, none of them a control token's."""
+    """Return the same messages with other contents, without control text."""
     return [{**message, "content": "words"} for message in new]
 
 
 MAY_REFUSE = {Property.TEXT_KEPT}
-"""SmolLM2's vocabulary has no ids for some bytes. Nothing else may be refused: these families serve all of this."""
+"""SmolLM2's vocabulary has no ids for some bytes. These families support everything else, so nothing else may be
+refused.
+"""
 
 AS_OFTEN = settings(
     max_examples=sweeps.times(12, 4), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -294,7 +296,7 @@ def test_turn_cut_at_any_id_reads_as_the_template_would_close_it(name: str, data
     turn = history[-1]
     before = own.render(history[:-1])
     whole = own.render(history, asking=False)
-    if not whole.startswith(before):  # the past is written in another way once the turn is there
+    if not whole.startswith(before):  # the template writes the history differently once the turn is in it
         history = [{"role": "user", "content": "What is 17 + 25?"}, turn]
         before, whole = own.render(history[:-1]), own.render(history, asking=False)
     said = whole[len(before) :].partition("<|im_end|>")[0]
@@ -337,17 +339,17 @@ def _check_cut(own: Speaker, past: list[Message], ids: Ids, new: list[Message]) 
     last["tool_calls"][-1]["function"]["arguments"] = {"b": LAST_WORD}
     rest = rest_of(own, [*past, last], following)
     assert own.tokenizer.normalize(rest).endswith(own.tokenizer.normalize(shown))
-    # What the model wrote of its last call's end is not written again, and what it did not write is.
+    # The bridge does not repeat the part of the last call's end that the model wrote, and writes the missing part.
     missing, end = shown.partition("<|im_end|>")[0], rest.partition("<|im_end|>")[0]
     written = text.split(LAST_WORD, len(calls))[-1]
-    if LAST_WORD in written:  # half of a call after the last whole one ends as that one does
+    if LAST_WORD in written:  # half of a call after the last whole call ends like the whole one
         assert end.endswith(missing)
     else:
         assert missing == (end.removeprefix(written) if end.startswith(written) else "")
 
 
 def _read(own: Speaker, text: str) -> tuple[Message, bool]:
-    """The turn as a conversation reads it from what was sampled."""
+    """Read the turn from the sampled text, as a conversation does."""
     assert own.parser.format.calls is not None
     reasoning, content = split_thought(text, own.parser.reasoning)
     parsed = CallReader(own.parser.format.calls).read(content)
@@ -362,7 +364,7 @@ def _read(own: Speaker, text: str) -> tuple[Message, bool]:
 @AS_OFTEN
 @given(data=st.data())
 def test_next_prompt_begins_with_all_samples_or_is_refused_by_name(name: str, data: st.DataObject) -> None:
-    # Ids of any kind, control ids among them, ended by any of the stops or by none.
+    # Ids of any kind, including control ids, ended by any stop or by none.
     own = speaker(name)
     history, new = data.draw(conversations(name))
     anything = st.integers(0, own.tokenizer.size + 5)

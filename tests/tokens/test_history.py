@@ -1,4 +1,4 @@
-"""Incoming histories: each way to depart from the stored one, and each difference that makes none."""
+"""Incoming histories: each difference from the stored history, and differences that do not count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tokens.client_messages import (
     with_changed,
 )
 
-# --- the classes
+# --- classes of differences
 
 
 def test_the_stored_history_again_is_the_same() -> None:
@@ -119,7 +119,7 @@ def test_unnamed_result_of_another_call_is_an_edit_of_its_call() -> None:
     assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, 3)
 
 
-# --- what makes no difference
+# --- differences that do not count
 
 
 def test_no_content_is_empty_content() -> None:
@@ -163,7 +163,7 @@ def test_reasoning_has_two_names() -> None:
 
 
 def renamed(messages: Sequence[Dict], ids: Mapping[str, str]) -> list[Dict]:
-    """The same history with other call ids."""
+    """Return the same history with other call ids."""
     text = json.dumps(messages)
     for old, new in ids.items():
         text = text.replace(f'"{old}"', f'"{new}"')
@@ -225,7 +225,7 @@ def test_a_whole_number_is_an_integer_and_true_is_none() -> None:
         assert is_same([{"role": "assistant", "tool_calls": [call("x", arguments)]}], stored) is same
 
 
-# --- what is appended
+# --- appended messages
 
 
 def test_an_appended_result_answers_the_stored_call_at_the_same_place() -> None:

@@ -1,4 +1,4 @@
-"""Any history, appended to, edited or cut: it is aligned as what was done to it says."""
+"""Any history that is appended to, edited or cut: the alignment agrees with the change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "text"]), VALUES, max_siz
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Dict]:
-    """Turns of a user and a model, some with reasoning and some with tool rounds."""
+    """Generate turns of a user and a model, some with reasoning and some with tool rounds."""
     messages: list[Dict] = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(TEXT)})
@@ -39,7 +39,7 @@ def histories(draw: st.DrawFn) -> list[Dict]:
 
 
 def as_a_client_writes(message: Mapping[str, Any]) -> Dict:
-    """The same message as an OpenAI client sends it back: arguments in text, other ids, no reasoning."""
+    """Return the message as an OpenAI client sends it back: arguments as text, other ids, no reasoning."""
     written = {key: value for key, value in reversed(list(message.items())) if key != "reasoning_content"}
     if "tool_calls" in message:
         written["tool_calls"] = [
@@ -93,7 +93,7 @@ def test_changed_arguments_are_an_edit(messages: list[Dict], before: Dict, after
 def test_a_suffix_left_out_is_a_retry_or_shrunk(messages: list[Dict], data: st.DataObject) -> None:
     length = data.draw(st.integers(0, len(messages) - 1))
     alignment = compare(messages, [as_a_client_writes(message) for message in messages[:length]])
-    one_step_back = length == len(messages) - 1  # every such history ends with the assistant's words
+    one_step_back = length == len(messages) - 1  # such a history ends with an assistant message
     assert alignment.kind is (AlignmentKind.RETRY if one_step_back else AlignmentKind.SHRUNK)
     assert (alignment.index, alignment.appended) == (length, ())
 
@@ -107,7 +107,7 @@ def test_stored_part_and_appended_part_are_the_incoming_history(one: list[Dict],
 
 
 def turned(value: Any) -> Any:
-    """`value` with the keys of every object the other way round."""
+    """Return `value` with the keys of every object in reverse order."""
     if isinstance(value, dict):
         return {key: turned(inner) for key, inner in reversed(value.items())}
     return [turned(inner) for inner in value] if isinstance(value, list) else value

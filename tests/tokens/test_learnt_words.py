@@ -1,4 +1,4 @@
-"""Added tokens that are words: what the model learnt stays what it is, beside content that holds control text too."""
+"""Added tokens that are ordinary words: their ids stay the same, also in content with control text."""
 
 import functools
 import json
@@ -126,7 +126,7 @@ def test_a_run_speaks_with_the_vocabulary_of_its_template() -> None:
     assert vocabulary("gemma").token_id("<table>") in chat.tokenizer.control_ids
 
 
-# Every rule of the library, for words.
+# Each rule of the library for added tokens that are words.
 
 LEARNT = ["?", *"▁ab<xy>z \nAé", "ab", "<x>", "<y>", "<Y>", "zz", "  ", "▁▁", "<x"]
 MERGES = [["a", "b"], ["<", "x"], ["<x", ">"], ["z", "z"], [" ", " "], ["▁", "▁"]]
@@ -137,7 +137,7 @@ LOWER = {"type": "Lowercase"}
 
 
 def small(*flags: str, normalizer: dict[str, Any] | None = None) -> VocabularyTokenizer:
-    """Characters, four words and white space that are added tokens, and one control token `<c>`."""
+    """Return a vocabulary of characters, with four words and white space as added tokens, and a control token `<c>`."""
     vocab = {name: index for index, name in enumerate(LEARNT)}
     off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     given = off | {flag: True for flag in flags if flag in off}

@@ -1,4 +1,4 @@
-"""Arguments that a schema has elsewhere than in its own `properties` are shown to the model too, or named."""
+"""Arguments that a schema lists outside of its own `properties`: the model sees them too, or they are named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE: dict[str, Any] = {"type": "string", "enum": ["zqsmallz", "zqlargez"]}
 PROMPT: dict[str, Any] = {"zqpromptz": STRING}
 
 ROOTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    # Schema of all arguments, and the words that a prompt has to show.
+    # The schema of all arguments, and the words that a prompt must contain.
     "a reference (zod-to-json-schema, FastMCP)": (
         {"$ref": "#/definitions/Args", "definitions": {"Args": {"type": "object", "properties": {"zqsizez": SIZE}}}},
         ["zqsizez", "zqsmallz", "zqlargez"],

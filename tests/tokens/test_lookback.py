@@ -1,4 +1,4 @@
-"""A tail made without what came in between is that of the whole history, whatever a template looks back at."""
+"""A tail from a shortened history equals the tail of the whole history, however a template looks back."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 FOLDER = Path(__file__).parent / "looking_back"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 CONTROLS = [name for name in NAMES if name.startswith("neg_")]
-RAISING = ("guard_markup", "strict_blank")  # on some pasts, and nothing else about the past changes a tail
+# their templates raise on some histories, and otherwise no tail depends on the history
+RAISING = ("guard_markup", "strict_blank")
 
 
 class Case(NamedTuple):
-    """A turn, and what answers it."""
+    """A turn, and the messages that answer it."""
 
     history: list[Message]
     new: list[Message]
@@ -44,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A template that looks back, or seems to, and conversations in which it matters."""
+    """A template that looks back, or seems to, and conversations in which this matters."""
 
     renderer: Renderer
     tools: Sequence[ToolSchema]
@@ -60,7 +61,7 @@ def written(name: str) -> Written:
 
 
 def cases(conversation: Sequence[Message]) -> Iterator[Case]:
-    """Every turn of a conversation that is answered."""
+    """Yield every answered turn of a conversation."""
     turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
     for number, (turn, following) in enumerate(zip(turns, [*turns[1:], len(conversation)], strict=True)):
         if conversation[turn + 1 : following]:
@@ -75,7 +76,7 @@ def tail_of(locality: Locality, case: Case, tools: Sequence[ToolSchema]) -> Tail
 
 
 def whole(renderer: Renderer, case: Case, tools: Sequence[ToolSchema]) -> str | None:
-    """The tail of the whole history, or None where the template raises on it."""
+    """Return the tail of the whole history, or None if the template raises an error on it."""
     try:
         return Locality(PromptRenderer(renderer)).whole_tail(AnsweredTurn(case.history, case.new, tools)).text
     except Unbridgeable:
@@ -88,9 +89,9 @@ def test_every_tail_is_that_of_the_whole_history(name: str) -> None:
     locality, made = Locality(PromptRenderer(renderer)), 0
     for case in (case for conversation in conversations for case in cases(conversation)):
         tail, right = tail_of(locality, case, tools), whole(renderer, case, tools)
-        if right is None:  # what a template refuses has no right tail
+        if right is None:  # a history that the template refuses has no right tail
             assert name in RAISING
-        elif tail is None:  # the turn's own call is what the template looks at: refused by name
+        elif tail is None:  # the template reads the turn's own call: refused by name
             real = renderer.render([*case.history, *case.new], tools=tools)
             calls = case.history[-1].get("tool_calls")
             assert not real.endswith(right.partition(case.new[0]["content"])[2] if calls else right)
@@ -102,7 +103,7 @@ def test_every_tail_is_that_of_the_whole_history(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {*CONTROLS, *RAISING}))
 def test_conversations_separate_templates_that_look_back(name: str) -> None:
-    # Else the test above would hold of anything.
+    # Otherwise the test above would hold for any template.
     renderer, tools, conversations = written(name)
     short: list[Message] = [{"role": "user", "content": "Continue."}]
     differing = [
@@ -140,7 +141,7 @@ def _local_tails(name: str) -> Iterator[tuple[Case, bool]]:
         yield case, tail is not None and tail.local
 
 
-# --- the templates of public models, with their own words in every place
+# --- public templates, with their own words in every place
 
 
 @pytest.mark.parametrize("part", sweeps.part(range(8), 8))
@@ -166,7 +167,9 @@ def _with_own_words(entry: Entry) -> Iterator[tuple[Case, Sequence[ToolSchema], 
 
 
 def _own_words(text: str) -> list[str]:
-    """The constants of a template, which are what it compares contents with, searches in them and takes out."""
+    """Return the constants of a template, which it compares with contents, searches in contents, or removes from
+    contents.
+    """
     constants = environment().parse(text).find_all(jinja2.nodes.Const)
     return sorted({each.value for each in constants if isinstance(each.value, str) and 0 < len(each.value) < 60})
 
@@ -195,7 +198,7 @@ def _conversation(rng: random.Random, words: Sequence[str], *, tools: bool) -> l
     return messages
 
 
-# --- what is proven of small templates
+# --- proofs for small templates
 
 USER = TurnShape(system=False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
 TOOL = TurnShape(system=False, calls=1, reasoning=False, text=False, new=(Arrival("tool", False, True),), tools=b"")
@@ -208,7 +211,7 @@ def past(text: str, shape: TurnShape = USER) -> Lookback:
 
 
 def writing(expression: str) -> str:
-    """A template that writes this in front of the generation prompt."""
+    """Return a template that writes this before the generation prompt."""
     return CHATML.replace("{% if add_generation_prompt %}", f"{expression}{{% if add_generation_prompt %}}")
 
 
@@ -288,7 +291,7 @@ def test_begin_turn_and_new_messages_alone_are_proven(expression: str) -> None:
 
 @pytest.mark.parametrize("sign", [">", "!=", "<=", "=="])
 def test_comparison_of_the_message_count_is_proven_below_the_least(sign: str) -> None:
-    # A question, the turn, and what answers it are there after every past.
+    # A question, the turn, and its answer exist after every history.
     assert past(writing(f"{{{{ '(more)' if messages | length {sign} 2 }}}}")) is Lookback.NONE
     assert past(writing(f"{{{{ '(more)' if messages | length {sign} 3 }}}}")) is Lookback.POSSIBLE
 
@@ -319,16 +322,16 @@ def test_a_template_that_is_not_followed_is_not_proven() -> None:
         ("{{ m.content.split('</think>')[-1].lstrip('\\n') }}", False),
         ("{{ m.content }}{{ '.' if not m.content.endswith('.') }}", True),
         ("{{ m.content }}{{ m.content | length }}", True),
-        ("{% if m.content | trim %}{{ m.content }}{% endif %}", True),  # words of white space alone are left out
+        ("{% if m.content | trim %}{{ m.content }}{% endif %}", True),  # contents of white space alone are left out
         ("{% if m.content %}{{ m.content }}{% endif %}", False),
         ("{{ (m.content + '.') | trim }}", False),
         ("{{ (m.content + '\\n') | trim }}", False),
-        ("{{ (m.content + '\\n.') | trim }}", True),  # after white space alone the line break is removed too
+        ("{{ (m.content + '\\n.') | trim }}", True),  # after white space alone the line break is also removed
         ("{{ (m.content + '\\n.').lstrip() }}", True),
         ("{{ (m.content + '..').strip('.') }}", False),
         ("{{ (m.content + '.a').lstrip('.') }}", True),
         ("{{ m.content or 'A' }}", False),
-        # Words are not empty, and what a filter leaves of them may be: also where a branch has the one or the other.
+        # A content is not empty, but a filter may leave nothing of it, also in one of two branches.
         ("{{ m.content }}{{ 'A' if (m.content | trim) and m.content }}", True),
         ("{{ m.content }}{{ 'A' if m.content and (m.content | trim) }}", True),
         ("{{ m.content }}{{ 'A' if (m.content if messages | length > 3 else m.content | trim) }}", True),
@@ -357,7 +360,7 @@ SHOWS_ARGUMENTS = "{{ m.content }}{% for call in m.tool_calls %}{{ call.function
         (writing("{{ 'A' if not messages[-2].content }}"), EMPTY, True),
         (writing("{{ 'A' if messages[-2].content == '' }}"), EMPTY, True),
         (chatml(body=SHOWS_ARGUMENTS), TOOL, False),
-        (chatml(body=SHOWS_ARGUMENTS), BARE, True),  # of that nothing is proven
+        (chatml(body=SHOWS_ARGUMENTS), BARE, True),  # nothing is proven for this template
         (chatml(body=SHOWS_ARGUMENTS + "{{ 'A' if m.tool_calls[0].function.arguments | length > 1 }}"), TOOL, True),
     ],
 )
@@ -368,6 +371,6 @@ def test_words_of_every_shape_are_proven_with_words_of_that_shape(text: str, sha
 def test_the_past_that_matters_to_empty_words_alone_is_found() -> None:
     text = writing("{{ 'A' if not messages[-2].content and messages | length > 5 }}")
     proofs = Proofs(ChatTemplate(text, name="inline").renderer())
-    assert proofs.past(EMPTY, []) is Lookback.NONE  # of the render with a sentinel
+    assert proofs.past(EMPTY, []) is Lookback.NONE  # for the render with a sentinel
     assert proofs.past_matters_to_words(EMPTY, [])
     assert not proofs.past_matters_to_words(USER, [])

@@ -1,4 +1,4 @@
-"""Jinja as it is: what its loops, macros, generators and filters do to a proof that a template does not look back."""
+"""Effects of Jinja's loops, macros, generators and filters on a proof that a template does not look back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.turn_shape import AnsweredTurn, Arrival, TurnShape
 from tests.tokens.bridging import ADD, chatml
 
-LATE = "{{% if messages | length > 2 %}}{}{{% endif %}}"  # a plain question is rendered too, and must not raise
+# a plain question is also rendered, and must not raise an error
+LATE = "{{% if messages | length > 2 %}}{}{{% endif %}}"
 
 EXPRESSIONS = {
     "else of a filtered loop": "{% for m in messages if m.role == 'tool' %}{% else %}(no tool){% endfor %}",

@@ -1,4 +1,4 @@
-"""Prefix replacement: NeMo RL's published vectors, and what theirs corrupts is refused by name."""
+"""Prefix replacement: NeMo RL's published vectors, and inputs that its rule corrupts, which are refused by name."""
 
 import re
 from array import array
@@ -87,11 +87,11 @@ def test_published_a_stop_within_a_tool_loop_counts_where_it_is_given() -> None:
     assert replace_prefix_tokens(model, prefix, everything, 1).result is PrefixResult.NO_EOS
 
 
-# --- where theirs corrupts silently
+# --- silent corruption by NeMo RL's rule
 
 
 def theirs(model: list[int], prefix: list[int], everything: list[int]) -> list[int]:
-    """NeMo RL's rule, to show that what is refused here would go through there."""
+    """Apply NeMo RL's rule, to show that it accepts the input that is refused here."""
     close = [at for at, token_id in enumerate(everything) if token_id == EOS_ID][prefix.count(EOS_ID) - 1]
     return model[: len(model) - (model[-1] == EOS_ID)] + everything[close:]
 
@@ -302,7 +302,7 @@ def test_models_ids_stay_bit_for_bit_before_the_templates_tail(
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation as a template writes it, and as the model saw and sampled it."""
+    """A conversation as a template writes it, and as the model received and sampled it."""
 
     model: list[int]
     sampled: list[int]
@@ -318,7 +318,7 @@ USER, ASSISTANT, NEWLINE = 4, 5, 6
 
 @st.composite
 def talks(draw: st.DrawFn) -> Talk:
-    """Turns of ChatML's form, each said in ids that may not be the template's, some of them cut."""
+    """Generate turns in ChatML's form, each in ids that may differ from the template's, some of them cut."""
     model, sampled, prefix, close = list[int](), list[int](), list[int](), list[int]()
     for asked, said, written, was_cut in draw(TURNS):
         question = [*close, USER, *asked, EOS_ID, NEWLINE, ASSISTANT]
@@ -402,7 +402,7 @@ def test_joined_prompts_of_public_templates_follow_the_close() -> None:
 
 
 def joined_on(name: str, text: str) -> PrefixResult | None:
-    """The junction of two turns and a new message in that template; None without an EOS, or if it drops the words."""
+    """Return the junction of two turns and a new message; None without an EOS, or if the template drops the words."""
     renderer = ChatTemplate(text, name, {"bos_token": "<s>", "eos_token": "</s>"}).renderer()
     try:
         before, after = renderer.render(HISTORY, generation_prompt=False), renderer.render([*HISTORY, NEW])
@@ -415,7 +415,7 @@ def joined_on(name: str, text: str) -> PrefixResult | None:
     prefix, everything = words.encode(before), words.encode(after)
     close = re.search("|".join(map(re.escape, closes)), after.rpartition(SAID)[2])
     stop = close[0] if close else closes[0]
-    model = [*words.encode(before.rpartition(SAID)[0]), -1, -2, *words.encode(stop)]  # said in other ids
+    model = [*words.encode(before.rpartition(SAID)[0]), -1, -2, *words.encode(stop)]  # in other ids
     replaced = replace_prefix_tokens(model, prefix, everything, [words.ids[close] for close in closes])
     if replaced.ids is not None:
         assert close is not None, name

@@ -1,4 +1,4 @@
-"""Safe encoding: content never becomes a control token, and changes no id where it holds none."""
+"""Safe encoding: content never becomes a control token, and ids are unchanged if content has no control text."""
 
 import functools
 import json
@@ -28,14 +28,14 @@ def named(name: str) -> Tokenizer:
 
 @functools.cache
 def control(name: str) -> tuple[str, ...]:
-    """The control tokens that a vocabulary's templates write, and a few of the others."""
+    """Return the control tokens that a vocabulary's templates write, and a few others."""
     tokenizer = named(name)
     names = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.control_ids)]
     return tuple(names[:40] + [other for other in names[40:] if "SPECIAL" not in other and "place" not in other][:60])
 
 
 def spelled(parts: Parts) -> tuple[str, list[tuple[int, int]]]:
-    """Scaffold and content in turn, as a text and the spans of its content."""
+    """Return scaffold and content in alternation, as a text and the spans of its content."""
     text, spans = "", []
     for index, part in enumerate(parts):
         if index % 2:
@@ -45,7 +45,7 @@ def spelled(parts: Parts) -> tuple[str, list[tuple[int, int]]]:
 
 
 def conversation(rng: random.Random, names: Sequence[str], said: Sequence[str]) -> list[str]:
-    """Scaffold made of control tokens and words, and content in which `said` occurs among the words."""
+    """Return scaffold of control tokens and words, and content whose words include `said`."""
 
     def scaffold() -> str:
         return "".join(rng.choice([*names, "user\n", "\n", " ", ""]) for _ in range(rng.randrange(4)))
@@ -54,7 +54,7 @@ def conversation(rng: random.Random, names: Sequence[str], said: Sequence[str]) 
 
 
 def always_marked(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The way that content with control text is encoded, also where a plain encoding would do."""
+    """Encode in the way of content with control text, even if a plain encoding would be correct."""
     return (
         tokenizer._added.encode(text, spans)
         if isinstance(tokenizer, VocabularyTokenizer)
@@ -63,13 +63,13 @@ def always_marked(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, in
 
 
 def stands_apart(names: Sequence[str], text: str, spans: Sequence[tuple[int, int]]) -> bool:
-    """No control token of the plain encoding lies in content, even partly."""
+    """True if no control token of the plain encoding overlaps content."""
     found = _pattern(tuple(names)).finditer(text)
     return not any(m.start() < stop and start < m.end() for m in found for start, stop in spans)
 
 
 def shown(name: str, text: str) -> str:
-    """`text` without what a vocabulary changes: SentencePiece writes a space after every control token."""
+    """Return `text` without the vocabulary's own changes: SentencePiece writes a space after every control token."""
     return text.replace(" ", "") if name == "mistral_sentencepiece" else text
 
 
@@ -89,7 +89,7 @@ def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> No
     tokenizer, rng = named(name), sweeps.random_of(name)
     seen = 0
     while seen < sweeps.times(2000, 300):
-        # Only beginnings and ends of control tokens: whole ones come about where two of them meet.
+        # The parts are only beginnings and ends of control tokens. Whole tokens arise where two parts meet.
         text, spans = spelled(conversation(rng, control(name), [token[:-1] for token in control(name)[:20]]))
         if stands_apart(every_name(name), text, spans):
             assert always_marked(tokenizer, text, spans) == tokenizer.encode(text), (text, spans)
@@ -104,7 +104,7 @@ def test_control_text_in_content_is_ordinary_text(name: str) -> None:
         parts = conversation(rng, control(name), control(name))
         text, spans = spelled(parts)
         ids = tokenizer.encode(text, spans)
-        # Filled with a sign that no control token has, content cannot take part in one.
+        # If content is filled with a character that no control token has, it cannot be a part of a control token.
         scaffold, _ = spelled([part if index % 2 == 0 else "☃" * len(part) for index, part in enumerate(parts)])
         expected = [tokenizer.token_id(found) for found in _pattern(ends).findall(scaffold)]
         assert [token_id for token_id in ids if token_id in tokenizer.control_ids] == expected, (text, spans)
@@ -162,7 +162,8 @@ def test_content_that_could_form_a_control_token_is_known_for_it(name: str) -> N
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("text", ["", " ", "The result is 42.", "def f(x):\n    return x[0] < 3\n", "你好，世界 é"])  # noqa: RUF001  # unlike letters are meant
+# similar characters on purpose
+@pytest.mark.parametrize("text", ["", " ", "The result is 42.", "def f(x):\n    return x[0] < 3\n", "你好，世界 é"])  # noqa: RUF001
 def test_ordinary_content_is_known_to_be_harmless(name: str, text: str) -> None:
     assert not named(name).holds_control(text)
 
@@ -233,7 +234,7 @@ def test_bytes_have_tokens_that_are_added_but_not_special() -> None:
         ByteTokenizer(added_tokens=[""])
 
 
-# The library's rules, on small vocabularies that have each of them.
+# The library's rules, on small vocabularies with each of them.
 
 ALPHABET = (
     "a",
@@ -261,7 +262,7 @@ LEARNT = ["?", "▁", "a", "b", "A", "<", "x", ">", "y", "Y", "z", "é", "e", "\
 def small(
     *flags: str, normalizer: dict[str, Any] | None = None, splits: dict[str, Any] | None = None, **settings: Any
 ) -> VocabularyTokenizer:
-    """A vocabulary of characters with four added tokens that have the flags given."""
+    """Return a vocabulary of characters, with four added tokens that have the given flags."""
     names = ("<x>", "<y>", "<z>", "zz")
     given = {flag: flag in flags for flag in ("single_word", "lstrip", "rstrip", "normalized")}
     vocab = {name: index for index, name in enumerate(LEARNT)}
@@ -318,7 +319,7 @@ def small_named(rules: str) -> VocabularyTokenizer:
 
 
 def overlaps_content(tokenizer: VocabularyTokenizer, text: str, spans: Sequence[tuple[int, int]]) -> bool:
-    """A control token of the plain encoding lies in content, even partly; white space that it swallows does not."""
+    """True if a control token of the plain encoding overlaps content, apart from white space that it swallows."""
     encoding = tokenizer._tokenizer.encode(text, add_special_tokens=False)
     for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
         if token_id in tokenizer.control_ids:
@@ -396,7 +397,7 @@ def test_learnt_control_tokens_are_not_made_of_content(
 @pytest.mark.parametrize("make", [unigram, merging, whole_words], ids=lambda make: make.__name__)
 def test_text_normalised_to_a_control_word_is_ordinary_text(make: Callable[..., VocabularyTokenizer]) -> None:
     tokenizer = make(normalizer={"type": "NFKC"})
-    text, spans = spelled(["<s>", "a\uff1cs\uff1ea"])  # wide brackets, which NFKC makes plain ones
+    text, spans = spelled(["<s>", "a\uff1cs\uff1ea"])  # wide brackets, which NFKC converts to plain ones
     assert [token_id for token_id in tokenizer.encode(text, spans) if token_id in tokenizer.control_ids] == [1]
 
 
@@ -422,7 +423,7 @@ def test_added_white_space_controls_nothing() -> None:
 
 def _chars() -> Iterator[str]:
     yield from map(chr, range(0x21, 0x250))
-    yield from "中\u0301\u200d\u200c①ⓐ🙂ﬁ\u2028\u1680\u2167＿\x1c"  # noqa: RUF001  # unlike letters are meant
+    yield from "中\u0301\u200d\u200c①ⓐ🙂ﬁ\u2028\u1680\u2167＿\x1c"  # noqa: RUF001  # similar characters on purpose
 
 
 def test_neighbours_of_single_words_are_words_to_us_as_to_the_library() -> None:

@@ -1,4 +1,4 @@
-"""The separator of two turns: it stands after the stop of the first, and is the bridge's, never the model's."""
+"""The separator of two turns: it follows the stop of the first turn, and belongs to the bridge, never to the model."""
 
 import functools
 import json
@@ -21,7 +21,9 @@ PHI = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 
 @functools.cache
 def phi(*, rstrip: bool) -> VocabularyTokenizer:
-    """A vocabulary with Phi-3's control tokens, which in Phi-3's own vocabulary swallow the white space after them."""
+    """Return a vocabulary with Phi-3's control tokens, which in Phi-3's own vocabulary swallow the white space after
+    them.
+    """
     settings = json.loads(vocabulary("smollm2")._tokenizer.to_str())
     first = vocabulary("smollm2").size
     flags = dict.fromkeys(("single_word", "lstrip", "normalized"), False) | {"rstrip": rstrip, "special": True}
@@ -43,7 +45,7 @@ MODELS: dict[str, tuple[str, Callable[[], VocabularyTokenizer], str, str]] = {
 
 
 def after(name: str, stop: str) -> tuple[Bridge, VocabularyTokenizer]:
-    """The bridge from a turn that ended with this stop."""
+    """Return the bridge from a turn that ended with this stop."""
     template, load, *stops = MODELS[name]
     text = next(entry.text for entry in corpus() if entry.name == template)
     variables = {"bos_token": "<bos>", "eos_token": "<|endoftext|>"}

@@ -1,4 +1,4 @@
-"""A model is shown the fields, values and types of every argument: as the author wrote them, or as the template can."""
+"""The prompt shows the fields, values and types of every argument, as the author or as the template can write them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ NAMES = (
     "{{ name }}: {{ p.type }}{% if p.enum %} of {{ p.enum }}{% endif %}"
 )
 TYPES = NAMES + "  # {{ p.description }}\n{% endfor %})\n{% endfor %}" + chatml()
-"""Writes the types of arguments, one by one, and their descriptions; of what is within them nothing."""
+"""Template that writes the types of arguments and their descriptions, but nothing of nested values."""
 NO_NOTES = NAMES + "\n{% endfor %})\n{% endfor %}" + chatml()
-"""The same without descriptions."""
+"""`TYPES` without descriptions."""
 NO_VALUES = NO_NOTES.replace("{% if p.enum %} of {{ p.enum }}{% endif %}", "")
-"""The same without values."""
+"""`NO_NOTES` without values."""
 RAISES = TYPES.replace(": {{ p.type }}", ": {{ p.type + '' }}{{ raise_exception('one type') if p.type is not string }}")
-"""The same, but it raises on an argument without a type, or with several."""
+"""`TYPES`, but it raises an error on an argument without a type, or with several types."""
 WANTS_NOTES = TYPES.replace("{{ p.description }}", "{{ '' + p.description }}")
-"""The same, but it raises on an argument without a description."""
+"""`TYPES`, but it raises an error on an argument without a description."""
 
 
 def renderer(text: str, *, fit: bool | None = None) -> Renderer:
@@ -259,12 +259,13 @@ def test_arguments_without_names_stand_in_the_description(keyword: str) -> None:
     assert "zqin" in shown(renderer(text), tool)
     assert "$ref" not in shown(renderer(text), tool)
     named = [f"the arguments that {keyword} describes"]
-    assert [str(each) for each in unseen_of(renderer(TYPES).render_tool, tool)] == named  # it shows no descriptions
+    # the template shows no descriptions
+    assert [str(each) for each in unseen_of(renderer(TYPES).render_tool, tool)] == named
     assert unseen_of(renderer(DUMPS).render_tool, tool) == []
 
 
 SKIPS = TYPES.replace(".items() %}", ".items() if name not in ('type', 'properties', 'required') %}")
-"""Skips arguments with the name of a keyword, as the template of Gemma 4 does."""
+"""Template that skips arguments with the name of a keyword, as the template of Gemma 4 does."""
 
 
 def test_skipped_arguments_stand_in_the_description_of_the_tool() -> None:
@@ -286,7 +287,7 @@ def test_skipped_arguments_stand_in_the_description_of_the_tool() -> None:
     assert noted["properties"]["properties"]["properties"] == {"zqin": {"type": "integer"}}
     assert said in shown(made, tool)
     assert unseen_of(made.render_tool, tool) == []
-    # Without descriptions of tools nothing can be done: they are named.
+    # Without descriptions of tools there is no fix, so the arguments are named.
     for other in (renderer(SKIPS), renderer(SKIPS, fit=False)):
         unseen = unseen_of(other.render_tool, tool)
         assert {"the name of type", "the name of properties"} <= set(map(str, unseen))

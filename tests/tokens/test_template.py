@@ -1,4 +1,4 @@
-"""Chat templates: what is loaded, how it is rendered, and what is refused by name."""
+"""Chat templates: loading, rendering, and refusals by name."""
 
 import json
 import shutil

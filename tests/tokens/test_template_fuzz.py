@@ -1,4 +1,4 @@
-"""Every bridge is exact, for templates that look at empty and blank words, and for templates that are drawn."""
+"""Every bridge is exact, with templates that test for empty and blank contents, and with generated templates."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ KEEPS = "{{ m.content }}" + CALLS
 
 
 def _asking(test: str, keep: str = "", *, body: str = KEEPS) -> str:
-    """A template that keeps something of every message, and asks in another way where a test of that holds."""
+    """Return a template that keeps a part of every message, and has another generation prompt if a test of that part
+    holds.
+    """
     kept = f"{{% if m.role == 'assistant' %}}{{% set ns.e = {keep or 'm.content'} %}}{{% endif %}}"
     text = chatml(body=body + kept).replace("assistant\\n' }}", f"assistant\\n' }}}}{{{{ 'A' if {test} }}}}")
     return "{% set ns = namespace(e='', last='') %}" + text
 
 
 def _after_turns(text: str) -> str:
-    """A template that writes `text` after every turn."""
+    """Return a template that writes `text` after every turn."""
     return "{% set ns = namespace(last='') %}" + chatml(body=KEEPS).replace(
         "{% endfor %}{% if add", text + "{% endfor %}{% if add"
     )
@@ -108,7 +110,9 @@ CLOSING = {
 
 
 def _conversations(words: str) -> Iterator[list[Message]]:
-    """Conversations whose turns say this, short and long, with a thought and with calls of all kinds of arguments."""
+    """Return conversations with these contents, short and long, with a thought and with calls of all kinds of
+    arguments.
+    """
     for past in ([], [says("a"), MORE, says(""), MORE]):
         for reasoning in ("", " ", "b"):
             yield [QUESTION, *past, says(words, reasoning=reasoning), MORE, says(words), {**MORE, "content": words}]
@@ -146,7 +150,7 @@ def test_drawn_templates_and_conversations_get_no_wrong_bridge(case: Written) ->
 
 
 FUZZED_MINUTES = 3.0
-"""Processor time for more templates than a sweep has; another `--sweep-seed` draws others."""
+"""Processor time for more templates than a sweep has. Another `--sweep-seed` generates other templates."""
 
 
 @pytest.mark.whole
@@ -193,7 +197,7 @@ def test_words_after_the_stop_of_a_late_message_prevent_a_bridge(count: int) -> 
 
 @pytest.mark.whole
 def test_many_of_the_drawn_conversations_get_a_bridge() -> None:
-    # Else the test above would hold of anything.
+    # Otherwise the test above would hold for any template.
     seen: Counter[str] = Counter()
 
     @settings(
@@ -228,7 +232,7 @@ WORDS_AFTER_THE_END = (
     "{% if SHOWN %}{{ WORDS }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}OPENSassistant\n{% endif %}"
 )
-"""A template whose words come after the stop; the next stop in the render is that of the next message."""
+"""A template whose words follow the stop. The next stop in the render belongs to the next message."""
 
 
 SHOWN = (
@@ -237,14 +241,14 @@ SHOWN = (
     "m.role == 'assistant' or loop.index is even",
     "loop.index0 and (m.role == 'user') == (loop.index0 % 2 == 0)",
 )
-"""Conditions on which it shows words; no system message may come first when its marks are learnt."""
+"""Conditions on which the template shows words. No system message may be first while its marks are learnt."""
 
 
 @pytest.mark.parametrize(
     "changes", ["", "{% if loop.length > 3 %}A{% endif %}", "{{ loop.length }}", "{{ loop.revindex }}"]
 )
 def test_stop_of_the_next_message_is_not_taken_for_the_turns(changes: str) -> None:
-    """Also where each message is written otherwise as others follow it, so that a turn's begin is not where it was."""
+    """This also holds if later messages change how a message is written, so that the beginning of a turn moves."""
     seen: Counter[str] = Counter()
     system: Message = {"role": "system", "content": "Be kind."}
     openings, contents = ("<|im_start|>", "", "### "), ("m.content", "m.content[1:]", "m.content[1:] ~ m.content")
@@ -265,7 +269,7 @@ SHORT_ONES_ON_DEMAND = (
 
 
 def test_words_of_an_earlier_turn_are_not_taken_for_those_of_a_turn() -> None:
-    """The check itself reads the words of a turn, which the prompt did not show and the next message brings back."""
+    """The check itself uses the words of a turn that the prompt did not show, and that the next message shows again."""
     blank: Message = {"role": "user", "content": " \n"}
     seen = Counter[str]()
     conversation: list[Message] = [QUESTION, says("a\n"), blank, says(" "), {"role": "user", "content": " "}]
@@ -274,7 +278,7 @@ def test_words_of_an_earlier_turn_are_not_taken_for_those_of_a_turn() -> None:
 
 
 def test_own_text_of_a_tail_is_rendered_before_it_is_joined() -> None:
-    """A join is on the event loop, and these tails are renders of the whole history."""
+    """A join runs on the event loop, and these tails are renders of the whole history."""
     template = (
         WORDS_AFTER_THE_END.replace("SHOWN", SHOWN[-1])
         .replace("FIRST", "0")

@@ -1,4 +1,4 @@
-"""Variants of public templates that are kept here because the originals cannot be bridged: each reason is a test."""
+"""Variants of public templates, kept here because the originals cannot be bridged. Each test is a reason."""
 
 import pytest
 
@@ -47,10 +47,11 @@ def test_nemos_template_moves_the_tools_and_ours_does_not(tekken: VocabularyToke
 def test_ours_for_nemo_writes_a_tool_round_as_nemos_own_does(tekken: VocabularyTokenizer) -> None:
     text = next(entry.text for entry in corpus() if entry.name == "0xA50C1A1-Mistral-Nemo-Instruct-2407-Heretic-v2")
     call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
-    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}  # type: ignore[list-item]  # as parsed
+    # parsed arguments
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}  # type: ignore[list-item]
     result: Message = {"role": "tool", "content": "42", "tool_call_id": "call00001", "name": "add"}
     own = bridger(ChatTemplate(text, name="Mistral-Nemo"), tekken).renderer
     ours = bridger(ChatTemplate.load("mistral_nemo"), tekken).renderer
     theirs = own.render([QUESTION, turn, result], tools=[ADD])
-    # Theirs writes a result bare where it is a number, ours as the text that it is.
+    # The original writes a numeric result without quotes, and ours writes it as text.
     assert ours.render([QUESTION, turn, result], tools=[ADD]) == theirs.replace('"content": 42', '"content": "42"')

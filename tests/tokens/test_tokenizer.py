@@ -1,4 +1,4 @@
-"""Tokenizers: exact in both directions, nothing added, nothing shared."""
+"""Tokenizers: exact in both directions, without added ids and without shared state."""
 
 import json
 from array import array
@@ -16,7 +16,7 @@ from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer, load_tokeniz
 from tests import sweeps
 from tests.tokens.vocabularies import NAMES, vocabulary
 
-# The demo vocabulary has no ids for the other bytes; what it does then is a test of its own.
+# The demo vocabulary has no ids for the other bytes. Another test covers them.
 TEXT = st.text(st.characters(codec="utf-8", max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d"))
 CHATML = "<|im_start|>user\nWhat is é? 你<|im_end|>\n"
 

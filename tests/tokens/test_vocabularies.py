@@ -1,4 +1,4 @@
-"""The real vocabularies of the tests are the originals: same ids, same control tokens, no text lost."""
+"""The real vocabularies of the tests equal the originals: same ids, same control tokens, no text lost."""
 
 import importlib.util
 import json
@@ -85,7 +85,7 @@ def test_control_tokens_have_their_real_ids(name: str, token: str, token_id: int
     assert (token_id in tokenizer.special_ids) == special
 
 
-# SmolLM2 has no ids for a few rare bytes, so it is shown ordinary text only.
+# SmolLM2 has no ids for a few rare bytes, so it gets only ordinary text.
 @given(text=TEXTS)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "smollm2"])
 def test_no_text_is_lost(name: str, text: str) -> None:
@@ -104,7 +104,7 @@ def test_no_ordinary_text_is_lost(real: VocabularyTokenizer) -> None:
 def test_every_vocabulary_can_be_sent_to_another_process(real: VocabularyTokenizer) -> None:
     """A worker of a fleet sends its engine's tokenizer to the driver."""
     sent = pickle.loads(pickle.dumps(real))
-    words = "Some words. " * 50  # long enough for its parts to be encoded by themselves
+    words = "Some words. " * 50  # long enough for its parts to be encoded separately
     text = f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>"
     assert sent.encode(text) == real.encode(text)
     assert sent.fingerprint == real.fingerprint
@@ -151,7 +151,7 @@ def test_vocabulary_that_loses_spaces_is_refused_with_the_text() -> None:
     assert package.submodule_search_locations
     with open(f"{package.submodule_search_locations[0]}/tokenizer.json", encoding="utf-8") as file:
         settings = json.load(file)
-    # What a class for Llama's vocabularies makes of it.
+    # A transformers class for Llama's vocabularies creates this.
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
     spoiled = VocabularyTokenizer(json.dumps({**settings, "pre_tokenizer": metaspace}))
     with pytest.raises(

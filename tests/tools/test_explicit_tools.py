@@ -1,4 +1,4 @@
-"""Tools made from a function and a JSON schema: the call of the function, and refused definitions."""
+"""Tools from a function and a JSON schema: the call of the function, and refused definitions."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_two_tools_with_one_name_are_refused_with_the_name(environment: ty
     assert "two tools are called 'rooms': give one another name, Tool(..., name=)" in trajectory.error
 
 
-# --- defaults that a model may not write
+# --- defaults that the schema does not allow
 
 
 class Colour(enum.Enum):

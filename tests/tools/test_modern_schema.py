@@ -1,4 +1,4 @@
-"""Schemas of other dialects and of none are converted, and unchecked keywords are named."""
+"""Schemas of other dialects and without a dialect are converted, and unchecked keywords are named."""
 
 from __future__ import annotations
 

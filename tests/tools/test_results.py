@@ -90,7 +90,7 @@ class OfAnotherClient:
         ({"content": [{"type": "text", "text": "Sunny."}], "isError": False}, "Sunny."),
         (CallToolResult(content=[TEXT]).model_dump(), "Sunny."),
         (CallToolResult(content=[TEXT]).model_dump(by_alias=True), "Sunny."),
-        # Values of an author that resemble it.
+        # An author's values that resemble an MCP result.
         ([{"type": "resource", "name": "iron"}], '[{"type": "resource", "name": "iron"}]'),
         ([{"type": "text", "text": "x"}], '[{"type": "text", "text": "x"}]'),
         ({"content": ["a"], "type": "text"}, '{"content": ["a"], "type": "text"}'),

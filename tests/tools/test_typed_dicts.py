@@ -1,4 +1,4 @@
-"""Tools with a `TypedDict` of either module."""
+"""Tools with a `TypedDict` of `typing` or of `typing_extensions`."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ def test_code_of_the_page_runs_where_no_trainer_is_needed() -> None:
     ran = [block for block in BLOCKS if not THEIRS.search(block)]
     for block in ran:
         exec(block, names)
-    assert len(ran) == 4  # players, rows, observers of two kinds
+    assert len(ran) == 4  # players, rows, and two kinds of observers
     for block in BLOCKS:
         compile(block, "trainers.md", "exec")
 
 
 def test_script_beside_the_environment_is_short() -> None:
     (whole,) = [each for each in BLOCKS if "rollout_func(player" in each]
-    assert len([line for line in whole.splitlines() if line.strip()]) <= 15  # with its imports
+    assert len([line for line in whole.splitlines() if line.strip()]) <= 15  # including its imports
     (asynchronous,) = [each for each in BLOCKS if "RolloutWorker(player" in each]
     code = [line for line in asynchronous.splitlines() if line.strip() and not re.match(r"from|import", line)]
     assert len(code) <= 15

@@ -1,4 +1,4 @@
-"""The page about traces of other libraries: its commands print what it shows, and its code runs."""
+"""The page about traces of other libraries: its commands print the shown output, and its code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities that are not finite: no way to a trainer passes one on with an id that would be trained."""
+"""Log-probabilities that are not finite: no interface passes one to a trainer with an id that would be trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_FINITE = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 
 
 def lacking(value: float, **fields: Any) -> Trajectory:
-    """Two turns, whose last id has this log-probability; the messages are those that the ids stand for."""
+    """Return two turns. The last id has this log-probability, and the messages agree with the ids."""
     trajectory = made([prompt(1, 2), said(3), prompt(4), said(5, 6, logprobs=[-0.5, value])], **fields)
     say = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
     trajectory.segments[0].messages.extend(say)  # type: ignore[arg-type]  # plain messages
@@ -109,7 +109,7 @@ def test_asynchronous_trainer_gets_no_sample_of_it(value: float) -> None:
 
 
 class Lacking(Rewarded):
-    """Some episodes whose engine gave NaN for an id."""
+    """Environment whose engine returns NaN for an id in some episodes."""
 
     async def rollout(self, conversation: Conversation) -> None:
         turn = await conversation.generate()

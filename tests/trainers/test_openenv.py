@@ -1,4 +1,4 @@
-"""OpenEnv's TrainingTrace: written from episodes, read back the same, and malformed ones refused by turn and field."""
+"""OpenEnv's TrainingTrace: written from episodes, read back unchanged, and refused by turn and field if malformed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 def checked(trajectory: Trajectory) -> dict[str, Any]:
-    """The trace, validated by OpenEnv's own classes where these are installed."""
+    """Return the trace, validated by OpenEnv's own classes if these are installed."""
     trace = training_trace(trajectory)
     if importlib.util.find_spec("openenv") is not None:
         from openenv.core.harness.training import TrainingTrace

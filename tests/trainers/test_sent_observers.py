@@ -1,6 +1,6 @@
-"""Observers of other libraries: what OpenTelemetry's own SDK receives, and libraries that are missing or fail.
+"""Observers of other libraries: the data that OpenTelemetry's own SDK receives, and libraries that are missing or fail.
 
-trackio and Weights & Biases are played in tests/interop/test_observers.py.
+tests/interop/test_observers.py plays with trackio and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ async def test_library_that_does_not_start_is_one_fault() -> None:
 
     observer = TrackioObserver.__new__(TrackioObserver)
     super(TrackioObserver, observer).__init__()
-    observer._trackio, observer._options, observer._run = Offline, {}, None  # type: ignore[assignment]  # its module
+    # a stand-in for its module
+    observer._trackio, observer._options, observer._run = Offline, {}, None  # type: ignore[assignment]
     async with Run(Plain, recording("Yes"), tasks=tasks(3), observers=[observer]) as run:
         assert [trajectory.reward async for trajectory in run] == [1.0] * 3
     (fault,) = run.summary.faults

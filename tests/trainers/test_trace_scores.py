@@ -1,4 +1,4 @@
-"""Log-probabilities of traces are compared with an engine's scores: right ones agree, and others are found."""
+"""Log-probabilities of traces are compared with an engine's scores: correct ones agree, and wrong ones are found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def value_of(token_id: int) -> float:
 
 
 class Model:
-    """Scores that depend on the id alone, and the sequences that were scored."""
+    """Engine whose scores depend only on the id, with the sequences that were scored."""
 
     def __init__(self) -> None:
         self.scored: list[list[int]] = []

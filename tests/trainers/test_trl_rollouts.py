@@ -1,6 +1,6 @@
 """The rollout function for TRL: rows in the order of prompts, weights, failed episodes, and refusals by name.
 
-The trainer here has the attributes of TRL's that are read; `make test-interop` plays with TRL's own.
+The trainer here is a stand-in with the attributes that are read. `make test-interop` plays with TRL's own trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TASKS = tasks(3)
 
 
 class Rewarded(Plain):
-    """The number of the task as its reward; some fail, and some rewrite their history."""
+    """Environment whose reward is the number of the task. Some episodes fail, and some rewrite their history."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
@@ -99,7 +99,7 @@ def test_failed_episode_has_no_reward_and_mask_zero() -> None:
 
 
 class Silent(Plain):
-    """Another agent plays in place of `main`, in the episodes with an odd index."""
+    """Environment in which another agent replaces `main` in episodes with an odd index."""
 
     async def rollout(self, conversation: Conversation) -> None:
         silent = self.episode.index % 2
@@ -132,7 +132,7 @@ def test_another_temperature_than_the_trainers_is_refused(temperature: float) ->
 
 def test_ranks_and_steps_have_other_seeds() -> None:
     seeds: list[int | None] = []
-    for rank, first_step in ((0, 0), (1, 0), (0, 2), (1, 2)):  # of two ranks, and again after a checkpoint
+    for rank, first_step in ((0, 0), (1, 0), (0, 2), (1, 2)):  # two ranks, and again after a checkpoint
         engine = recording("Yes")
         trainer = Trainer(engine)
         trainer.accelerator.process_index, trainer.accelerator.num_processes = rank, 2
@@ -158,7 +158,7 @@ def test_weights_are_sent_once_for_each_step() -> None:
 
 
 class Copy:
-    """The engine's copy of a torch model, as a scripted engine of float32 that scores with it."""
+    """The engine's copy of a torch model: a scripted engine of float32 that scores with the copy."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.source = copy.deepcopy(model), model
@@ -171,7 +171,7 @@ class Copy:
 
 
 class Typed(ScriptedEngine):
-    """An engine that describes its number type, as those with a model do."""
+    """An engine that reports its number type, like engines with a model."""
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "dtype": "float32"}
@@ -235,12 +235,12 @@ def test_weights_that_did_not_arrive_end_the_training() -> None:
 def test_mixed_precision_is_not_taken_for_other_weights() -> None:
     torch = pytest.importorskip("torch")
     model = tiny_llama(ScriptedEngine("Yes").tokenizer.size)
-    change(model, 4.0)  # so that half precision is seen
+    change(model, 4.0)  # large enough that half precision shows
     engine, trainer = proving(model, Copy(model))
     plain = model.forward
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        """As accelerate wraps it: half precision inside, and logits in float32."""
+        """Compute as accelerate wraps it: half precision inside, and logits in float32."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = plain(*arguments, **named)
         output.logits = output.logits.float()
@@ -271,7 +271,7 @@ def test_second_segment_is_kept_chosen_or_refused() -> None:
         with pytest.raises(BadBatch, match="has 2 segments"):
             rollout_func(player, tasks=TASKS, segments="refuse")(["t2"], Trainer(engine))
         with pytest.raises(BadOption, match="one row for each prompt"):
-            rollout_func(player, tasks=TASKS, segments="each")  # type: ignore[arg-type]  # on purpose
+            rollout_func(player, tasks=TASKS, segments="each")  # type: ignore[arg-type]  # wrong on purpose
     assert [engine.tokenizer.decode(ids)[:3] for ids in kept] == ["No<", "Yes"]
 
 
@@ -292,7 +292,7 @@ def test_unusable_trainers_and_prompts_are_refused_by_name() -> None:
         with pytest.raises(BadBatch, match=r"has no reward \(too_long\)"):
             rollout_func(player, tasks=TASKS, length=3, failed="raise")(["t0"], Trainer(engine))
         with pytest.raises(BadOption, match="failed='drop'"):
-            rollout_func(player, tasks=TASKS, failed="drop")  # type: ignore[arg-type]  # on purpose
+            rollout_func(player, tasks=TASKS, failed="drop")  # type: ignore[arg-type]  # wrong on purpose
         with pytest.raises(BadTask, match="no id"):
             rollout_func(player, tasks=[Task(id="")])
     with pytest.raises(BadBatch, match="2 rewards for 1 completions"):

@@ -1,6 +1,6 @@
-"""verifiers' protocol: requests are answered with exact traces, and each bad one with an error of its own.
+"""verifiers' protocol: requests are answered with exact traces, and each kind of bad request with its own error.
 
-What verifiers' own client makes of the answers is in tests/interop/test_verifiers.py.
+tests/interop/test_verifiers.py tests the same answers with verifiers' own client.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENGINE = "http://127.0.0.1:1/v1"
 
 
 class Sums(Environment):
-    """Adds with a tool; the reward is 1 for the right answer."""
+    """Environment with a tool that adds. The reward is 1 for the correct answer."""
 
     def tasks(self) -> list[Task]:
         return [Task(id="own", prompt="20 + 1?", answer="21")]
@@ -65,7 +65,7 @@ class Sums(Environment):
 
 
 class Client:
-    """Speaks the wire of verifiers' client: a DEALER socket, frames and msgpack."""
+    """A client in the wire format of verifiers: a DEALER socket, frames and msgpack."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()
@@ -86,7 +86,7 @@ class Client:
         return name.decode(), kind.decode(), msgpack.unpackb(payload, raw=False)
 
     async def ask(self, route: str, content: Any, *, raw: bool = False) -> tuple[Any, list[Any]]:
-        """The reply to a request and the deltas before it."""
+        """Return the reply to a request, and the deltas before it."""
         await self.send(route, content, raw=raw)
         deltas: list[Any] = []
         while True:
@@ -185,7 +185,7 @@ async def test_one_engine_serves_all_salts_and_samplings() -> None:
         for model in ("m", "m", "other", "m"):
             answer, _ = await client.ask("run", run_request(model=model))
             assert answer["success"]
-        for salt in range(2 * verifiers_server.MAX_PLAYERS):  # of each weight version, as prime-rl sends them
+        for salt in range(2 * verifiers_server.MAX_PLAYERS):  # one salt for each weight version, as prime-rl sends them
             sampling = {"temperature": 1.0, "cache_salt": str(salt), "extra_body": {"cache_salt": str(salt)}}
             assert (await client.ask("run", run_request(sampling=sampling)))[0]["success"]
     assert made == ["m", "other"]
@@ -214,11 +214,11 @@ async def test_the_same_task_is_played_with_other_seeds_and_ids() -> None:
 
     def make(*_: str) -> ScriptedEngine:
         engines.append(recording("3"))
-        return engines[-1]  # type: ignore[no-any-return]  # of a list of anything
+        return engines[-1]  # type: ignore[no-any-return]  # the type of the list's items
 
     async with serving(make) as (_, client):
         deltas = [(await client.ask("run", run_request()))[1][0] for _ in range(3)]
-        # Each server of several of a trainer has a player, whose visits begin again.
+        # Each server of a trainer with several servers has its own player, whose visits start again at 0.
         other = {"type": "train", "base_url": "http://127.0.0.1:2/v1"}
         deltas += [(await client.ask("run", run_request(client=other)))[1][0] for _ in range(2)]
     episodes = ["t#0", "t@1#0", "t@2#0", "t#0", "t@1#0"]
@@ -266,7 +266,7 @@ async def test_reward_that_raises_is_none_and_not_zero() -> None:
 
 
 class Waits(Sums):
-    """An episode that ends when it is cancelled."""
+    """Environment whose episode ends only by cancellation."""
 
     begun: asyncio.Event
     ended: list[str]
@@ -334,7 +334,7 @@ BAD = {
 
 async def test_bad_request_has_one_clear_error_and_the_server_lives() -> None:
     async with serving(lambda *_: recording("3")) as (_, client):
-        await client.socket.send_multipart([b"only", b"two"])  # dropped, since it has no address to reply to
+        await client.socket.send_multipart([b"only", b"two"])  # dropped, since it has no address for a reply
         for name, (route, content, fault) in BAD.items():
             answer, deltas = await client.ask(route, content, raw=isinstance(content, bytes))
             assert (answer["success"], deltas) == (False, []), name
@@ -362,7 +362,7 @@ async def test_engine_that_dies_is_replaced_for_the_next_request() -> None:
     engines = [ScriptedEngine("3", faults={0: Fault.death()}), recording("3")]
     async with serving(lambda *_: engines.pop(0)) as (_, client):
         answers = []
-        while engines:  # the death may be noticed after the first episode
+        while engines:  # the death may be detected after the first episode
             answers.append((await client.ask("run", run_request()))[0])
         assert any("EngineDead" in (answer["error"] or "") for answer in answers)
         assert (await client.ask("run", run_request()))[0]["success"]

@@ -1,4 +1,4 @@
-"""Traces are checked: right ones have no finding, in any template and format, and each planted fault has one."""
+"""Checks of traces: correct ones have no finding, in any template and format, and each planted fault has one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_right_traces_of_a_template_have_no_finding(entry: Entry, tmp_path: Path
 
 @cache
 def conversation(name: str = "Qwen-Qwen2.5-7B-Instruct", *, spelled: bool = False) -> tuple[Talk, tuple[str, ...]]:
-    """A call of a tool and its result, after a long history."""
+    """Return a conversation with a tool call and its result, after a long history."""
     return next(pair for pair in talks(named(name), spelled=spelled) if pair[0].name == "tool result, rounds")
 
 
@@ -166,7 +166,7 @@ def turn(node: str, prompt: list[int], sampled: list[int], messages: list[Any], 
 
 
 def test_history_that_the_template_shortens_has_no_findings() -> None:
-    """Qwen3 leaves out the thoughts of earlier turns; a server that renders again is right about its prompts."""
+    """Qwen3 leaves out the thoughts of earlier turns, so the prompts of a server that renders again are correct."""
     entry, vocabulary = named("Qwen-Qwen3-0.6B"), host()
     reply = {"role": "assistant", "content": "Oslo", "reasoning_content": "North."}
     messages = [{"role": "user", "content": "A cold city?"}, reply, {"role": "user", "content": "Why?"}]
@@ -183,11 +183,11 @@ def test_history_that_the_template_shortens_has_no_findings() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_tools_as_the_vllm_server_writes_them_have_no_findings(form: str, tmp_path: Path) -> None:
-    """Its fields in its order, with null for a description that the request left out (vLLM 0.32)."""
+    """vLLM 0.32 writes its own fields in its own order, with null for a description that the request left out."""
     entry, (talk, stops) = named("Qwen-Qwen2.5-7B-Instruct"), conversation()
     given: Any = {"type": "function", "function": {"strict": True, "parameters": {"type": "object"}, "name": "f"}}
     function = {"name": "f", "description": None, "parameters": {"type": "object"}, "strict": True}
-    served = {"type": "function", "function": function}  # as its ChatCompletionToolsParam dumps `given`
+    served = {"type": "function", "function": function}  # as vLLM's ChatCompletionToolsParam writes `given`
     render = entry.renderer().render
     prompts = [host().encode(render(talk.messages[: talk.replied], tools=[tool])) for tool in (given, served)]
     assert prompts[0] != prompts[1]
@@ -354,4 +354,4 @@ async def test_run_with_every_kind_of_turn_has_no_finding(tmp_path: Path) -> Non
         for trace in read_traces(tmp_path / name):
             report = verify_trace(trace.calls, model)
             assert (report.calls, report.findings) == (15, [])
-            assert report.unchecked.total() == 1  # a turn after one that was sampled again
+            assert report.unchecked.total() == 1  # a turn after a turn that was sampled again

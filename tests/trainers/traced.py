@@ -1,4 +1,4 @@
-"""Traces of conversations of public templates in three formats, made without the code that checks traces."""
+"""Traces of conversations of public templates in three formats, built without the code that checks traces."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["FORMS", "Talk", "model_of", "talks", "written"]
 
 @dataclass(frozen=True)
 class Talk:
-    """Two calls: the second prompt has the ids of the first call, and then what the template writes."""
+    """Two calls. The second prompt has the ids of the first call, and then the template's text."""
 
     name: str
     messages: list[Message]
-    """The messages of the first prompt, its reply, and then the new ones."""
+    """The messages of the first prompt, its reply, and the new messages."""
     replied: int
-    """The place of the reply."""
+    """The index of the reply."""
     tools: list[dict[str, Any]]
     prompt: list[int]
     sampled: list[int]
     seam: list[int]
     history: list[int] | None = None
-    """The ids of the first call as the second prompt has them; None if they are unchanged."""
+    """The ids of the first call in the second prompt; None if they are unchanged."""
 
     @property
     def second(self) -> list[int]:
@@ -42,7 +42,7 @@ class Talk:
 
 
 def talks(entry: Entry, *, seed: int = 0, spelled: bool = False) -> Iterator[tuple[Talk, tuple[str, ...]]]:
-    """The conversations of a template that it renders, each with the control tokens that ended turns."""
+    """Return the conversations that a template renders, each with the control tokens that ended turns."""
     made: list[tuple[Case, Expected]] = []
     renderer = entry.renderer()
     for past in Past:
@@ -52,7 +52,7 @@ def talks(entry: Entry, *, seed: int = 0, spelled: bool = False) -> Iterator[tup
                 made.append((one, expected(one, renderer, END_OF_TEXT)))
             except NotApplicable:
                 continue
-    # What ends a turn of this model: a token that stands inside of no turn.
+    # The ends of a turn of this model are tokens that occur inside no turn.
     stops = {truth.stop for _, truth in made if truth.stop} | {END_OF_TEXT}
     stops -= {stop for stop in stops for _, truth in made if stop in truth.said}
     for one, truth in made:
@@ -106,7 +106,7 @@ def _openenv(talk: Talk) -> dict[str, Any]:
 
 
 def _verifiers(talk: Talk) -> dict[str, Any]:
-    """An episode; a prompt that does not continue the first call has its ids in a branch of its own."""
+    """Return an episode. If a prompt does not continue the first call, its ids are in a separate branch."""
     nodes: list[dict[str, Any]] = []
 
     def grow(parent: int | None, ids: list[int], messages: list[Any], reply: Any, sampled: list[int]) -> int:
@@ -155,14 +155,14 @@ FORMS: dict[str, Callable[[Talk], dict[str, Any]]] = {"openenv": _openenv, "veri
 
 
 def written(folder: Path, form: str, *given: Talk) -> Path:
-    """A file of traces in a format, one in each line."""
+    """Write a file of traces in a format, one trace per line."""
     path = folder / f"{form}.jsonl"
     path.write_text("".join(json.dumps(FORMS[form](talk)) + "\n" for talk in given), encoding="utf-8")
     return path
 
 
 def _as_client(message: Any) -> dict[str, Any]:
-    """A message as OpenAI's clients dump it: null fields, and arguments as text."""
+    """Return a message as OpenAI's clients write it: null fields, and arguments as text."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls") or ()

@@ -1,4 +1,4 @@
-"""`deltarunner serve ENV --as verifiers` as a process, and a server of vLLM's protocol that says what a script says."""
+"""`deltarunner serve ENV --as verifiers` as a process, and a scripted server with vLLM's protocol."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def served(folder: Path, model: Path) -> Iterator[str]:
 
 @asynccontextmanager
 async def model_server(model: Path) -> AsyncIterator[str]:
-    """The address of a server that calls the tool first and answers then, with the vocabulary of the model."""
+    """Yield the address of a server that first calls the tool and then answers, with the model's vocabulary."""
 
     def reply(asked: ModelCall) -> Answer:
         return "3" if asked.prompt.count("<|im_start|>assistant") > 1 else [call("add", a=1, b=2)]
