@@ -34,7 +34,7 @@ class Address:
         return text
 
     def _values(self) -> dict[str, object]:
-        """The names of an address with their values. If the context is small, clients reserve only a share of it."""
+        """Return the names of an address with their values. In a small context, clients reserve only a share."""
         return {
             "base_url": self.base_url,
             "root_url": self.root_url,

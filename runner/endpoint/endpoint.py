@@ -229,7 +229,7 @@ class Endpoint:
         scope.cancel()
 
     async def home(self) -> Path:
-        """The HOME of programs, with settings for known clients. It is removed when the block ends."""
+        """Return the HOME of programs, with settings for known clients. It is removed when the block ends."""
         if self._home is None:
             # An error while a program's files are removed must not fail the episode.
             make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)

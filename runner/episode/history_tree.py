@@ -101,7 +101,7 @@ class RequestNode:
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
     def descendants(self) -> Iterator[RequestNode]:
-        """The turn itself and all turns that follow it, at any depth."""
+        """Yield the turn itself and all turns that follow it, at any depth."""
         left = [self]
         while left:
             request_node = left.pop()
@@ -109,7 +109,7 @@ class RequestNode:
             left += request_node.children
 
     def path(self) -> Iterator[RequestNode]:
-        """The turns from this one back to the first."""
+        """Yield the turns from this one back to the first."""
         request_node: RequestNode | None = self
         while request_node is not None:
             yield request_node

@@ -57,7 +57,7 @@ class Hooks(Protocol):
         """The arguments of the constructor."""
 
     def parts(self) -> Mapping[str, Hooks]:
-        """The environments that play, by the prefix of their task ids.
+        """Return the environments that play, by the prefix of their task ids.
 
         An environment that is not a mixture has the prefix "".
         """
@@ -70,7 +70,7 @@ class Hooks(Protocol):
         """Return True if the author overrode this hook."""
 
     def bound_tools(self) -> list[Tool]:
-        """The tools of `@tool`, bound to this object."""
+        """Return the tools of `@tool`, bound to this object."""
 
 
 def check_reply(hook: str, reply: Any) -> None:

@@ -94,7 +94,7 @@ class EpisodeRunner(EpisodeState):
         return len(self.episode.turns)
 
     def trained_logs(self) -> Iterator[TokenLog]:
-        """The token logs so far of the trained agents."""
+        """Yield the token logs so far of the trained agents."""
         for conversation in self.conversations.values():
             if conversation.train:
                 yield from (segment.log for segment in conversation.segments)

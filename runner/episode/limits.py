@@ -73,7 +73,7 @@ class EpisodeLimits:
         self._scoring = False
 
     def tokens_left(self) -> int | None:
-        """Tokens that the counted conversations may still sample; None for no limit."""
+        """Return the number of tokens that the counted conversations may still sample; None for no limit."""
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
     async def let_speak(self, agent: str, *, counted: bool) -> None:

@@ -100,7 +100,7 @@ class ServedEpisode:
         return "".join(text_of_token(self._chat.tokenizer, token_id) for token_id in ids)
 
     def threads(self) -> list[ChatThread]:
-        """The threads that clients began so far."""
+        """Return the threads that clients began so far."""
         return [_seen(thread) for thread in self._chat_service.threads]
 
     def _trains(self, chat_call: ChatCall) -> bool | None:

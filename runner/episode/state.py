@@ -230,7 +230,7 @@ class ConversationState:
         return engine if limit is None else min(limit, engine)
 
     def session(self) -> SessionOfTurn:
-        """The engine's memory of this conversation between turns. Concurrent turns have separate sessions."""
+        """Return a block with a session, the engine's memory between turns. Concurrent turns have separate sessions."""
         return SessionOfTurn(self)
 
     def take_session(self) -> Session:

@@ -67,7 +67,7 @@ class TurnNode:
         return node
 
     def line(self) -> Iterator[TurnNode]:
-        """The turn itself, and the earlier turns whose ids precede its ids in the log.
+        """Yield the turn itself, and the earlier turns whose ids precede its ids in the log.
 
         The messages of these turns are in the same segment.
         """
@@ -77,7 +77,7 @@ class TurnNode:
             node = node.parent if node.answered or node.turn.start != node.begin else None
 
     def path(self) -> Iterator[TurnNode]:
-        """The turns from this one back to the first."""
+        """Yield the turns from this one back to the first."""
         node: TurnNode | None = self
         while node is not None:
             yield node
@@ -115,5 +115,5 @@ class Cursor:
         return replace(self, queued=list(self.queued))
 
     def schemas(self) -> list[dict[str, object]]:
-        """The tools in OpenAI's form, as templates read them."""
+        """Return the tools in OpenAI's form, as templates read them."""
         return [tool.as_openai() for tool in self.tools]

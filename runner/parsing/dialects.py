@@ -89,7 +89,7 @@ it.
 
 @functools.cache
 def free_json() -> NotationDialect:
-    """JSON on one line or indented."""
+    """Return the dialect of JSON on one line or indented."""
     return replace(_json(Json(item=",", key=":"), lambda text: text), free_space=True)
 
 

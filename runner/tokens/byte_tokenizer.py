@@ -1,4 +1,4 @@
-"""A vocabulary of the 256 bytes and a few control tokens, for scripted engines and tests. Needs no download."""
+"""A vocabulary of the 256 bytes and a few control tokens, for scripted engines and tests, without a download."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ByteTokenizer"]
 
 
 class ByteTokenizer(Tokenizer):
-    """A `Tokenizer` whose ids 0 to 255 are the bytes of UTF-8; control tokens follow, in the order given.
+    """A `Tokenizer` whose ids 0 to 255 are bytes; the ids of the control tokens follow, in the given order.
 
     Args:
         control_tokens: further control tokens, after ChatML's.
@@ -22,7 +22,7 @@ class ByteTokenizer(Tokenizer):
         added_tokens: further tokens that are single ids, but not special, as "<tool_call>" is in some vocabularies.
 
     Raises:
-        ValueError: `eos_token` is not a control token, or a name is empty or given as both kinds.
+        ValueError: `eos_token` is not a control token, or a name is empty, or is a control token and an added token.
     """
 
     CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -51,7 +51,7 @@ class ByteTokenizer(Tokenizer):
         self.longest_token = max(map(len, self.pieces))
         kinds = (*special, eos_token, *(("", *added_tokens) if added_tokens else ()))
         self.fingerprint = hashlib.sha256("\0".join(kinds).encode()).hexdigest()[:16]
-        # Longest first, so that a shorter token does not match the beginning of a longer one.
+        # The longest tokens come first, so that a shorter token does not match the beginning of a longer token.
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._borders = Borders(names)
@@ -80,7 +80,7 @@ class ByteTokenizer(Tokenizer):
         return said.decode(errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a control token, or of a single ASCII character."""
+        """Return the id of a control token, or of a single ASCII character."""
         if len(token) == 1 and token.isascii():
             return ord(token)
         return self._control.get(token)

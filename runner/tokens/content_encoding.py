@@ -1,13 +1,13 @@
-"""Encoding in which content of users and tools never forms a control token.
+"""Encoding in which the content of users and tools never becomes a control token.
 
-A tokenizer searches the whole text for its added tokens, whatever the source of a part. Here the library itself
-searches the text with masked content, so that its rules apply (longest first, white space swallowed, single words,
-normalised forms). A mark that no text contains replaces each token found. The marked text is encoded in one pass by a
-twin tokenizer. The twin has the same model, normaliser and pre-tokenizer, and only the marks and the words as added
-tokens.
+A tokenizer searches the whole text for its added tokens, in contents too. Here, the contents are masked, and the
+library itself searches the masked text, so that its rules apply (longest first, white space swallowed, single words,
+normalised forms). A mark that no text contains replaces each token found. A twin tokenizer then encodes the marked text
+in one pass. The twin has the same model, normaliser and pre-tokenizer, but its only added tokens are the marks and the
+words.
 
 Words: some vocabularies list words that the model learnt among their added tokens, such as runs of spaces, HTML tags,
-and reserved names. Such words have no control function, and are encoded in the same way everywhere.
+and reserved names. Such words have no control function, and are encoded in the same way in contents and elsewhere.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_content(text: str, content: Content) -> None:
 
 
 def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
-    """Return `text` with each span of content replaced by the result of `mask`, which has the same length."""
+    """Return `text` with each span of content replaced by the result of `mask`, which has the length of the span."""
     check_content(text, content)
     parts: list[str] = []
     end = 0
@@ -62,7 +62,7 @@ def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
 
 
 class Borders:
-    """Tests if a text could be part of a name, together with the text next to it."""
+    """The borders of names, to test whether a text could form a part of a name together with adjacent text."""
 
     def __init__(self, names: Iterable[str]) -> None:
         names = [name for name in names if name]
@@ -73,7 +73,7 @@ class Borders:
         self._longest = max(map(len, names), default=1)
 
     def touched_by(self, text: str) -> bool:
-        """True if `text` is inside a name, begins with the end of one, or ends with the beginning of one.
+        """Return True if `text` is inside a name, begins with the end of a name, or ends with the beginning of a name.
 
         White space at both ends of `text` is ignored.
         """
@@ -95,7 +95,7 @@ class AddedTokens:
     Args:
         tokenizer: the library's tokenizer.
         model: the model of the twin tokenizer, if the tokenizer's own model encodes plain text as control tokens.
-        visible: applies those changes of the normaliser to a text that decoding does not revert.
+        visible: applies the changes of the normaliser to a text, except changes that decoding reverts.
         words: names of added tokens that are words of the model, white space among them.
     """
 
@@ -131,7 +131,7 @@ class AddedTokens:
         self._marks = [*self._control, *self._cut]
 
     def near(self, text: str) -> bool:
-        """True if `text` contains an added token, or a part of one that adjacent text may complete."""
+        """Return True if `text` contains an added token, or a part of a token that adjacent text may complete."""
         return any(self._found(form) or self._borders.touched_by(form) for form in {text, self._visible(text)})
 
     def encode(self, text: str, content: Content) -> list[int]:
@@ -146,14 +146,14 @@ class AddedTokens:
     def _found(self, text: str) -> list[tuple[int, int, int]]:
         """Return the control tokens in `text` as (index, start, stop), including the white space that they swallow."""
         found = self._finder.encode(text, add_special_tokens=False)
-        # The finder treats the text between two tokens as one word, so a text without tokens is a single id.
+        # The finder treats the text between two tokens as one word, so it encodes a text without tokens as a single id.
         if len(found.ids) < 2 and not set(found.ids) & self._indices.keys():
             return []
         indices = self._indices
         return [(indices[i], *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in indices]
 
     def _scaffold(self, text: str, content: Content) -> Iterator[tuple[int, int, int]]:
-        """The control tokens outside `content`. As in any text, they may swallow white space of the content."""
+        """Yield the control tokens outside `content`. They may swallow white space of the content, as of any text."""
         said = list(self._without_words(text, content)) if self._cut else content
         for index, start, stop in self._found(masked(text, said, self._mask)):
             token = self._control[index][1]
@@ -164,7 +164,7 @@ class AddedTokens:
                 yield index, start, stop
 
     def _without_words(self, text: str, content: Content) -> Iterator[tuple[int, int]]:
-        """The parts of `content` without the words that are cut out, since neighbours depend on such a word."""
+        """Yield the parts of `content` without the words that are cut out, since such a word changes its neighbours."""
         words = [(start, stop) for _, start, stop in self._between(text, ())]
         for begin, end in content:
             for start, stop in words:
@@ -174,7 +174,7 @@ class AddedTokens:
             yield begin, end
 
     def _between(self, text: str, found: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        """The words that are also cut out, between the control tokens `found`: index, start, stop."""
+        """Yield the words between the control tokens `found` that are cut out too, as (index, start, stop)."""
         taken: list[tuple[int, int]] = []
         for _, start, stop in found:  # two neighbours may have swallowed the same white space
             begin = max(start, taken[-1][1]) if taken else start
@@ -186,7 +186,7 @@ class AddedTokens:
                 yield indices[token_id], start, stop
 
     def _mask(self, said: str) -> str:
-        """Return a mask without control tokens, as long as `said`. It keeps the characters that neighbours react to."""
+        """Return a mask of the length of `said` without control tokens, with the characters that affect neighbours."""
         words = said.strip(_SPACES)
         if not words:
             return said
@@ -199,7 +199,7 @@ class AddedTokens:
         return before + mask + after
 
     def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:
-        """Return `text` with marks for the tokens found. The text is normalised if the twin does not do that."""
+        """Return `text` with marks for the tokens found, normalised if the twin does not normalise."""
         parts: list[str] = []
         stretch, before, end = "", "", 0
         for index, start, stop in found:
@@ -214,14 +214,14 @@ class AddedTokens:
         return "".join((*parts, self._normalized(stretch + text[end:], before)))
 
     def _normalized(self, stretch: str, before: str) -> str:
-        """Return `stretch` normalised for the twin, with `before` in front if `stretch` begins with a mark."""
+        """Return `stretch` normalised for the twin, and after `before` if `stretch` begins with a mark."""
         if not self._normalizes_first or not stretch:
             return stretch
         text: str = self._normalizer.normalize_str(stretch)
         return before + text[text.index(self._stem) :] if stretch.startswith(self._stem) else text
 
     def _before_first(self, index: int, found: str) -> str:
-        """The text that normalising adds before a normalised token at the start of a stretch."""
+        """Return the text that normalising adds before a normalised token at the start of a stretch."""
         token = self._marks[index][1]
         name: str = self._normalizer.normalize_str(token.content)
         before: str = self._normalizer.normalize_str(found).partition(name)[0]
@@ -241,7 +241,7 @@ class AddedTokens:
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:
             twin.normalizer = self._tokenizer.normalizer
-        # New ids start at the number of learnt tokens, which may be lower than their largest id if there are gaps.
+        # New ids start at the number of learnt tokens. It may be lower than the largest learnt id, if there are gaps.
         learnt = twin.get_vocab(with_added_tokens=False)
         gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
         marks = {self._mark(index): token_id for index, (token_id, _) in enumerate(self._marks)}
@@ -265,14 +265,14 @@ class AddedTokens:
 
 
 def learnt_words(tokenizer: tokenizers.Tokenizer, visible: Callable[[str], str]) -> frozenset[str]:
-    """Return the names of added tokens that are words: white space, and learnt tokens that are not special."""
+    """Return the names of the added tokens that are words: white space, and learnt tokens that are not special."""
     learnt = tokenizer.get_vocab(with_added_tokens=False)
     names = ((token.content, token.special) for token in tokenizer.get_added_tokens_decoder().values())
     return frozenset(name for name, special in names if _is_white(name, visible) or (name in learnt and not special))
 
 
 def written(words: Iterable[str], text: str, visible: Callable[[str], str]) -> frozenset[str]:
-    """Return the `words` that occur in a template's own text and contain a sign, as control tokens do."""
+    """Return the `words` that occur in a template's own text and contain a sign, like control tokens."""
     signed = (name for name in words if any(not char.isalnum() and not char.isspace() for char in name))
     return frozenset(name for name in signed if name in text and not _is_white(name, visible))
 
@@ -282,13 +282,13 @@ def _is_white(name: str, visible: Callable[[str], str]) -> bool:
 
 
 _SPACE_WRITTEN = "\u2581"
-"""A space in vocabularies made by SentencePiece."""
+"""The character for a space in vocabularies made by SentencePiece."""
 
 
 def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
-    """Return a model with the same ids that encodes no plain text as one of `names`; None if the given model does not.
+    """Return a model with the same ids that never encodes plain text as one of `names`; None if the given model is one.
 
-    A model that learnt control tokens as words, as Unigram models do, produces them even without added tokens. The
+    A model that learnt control tokens as words, as Unigram models do, writes their ids even without added tokens. The
     `settings` are the model's part of a tokenizer.json.
     """
     vocabulary = settings["vocab"]
@@ -322,7 +322,7 @@ _SPACES += "\u205f\u3000"
 
 
 def _finder(tokenizer: tokenizers.Tokenizer, added: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """Return a tokenizer that finds the same added tokens, and treats the text between two tokens as one word."""
+    """Return a tokenizer that finds the same added tokens, and encodes the text between two tokens as one word."""
     word = secrets.token_hex(12)
     finder = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab={word: 0}, unk_token=word))
     finder.normalizer = tokenizer.normalizer
@@ -348,7 +348,7 @@ def _mask_characters(names: str) -> tuple[str, str]:
 
 @functools.cache
 def _is_word(char: str) -> bool:
-    """True if the library counts `char` as part of a word."""
+    """Return True if the library counts `char` as part of a word."""
     probe = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab={"a": 0}, unk_token="a"))
     probe.add_tokens([tokenizers.AddedToken("b", single_word=True, normalized=False)])
     return 1 not in probe.encode(char + "b", add_special_tokens=False).ids

@@ -1,11 +1,11 @@
-"""Control tokens recognised by their form, for a template without its vocabulary."""
+"""Recognition of control tokens by their form, for a template without its vocabulary."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a process that probes a template does not load a vocabulary
+if TYPE_CHECKING:  # so that a process that probes a template does not load a vocabulary
     from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["lacking", "special_tokens", "tag_tokens"]
@@ -26,12 +26,12 @@ _TAG = re.compile(
 
 
 def special_tokens(text: str) -> tuple[str, ...]:
-    """Return the special tokens in a text, in the forms of public vocabularies: in order, each once."""
+    """Return the special tokens in a text that have a form of public vocabularies: in order, each once."""
     return tuple(dict.fromkeys(_SPECIAL.findall(text)))
 
 
 def tag_tokens(text: str) -> tuple[str, ...]:
-    """Return the tags that some vocabularies have as single, but not special ids, such as `<tool_call>`."""
+    """Return the tags that are single ids in some vocabularies without being special, such as `<tool_call>`."""
     return tuple(dict.fromkeys(_TAG.findall(text)))
 
 

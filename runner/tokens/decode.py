@@ -1,4 +1,4 @@
-"""Incremental text of streamed ids. It never splits a character, and never encodes text again."""
+"""Incremental decoding of streamed ids. It never splits a character, and never encodes text again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNREADABLE = "\ufffd"
 
 
 class IncrementalDecoder:
-    """The text of ids as they come. All returned parts, joined, equal `tokenizer.decode` of all the ids.
+    """Decoder for ids as they arrive. The returned parts, joined, equal `tokenizer.decode` of all ids.
 
-    If the bytes of a character are spread over several ids, the last of these ids returns it. In a vocabulary with byte
-    fallback, the id after the run of bytes returns it. The work per id is constant.
+    If the bytes of a character are spread over several ids, the character is returned with the last of these ids. In a
+    vocabulary with byte fallback, it is returned with the id after the run of bytes. The work per id is constant.
     """
 
     __slots__ = ("_steps",)
@@ -37,7 +37,7 @@ class IncrementalDecoder:
         return self._steps.feed(ids)
 
     def finish(self) -> str:
-        """Return an incomplete rest as replacement characters, and reset the decoder."""
+        """Return incomplete bytes at the end as replacement characters, and reset the decoder."""
         return self._steps.finish()
 
 
@@ -57,7 +57,7 @@ def text_of_token(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 class _ByteSteps:
-    """For vocabularies of bytes: decoding joins the bytes of the ids, so one UTF-8 decoder is enough."""
+    """Decoder for vocabularies of bytes: decoding joins the bytes of the ids, so one UTF-8 decoder is enough."""
 
     __slots__ = ("_pieces", "_utf8")
 
@@ -76,7 +76,7 @@ class _ByteSteps:
 
 
 class _WordSteps:
-    """For vocabularies of words: decoding joins words and runs of bytes, and drops a space at the very beginning.
+    """Decoder for vocabularies of words: it joins words and runs of bytes, and drops a space at the very beginning.
 
     A run that is valid so far is held back until it ends, since one wrong byte changes the whole run.
     """
@@ -135,10 +135,10 @@ class _WordSteps:
 
 
 class _WindowSteps:
-    """For other vocabularies: ids since the last settled text are decoded again with the new ones.
+    """Decoder for other vocabularies: the ids after the last settled text are decoded again with the new ids.
 
-    This is exact if an id does not change text before the last settled id. The remaining decoders behave so: WordPiece,
-    Metaspace, and words joined by spaces.
+    This is exact if an id does not change text before the last settled id. The remaining kinds of vocabularies behave
+    so: WordPiece, Metaspace, and words joined by spaces.
     """
 
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")
@@ -168,7 +168,7 @@ class _WindowSteps:
         new = text[self._shown :]
         if not new:
             return ""
-        # The new ids stay, as left neighbours of the next ones.
+        # The new ids stay, since they are the left neighbours of the next ids.
         self._ids = self._ids[self._settled :]
         self._settled = len(self._ids)
         self._shown = len(self._tokenizer.decode(self._ids))

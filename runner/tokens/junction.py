@@ -16,7 +16,7 @@ class Result(enum.StrEnum):
     FORKED = "forked"
     """A new segment was started."""
     REFUSED = "refused"
-    """Neither was possible; the episode ends with `token_error`."""
+    """Neither an append nor a fork was possible; the episode ends with `token_error`."""
 
 
 class Anchor(enum.StrEnum):
@@ -27,34 +27,34 @@ class Anchor(enum.StrEnum):
     COMMON_PREFIX = "common_prefix"
     """The end of the common prefix of the tail and a tail without new messages."""
     NONE = "none"
-    """No anchor: a cut turn, or a first prompt."""
+    """No anchor: the turn was cut, or the prompt is the first."""
 
 
 class Close(enum.StrEnum):
     """The origin of the assistant turn's closing tokens."""
 
     SAMPLED = "sampled"
-    """The model sampled them."""
+    """The model sampled the closing tokens."""
     MASKED = "masked"
-    """The bridge added them, with loss mask 0."""
+    """The bridge added the closing tokens, with loss mask 0."""
     REPLACED = "replaced"
     """The sampled stop replaces the template's close."""
 
 
 class Seam(enum.StrEnum):
-    """The proof that the ids on both sides of the seam would not have merged."""
+    """The proof that the ids on both sides of the seam would not have merged in one encoding."""
 
     SPECIAL = "special"
     """One neighbour is a control token, which never merges with text."""
     VERIFIED = "verified"
-    """Encoding the pieces equals encoding the whole."""
+    """The ids of the pieces equal the ids of the whole text."""
     UNVERIFIED = "unverified"
-    """Not known: the ids on both sides are right as text, but might have merged."""
+    """There is no proof: the ids on both sides are correct as text, but might have merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """Unknown: the ids on both sides are correct as text, but might have merged."""
+    """The record of the ids inserted between a sampled turn and the next prompt."""
 
     result: Result
     """The result for the history."""

@@ -24,7 +24,7 @@ class Source(enum.IntEnum):
     SAMPLED = 2
     """Sampled by the model in this segment."""
     RETRIED = 3
-    """Sampled, then withdrawn: the turn was sampled again in a later segment, or left out."""
+    """Sampled by the model and then withdrawn: the turn was sampled again in a later segment, or left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class TokenLog:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """The log-probability of each sampled id in nats; shape [length], float32.
 
-    NaN for ids that were not sampled or for which the engine returned none.
+    The value is NaN if the id was not sampled, or if the engine returned no log-probability.
     """
     sources: array[int] = field(default_factory=lambda: array("b"))
     """A `Source` for each id, shape [length], int8."""
@@ -74,7 +74,7 @@ class TokenLog:
         self.sources.extend(array("b", [source]) * added)
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Append sampled ids with their log-probabilities, or None if the engine returned none."""
+        """Append sampled ids with their log-probabilities; None if the engine returned no log-probabilities."""
         if logprobs is not None and len(logprobs) != len(ids):
             raise ValueError(f"{len(ids)} ids came with {len(logprobs)} log-probabilities")
         self.ids.extend(ids)
@@ -85,7 +85,7 @@ class TokenLog:
         """Append the most likely ids for newly sampled ids of the turn that begins at `start`."""
         known = self.top_logprobs.get(start)
         if known is None:
-            self.top_logprobs[start] = top.part(0, len(top))  # a copy, since the stored one grows
+            self.top_logprobs[start] = top.part(0, len(top))  # a copy, since the stored object grows
         else:
             known.extend(top)
 
@@ -119,7 +119,7 @@ class TokenLog:
         self.sources[start:end] = array("b", kept)
 
     def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
-        """Record weight versions. Spans count from `start`, the first id of the turn, and may exceed the last id."""
+        """Record weight versions. Spans count from `start`, the turn's first id, and may end after the last id."""
         end = len(self.ids)
         self.versions.extend(
             VersionSpan(span.version, start + span.start, min(start + span.end, end))
@@ -128,11 +128,11 @@ class TokenLog:
         )
 
     def mask(self) -> array[int]:
-        """The loss mask: 1 for ids sampled in this segment, else 0; shape [length], int8."""
+        """Return the loss mask: 1 for ids sampled in this segment, else 0; shape [length], int8."""
         return array("b", (self.sources.tobytes().translate(_MASK)))
 
 
-# Tables for `bytes.translate`, which processes the ids of a long episode without a Python loop.
+# These tables are for `bytes.translate`, which processes the ids of a long episode without a Python loop.
 _SAMPLED = bytes([Source.SAMPLED])
 _TAKEN_BACK = bytes(Source.RETRIED if value == Source.SAMPLED else value for value in range(256))
 _MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))

@@ -1,4 +1,4 @@
-"""NeMo RL's prefix replacement on three lists of ids. A refusal has a name, and prevents corrupt ids."""
+"""NeMo RL's prefix replacement on three lists of ids. Instead of corrupt ids, the result is a refusal with a name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PrefixReplacement", "PrefixResult", "replace_prefix_tokens"]
 
 
 class PrefixResult(enum.StrEnum):
-    """The result for the three lists. The first two have ids, the others are refusals."""
+    """The result for the three lists. The first two results have ids, and all others are refusals."""
 
     FIRST_TURN = "first_turn"
     """The model has not sampled anything yet; the template's ids are used unchanged."""
@@ -23,11 +23,11 @@ class PrefixResult(enum.StrEnum):
     SECOND_STOP = "second_stop"
     """The model stopped with an id that is not an EOS, and the template's EOS would follow it."""
     TWO_TRAILING_EOS = "two_trailing_eos"
-    """The model's ids end with more EOS than the template writes at a turn's end."""
+    """The model's ids end with more EOS than the template writes at the end of a turn."""
     TURN_WITHOUT_IDS = "turn_without_ids"
     """The template closes a turn that the model's ids lack: an assistant turn without ids, or an EOS in a message."""
     HISTORY_SHRUNK = "history_shrunk"
-    """A turn of the model's ids is missing in the template's ids, or has no EOS there."""
+    """A turn of the model's ids is missing in the template's ids, or has no EOS in them."""
     HISTORY_EDITED = "history_edited"
     """Earlier text has changed."""
 
@@ -60,32 +60,31 @@ def replace_prefix_tokens(
 ) -> PrefixReplacement:
     """Return the template's ids with the history as the model saw and sampled it, not as the template encodes it again.
 
-    The model's ids stay bit for bit. The EOS that close turns in the template's prefix are counted, and the template's
-    ids after the same number of EOS follow. If the model's ids end with an EOS, it replaces the template's EOS. A turn
-    that was cut before an EOS is closed with the template's EOS.
+    The model's ids stay bit for bit. They are followed by the template's ids after as many EOS as the template's prefix
+    has. If the model's ids end with an EOS, it replaces the template's EOS. A turn that was cut before an EOS is closed
+    with the template's EOS.
 
-    Two cases are visible only with `sampled`:
+    Two cases are detected only with `sampled`:
 
-    - *An edit of an earlier message*, since any id may be a sampled one. Without `sampled` only this is detected: a
-    turn
-      that differs between the whole and the prefix by more than left-out ids (reasoning that the template drops). A
-      template that adds ids to earlier turns is refused for the same reason, with `sampled` or without.
-    - *A turn without ids, or one more EOS*, if the model's ids and the prefix differ from the first id on: their turns
-    are
-      then not counted against each other. NeMo RL publishes such a case, and joins it.
+    - *An edit of an earlier message*, since any id may be a sampled id. Without `sampled`, an edit is detected only if
+    a
+      turn differs between the whole and the prefix by more than left-out ids (reasoning that the template drops). A
+      template that adds ids to earlier turns is refused for the same reason, with or without `sampled`.
+    - *A turn without ids, or one more EOS*, if the model's ids and the prefix differ from the first id on, since the
+      numbers of their turns are not compared then. NeMo RL publishes such a case, and joins the ids.
 
-    Not visible here: an edit of the model's own words in the messages (the sampled ids win), a stop that is not in
-    `stop_ids` (it looks like a turn that was cut), and one EOS of several in the place of another.
+    Three cases are never detected: an edit of the model's own words in the messages (the sampled ids are kept), a stop
+    that is not in `stop_ids` (it looks like a turn that was cut), and one EOS of several in the place of another.
 
-    Source: `replace_prefix_tokens` in NVIDIA-NeMo/RL, nemo_rl/models/generation/openai_server_utils.py (before:
-    vllm/vllm_worker_async.py). Its tokenizer argument is the EOS id here, its assertions are results.
+    The source is `replace_prefix_tokens` in NVIDIA-NeMo/RL, nemo_rl/models/generation/openai_server_utils.py (before:
+    vllm/vllm_worker_async.py). Here, the EOS id replaces the tokenizer argument, and results replace the assertions.
 
     Args:
         model_prefix_token_ids: prompt and generation so far, as the engine had them; empty before the first turn.
-        template_prefix_token_ids: the template's ids up to the last assistant turn, that turn included.
-        template_token_ids: the template's ids of everything, generation prompt included.
-        eos_token_id: the id that closes a turn in the template; several ids count alike.
-        stop_ids: ids that may have ended the model's turn; those that are not an EOS are refused at its end.
+        template_prefix_token_ids: the template's ids up to the last assistant turn, including this turn.
+        template_token_ids: the template's ids of the whole history, including the generation prompt.
+        eos_token_id: the id that closes a turn in the template, or several such ids.
+        stop_ids: ids that may have ended the model's turn. If it ends with one that is not an EOS, it is refused.
         sampled: 1 for each of the model's ids that was sampled, else 0, as in `TokenLog.mask`; shape
             [len(model_prefix_token_ids)]. Every id with 0 must then be in the template's ids too, bit for bit. If the
             template writes a generation prompt that it drops from history (an opened reasoning block), set 1 for these
@@ -123,7 +122,7 @@ def _as_set(eos_token_id: int | Collection[int] | None) -> frozenset[int]:
 
 
 def _closes(ids: Sequence[int], eos: Collection[int]) -> list[int]:
-    """Positions of the EOS."""
+    """Return the positions of the EOS."""
     return [index for index, token_id in enumerate(ids) if token_id in eos]
 
 
@@ -167,7 +166,7 @@ def _miscounted(
 
 
 def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) -> PrefixReplacement | None:
-    """Check each turn of the prefix against the whole. The only allowed change is that the template leaves ids out."""
+    """Check each turn of the prefix against the whole. A turn of the whole may only lack ids."""
     turns = list(_turns(prefix, eos))
     for number, (turn, again) in enumerate(zip(turns, _turns(everything, eos), strict=False)):
         if turn == again or _is_subsequence(again, turn):
@@ -182,7 +181,7 @@ def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) ->
 
 
 def _turns(ids: list[int], eos: frozenset[int]) -> Iterator[list[int]]:
-    """The ids before each EOS, back to the EOS before."""
+    """Yield the ids of each turn: between an EOS and the previous EOS."""
     begin = 0
     for close in _closes(ids, eos):
         yield ids[begin:close]
@@ -197,7 +196,7 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
 def _lost(
     model: list[int], sampled: Sequence[int], render: list[int], name: str, eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """Find the first position where `render` lacks ids that were not sampled. Sampled turns between them may differ."""
+    """Find the first position where `render` lacks ids that were not sampled. Sampled turns in between may differ."""
     position, cut = 0, False  # `cut` is True after a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):
         stretch = model[begin:end]
@@ -232,7 +231,7 @@ def _lost(
 
 
 def _stretches(sampled: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of ids that are all sampled, or all not."""
+    """Yield the ranges of ids that are all sampled, or all not sampled."""
     begin = 0
     for index in range(1, len(sampled) + 1):
         if index == len(sampled) or bool(sampled[index]) != bool(sampled[begin]):
@@ -241,7 +240,7 @@ def _stretches(sampled: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _after(position: int, render: list[int], eos: frozenset[int], closes: int = 1) -> int:
-    """The position in `render` after the next EOS from `position`, or its end."""
+    """Return the position in `render` after the next EOS from `position`, or its end."""
     while closes and position < len(render):
         closes -= render[position] in eos
         position += 1

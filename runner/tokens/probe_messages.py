@@ -1,6 +1,6 @@
 """The messages that templates are probed with: plain conversations in words that no template contains.
 
-Code that tests a template renders some of these and looks for their words in the output.
+Code that tests a template renders some of these messages, and searches their words in the output.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = [
 View: TypeAlias = Mapping[str, Any]
 """A message in OpenAI's form; unlike in a conversation, content may be null and arguments may be text."""
 
-# Each word begins and ends with letters as no word of a language does. No word is part of another one. The words have
-# no signs, since templates escape signs inside JSON.
+# Each word begins and ends with letters that no word of a language begins or ends with. No word is part of another
+# word. The words have no signs, since templates escape signs inside JSON.
 ASKED, ANSWERED, AGAIN = "zqquestionz", "zqanswerz", "zqagainz"
 THOUGHT, TOLD, RETURNED = "zqthoughtz", "zqtoldz", "zqreturnedz"
 TOOL, KEY, VALUE = "zqtoolz", "zqkeyz", "zqvaluez"
@@ -50,7 +50,7 @@ SYSTEM: Final[Message] = {"role": "system", "content": TOLD}
 
 
 def tool_named(name: str) -> dict[str, Any]:
-    """A tool with one parameter, in OpenAI's form."""
+    """Return a tool with one parameter, in OpenAI's form."""
     properties = {KEY: {"type": "string", "description": "A key."}}
     parameters = {"type": "object", "properties": properties, "required": [KEY]}
     return {"type": "function", "function": {"name": name, "description": "zqdescribedz", "parameters": parameters}}
@@ -60,19 +60,19 @@ TOOLS: Final[Sequence[dict[str, Any]]] = [tool_named(TOOL)]
 
 
 def call_id(number: int) -> str:
-    """The id of a call: nine letters and digits, since Mistral's templates raise on any other."""
+    """Return the id of a call: nine letters and digits, since Mistral's templates raise on other ids."""
     return f"probe{number:04}"
 
 
 def calling(arguments: Any, *, count: int = 1, content: str | None = "", name: str = TOOL) -> Any:
-    """An assistant message with `count` calls of one tool."""
+    """Return an assistant message with `count` calls of one tool."""
     function = {"name": name, "arguments": arguments}
     calls = [{"id": call_id(number), "type": "function", "function": function} for number in range(count)]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def result(number: int = 0, content: str = RETURNED) -> Message:
-    """The tool's result for the call of that number."""
+    """Return the tool's result for the call with this number."""
     return {"role": "tool", "content": content, "tool_call_id": call_id(number), "name": TOOL}
 
 

@@ -1,6 +1,7 @@
 """The parts of a tool's arguments that a template shows: fields, values and types, found in renders.
 
-Fields and values get unique names, which are searched for. A type counts as shown if another type changes the render.
+Fields and values get unique names, which are searched in the render. A type is shown if another type changes the
+render.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ RenderTool: TypeAlias = Callable[[Mapping[str, Any]], "str | None"]
 
 
 class ArgumentPart(enum.StrEnum):
-    """A part of an argument that a prompt can leave out."""
+    """A kind of part of an argument that a prompt may leave out."""
 
     NAME = "name"
     FIELD = "field"
     VALUE = "value"
     TYPE = "type"
-    FURTHER = "further"  # arguments without a name of their own, which a keyword describes
+    FURTHER = "further"  # arguments that a keyword describes without naming them
     ALL = "all"
 
 
@@ -56,7 +57,7 @@ class Unseen:
     argument: str
     part: ArgumentPart
     what: str
-    """The field, the value or the type, as the schema has it; with the fields it is within."""
+    """The field, the value or the type, as in the schema, with the fields around it."""
 
     def __str__(self) -> str:
         match self.part:
@@ -81,7 +82,7 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
     if not isinstance(whole.get("properties"), Mapping):
         return []
     found: list[Unseen] = []
-    # One by one: of two that share a definition, one may be shown and the other not.
+    # Arguments are tried one by one, since of two that share a definition, only one may be shown.
     for name in whole["properties"]:
         if whole is not parameters and name not in (parameters.get("properties") or {}):
             shown = render(_renamed(parameters, name, "zqargumentz"))
@@ -94,7 +95,7 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
 
 
 def needs_fitting(render: RenderTool) -> bool:
-    """True if the template leaves out parts of arguments of the usual kinds, as their author wrote them."""
+    """Return True if the template leaves out parts of arguments of the usual kinds, as their author wrote them."""
     if all(word in (render(ALL_SORTS) or "") for word in SHOWN_IN_ALL):  # the template writes the schema unchanged
         return False
     unseen = unseen_arguments(render, ALL_SORTS)
@@ -145,7 +146,7 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     written = ToolsForm.WRITTEN
 
     def order(form: ToolsForm) -> tuple[bool, int, bool]:
-        """Prefer forms that leave out least. Of equal ones, prefer one that shows at least the type of a reference."""
+        """Return a key that prefers forms that leave out least, and then forms that show a reference's type."""
         raises = any(each.part is ArgumentPart.ALL for each in unseen[form])
         return raises, len(unseen[form]), bool(unseen[form]) and form is written
 
@@ -161,12 +162,12 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     bare = any(each.part is ArgumentPart.ALL for each in left)
     schema = noted(given, parameters, name, bare=bare)
     if bare and render({**parameters, "properties": {name: schema}, "required": []}) is None:
-        return {**schema, "type": "string"}  # the template raises on the bare type, such as an object without fields
+        return {**schema, "type": "string"}  # the template raises on the type alone, such as an object without fields
     return schema
 
 
 def _shows_no_name(unseen: Sequence[Unseen]) -> bool:
-    """True if the template shows no tools, or raises on all of them."""
+    """Return True if the template shows no tools, or raises on all of them."""
     return {each.argument for each in unseen if each.part in (ArgumentPart.NAME, ArgumentPart.ALL)} == set(
         ALL_SORTS["properties"]
     )
@@ -196,12 +197,12 @@ ALL_SORTS: Final[Mapping[str, Any]] = {
         "Unit": {"type": "string", "enum": ["zqmetrez", "zqfootz"]},
     },
 }
-"""The schema of arguments of all kinds that templates skip, each under the name of its kind."""
+"""A schema with an argument of each kind that templates skip; the name of the argument is its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A part of a schema: the steps that lead to it, and its name for people."""
+    """A part of a schema, with the steps that lead to it and its name for people."""
 
     part: ArgumentPart
     steps: tuple[Any, ...]
@@ -241,11 +242,11 @@ _NAMES_OF_KEYWORDS: Final = frozenset(
     {"type", "properties", "required", "description", "items", "enum", "nullable", "default", "format", "title"}
     | {"anyOf", "oneOf", "allOf", "const", "additionalProperties", "parameters", "name", "response", "return"}
 )
-"""Names that a template may take for keywords of a schema: Gemma 4's skips arguments called `type` and `properties`."""
+"""Names that a template may take for keywords: Gemma 4's template skips arguments named `type` and `properties`."""
 
 
 def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...]) -> bool:
-    """True if a template skips a field because of its name, so that the render does not depend on the field."""
+    """Return True if a template skips a field because of its name, so that the render does not depend on the field."""
     if steps[-1] not in _NAMES_OF_KEYWORDS:
         return False
     renders = set[str | None]()
@@ -257,7 +258,7 @@ def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...
 
 
 def hidden_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of the arguments that a template skips: with certain names, or without a name."""
+    """Return the schema of the arguments that a template skips, because of their names or because they have no name."""
     properties = parameters.get("properties")
     names = [each for each in properties if each in _NAMES_OF_KEYWORDS] if isinstance(properties, Mapping) else []
     hidden = [name for name in names if _is_hidden(render, _only(parameters, name), ("properties", name))]
@@ -270,7 +271,7 @@ def hidden_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> dict[
 
 
 def _hidden_keywords(render: RenderTool, parameters: Mapping[str, Any]) -> list[str]:
-    """Return the keywords that describe arguments without a name of their own and do not change the render."""
+    """Return the keywords that describe arguments without naming them, and that do not change the render."""
     given = [each for each in _FURTHER if isinstance(parameters.get(each), Mapping) and parameters[each]]
     plain = render(parameters) if given else None
     if plain is None:
@@ -297,7 +298,7 @@ _SINGLE: Final = {
 """Keywords with one schema, each with the text that it adds to the name of a place."""
 _NAMED: Final = ("properties", "patternProperties")
 _FURTHER: Final = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
-"""Keywords that describe members without a name of their own."""
+"""Keywords that describe members without naming them."""
 
 
 def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen: set[str]) -> Iterator[_Place]:
@@ -319,11 +320,11 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
     for more, inner in _parts_of(node, called):
         yield from _places(whole, (*steps, *more), inner, seen)
     keys = _places(whole, (*steps, "propertyNames"), f"a key of {called}", seen) if "propertyNames" in node else ()
-    yield from (place for place in keys if place.part is ArgumentPart.VALUE)  # all keys are strings
+    yield from (place for place in keys if place.part is ArgumentPart.VALUE)  # keys are always strings
 
 
 def _parts_of(node: Mapping[str, Any], called: str) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """The schemas in a schema that describe no field by its name: the steps to each, and its name for people."""
+    """Yield the schemas in a schema that describe no field by its name: the steps to each, and its name for people."""
     for keyword in _LISTS:
         for index in range(len(node[keyword]) if isinstance(node.get(keyword), list) else 0):
             yield (keyword, index), called
@@ -338,7 +339,7 @@ def _parts_of(node: Mapping[str, Any], called: str) -> Iterator[tuple[tuple[Any,
 def _values_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:
     values = node["enum"] if isinstance(node.get("enum"), list) else ()
     for index, value in enumerate(values):
-        # Null is shown in another way, and both truth values by their type.
+        # Null is shown in another way, and two truth values are shown by their type.
         if value is not None and not (isinstance(value, bool) and any(each is (not value) for each in values)):
             yield _Place(ArgumentPart.VALUE, (*steps, "enum", index), f"{value!r} of {called}")
     if node.get("const") is not None:

@@ -1,4 +1,4 @@
-"""Side data of sampled ids: the ids that could be sampled in their place, and the experts that computed them."""
+"""Side data of sampled ids: the ids that could be sampled at each position, and the experts that computed it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SamplingMasks:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[int]]) -> Self:
-        """Return the masks of positions, given the ids of each."""
+        """Return the masks of positions, given the ids of each position."""
         masks = cls()
         for row in rows:
             masks.counts.append(len(row))
@@ -60,7 +60,7 @@ class SamplingMasks:
 class RoutedExperts:
     """The experts that computed some positions of a prompt and its turn, in each layer with experts.
 
-    The last sampled id of a turn was never computed, so it has none.
+    The last sampled id of a turn was never computed, so it has no experts.
     """
 
     start: int
@@ -107,7 +107,7 @@ class RoutedExperts:
         return replace(self, start=first, experts=self.experts[some])
 
     def numbers(self) -> NDArray[np.int16]:
-        """The numbers of the experts, shape [positions, layers, top], int16; a copy."""
+        """Return the numbers of the experts, shape [positions, layers, top], int16; a copy."""
         import numpy as np
 
         return np.array(self.experts, dtype=np.int16).reshape(-1, self.layers, self.top)
@@ -118,9 +118,9 @@ class SideData:
     """Side data of a delta or of a turn; an engine returns it only if it was configured to."""
 
     masks: SamplingMasks | None = None
-    """The ids that could be sampled in the place of each sampled one; None without."""
+    """The ids that could be sampled at the position of each sampled id; None if the engine returned none."""
     experts: RoutedExperts | None = None
-    """The experts of the positions of the prompt and the turn, set at the end of a turn; None without."""
+    """The experts of the positions of prompt and turn, set at the end of a turn; None if the engine returned none."""
 
     def part(self, start: int, end: int) -> SideData:
         """Return the side data of the sampled ids `start` to `end`, exclusive, with the experts of all positions."""

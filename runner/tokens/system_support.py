@@ -1,4 +1,4 @@
-"""Number of system messages that a template takes at the beginning, and of user messages in a row."""
+"""Detection of the number of system messages at the beginning, and of user messages in a row, that a template takes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class SystemSupport:
     """A template's support for system messages."""
 
     one: bool
-    """True if it shows a system message at the beginning, also if the last message is the result of a tool."""
+    """True if the template shows a system message at the beginning, also if the last message is a tool's result."""
     several: bool
-    """True if it shows three of them there, in their order."""
+    """True if the template shows three system messages at the beginning, in their order."""
     user_rows: bool
-    """True if it shows two user messages in a row."""
+    """True if the template shows two user messages in a row."""
 
 
 TAKES_ALL: Final = SystemSupport(one=True, several=True, user_rows=True)
@@ -34,9 +34,9 @@ TAKES_ALL: Final = SystemSupport(one=True, several=True, user_rows=True)
 
 
 def system_support(renderer: Renderer) -> SystemSupport:
-    """Find a template's support for system messages by rendering with tools and without."""
+    """Return a template's support for system messages, found by rendering with and without tools."""
     one = {tools: _shows(renderer, [SYSTEM, QUESTION], [TOLD, ASKED], tools) for tools in (False, True)}
-    # A template that shows no system message beside tools does not show a second one either.
+    # A template that shows no system message together with tools does not show a second one either.
     several = any(one.values()) and all(
         _shows(renderer, [SYSTEM, *_MORE, QUESTION], [TOLD, *_FURTHER, ASKED], tools)
         for tools, shown in one.items()
@@ -50,7 +50,7 @@ def system_support(renderer: Renderer) -> SystemSupport:
 
 
 def _lasts(renderer: Renderer) -> bool:
-    """False if a tool result in the last place hides the system message but not the question, as in Mistral Nemo."""
+    """Return False if a tool result at the end hides only the system message, as in Mistral Nemo."""
     try:
         text = renderer.render([SYSTEM, QUESTION, CALL, result()], tools=TOOLS)
     except TemplateRaised:

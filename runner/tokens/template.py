@@ -47,12 +47,12 @@ class TemplateRaised(BadTemplate):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The text of a chat template and the names it expects, such as `bos_token`."""
+    """The text of a chat template, and the names that it reads, such as `bos_token`."""
 
     text: str
     """The jinja2 source."""
     name: str
-    """Its name for people: a bundled name, a file, or the model it came with."""
+    """Its name for people: a bundled name, a file, or the model that it belongs to."""
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Strings that the template reads by name, mostly the vocabulary's control tokens."""
     response_template: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -60,7 +60,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
-        """Load the template bundled under that name, or the one in that file.
+        """Load the bundled template with this name, or the template in this file.
 
         Raises:
             BadTemplate: there is no such template, or it is not valid jinja2.
@@ -76,7 +76,7 @@ class ChatTemplate:
                 f"template {str(name_or_path)!r} cannot be read ({error}): "
                 f"give one of the bundled names ({names}) or the path of a .jinja file"
             ) from error
-        _compile(text, str(name_or_path))  # not rendered before a probe has shown that rendering ends
+        _compile(text, str(name_or_path))  # it is not rendered before a probe has shown that rendering ends
         return cls(text, name=str(name_or_path))
 
     @property
@@ -99,8 +99,8 @@ class ChatTemplate:
     ) -> Renderer:
         """Return a renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
 
-        With `fit_tools` the parts of a tool's arguments that the template does not show are written in another form.
-        With None, this is done if the template leaves out parts of usual schemas.
+        With `fit_tools`, the parts of a tool's arguments that the template does not show are written in another form.
+        With None, they are rewritten if the template leaves out parts of usual schemas.
         """
         written = Renderer(self, dict(options or {}), now or datetime.now())
         fit = _needs_fitting(written) if fit_tools is None else fit_tools
@@ -109,8 +109,8 @@ class ChatTemplate:
 
 def two_templates(with_tools: str, without: str, *, name: str) -> ChatTemplate:
     """Return one template that renders as the first of two if there are tools, and otherwise as the second."""
-    # Jinja drops one line break at the end of a template and one after a tag, and, except for a plus, space before a
-    # tag.
+    # Jinja drops one line break at the end of a template, and one after a tag. It also drops white space before a tag,
+    # unless the tag has a plus.
     first, second = (text.removesuffix("\n") for text in (with_tools, without))
     return ChatTemplate("{%+ if tools %}\n" + first + "{%+ else %}\n" + second + "{%+ endif %}", name=name)
 
@@ -126,11 +126,11 @@ class Renderer:
     now: datetime = field(default_factory=datetime.now)
     """The time that the template sees."""
     as_written: Renderer | None = None
-    """The same renderer with the schemas of tools unchanged; None if this one leaves them unchanged."""
+    """The same renderer with unchanged schemas of tools; None if this renderer does not change them."""
     text_arguments: bool = field(init=False, default=False)
     """True if the template needs the arguments of a tool call as JSON text, not as an object; found by rendering."""
     null_content: bool = field(init=False, default=False)
-    """True if it shows calls only if the content is null, not if it is empty; found by rendering."""
+    """True if the template shows calls only if the content is null, not if it is empty; found by rendering."""
     _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
     context: dict[str, Any] = field(init=False, repr=False, compare=False)
     """Variables of the template beside the messages, the tools and `add_generation_prompt`."""
@@ -139,7 +139,7 @@ class Renderer:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "context", context)
-        # The instance is frozen, and changes only here: trial renders show the form of messages that its template
+        # The instance is frozen, and changes only here: trial renders find the form of messages that the template
         # needs.
         for text_arguments, null_content in _FORMS:
             object.__setattr__(self, "text_arguments", text_arguments)
@@ -152,19 +152,19 @@ class Renderer:
     def render(
         self, messages: Sequence[MessageView], *, tools: Sequence[ToolSchema] = (), generation_prompt: bool = True
     ) -> str:
-        """Return the text of `messages`; the template gets None for empty `tools`.
+        """Return the text of `messages`; the template receives None for empty `tools`.
 
         Raises:
             TemplateRaised: the template refuses these messages, or fails on them.
         """
-        # Templates may append to this list, and to nothing else.
+        # This is a copy, since templates may append to the list. They cannot change any other argument.
         messages = [*messages]
         if self.text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
         if self.null_content:
             messages = [_with_null_content(message) for message in messages]
         try:
-            # None for no tools, as in transformers: some templates begin a block of tools for an empty list.
+            # As in transformers, None replaces an empty list, since some templates begin a block of tools for a list.
             return self._compiled.render(
                 self.context,
                 messages=messages,
@@ -182,7 +182,7 @@ class Renderer:
             raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
 
     def shown(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
-        """Return the tools in the form that the template gets."""
+        """Return the tools in the form that the template receives."""
         written = self.as_written
         if written is None:
             return [*tools]
@@ -198,11 +198,11 @@ class Renderer:
 
     @property
     def fits_tools(self) -> bool:
-        """True if tools are rewritten, since the template would not show some parts of their arguments."""
+        """True if schemas of tools are rewritten, since the template would not show some parts of the arguments."""
         return self.as_written is not None
 
     def written(self) -> str:
-        """The template's own text: its source, the values of its variables, and a render.
+        """Return the template's own text: its source, the values of its variables, and a render.
 
         The render contains texts that the source does not contain as a whole, such as "<|" + role + "|>".
         """
@@ -210,7 +210,7 @@ class Renderer:
         return "\n".join([self.template.text, *values, self.rendered()])
 
     def rendered(self) -> str:
-        """Renders of a question, a call and its result, with tools and without; "" if the template raises."""
+        """Return renders of a question, a call and its result, with tools and without; "" if the template raises."""
         parts: list[str] = []
         for tools in (TOOLS, []):
             with suppress(TemplateRaised):
@@ -222,7 +222,7 @@ _fitting: dict[str, bool] = {}
 
 
 def _needs_fitting(renderer: Renderer) -> bool:
-    """True if the template leaves out parts of tools' arguments; computed once per process."""
+    """Return True if the template leaves out parts of tools' arguments; computed once per process."""
     key = canonical_json([renderer.template.fingerprint, renderer.options])
     if key not in _fitting:
         _fitting[key] = needs_fitting(renderer.render_tool)
@@ -233,7 +233,7 @@ def _as_key(tool: ToolSchema) -> bytes | str:
     """Return a tool as JSON text."""
     try:
         return orjson.dumps(tool)
-    except TypeError:  # objects of Python in a schema, and integers above 64 bits
+    except TypeError:  # the schema has Python objects, or integers above 64 bits
         return json.dumps(tool, default=str)
 
 
@@ -262,7 +262,7 @@ _PROBE: Sequence[MessageView] = (QUESTION, CALL, result())
 
 
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
-"""Forms of a call: arguments as text, empty content as null. The first one that a template shows is used."""
+"""Forms of a call: (arguments as text, empty content as null). The first form that a template shows is used."""
 
 
 def _with_null_content(message: MessageView) -> MessageView:
@@ -282,7 +282,7 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, which marks assistant text for trainers that render; it has no effect here."""
+    """Jinja extension that ignores the tags `{% generation %}`, which mark assistant text for some trainers."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance variable
 
@@ -297,8 +297,8 @@ def _raise_exception(message: str) -> None:
 
 
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)
-# `_PLAIN_JSON.encode` would create such an encoder at every call. This encoder does not search for values that contain
-# themselves, since these raise in any case.
+# `_PLAIN_JSON.encode` would create such an encoder at every call. This encoder does not check for values that contain
+# themselves, since these raise an error in any case.
 _encode_json = json.encoder.c_make_encoder(  # type: ignore[attr-defined]  # missing in the type stubs
     None, _PLAIN_JSON.default, json.encoder.encode_basestring, None, ": ", ", ", False, False, True
 )
@@ -317,7 +317,7 @@ def _tojson(
 
 
 class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The immutable sandbox, with a fast path for the most frequent reads: keys of messages and `loop.first`."""
+    """Jinja's immutable sandbox, with a fast path for the most frequent reads: keys of messages and `loop.first`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -357,7 +357,7 @@ def _compile(text: str, name: str) -> jinja2.Template:
 
 
 def _bundled() -> dict[str, Path]:
-    """The templates of the package: inside it in a wheel, beside it in a checkout."""
+    """Return the templates of the package, which are inside the package in a wheel, and beside it in a checkout."""
     package = Path(__file__).parent.parent
     folder = next((f for f in (package / "templates", package.parent / "templates") if f.is_dir()), None)
     return {path.stem: path for path in folder.glob("*.jinja")} if folder else {}

@@ -22,7 +22,7 @@ class Words:
     bytes: Mapping[int, int]
     """The byte of each id that stands for one byte."""
     space: str
-    """The character that may be dropped at the very beginning."""
+    """The character that may be dropped at the very beginning of a text."""
     dropped: int
     """Maximum number of such characters that are dropped."""
     rewritten: Sequence[tuple[str, str]]
@@ -43,13 +43,13 @@ def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
     written = {chr(point) for point in names}
     pieces = [b""] * size
     for name, token_id in vocabulary.items():
-        # A token with any other character is its own text, as added tokens are.
+        # A token with any other character, such as an added token, is its own text.
         pieces[token_id] = name.translate(names).encode("latin-1") if written.issuperset(name) else name.encode()
     return pieces
 
 
 def words(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> Words | None:
-    """Return the words of a vocabulary whose decoder replaces, joins bytes and strips the beginning; otherwise None."""
+    """Return the words of a vocabulary if its decoder replaces texts, joins bytes and strips the beginning, or None."""
     steps = _steps(decoder) if decoder else []
     shape = "".join(_letter(step) for step in steps)
     if not re.fullmatch("R*B?F?|R*B?FS", shape) or not steps:
@@ -76,7 +76,7 @@ def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _letter(step: Mapping[str, Any]) -> str:
-    """The letter of a step in the known decoders; a question mark for any other step."""
+    """Return the letter of a step in the known decoders; a question mark for any other step."""
     match step:
         case {"type": "Replace", "pattern": {"String": _}}:
             return "R"
@@ -90,7 +90,7 @@ def _letter(step: Mapping[str, Any]) -> str:
 
 
 def _byte_names() -> dict[int, int]:
-    """Bytes by the code points of the characters that byte-level vocabularies use for them (GPT-2's table)."""
+    """Return the bytes by the code points of their characters in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}

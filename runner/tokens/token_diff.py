@@ -1,4 +1,4 @@
-"""The first difference of two sequences, and two lists of token ids aligned there for people."""
+"""The first difference of two sequences, and a display for people of two lists of token ids around it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["first_mismatch", "token_diff"]
 _IDS_BEFORE_COUNT: Final = 4
 """Number of ids shown before the first difference."""
 _COLUMN_COUNT: Final = 12
-"""Number of ids shown in all: as many as fit a line of a terminal."""
+"""Number of ids shown in total, which fit a line of a terminal."""
 _TEXT_CHARS: Final = 40
 """Number of characters of text shown on each side."""
 
 
 def first_mismatch(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the first index at which two sequences differ; the length of the shorter if one begins with the other."""
+    """Return the first index at which two sequences differ; the shorter length if one begins with the other."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
@@ -29,7 +29,7 @@ def first_mismatch(one: Sequence[Any], other: Sequence[Any]) -> int:
 def token_diff(
     recorded: Sequence[int], now: Sequence[int], tokenizer: Tokenizer, names: tuple[str, str] = ("recorded", "now")
 ) -> str:
-    """Show both around their first difference: as text, and id by id, with marks under the ids that differ."""
+    """Return both lists around their first difference: as text, and id by id, with marks under the ids that differ."""
     at = first_mismatch(recorded, now)
     begin = max(0, at - _IDS_BEFORE_COUNT)
     columns = list(_columns(recorded[begin : begin + _COLUMN_COUNT], now[begin : begin + _COLUMN_COUNT]))[

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back. Each instance is our own and not shared."""
+"""Tokenizers: text to ids and back."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 MIN_SHARED_CHARS = 256
-"""A shorter part of a text is encoded faster than it is looked up."""
+"""Minimum length of a part of a text that is cached: a shorter part is encoded faster than it is looked up."""
 
 MAX_SHARED_CHARS = 65_536
-"""A longer part of a text is not cached, since its ids take much memory."""
+"""Maximum length of a part of a text that is cached, since the ids of longer parts take much memory."""
 
 MAX_SHARED_PARTS = 64
 """Maximum number of cached parts of texts for a vocabulary."""
@@ -58,13 +58,13 @@ class Tokenizer(Protocol):
     control_ids: frozenset[int]
     """The special ids, and the ids of tokens that were only added, such as "<tool_call>" in some vocabularies.
 
-    Content never encodes to one of them. Words that the model learnt are not among them unless the template writes
-    them: runs of spaces, "<table>" and "<unused42>" in Gemma's.
+    Content is never encoded to one of these ids. They include a word that the model learnt, such as a run of spaces,
+    "<table>" or "<unused42>" in Gemma's vocabulary, only if the template writes this word.
     """
     size: int
     """Number of ids, without padding rows of the model."""
     longest_token: int
-    """Number of bytes of the longest token, so that n bytes are at least n / longest_token ids."""
+    """Number of bytes of the longest token. A text of n bytes has at least n / longest_token ids."""
     fingerprint: str
     """A hash of the vocabulary and its rules."""
     pieces: Sequence[bytes] | None
@@ -73,15 +73,15 @@ class Tokenizer(Protocol):
     None if the text of an id depends on its neighbours.
     """
     words: Words | None
-    """The words and single bytes of the ids, if decoding joins those (SentencePiece); otherwise None."""
+    """The words and single bytes of the ids, if decoding joins them (SentencePiece); otherwise None."""
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
-        """Return the ids of `text`; control tokens written in it become control ids, none are added.
+        """Return the ids of `text`. Control tokens in the text become control ids, and no others are added.
 
         Args:
             text: the text to encode.
-            content: sorted, disjoint spans of `text` from users and tools. Control text that overlaps one of them is
-                ordinary text; without such control text, the ids are those of the plain encoding.
+            content: sorted, disjoint spans of `text` from users and tools. Control text that overlaps a span is encoded
+                as ordinary text. Without such control text, spans do not change the ids.
 
         Raises:
             ValueError: the spans are not sorted, not disjoint, or not within the text.
@@ -89,22 +89,22 @@ class Tokenizer(Protocol):
         ...
 
     def holds_control(self, text: str) -> bool:
-        """True if `text` as content could form a control token, alone or with its neighbours.
+        """Return True if `text` as content could form a control token, alone or with its neighbours.
 
-        If not, encoding it as content and encoding it plainly return the same ids.
+        Any other text has the same ids as content and outside of content.
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens included; ids past the vocabulary decode to ""."""
+        """Return the text of `ids`, control tokens included; ids past the vocabulary decode to ""."""
         ...
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact name, such as "<|im_end|>"."""
+        """Return the id of a token by its exact name, such as "<|im_end|>"."""
         ...
 
     def normalize(self, text: str) -> str:
-        """Return `text` as the vocabulary's normaliser leaves it (NFC for some): decode(encode(x)) equals this."""
+        """Return decode(encode(`text`)): the text after the vocabulary's normaliser, such as NFC."""
         ...
 
 
@@ -155,7 +155,7 @@ class VocabularyTokenizer:
         self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the cache, which cannot be sent to another process. A fleet sends tokenizers to its workers."""
+        """Return the state without the cache, which a fleet cannot send to its worker processes."""
         return {name: value for name, value in vars(self).items() if name != "_shared"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ class VocabularyTokenizer:
         self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
 
     def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
-        """Return this vocabulary with the words that a template writes as control tokens; itself if it writes none.
+        """Return this vocabulary with the words that a template writes as control tokens; itself if there are none.
 
         Args:
             text: returns the template's own text; not called if no added token is a word.
@@ -186,8 +186,8 @@ class VocabularyTokenizer:
         """Return this vocabulary with further special tokens after its last id; learnt tokens are shared, not copied.
 
         Args:
-            special_tokens: their names; tokens that are special already are unchanged.
-            eos_token: the token that ends a turn; None for this vocabulary's own.
+            special_tokens: the names of the tokens; tokens that are special already are unchanged.
+            eos_token: the token that ends a turn; None for this vocabulary's own token.
 
         Raises:
             ValueError: a name is an ordinary word of the vocabulary, or `eos_token` is not one of its tokens.
@@ -202,7 +202,7 @@ class VocabularyTokenizer:
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(tokenizer, part, getattr(self._tokenizer, part))
         further = [tokenizers.AddedToken(name, special=True, normalized=False) for name in new]
-        # The library numbers tokens in this order after the learnt ones: the old ones come first to keep their ids.
+        # The library numbers added tokens in this order after the learnt tokens, so the old tokens come first.
         tokenizer.add_tokens([*added.values(), *further])
         return self._with(tokenizer, added, new, eos_token)
 
@@ -241,7 +241,7 @@ class VocabularyTokenizer:
             return self._encoded(without_surrogates(text))
 
     def _encoded(self, text: str) -> list[int]:
-        """Return the ids of a text. Its long parts are encoded once: prompts share system messages and tools."""
+        """Return the ids of a text. Ids of long parts are cached, since prompts share system messages and tools."""
         if self._split is None or len(text) < MIN_SHARED_CHARS:
             return self._library_ids(text)
         ids: list[int] = []
@@ -264,7 +264,7 @@ class VocabularyTokenizer:
         return self._added.near(without_surrogates(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        # Control tokens are part of the text: the end of a turn is looked for in it.
+        # Control tokens are part of the text, since callers search the end of a turn in it.
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
@@ -297,10 +297,10 @@ class _Splitter:
 def _splitter(added: Iterable[tokenizers.AddedToken]) -> _Splitter | None:
     """Return a function that splits a text before control tokens, so that its parts are encoded by themselves.
 
-    The library cuts such a token out of a text before it reads the adjacent text. This is true of a token that is found
-    as it is written, takes no white space, and neither overlaps nor is part of another one. The token must begin with a
-    sign, since a token before it may take white space, or may not be found if a letter follows. The result is None
-    without such a token.
+    The library cuts such a token out of a text before it reads the adjacent text. It does so only for a token that is
+    matched exactly, does not take white space, and is not part of another token and does not overlap one. The token
+    must begin with a sign, since a token before it may take white space, or may not be found if a letter follows. The
+    result is None if there is no such token.
     """
     plain = {token.content: _is_plain(token) for token in added}
     # Names are not compared in pairs, since some vocabularies have a thousand tokens.
@@ -332,11 +332,11 @@ def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:
 def load_tokenizer(folder: Path) -> VocabularyTokenizer:
     """Load the tokenizer of the model in `folder`: a new instance, which must stay in one thread.
 
-    It is read from tokenizer.json itself, since classes that rebuild it from the model's type change some vocabularies,
-    with the tokens that the folder's other files add to it.
+    It is read from tokenizer.json, with the tokens that the folder's other files add. Classes that rebuild a tokenizer
+    from the model's type change some vocabularies.
 
     Raises:
-        BadModel: there is no usable tokenizer.json, or text is lost by encoding and decoding it.
+        BadModel: there is no usable tokenizer.json, or a text changes when it is encoded and decoded.
     """
     path = folder / "tokenizer.json"
     try:
@@ -353,10 +353,10 @@ def load_tokenizer(folder: Path) -> VocabularyTokenizer:
 
 
 def check_round_trip(tokenizer: Tokenizer, *, name: str = "the vocabulary") -> None:
-    """Check that ordinary text of several scripts survives encoding and decoding, spaces and line breaks included.
+    """Check that encoding and decoding do not change ordinary text of several scripts, with spaces and line breaks.
 
     Raises:
-        BadModel: a text is lost; the message has it and the result.
+        BadModel: a text changes; the message has the text and the result.
     """
     for text in _ORDINARY:
         kept = tokenizer.decode(tokenizer.encode(text))
@@ -379,7 +379,7 @@ _ORDINARY = (
 
 
 def _add(tokenizer: tokenizers.Tokenizer, files: VocabularyFiles) -> Sequence[str]:
-    """Add the tokens of the other files. Returns all added tokens with their ids, or () if nothing has changed."""
+    """Add the tokens of the other files. Return all added tokens with their ids, or () if nothing has changed."""
     before = tokenizer.get_added_tokens_decoder()
     tokenizer.add_tokens(files.tokens(tokenizer))
     after = tokenizer.get_added_tokens_decoder()
@@ -391,7 +391,7 @@ def _other_names(tokenizer: tokenizers.Tokenizer, words: frozenset[str]) -> list
 
 
 def without_surrogates(text: str) -> str:
-    """Return `text` with each lone surrogate, which has no id in any vocabulary, replaced by U+FFFD."""
+    """Return `text` with U+FFFD for each lone surrogate, which has no id in any vocabulary."""
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
@@ -399,7 +399,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _visible_normalizer(settings: Mapping[str, Any] | None) -> tokenizers.normalizers.Normalizer | None:
-    """The part of a normaliser that decoding does not undo: writing spaces as "▁" is undone, NFC is not."""
+    """Return the part of a normaliser that decoding does not undo: writing spaces as "▁" is undone, NFC is not."""
     if settings is None:
         return None
     steps = settings["normalizers"] if settings["type"] == "Sequence" else [settings]

@@ -1,8 +1,8 @@
 """The form of a tool's arguments for a template: the author's schema, or one that the template can show.
 
 Some templates write types out themselves and skip what they do not support: a reference, a union with null, a `const`.
-For those, and only for those, references are put in place and unions are flattened, as far as needed. Calls are read,
-checked and enforced by the author's schema in any case.
+Only for such templates, targets replace references and unions are flattened, as far as needed. Calls are always read,
+checked and enforced by the author's schema.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ToolsForm(enum.StrEnum):
     """The form of an argument's schema for a template. Each form makes the changes of the previous one, and more."""
 
     WRITTEN = "written"  # as their author wrote them
-    FLAT = "flat"  # targets for references, X for "X or null", `enum` for `const`, and a type for each `enum`
-    ONE_OF = "one_of"  # the same, with `oneOf` for `anyOf`
-    MERGED = "merged"  # the same, with one schema for every union: it has all types, fields and values
+    FLAT = "flat"  # has targets for references, X for "X or null", `enum` for `const`, and a type for each `enum`
+    ONE_OF = "one_of"  # FLAT, and `oneOf` for `anyOf`
+    MERGED = "merged"  # FLAT, and one schema with all types, fields and values for every union
 
 
 _MAX_NODES: Final = 2000
-"""Maximum number of schemas in one tool once targets replace references; the rest becomes a bare type."""
+"""Maximum number of schemas in one tool after targets replace references; further schemas become bare types."""
 
 _REWRITTEN: Final = frozenset(
     {"$ref", "$defs", "definitions", "anyOf", "oneOf", "allOf", "const", "enum", "prefixItems"}
@@ -58,9 +58,9 @@ def parameters_in(form: ToolsForm, parameters: Schema) -> Schema:
 
 
 def current(schema: Any) -> Any:
-    """Return a schema with tuples, dependencies and dynamic references as in dialect 2020-12, or an unchanged one.
+    """Return a schema with tuples, dependencies and dynamic references as in dialect 2020-12; unchanged if it has none.
 
-    Dynamic references become plain ones. A single schema needs no others.
+    Dynamic references become plain references, which are equivalent in a single schema.
     """
     if isinstance(schema, list):
         several = [current(each) for each in schema]
@@ -96,9 +96,9 @@ _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "d
 def listed(parameters: Schema) -> Schema:
     """Return the schema of a tool's arguments with all arguments in its own `properties`.
 
-    Generators of schemas put arguments elsewhere too: after a `$ref`, in members of `allOf`, `anyOf` and `oneOf`, in
-    `then`, `else` and `dependentSchemas`, or only as names in `required`. Templates list `properties` alone. The result
-    is only for showing: it does not show which arguments exclude one another.
+    Generators of schemas put arguments at other places too: after a `$ref`, in members of `allOf`, `anyOf` and `oneOf`,
+    in `then`, `else` and `dependentSchemas`, or only as names in `required`. But templates list only `properties`. The
+    result is only for prompts: it does not contain which arguments exclude one another.
     """
     found = _Listing(parameters)
     found.add(parameters, always=True)
@@ -125,7 +125,7 @@ class _Listing:
     followed: set[str] = field(default_factory=set)
 
     def add(self, schema: Any, *, always: bool) -> None:
-        """Add the arguments of a schema; `always` if it holds in any case."""
+        """Add the arguments of a schema; `always` is True if the schema applies in any case."""
         if not isinstance(schema, Mapping):
             return
         own = schema.get("properties")
@@ -149,7 +149,7 @@ class _Listing:
 
     def _describe(self, name: str, schema: Any, *, always: bool) -> None:
         known = self.properties.get(name)
-        if not known or known == schema:  # an empty description, or none
+        if not known or known == schema:  # the argument has no description yet, or an empty one
             self.properties[name] = schema
         elif always:
             self.properties[name] = {"allOf": [known, schema]} if isinstance(schema, Mapping) and schema else known
@@ -160,17 +160,17 @@ class _Listing:
 
 
 def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str, Any]:
-    """Return an argument's schema with a description that contains the schema, for a template that does not show it.
+    """Return an argument's schema with the schema as JSON in its description, for a template that does not show it.
 
     Args:
         given: the schema in the form for the template.
         parameters: the schema of all arguments, as its author wrote it.
         name: the argument.
-        bare: leave out everything but the type, since the template raises on the rest.
+        bare: True to leave out all keywords except the type, since the template raises on the others.
     """
     whole = _Rewriting(parameters, ToolsForm.WRITTEN).whole()["properties"][name]
     if not isinstance(given, Mapping) or not isinstance(whole, Mapping):
-        return given  # type: ignore[no-any-return]  # true or false: there is nothing to show
+        return given  # type: ignore[no-any-return]  # the schema is true or false, and has nothing to show
     said = given.get("description") or whole.get("description") or ""
     schema = {key: value for key, value in whole.items() if key not in ("description", "default")}
     if bare:
@@ -180,7 +180,7 @@ def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str,
 
 
 def is_simple(schema: Any) -> bool:
-    """True if a schema is of one of the few kinds that every template supports, so that no check is needed."""
+    """Return True if a schema is of one of the few kinds that every template supports, so that no check is needed."""
     return isinstance(schema, Mapping) and schema.get("type") in _SCALARS and _is_plain(schema)
 
 
@@ -188,7 +188,7 @@ _SCALARS: Final = ("string", "integer", "number", "boolean")
 
 
 def _is_plain(schema: Any) -> bool:
-    """True if no form changes the schema."""
+    """Return True if no form changes the schema."""
     if isinstance(schema, Mapping):
         if not _REWRITTEN.isdisjoint(schema) or isinstance(schema.get("type"), list):
             return False
@@ -197,7 +197,7 @@ def _is_plain(schema: Any) -> bool:
 
 
 def unresolved(parameters: Schema) -> Iterator[tuple[str, str]]:
-    """The references of a tool's arguments that lead nowhere in the schema, each with its argument."""
+    """Yield the references of a tool's arguments without a target in the schema, each with its argument."""
     for name, schema in (listed(parameters).get("properties") or {}).items():
         waiting, seen = [schema], set[str]()
         while waiting:
@@ -220,12 +220,12 @@ _VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 
 
 def resolved(reference: Any, whole: Schema) -> Any:
-    """Return the target of a reference within the same schema; None if there is none."""
+    """Return the target of a reference within the same schema, or None."""
     return None if (found := target_of(reference, whole)) is None else found[1]
 
 
 def target_of(reference: Any, whole: Schema) -> tuple[tuple[Any, ...], Schema] | None:
-    """Return the target of a reference within the same schema, after the steps that lead to it; None without one."""
+    """Return the steps to the target of a reference in the same schema, and the target; None if it has no target."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     fragment = unquote(reference[1:])
@@ -244,7 +244,7 @@ def target_of(reference: Any, whole: Schema) -> tuple[tuple[Any, ...], Schema] |
 
 
 def _anchored(name: str, node: Any, steps: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Schema]]:
-    """The parts of a schema with this `$anchor`, or with its older form, an `$id` of `#name`."""
+    """Yield the parts of a schema with this `$anchor`, or with its older form, an `$id` of `#name`."""
     if isinstance(node, Mapping):
         if name in (node.get("$anchor"), node.get("$dynamicAnchor")) or f"#{name}" in (node.get("$id"), node.get("id")):
             yield steps, node
@@ -257,7 +257,7 @@ def _anchored(name: str, node: Any, steps: tuple[Any, ...]) -> Iterator[tuple[tu
 
 @dataclass(slots=True)
 class _Rewriting:
-    """Writes one schema in another form; in its author's form only references are put in place."""
+    """Writes one schema in another form; in the author's form, only references are replaced by their targets."""
 
     written: Schema
     form: ToolsForm
@@ -298,10 +298,10 @@ class _Rewriting:
         reference = schema["$ref"]
         beside = {key: value for key, value in schema.items() if key != "$ref"}
         target = resolved(reference, self.written)
-        if target is None:  # a reference to another document, whose content is not known
+        if target is None:  # the reference is to another document, whose content is not known
             return dict(schema)
         if reference in self.within or self.nodes > _MAX_NODES:
-            # A schema that refers to itself is shown once, and within itself as its type.
+            # A schema that refers to itself is shown once; inside of itself, only its type is shown.
             return {**{key: target[key] for key in ("type", "description") if key in target}, **self._beside(beside)}
         self.within.append(reference)
         try:
@@ -398,14 +398,14 @@ _ONE_SCHEMA: Final = frozenset(
     {"items", "additionalProperties", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}
     | {"if", "then", "else", "not"}
 )
-"""Keywords whose value is one schema; before 2020-12, `items` may be a list of them."""
+"""Keywords whose value is one schema; before 2020-12, the value of `items` may be a list of schemas."""
 
 _NOTES: Final = ("description", "title", "default", "examples")
 """Keywords that do not constrain values."""
 
 
 def _merged(members: Sequence[Schema]) -> dict[str, Any]:
-    """Return one schema that shows everything that any of the members does."""
+    """Return one schema that shows all that the members show."""
     made: dict[str, Any] = {}
     kinds = [*dict.fromkeys(kind for each in members for kind in _as_list(each.get("type")))]
     if kinds:

@@ -57,12 +57,12 @@ def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
 
 
 def shows_tools(renderer: Renderer) -> bool:
-    """True if the definitions of the tools are in the render."""
+    """Return True if the render contains the definitions of the tools."""
     return _shown(renderer, TOOL, [QUESTION], tools=True, asking=True)
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """True if a turn's calls are in the render: as the last turn or, if that is dropped, before results."""
+    """Return True if the render contains a turn's calls: in the last turn, or, if it is dropped, before results."""
     return any(
         _shown(renderer, VALUE, [QUESTION, CALL, *answers], tools=tools)
         for answers in ((), (result(),))
@@ -71,7 +71,7 @@ def shows_calls(renderer: Renderer) -> bool:
 
 
 def shows_results(renderer: Renderer) -> bool:
-    """True if a tool's result is in the render."""
+    """Return True if the render contains a tool's result."""
     return _shown(renderer, RETURNED, [QUESTION, CALL, result()], tools=True, asking=True)
 
 
@@ -81,13 +81,13 @@ class IdUse(enum.StrEnum):
     UNREAD = "unread"
     """The template neither shows nor checks ids."""
     READ = "read"
-    """The template shows ids, or refuses some."""
+    """The template shows ids, or raises on some ids."""
     COUNTED = "counted"
     """The template shows calls by their number in the turn, and results by their ids, which must match."""
 
 
 def id_use(renderer: Renderer) -> IdUse:
-    """Find the template's use of the ids of calls by rendering."""
+    """Return the template's use of the ids of calls, found by rendering."""
     found = IdUse.UNREAD
     for tools in (TOOLS, []):
         try:

@@ -23,7 +23,7 @@ class TopLogprobs:
     ids: array[int] = field(default_factory=lambda: array("i"))
     """The ids, one position after the other, shape [positions * count], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """The log-probability of each id in nats, minus infinity for an id that could not be sampled; float32."""
+    """The log-probability of each id in nats, float32; minus infinity for an id that could not be sampled."""
 
     def __len__(self) -> int:
         return len(self.ids) // self.count
@@ -33,7 +33,7 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[int, float]], count: int) -> Self:
-        """Return the `count` most likely of the ids given for each position, with their log-probabilities."""
+        """Return the `count` most likely ids of each row, which has the log-probabilities of one position by id."""
         top = cls(count)
         for row in rows:
             likeliest = sorted(row.items(), key=lambda item: -item[1])[:count]
@@ -59,13 +59,13 @@ class TopLogprobs:
         return TopLogprobs(count, array("i", np.ravel(ids).tolist()), array("f", np.ravel(logprobs).tolist()))
 
     def id_rows(self) -> NDArray[np.int32]:
-        """The ids, shape [positions, count], int32; a copy."""
+        """Return the ids, shape [positions, count], int32; a copy."""
         import numpy as np  # imported here, since most users read no such arrays
 
         return np.array(self.ids, dtype=np.int32).reshape(-1, self.count)
 
     def logprob_rows(self) -> NDArray[np.float32]:
-        """The log-probabilities, shape [positions, count], float32; a copy."""
+        """Return the log-probabilities, shape [positions, count], float32; a copy."""
         import numpy as np
 
         return np.array(self.logprobs, dtype=np.float32).reshape(-1, self.count)

@@ -21,13 +21,13 @@ class AnsweredTurn:
     """A turn of the model and the messages that answer it: the input of a bridge."""
 
     history: Sequence[Message]
-    """Everything up to the turn, which is its last message."""
+    """All messages up to the turn; the turn is the last one."""
     new: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
     """The tools that are shown to the model, in OpenAI's form, as their author wrote them."""
     number: int = 0
     plain: bool | None = None
-    """True if `is_plain` holds for all of the history and the new messages; None if not known yet."""
+    """True if `is_plain` is true of every message of the history and every new message; None if not known yet."""
 
     @property
     def turn(self) -> Message:
@@ -50,10 +50,10 @@ class AnsweredTurn:
         )
 
     def stand_in(self) -> list[Message] | None:
-        """Return the beginning of the history and the turn, if they are enough for a bridge; otherwise None.
+        """Return the beginning of the history and the turn, if these are enough for a bridge; otherwise None.
 
-        They are enough if each message has only the usual fields, and no new message refers to a message that would be
-        left out.
+        They are enough if each message has only the usual fields, and if no new message refers to a message that is not
+        among them.
         """
         beginning, turn = _beginning(self.history), self.turn
         if not beginning or "name" in turn:
@@ -65,7 +65,7 @@ class AnsweredTurn:
         return [*beginning, turn] if plain and ids.issuperset(answers) else None
 
 
-# Tuples, since a shape is made and looked up at every turn.
+# The shapes are named tuples, which are fast, since a shape is made and looked up at every turn.
 
 
 class Arrival(NamedTuple):
@@ -94,7 +94,7 @@ class TurnShape(NamedTuple):
 
 
 def is_plain(message: Message) -> bool:
-    """True if a message has only the usual fields of its role, and nothing else that a template could read."""
+    """Return True if a message has only the usual fields of its role, and nothing else that a template could read."""
     if not message.keys() <= _KEYS[message["role"]]:
         return False
     return bool(message.get("reasoning_content", True)) and bool(message.get("tool_calls", True))
@@ -109,7 +109,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
 
 
 def _beginning(history: Sequence[Message]) -> Sequence[Message]:
-    """The first question, after a system message if there is one; empty for other, empty or named messages."""
+    """Return the first question, after a system message if there is one; () if the messages are of another kind."""
     length = 2 if history[0]["role"] == "system" else 1
     begun = history[:length]
     if len(history) <= length or begun[-1]["role"] != "user":
@@ -118,5 +118,5 @@ def _beginning(history: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_json(tools: Sequence[ToolSchema]) -> bytes:
-    # Schemas are the author's own: they may have numbers for keys, and defaults that JSON cannot hold.
+    # An author's schemas may have numbers as keys, and defaults that JSON cannot represent.
     return orjson.dumps(tools, option=orjson.OPT_NON_STR_KEYS, default=str)

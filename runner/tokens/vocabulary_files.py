@@ -1,4 +1,4 @@
-"""Added tokens from the files beside tokenizer.json in a model's folder, read as transformers reads them."""
+"""Reader of added tokens from the files next to tokenizer.json in a model's folder, with the rules of transformers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyFiles:
-    """Tokens that a vocabulary has beyond those of its tokenizer.json."""
+    """Tokens of a vocabulary that its tokenizer.json lacks."""
 
     listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
     """The tokens with their ids.
 
-    From added_tokens_decoder of tokenizer_config.json, or otherwise from added_tokens.json.
+    They come from added_tokens_decoder of tokenizer_config.json, or otherwise from added_tokens.json.
     """
     named: Mapping[str, Named] = field(default_factory=dict)
     """The special tokens by the names that a template uses, such as `bos_token`."""
@@ -44,7 +44,7 @@ class VocabularyFiles:
         return {name: _content(token) for name, token in self.named.items()}
 
     def tokens(self, tokenizer: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
-        """Return the tokens to add to `tokenizer`, in order; existing ones get the flags that they have here."""
+        """Return the tokens to add to `tokenizer`, in order. Existing tokens receive the flags that they have here."""
         own = tokenizer.get_added_tokens_decoder()
         listed = {**self.listed, **own} if self.legacy else self.listed
         tokens = [token for _, token in sorted(listed.items())]
@@ -84,7 +84,7 @@ def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Named]:
-    """bos_token and similar, then the model's own names, such as `image_token`."""
+    """Return the special tokens by name: bos_token and similar, then the model's own names, such as `image_token`."""
     own = [name for name in settings if name.endswith("_token") and name not in NAMES]
     values = {name: settings.get(name) for name in (*NAMES, *own)}
     further = settings.get("extra_special_tokens")

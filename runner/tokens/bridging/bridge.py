@@ -1,10 +1,10 @@
-"""The bridge: the ids that a template puts between one sampled turn and the next. Sampled ids stay unchanged.
+"""The bridge: the ids that a template puts between one sampled turn and the next turn. Sampled ids stay unchanged.
 
-For the next prompt, the last assistant message is copied with a sentinel in it and rendered with the new messages after
-it. The text after the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation prompt. The
-text before the tail is neither compared nor encoded, so the template may render the model's words in any way. If the
-template is proven not to look back, a short stand-in replaces the history (locality.py). The tail is encoded, the
-sampled stop id is searched for in it (tail_ids.py), and the ids after that stop are the bridge.
+For the next prompt, a copy of the last assistant message with a sentinel in it is rendered, followed by the new
+messages. The text after the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation
+prompt. The text before the tail is neither compared nor encoded, so the template may render the model's words in any
+way. If the template is proven not to look back, a short stand-in replaces the history (locality.py). The tail is
+encoded, the sampled stop id is searched in the tail (tail_ids.py), and the ids after this stop are the bridge.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
-# Episodes of a group begin with the same prompt, and start at almost the same time.
+# The cache is small, since episodes of a group begin with the same prompt, and start at almost the same time.
 PROMPT_CACHE_SIZE = 16
 
 MAX_CACHED_CHARS = 40
@@ -46,17 +46,17 @@ PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The ids between the sampled ids and the next ones."""
+    """The ids between the sampled ids of two turns."""
 
     ids: list[int]
-    """The ids to append to prompt and sampled ids, with loss mask 0."""
+    """The ids to append to the prompt and the sampled ids, with loss mask 0."""
     junction: Junction
     """The record of how the ids were found."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BridgeStart:
-    """The place in the tail where the bridge begins, and why."""
+    """The place in the tail where the bridge begins, and the reason."""
 
     ids: list[int]
     anchor: Anchor
@@ -112,14 +112,14 @@ class Bridger:
         thinking: bool = False,
         turn: int = 0,
     ) -> Bridge:
-        """Return the bridge after the turn that `history` ends with: `tail`, then `join`."""
+        """Return the bridge after the turn that `history` ends with: the result of `join` for the result of `tail`."""
         if not new or not history or history[-1]["role"] != "assistant":
             raise ValueError("a bridge leads from an assistant message to at least one new message")
         tail = self.tail(AnsweredTurn(history, new, tools, turn))
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
     def tail(self, answered: AnsweredTurn) -> Tail:
-        """Return the text after the words of a turn. Only renders, so it may be called in any thread."""
+        """Return the text after the words of a turn. This only renders, so any thread may call it."""
         tail = self.locality.tail(answered)
         if not tail.local:
             # These checks render the whole history once more, so they do not run on the event loop.
@@ -129,11 +129,11 @@ class Bridger:
         return tail
 
     def join(self, tail: Tail, *, sampled: Sequence[int], stop: int | None, thinking: bool = False) -> Bridge:
-        """Return the ids that append the tail's new messages to a sampled turn and request the next one.
+        """Return the ids that append the tail's new messages to a sampled turn and begin the next turn.
 
         Args:
             tail: the turn's tail.
-            sampled: the turn's ids with its stop.
+            sampled: the turn's ids, including the stop.
             stop: the id that ended the turn; None if the turn was cut.
             thinking: True if the turn was cut inside its reasoning.
 
@@ -171,7 +171,7 @@ class Bridger:
         return Bridge(start.ids, junction)
 
     def _with_close(self, tail: Tail, ids: Sequence[int], bridge: list[int]) -> str:
-        """The text of a bridge and of the turn's close, which begins at the last control token of the turn."""
+        """Return the text of a bridge and of the turn's close, which begins at the last control token of the turn."""
         begin = len(ids) - len(bridge)
         if begin < 0 or ids[begin:] != bridge:  # the ids may differ after a close that another stop replaces
             return self.tokenizer.decode(bridge)
@@ -180,11 +180,11 @@ class Bridger:
         return self.tokenizer.decode(ids[first:])
 
     def _repeats(self, tail: Tail) -> bool:
-        """True if a stop occurs between the first copy of the turn's words and the last one."""
+        """Return True if a stop occurs between the first and the last copy of the turn's words."""
         return bool(tail.repeated) and any(self.tokenizer.decode([each]) in tail.repeated for each in self.stop_ids)
 
     def _ends_early(self, tail: Tail) -> bool:
-        """True if the template writes a stop before the last words of the turn, or may do so."""
+        """Return True if the template writes a stop before the last words of the turn, or may do so."""
         shape = tail.shape
         if not tail.local or shape not in self._early:
             stops = [self.tokenizer.decode([each]) for each in self.stop_ids]
@@ -195,8 +195,7 @@ class Bridger:
         """Refuse a conversation whose end differs when it is rendered with its own words instead of the sentinel."""
         if self.tokenizer.normalize(real).endswith(self.tokenizer.normalize(text)):
             return
-        # If a vocabulary changes white space, all other text after the words must still be there, character by
-        # character.
+        # A vocabulary may change white space. All other text after the words must be there, character by character.
         if not tail.after_call and real.endswith(tail.text):
             return
         # SentencePiece writes a space after each control token, so the render is compared in that form.
@@ -216,7 +215,7 @@ class Bridger:
             if not tail.after_call and self.tokenizer.decode(tail_ids.ids[:index]).strip() and self._ends_early(tail):
                 raise _words_after_end()
             return _BridgeStart(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
-        # Some models write the template's close and then stop with another token. Then the close is not added again.
+        # Some models write the template's close, and then stop with another token. Then the close is not added again.
         closed = tail_ids.end_of_sampled_close(sampled[:-1])
         if closed is not None:
             return _BridgeStart(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
@@ -233,7 +232,8 @@ class Bridger:
                 Property.STOP_IN_TAIL,
                 f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
             )
-        # A blank content is found too early, before the template's own close. An altered content is not found at all.
+        # The search finds a blank content too early, before the template's own close, and an altered content not at
+        # all.
         if name in self.tokenizer.decode(ids) and (not tail.border or name in tail.text[: tail.border]):
             raise Unbridgeable(
                 Property.STOP_IN_TAIL,
@@ -272,11 +272,11 @@ class Bridger:
 
     def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
         control = self.tokenizer.control_ids
-        # Text never merges with a control token. Between two ordinary tokens, encoding the whole shows if they would
-        # merge.
+        # Text never merges with a control token. If both neighbours are ordinary tokens, the whole is encoded to find
+        # whether they merge.
         if bridge[0] in control or (sampled and sampled[-1] in control):
             return Seam.SPECIAL
-        if not sampled:  # the neighbour is the generation prompt, which is not available here
+        if not sampled:  # the left neighbour is the generation prompt, which is not available here
             return Seam.UNVERIFIED
         said, follows = self.tokenizer.decode(sampled), self.tokenizer.decode(bridge)
         whole = self.tokenizer.encode(said + follows)
@@ -285,15 +285,15 @@ class Bridger:
     # --- whole prompts
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
-        """Return the ids of the whole render, shape [prompt], int32. Only the template can add a BOS."""
+        """Return the ids of the whole render, shape [prompt], int32. A BOS is added only by the template."""
         return self.prompt_ids(self.prompt_text(messages, tools))
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:
         """Return the whole render, for `prompt_ids`. Any thread may call this.
 
         Raises:
-            Unbridgeable: the template raises or has no generation prompt at the end; or control text of a content
-                cannot be distinguished from the template's own.
+            Unbridgeable: the template raises, or has no generation prompt at the end; or control text of a content
+                cannot be distinguished from the template's own control text.
         """
         text = self._prompts.prompt(messages, tools)
         wanted = self._unsafe(messages)
@@ -313,7 +313,7 @@ class Bridger:
     def prompt_ids(self, prompt: PromptText) -> array[int]:
         """Return the ids of a render, shape [prompt], int32.
 
-        Recent ones are cached, since episodes of a group begin alike.
+        The ids of recent renders are cached, since episodes of a group begin with the same prompt.
         """
         ids = self.known_prompt(prompt)
         if ids is None:
@@ -324,11 +324,11 @@ class Bridger:
         return ids
 
     def known_prompt(self, prompt: PromptText) -> array[int] | None:
-        """Return the ids of a recently encoded render; None if it must be encoded, which may take a while."""
+        """Return the ids of a recently encoded render; None if the render has to be encoded first."""
         ids = self._latest.pop(prompt, None)
         if ids is None:
             return None
-        self._latest[prompt] = ids  # at the end, as the most recently used
+        self._latest[prompt] = ids  # the last entry is the most recently used
         return ids[:]  # a copy, since the cached array is shared and arrays are mutable
 
     def _encoded(self, text: str, spans: tuple[Span, ...]) -> array[int]:
@@ -337,12 +337,12 @@ class Bridger:
     # --- control text in contents
 
     def _control_text(self, tail: Tail) -> Sequence[Span] | None:
-        """The spans of control text in contents of a tail; None if they look like the template's own text."""
+        """Return the spans of control text in contents of a tail; None if they look like the template's own text."""
         wanted = self._unsafe(tail.new)
         return tail.locate(wanted, self._control_names) if wanted else ()
 
     def _unsafe(self, messages: Sequence[Message]) -> list[Field]:
-        """The fields with control text that must not become control ids."""
+        """Return the fields with control text that must not become control ids."""
         if not self.content_safe:
             return []
         return [
@@ -365,5 +365,6 @@ def _words_after_end() -> Unbridgeable:
     return Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
 
 
-# The author writes system messages, and control tokens of a model's turn were sampled as control tokens.
+# Control text in these roles may become control ids: the author writes system messages, and a model's turn sampled
+# its control tokens as such.
 _TRUSTED = frozenset({"system", "developer", "assistant"})

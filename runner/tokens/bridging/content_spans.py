@@ -37,7 +37,8 @@ _SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking o
 def absent(messages: Iterable[Message]) -> str:
     """Return a word of a fixed length that none of `messages` contains.
 
-    Equal messages get the same word in every process, and the length is fixed since some templates count letters.
+    The word depends only on the messages, so that all processes use the same. Its length is fixed, since some templates
+    count letters.
     """
     said = "\n".join([message["content"] + "\n" + message.get("reasoning_content", "") for message in messages])
     stems = (f"zq7f3a9c1e5bn{number:06}z" for number in itertools.count())
@@ -45,12 +46,12 @@ def absent(messages: Iterable[Message]) -> str:
 
 
 def words(count: int) -> list[str]:
-    """Return words that no template contains. None is part of another one or begins like a result of `absent`."""
+    """Return words that no template contains. No word is part of another word, or begins like a result of `absent`."""
     return [f"zqword{number:03}z" for number in range(count)]
 
 
 def find(text: str, content: str, start: int = 0) -> Span | None:
-    """Return the position of a content in `text` from `start` on, by the first of its forms that occurs."""
+    """Return the position of a content in `text` from `start` on. The first form of the content that occurs counts."""
     for form in _forms(content):
         begin = text.find(form, start)
         if begin >= 0:
@@ -63,9 +64,9 @@ class Rendering:
     """A render, and a function for similar renders, to distinguish contents from the template's text."""
 
     text: str
-    """The render, or the part of it that is searched."""
+    """The render, or the searched part of it."""
     messages: Sequence[Message]
-    """The messages in the render that are searched for."""
+    """The messages to find in the render."""
     render: Callable[[Sequence[Message]], str]
     """Renders the same part for other messages."""
 
@@ -86,10 +87,10 @@ class Rendering:
     def check_visible(self, index: int, source: str) -> None:
         """Check that the render shows a message whose content is white space, a role or a word of `source`.
 
-        A template may leave out an empty message now and show it later; a bridge would then lack it.
+        If a template left out an empty message now and showed it later, a bridge would lack this message.
 
         Raises:
-            Unbridgeable: the message is hidden always, or until more messages follow.
+            Unbridgeable: the message is hidden, either always or until more messages follow.
         """
         message = self.messages[index]
         said = message["content"].strip()
@@ -97,7 +98,7 @@ class Rendering:
             return
         more = [*self.messages, ANSWER, QUESTION, ANSWER, AGAIN_ASKED]
         hidden = later = False
-        # A template that looks at all messages may raise on a marker, or on one message less.
+        # A template that reads all messages may raise on a marker, or on one message less.
         with suppress(Unbridgeable):
             hidden = self._shown(index) is None
             if not hidden and not message["content"].strip() and self._left_out(self.messages, index, self.text):
@@ -110,11 +111,11 @@ class Rendering:
             )
 
     def _left_out(self, messages: Sequence[Message], index: int, text: str) -> bool:
-        """True if `text`, the render of `messages`, does not change without one of them."""
+        """Return True if `text`, the render of `messages`, does not change without the message at `index`."""
         return self.render([*messages[:index], *messages[index + 1 :]]) == text
 
     def _shown(self, index: int) -> Span | None:
-        """The approximate position of a content that is not shown verbatim; None if the message is hidden."""
+        """Return the approximate position of a content that is not shown verbatim; None if the message is hidden."""
         other = self.render(_with(self.messages, {(index, "content"): _SHOWN}))
         before, found, after = other.partition(_SHOWN)
         if not found:
@@ -124,7 +125,7 @@ class Rendering:
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
-        """The end of the last content, by the last occurrence of one of its forms."""
+        """Return the end of the last content, by the last occurrence of one of its forms."""
         ends = (self.text.rfind(form) + len(form) for form in _forms(self.messages[-1]["content"]) if form in self.text)
         end = next(ends, None)
         return self.check_shown(len(self.messages) - 1)[1] if end is None else end
@@ -132,8 +133,8 @@ class Rendering:
     def locate(self, wanted: Sequence[Field], stem: str, names: ControlNames) -> list[Span] | None:
         """Return the positions of fields with control text, or None if they cannot be found.
 
-        First, markers replace the fields, so that the render shows the text around them. This changes the text of
-        templates that inspect, compare or edit contents. For them, only the control text of a content is replaced.
+        First, markers replace the fields, so that the render shows the text around the fields. Templates that inspect,
+        compare or edit contents may write other text then. For such a template, only the control text is replaced.
 
         Args:
             wanted: non-empty fields; a field that the template does not print has no span.
@@ -149,10 +150,10 @@ class Rendering:
         return None
 
     def _located_by_markers(self, wanted: Sequence[Field], stem: str) -> list[Span] | None:
-        """The positions of the fields if the real contents fit between the texts around markers.
+        """Return the positions of the fields if the real contents fit between the texts around markers.
 
-        If markers change those texts too, fields are inserted one by one, and found by the unchanged text on both
-        sides.
+        If markers change the texts around them, the fields are inserted one by one, and are found by the unchanged text
+        on both sides.
         """
         markers = {field: f"{stem}content{number}z" for number, field in enumerate(wanted)}
         copy = _with(self.messages, markers)
@@ -177,9 +178,9 @@ class Rendering:
         return spans if before == self.text and apart and all(begin <= end for begin, end in spans) else None
 
     def _located_by_disguise(self, wanted: Sequence[Field], names: ControlNames) -> list[Span] | None:
-        """The positions of the fields' control text, found by replacing it with other words of the same length."""
+        """Return the positions of the fields' control text, by renders with other words of the same length."""
         found = {name for field in wanted for name in names(_value(self.messages, field))}
-        # The longest first, so that a name inside another is not replaced within it.
+        # The longest names come first, so that a name inside another name is not replaced there.
         disguises = {name: _disguise(len(name), self.text) for name in sorted(found, key=len, reverse=True)}
         values = {field: _value(self.messages, field) for field in wanted}
         for name, disguise in disguises.items():
@@ -212,7 +213,7 @@ def _without_switches(content: str) -> str | None:
 
 
 def _forms(content: str) -> Iterator[str]:
-    """The forms in which templates write a content: verbatim, trimmed, inside JSON, or as a Python string."""
+    """Yield the forms in which templates write a content: verbatim, trimmed, inside JSON, or as a Python string."""
     yield from _written(content)
     left = _without_switches(content)
     if left is not None and left.strip():
@@ -229,7 +230,7 @@ def _written(content: str) -> Iterator[str]:
 
 
 def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
-    """The spans of the contents if `text` consists of exactly the pieces, with a form of each content between them."""
+    """Return the spans of the contents if `text` is exactly the pieces, with a form of a content between any two."""
     # A position that did not fit is not tried again. Otherwise repeated contents could be tried without end.
     dead: set[tuple[int, int]] = set()
 
@@ -238,7 +239,7 @@ def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> li
         forms = (piece,) if number % 2 == 0 else dict.fromkeys(_forms(contents[piece]))
         return (begin + len(form) for form in forms if text.startswith(form, begin))
 
-    # Not recursive, since a long history has more pieces than the stack has frames.
+    # The search is not recursive, since a long history has more pieces than the stack has frames.
     begins, ways = [0], [ends(0, 0)]
     while ways:
         end = next(ways[-1], None)
@@ -254,7 +255,7 @@ def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> li
 
 
 def _disguise(length: int, text: str) -> str:
-    """A word of that length that is not in the text."""
+    """Return a word of this length that is not in the text."""
     guesses = ("".join(secrets.choice("qzxjvkw") for _ in range(length)) for _ in range(1000))
     return next(word for word in guesses if word not in text)
 

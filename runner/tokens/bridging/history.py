@@ -1,4 +1,4 @@
-"""Comparison of a whole history from an author with the stored one, and the result for the conversation.
+"""Comparison of an author's whole history with the stored history.
 
 `Conversation.replace` receives a conversation that another library may have saved, edited or rewritten. The comparison
 tolerates changes without meaning: white space at the ends, missing reasoning, call ids. After such changes, the stored
@@ -22,24 +22,24 @@ _Answered: TypeAlias = tuple[CallIndex, str]
 
 
 class AlignmentKind(enum.StrEnum):
-    """The relation of an incoming history to the stored one."""
+    """The relation of an incoming history to the stored history."""
 
     SAME = "same"
     APPEND = "append"
-    """New messages follow all stored ones, and no assistant message is among them."""
+    """New messages follow all stored messages, and no new message is an assistant message."""
     RETRY = "retry"
     """The history is one step back: the stored messages before the last assistant turn."""
     INSERTED = "inserted"
-    """New messages follow all stored ones. Among them is an assistant turn that was not sampled."""
+    """New messages follow all stored messages, and one of them is an assistant message that was not sampled."""
     EDITED = "edited"
     """A stored message differs."""
     SHRUNK = "shrunk"
-    """The last stored messages are missing, but not exactly those of a retry."""
+    """The last stored messages are missing, but the history is not one step back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A new history compared with the stored one. The new history equals stored[:index] + `appended`."""
+    """A new history compared with the stored history. The new history equals stored[:index] + `appended`."""
 
     kind: AlignmentKind
     """The relation between the two histories."""
@@ -58,7 +58,7 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
         before[index], answered_before[index], after[index], answered_after[index]
     ):
         index += 1
-    # Up to here both histories have the same calls, so the position of a call identifies the stored one.
+    # Up to this index both histories have the same calls, so the position of a call identifies the stored call.
     appended: list[Message] = [
         message
         if answered is None or answered[0].message >= index
@@ -98,7 +98,7 @@ def normalize(message: Message) -> Message:
 
 
 def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Mapping[str, Any]] | None) -> bool:
-    """True if two lists offer the same tools, in any order: equal names, descriptions and parameters.
+    """Return True if two lists offer the same tools, in any order: equal names, descriptions and parameters.
 
     None and [] both mean no tools, an empty description or empty parameters equal missing ones, and the order of keys
     does not matter. Other keys (`strict`, ...) are not shown to the model.
@@ -120,7 +120,7 @@ def _kind(stored: Sequence[Message], incoming: Sequence[Message], index: int) ->
 
 
 def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
-    """For each message, the call that it answers; None if it answers no known call."""
+    """Return the call that each message answers; None for a message that answers no known call."""
     calls = AnsweredCalls()
     answered = [calls.by(index, message) for index, message in enumerate(messages)]
     return [
@@ -132,7 +132,7 @@ def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
 def _tolerated(
     stored: Message, stored_answers: _Answered | None, incoming: Message, incoming_answers: _Answered | None
 ) -> bool:
-    """True if the new message equals the stored one. Its reasoning may be missing, since clients leave it out."""
+    """Return True if the new message equals the stored one. Clients omit reasoning, so it may lack the reasoning."""
     reasoning = incoming.get("reasoning_content", "").strip()
     if reasoning and reasoning != stored.get("reasoning_content", "").strip():
         return False
@@ -140,7 +140,7 @@ def _tolerated(
 
 
 def _counting(message: Message, answers: _Answered | None) -> list[Any]:
-    """The compared parts of a message, without the reasoning. A result has the name of its call."""
+    """Return the compared parts of a message, without the reasoning. A result has the name of its call."""
     name = message.get("name")
     if answers and name is None:
         name = answers[1]
@@ -152,7 +152,7 @@ def _counting(message: Message, answers: _Answered | None) -> list[Any]:
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys, and whole numbers as integers, since browsers turn 1.0 into 1."""
+    """Return JSON with sorted keys, and with whole numbers as integers, since browsers turn 1.0 into 1."""
     try:
         plain = json.loads(json.dumps(value, default=str), parse_float=_number)
         return json.dumps(plain, sort_keys=True)

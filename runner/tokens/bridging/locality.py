@@ -26,15 +26,15 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Locality"]
 
-# Environments may offer other tools in every episode, and each set of tools is another shape. The oldest shapes are
-# dropped, and learnt again if needed.
+# The cache has a limit, since environments may offer other tools in every episode, and each set of tools is another
+# shape. The oldest shapes are dropped, and learnt again if needed.
 SHAPE_CACHE_SIZE = 1000
 PROOF_CACHE_SIZE = 4096
 
 
 @dataclass(slots=True)
 class _ShapeToProve:
-    """The known properties of turns of one shape."""
+    """The known properties of the turns of one shape."""
 
     past: Lookback
     """True if earlier messages can change the tail."""
@@ -49,7 +49,7 @@ class _ShapeToProve:
 
 
 class Locality:
-    """Creates tails, from a stand-in for the history if the result is proven to be equal. Any thread may call it."""
+    """Creates tails, with a stand-in for the history if the result is proven to be equal. Any thread may use it."""
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
@@ -58,7 +58,7 @@ class Locality:
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """Return `tail` if it takes no longer than the new messages; None if a worker thread should compute it."""
+        """Return the tail if its computation takes no longer than for the new messages; None to use a worker thread."""
         kind = self._kinds.get(answered.shape)
         # A further render without a proof is computed from the whole history.
         if kind is None or not all(kind.proven.values()):
@@ -84,7 +84,7 @@ class Locality:
         return tail
 
     def whole_tail(self, answered: AnsweredTurn, asked: set[Further] | None = None, *, real: bool = False) -> Tail:
-        """Return the tail of the whole history, without proofs; with the `real` render if requested."""
+        """Return the tail of the whole history, without proofs. With `real`, the tail has its `real` render."""
         tail = Tail(self._renderer, answered, asked=asked)
         tail.complete()
         if real:
@@ -92,7 +92,7 @@ class Locality:
         return tail
 
     def is_local(self, answered: AnsweredTurn) -> bool:
-        """True if the work for tails of this shape does not depend on the length of the history."""
+        """Return True if the work for tails of this shape does not depend on the length of the history."""
         return self._bridgeable_kind(answered).past is not Lookback.POSSIBLE
 
     # --- tails
@@ -101,8 +101,8 @@ class Locality:
         """Return the tail of the stand-in; None if there is no stand-in, or the tail needs the whole history."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
-        # If some pasts may make a template raise, the whole history is rendered at turns 1, 2, 4, 8 and so on. This
-        # finds refusals with little work.
+        # If some pasts may make the template raise, the whole history is rendered at turns 1, 2, 4, 8 and so on, to
+        # find such refusals with little work.
         if kind.past is Lookback.REFUSES and (answered.number + 1) & answered.number == 0:
             return None
         if stand_in is None:
@@ -130,7 +130,7 @@ class Locality:
         """Return the render of a conversation without a sentinel; None if the template raises on its words."""
         try:
             return self._renderer.render([*rendered, *answered.new], answered.tools)
-        except Unbridgeable:  # the template raises on the words themselves, so the sentinel replaces them
+        except Unbridgeable:  # if the template raises on the words, the sentinel replaces them
             return None
 
     def _question(self, answered: AnsweredTurn) -> _Question:
@@ -145,7 +145,7 @@ class Locality:
             with self._learning:
                 kind = self._kinds.get(shape) or self._learn(answered)
         if kind.refusal is not None:
-            # Return a new error, since one refusal serves many turns and an exception collects the frames of every
+            # A new error is raised, since one refusal serves many turns, and an exception collects the frames of every
             # raise.
             raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
         return kind
@@ -162,7 +162,7 @@ class Locality:
     def _hidden_message(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
         """Find a new message that the template does not show.
 
-        Each content is a marker here, since a short content such as "0" could also occur elsewhere in the render.
+        Each content is a marker here, since a short content such as "0" could occur at other places of the render too.
         """
         markers = words(len(shape.new))
         tail = self._example(shape, tools, markers)
@@ -201,7 +201,7 @@ class Locality:
     def _example(
         self, shape: TurnShape, tools: Sequence[ToolSchema], markers: Sequence[str], *, system: Message = SYSTEM
     ) -> Tail | None:
-        """The tail of plain messages of this shape, or None if the template raises."""
+        """Return the tail of plain messages of this shape, or None if the template raises."""
         turn = _example_turn(shape, tools)
         history = [*([system] if shape.system else ()), QUESTION, turn]
         try:
@@ -227,7 +227,7 @@ class _Question:
 
 def _key_of(renderer: Renderer) -> tuple[object, ...]:
     template = renderer.template
-    now = renderer.now if "strftime_now" in template.text else None  # otherwise each run would prove all shapes again
+    now = renderer.now if "strftime_now" in template.text else None  # else runs would share no proofs
     return template.text, canonical_json([template.variables, renderer.options, renderer.fits_tools]), now
 
 
@@ -236,7 +236,7 @@ def _proven(asked: _Question) -> tuple[Lookback, bool]:
     """Return whether the past can change tails of a shape, and whether the turn's words can change them."""
     proofs = Proofs(asked.renderer)
     past, words_matter = proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
-    # The words are then checked in the stand-in. This is valid only if the past does not change how words are shown.
+    # If the words matter, they are checked in the stand-in. This is valid only if the past does not change their text.
     if words_matter and past is not Lookback.POSSIBLE and proofs.past_matters_to_words(asked.shape, asked.tools):
         past = Lookback.POSSIBLE
     return past, words_matter
@@ -244,7 +244,7 @@ def _proven(asked: _Question) -> tuple[Lookback, bool]:
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _further_proven(further: Further, asked: _Question) -> bool:
-    """True if earlier messages are proven not to change a further render."""
+    """Return True if earlier messages are proven not to change a further render."""
     shape = further.shape(asked.shape)
     return Proofs(asked.renderer).past(shape, asked.tools, asking=further.asking) is not Lookback.POSSIBLE
 

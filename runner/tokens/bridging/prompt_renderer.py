@@ -1,4 +1,4 @@
-"""Renders prompts, and checks that each has one generation prompt at its end and shows all messages."""
+"""Renders prompts, and checks that each prompt shows all messages and has one generation prompt, at its end."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class PromptRenderer:
         """Return the whole render, which ends with the generation prompt.
 
         Raises:
-            Unbridgeable: the template raises, has no generation prompt there, or hides a message of a user, a tool or
-                the system.
+            Unbridgeable: the template raises, has no generation prompt at the end, or hides a message of a user, a tool
+                or the system.
         """
         text = self.render(messages, tools)
         whole = Rendering(text, messages, lambda new: self.render(new, tools))
@@ -76,13 +76,13 @@ class PromptRenderer:
     def check_asks(self, text: str, messages: Sequence[Message], render: RenderAsking) -> None:
         """Check that a render ends where the model's words begin.
 
-        Most templates end with the generation prompt of a plain question. Otherwise, another generation prompt may
-        follow the last content. A template may also have no generation prompt, or another one in the history. Then the
-        render must still agree with the render of an answer where the render of a question already differs.
+        The renders of most templates end with the generation prompt of a plain question. Otherwise, another generation
+        prompt may follow the last content. If neither is found, the text after the last content must begin like an
+        answer in the history, and not like a question.
 
         Args:
             text: the render, or the part of it that contains `messages`.
-            messages: the last ones of the render.
+            messages: the last messages of the render.
             render: renders the same part for other messages.
         """
         if self.asks_as_usual(text, messages[-1]):
@@ -92,7 +92,7 @@ class PromptRenderer:
         self._check_doubled(behind)
         if end <= first_mismatch(text, render(messages, False)) < len(text):
             return
-        # No generation prompt follows. The text may still be the beginning of an answer as the history shows it.
+        # No generation prompt follows. The text may still begin an answer in the form of the history.
         answer = _behind(messages, ANSWER, render)
         if behind.startswith(answer.rstrip()):
             return
@@ -106,7 +106,7 @@ class PromptRenderer:
         )
 
     def asks_as_usual(self, text: str, last: Message) -> bool:
-        """True if the text ends with the generation prompt of a plain question, after the `last` message.
+        """Return True if the text ends with the generation prompt of a plain question, after the `last` message.
 
         Raises:
             Unbridgeable: the text ends with this generation prompt twice.
@@ -114,7 +114,7 @@ class PromptRenderer:
         asked = self.generation_prompt
         if not asked or not text.endswith(asked):
             return False
-        said = last["content"].rstrip().endswith(asked.strip())  # a message may end with the same text
+        said = last["content"].rstrip().endswith(asked.strip())  # the last message may end with the same text
         if asked.strip() and text.removesuffix(asked).endswith(asked) and not said:
             self._refuse_doubled(asked)
         return True
@@ -131,7 +131,7 @@ class PromptRenderer:
 
 
 def _behind(messages: Sequence[Message], last: Message, render: RenderAsking) -> str:
-    """The text between the last content of `messages` and the content of a further message."""
+    """Return the text between the last content of `messages` and the content of a further message."""
     text = render([*messages, last], False)
     before = text[: max(0, text.rfind(last["content"]))]
     rendering = Rendering(before, messages, lambda new: render([*new, last], False).rpartition(last["content"])[0])

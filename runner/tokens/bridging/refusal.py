@@ -8,7 +8,7 @@ __all__ = ["Property", "Unbridgeable"]
 
 
 class Property(enum.StrEnum):
-    """A property that an exact bridge needs. `Unbridgeable` names the missing one."""
+    """A property that an exact bridge needs. `Unbridgeable` names the missing property."""
 
     TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
     SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show its text or calls
@@ -16,11 +16,11 @@ class Property(enum.StrEnum):
     TOOLS_STAY = "tools_move"  # tools are printed after the turn, so the prompt has them at the wrong place
     # the system message is printed after the turn, so the prompt has it at the wrong place
     SYSTEM_STAYS = "system_moves"
-    CONTENT_LOCATED = "content_not_located"  # control text of a content cannot be distinguished from the template's own
+    CONTENT_LOCATED = "content_not_located"  # control text of a content looks like the template's own text
     CONTENT_SHOWN = "content_missing"  # the render does not show a new message
     STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop cannot replace the template's close
-    STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the next one
-    CLOSE_KNOWN = "close_not_found"  # a cut turn: the position of the template's close is unknown
+    STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the next message
+    CLOSE_KNOWN = "close_not_found"  # the position of the template's close after a cut turn is unknown
     REASONING_CLOSED = "reasoning_open"  # the turn was cut inside its reasoning
     TEXT_KEPT = "text_not_kept"  # the tail is another text after encoding and decoding
     PROMPTS_ANSWER = "generation_prompt_missing"  # the render does not end with a generation prompt

@@ -23,7 +23,7 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 __all__ = ["Further", "Tail"]
 
 MIN_TURN_BEGIN_CHARS = 4
-"""Minimum length of a text by which the begin of turns is found."""
+"""Minimum number of characters of a text that identifies the begin of turns."""
 
 
 class Further(enum.StrEnum):
@@ -40,7 +40,7 @@ class Further(enum.StrEnum):
         return self is not Further.ALONE
 
     def shape(self, shape: TurnShape) -> TurnShape:
-        """The shape of this further render, given the shape of the tail's own render."""
+        """Return the shape of this further render, given the shape of the tail's own render."""
         if self is Further.WITHOUT_CALLS:
             return shape._replace(calls=0, reasoning=False, text=True)
         if self is Further.BORDER:
@@ -51,8 +51,8 @@ class Further(enum.StrEnum):
 class Tail:
     """The text of one render after its last sentinel.
 
-    A `stand_in` is rendered in place of the history. Further renders that `proves` does not cover use the whole
-    history.
+    If there is a `stand_in`, it is rendered in place of the history. Further renders for which `proves` is false still
+    use the whole history.
     """
 
     text: str
@@ -66,7 +66,7 @@ class Tail:
     asked: set[Further]
     """The further renders that were needed. The tails of one shape share the set."""
     real: str | None
-    """A render with the words themselves, if they may change the text after them; otherwise None."""
+    """A render with the turn's own words, if these may change the text after them; otherwise None."""
     repeated: str
     """The text between the first sentinel and the last one, if the template writes the words more than once."""
 
@@ -89,17 +89,16 @@ class Tail:
         self._renderer = renderer
         self._answered = answered
         self._proves = proves
-        # Search only in the rendered messages: a word that is absent from the stand-in is found without the whole
-        # history.
+        # The word needs to be absent only from the rendered messages, so the whole history is not searched.
         self._stem = absent([*rendered, *answered.new])
         self._located: tuple[Sequence[Field], list[Span] | None] | None = None
         self._history: Sequence[Message] = ()
         self.text = self._first_text(rendered)
 
     def _first_text(self, history: Sequence[Message]) -> str:
-        """Return the tail. If the template raises on the model's words, render it without them.
+        """Return the tail. If the template raises on the model's words, the words are left out of the render.
 
-        A model may sample words that a parser should have removed, and some templates raise on those.
+        A model may sample words that a parser should have removed, and some templates raise on such words.
         """
         raised: Unbridgeable | None = None
         for marked_history in self._marked(history):
@@ -122,7 +121,7 @@ class Tail:
             silent = [_without_words(message, self._stem) for message in before]
             yield [*silent, _marked(turn, self._stem, tools, with_words=False)]
 
-    # --- what can be wrong with it
+    # --- checks
 
     def check(self) -> None:
         """Check that the tail contains the new messages and ends with the generation prompt."""
@@ -143,11 +142,11 @@ class Tail:
         return None
 
     def holds_marker(self, text: str) -> bool:
-        """True if `text` contains text from before the turn's end."""
+        """Return True if `text` contains text from before the turn's end."""
         return self._stem in text
 
     def stands_before(self, word: str) -> bool:
-        """True if a word occurs before the sentinel in a separate render."""
+        """Return True if a word occurs before the sentinel in a separate render."""
         text = self._renderer.render([*self._history, *self.new], self._answered.tools)
         return word in text.rpartition(_sentinel(self._stem))[0]
 
@@ -174,8 +173,8 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        # The new messages change how the template writes the past. Each turn begins with the generation prompt, or
-        # with the first part of it: some ask for reasoning, which past turns do not have.
+        # The new messages may change the text of the past, so the begin of the turn is searched. It is the generation
+        # prompt, or its first part: some generation prompts open reasoning, which past turns do not have.
         with suppress(Unbridgeable):
             begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))
             turns = sum(message["role"] == "assistant" for message in self._history)
@@ -185,13 +184,13 @@ class Tail:
                 return text.rpartition(begin)[2]
         return text
 
-    # --- where the new contents stand
+    # --- positions of the new contents
 
     @cached_property
     def seen(self) -> Span:
-        """The begin of the first new content and the end of the last one.
+        """The begin of the first new content, and the end of the last new content.
 
-        The beginning may be too early, since a content "m" also occurs in the template's own words.
+        The begin may be too early, since a content such as "m" also occurs in the template's own words.
 
         Raises:
             Unbridgeable: a content is not found, in the order of the messages.
@@ -215,9 +214,9 @@ class Tail:
     # --- further renders
 
     def complete(self) -> None:
-        """Render what a check needs, and what tails of this shape needed before.
+        """Make the further renders that a check needs, and those that earlier tails of this shape needed.
 
-        Renders from a worker thread need not be repeated on the event loop.
+        A worker thread calls this, so that the event loop need not render.
         """
         _ = self._fault
         for further in tuple(self.asked):
@@ -226,9 +225,10 @@ class Tail:
 
     @cached_property
     def border(self) -> int:
-        """The beginning of the first new content, found by a render with a marker in its place.
+        """The begin of the first new content, found by a render with a marker in its place.
 
-        If the content changes the template's text before it, only the common beginning of both renders counts.
+        If the content changes the template's text before it, the border is the end of the common prefix of both
+        renders.
         """
         return first_mismatch(self.text, self._before_marker or "")
 
@@ -269,7 +269,7 @@ class Tail:
 
     @cached_property
     def end_of_reasoning(self) -> str | None:
-        """The template's text between the turn's reasoning and its text; None if it does not show reasoning."""
+        """The template's text between the turn's reasoning and its text; None if reasoning is not shown."""
         end, said = self._stem + "thought", self._stem + "words"
         turn: Message = {"role": "assistant", "content": said, "reasoning_content": end}
         # The proofs support only one mark, so this render always uses the whole history.
@@ -283,7 +283,7 @@ class Tail:
         return self._behind(self._history_for(further), new, generation_prompt=further.asking)
 
     def _history_for(self, further: Further) -> Sequence[Message]:
-        """The messages before the new ones. The stand-in is used only if it is proven to give the same result."""
+        """Return the messages before the new ones: the stand-in if it is proven to have the same result."""
         self.asked.add(further)
         if not self.local or self._proves is None or self._proves(further):
             return self._history
@@ -294,7 +294,7 @@ class Tail:
 
     def _behind(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
         text = self._renderer.render([*history, *new], self._answered.tools, generation_prompt=generation_prompt)
-        # Text after the last sentinel, since a template may write the words more than once.
+        # The text after the last sentinel counts, since a template may write the words more than once.
         before, found, tail = text.rpartition(_sentinel(self._stem))
         self.repeated = self.repeated or before.partition(_sentinel(self._stem))[2]
         if not found:
@@ -309,14 +309,14 @@ class Tail:
 
 
 def _sentinel(stem: str) -> str:
-    """Marks the end of the last turn's words."""
+    """Return the mark for the end of the last turn's words."""
     return stem + "end"
 
 
 def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_words: bool = True) -> Message:
     """Return a copy of an assistant message with the sentinel after its words, and markers after its other parts.
 
-    With `with_words` the words themselves stay, since some templates inspect them.
+    With `with_words`, the copy keeps the words, since some templates inspect them.
     """
     copy: dict[str, Any] = dict(message)
     if message.get("reasoning_content"):
@@ -326,8 +326,7 @@ def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_wo
         copy["content"] = message["content"] * with_words + _sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        # Gemma 4 prints the text of a call's message after the tool's result. A bridge with the marker in it is
-        # refused.
+        # Gemma 4 prints the text of a call's message after the tool's result. The marker makes such a bridge refused.
         copy["content"] = message["content"] * with_words + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): _sentinel(stem)}

@@ -16,10 +16,10 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["TailIds"]
 
 _MIN_END_CHARS = 2
-"""Number of characters that identify the end of a call, if the model's text and the template's end both have them."""
+"""Minimum number of common characters of the model's text and the template's end that identify the end of a call."""
 
 _MARK_BORDER = re.compile(r"""[\s"'}\])>]|(?=[<\[])""")
-"""A position that is not inside a mark of a call's end."""
+"""Pattern of a position that is not inside a mark of a call's end."""
 
 
 class TailIds:
@@ -43,8 +43,8 @@ class TailIds:
     def _check_stretches(self) -> None:
         """Check that the text between any two control tokens is kept.
 
-        Some vocabularies write a space before each range, which decoding removes. Some control tokens swallow adjacent
-        white space.
+        Some vocabularies write a space before each such text, which decoding removes. Some control tokens swallow
+        adjacent white space.
         """
         tokenizer, at = self._tokenizer, 0
         text = tokenizer.normalize(self._text)
@@ -57,7 +57,7 @@ class TailIds:
         bare = at + len(text[at:]) - len(text[at:].lstrip())
         swallowed = f"x{text[at:bare]}x"
         starts = [(piece, at), (" " + piece, at)]
-        # Text that the vocabulary can write was swallowed by an adjacent control token. Other text is lost.
+        # If the vocabulary can write the missing text, an adjacent control token swallowed it. Other text is lost.
         if bare > at and self._tokenizer.decode(self._tokenizer.encode(swallowed)) == swallowed:
             starts.append((piece, bare))
         for form, begin in starts:
@@ -70,21 +70,22 @@ class TailIds:
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
         """Return the first position of a wanted id in the template's text before any new content."""
-        # The first position, since contents and the next turn, which follow, may have the same ids.
+        # The first position counts, since the contents and the next turn, which follow, may have the same ids.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
         if index is None or not self._before_content(index + 1):
             return None
-        # After the opener of a message, the id would be that message's close.
+        # After the opener of a message, the id would be the close of this message.
         before = self._tokenizer.control_ids.intersection(self.ids[:index])
         return None if any(map(self._closes.opens_a_role, before)) else index
 
     def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
-        """Return where the tail continues after a close that the model sampled at the end of `sampled`, or None.
+        """Return the index in the tail after a close that the model sampled at the end of `sampled`, or None.
 
-        The search begins at the tail's first control token, since the rest of a call may come before it.
+        The close begins at the tail's first control token, since the rest of a call may come before this token.
 
         Raises:
-            Unbridgeable: the first new content changes the template's text before it, which may be that close.
+            Unbridgeable: the first new content changes the template's text before it, and the close may be in this
+                text.
         """
         special = self._tokenizer.special_ids
         first = next((index for index, token_id in enumerate(self.ids) if token_id in special), None)
@@ -109,22 +110,22 @@ class TailIds:
     def ids_after_close(self) -> list[int] | None:
         """Return the ids after the template's own close, if the sampled stop is not part of it; otherwise None.
 
-        The close is the end of the same render without new messages, or a control token that ends every turn once a
-        message follows. White space after the close separates the turns, even after another token.
+        The close is the end of the same render without new messages, or a control token that ends every turn if a
+        message follows. White space after the close separates the turns, so it also follows another token.
 
-        Also None if the first new content changes the template's text before it, since the close may then be any part
-        of that text.
+        The result is also None if the first new content changes the template's text before it, since the close may then
+        be any part of this text.
         """
         alone = self._tail.alone
         if alone is None or not self._tail.border_is_exact:
             return None
-        # The close ends before the words of a content, which may equal the text that follows it in the tail without
-        # content.
+        # The close ends before the first content. Without this limit, words of the content could equal the text that
+        # follows the close in the tail without content.
         cut = min(first_mismatch(self._text, alone), self._tail.border)
         cut = self._token_border(cut)
         if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
             return None
-        # Skip the template's own close, since the sampled stop replaces it.
+        # The template's own close is skipped, since the sampled stop replaces it.
         rest = self._encode_from(cut)
         if rest and self._is_close(rest[0], cut):
             return rest[1:]
@@ -134,7 +135,7 @@ class TailIds:
         return rest if separated is None else self.ids[separated:]
 
     def _after_last_control(self, cut: int) -> int | None:
-        """The index after the last control token before `cut`, if only white space follows the token up to there."""
+        """Return the index after the last control token before `cut`, if only white space is between the two."""
         after, end = None, 0
         for index, token_id in enumerate(self.ids):
             until = len(self._tokenizer.decode(self.ids[: index + 1]))
@@ -165,7 +166,7 @@ class TailIds:
         plain = self._tail.without_calls
         if not plain or not self._text.endswith(plain) or self._text == plain:
             return None
-        # Without a control token in front, the end of the call would be a guess.
+        # Without a control token at its beginning, the end of the call would be a guess.
         return plain if self._tokenizer.encode(plain)[0] in self._tokenizer.special_ids else None
 
     def _control_ids_before(self, end: int) -> list[int]:
@@ -177,7 +178,7 @@ class TailIds:
         return self._tokenizer.encode(self._text[begin:], spans)
 
     def _token_border(self, cut: int) -> int:
-        """The last position at or before `cut` that is not inside a control token."""
+        """Return the last position at or before `cut` that is not inside a control token."""
         ids, control = self.ids, self._tokenizer.control_ids
         for index, token_id in enumerate(ids):
             if token_id in control:
@@ -189,7 +190,7 @@ class TailIds:
         return cut
 
     def _is_close(self, token_id: int, at: int) -> bool:
-        """True if the control token here is independent of later messages, and does not open the next turn."""
+        """Return True if this control token does not depend on later messages, and does not open the next turn."""
         if token_id not in self._tokenizer.control_ids or token_id in self._closes.generation_prompt:
             return False
         if token_id == self._closes.of_user:
@@ -204,17 +205,17 @@ class TailIds:
         return all(token_id in self._tokenizer.control_ids for token_id in ids)
 
     def _before_content(self, end: int) -> bool:
-        """True if the first `end` ids of the tail are the template's own, without new content."""
+        """Return True if the first `end` ids of the tail are the template's own, without new content."""
         length = len(self._tokenizer.decode(self.ids[:end]))
-        # `seen` may be too early, since a content "m" also occurs inside <|im_end|>. The position is then searched for.
+        # `seen` may be too early, since a content "m" also occurs inside <|im_end|>. Then `border` decides.
         return length <= self._tail.seen[0] or length <= self._tail.border
 
 
 def _end_of_call(ending: str, said: str) -> int | None:
     """Return the length of the part of a call's `ending` that `said` contains; None if unknown."""
-    # A part that begins inside a mark could also occur in the mark that opens a call.
+    # A part must not begin inside a mark, since it could also occur in the mark that opens a call.
     borders = [0, *(match.end() for match in _MARK_BORDER.finditer(ending))]
-    # Compare the end of `said`, since an earlier call may be closed.
+    # Only the end of `said` is compared, since `said` may contain the closes of earlier calls.
     for last in (said[-len(ending) :], said.rstrip()[-len(ending) :]):
         partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], last, borders), end))
         if _seen_ending(ending[:partly], last, borders):
@@ -229,7 +230,7 @@ def _end_of_call(ending: str, said: str) -> int | None:
 
 
 def _seen_ending(one: str, other: str, borders: Sequence[int]) -> int:
-    """The number of common characters from a border on; 0 if they are too few to identify the border."""
+    """Return the number of common characters from a border on; 0 if these are too few to identify the border."""
     alike = len(one) - first_mismatch(one[::-1], other[::-1])
     begin = next((border for border in borders if border >= alike), len(one))
     return len(one) - begin if len(one[begin:].strip()) >= _MIN_END_CHARS else 0

@@ -1,4 +1,4 @@
-"""The control tokens that end turns of a template, and the ones that open the next turn."""
+"""The control tokens that end the turns of a template, and the control tokens that open the next turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TurnClosers"]
 
 
 class TurnClosers:
-    """The closes of a template, learnt from plain conversations, each on first use."""
+    """The closes of a template. Each is learnt from plain conversations on its first use."""
 
     def __init__(self, tokenizer: Tokenizer, renderer: PromptRenderer) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class TurnClosers:
 
     @cached_property
     def _first_openers(self) -> frozenset[int]:
-        """The control tokens before the first question, except one that ends a user's text or a turn."""
+        """The control tokens before the first question, except a token that ends a user's text or a turn."""
         with suppress(Unbridgeable):
             text = self._renderer.render([QUESTION], ()).partition(QUESTION["content"])[0]
             ids = self._tokenizer.control_ids.intersection(self._tokenizer.encode(text))
@@ -60,7 +60,7 @@ class TurnClosers:
         return frozenset()
 
     def opens_a_role(self, token_id: int) -> bool:
-        """True if the token opens messages of a role, as in GLM. Only a message of that role may follow it."""
+        """Return True if the token opens messages of one role, as in GLM. Only such a message may follow the token."""
         if token_id not in self._opening:
             following: Sequence[Message] = (AGAIN_ASKED, result(), SYSTEM)
             pasts: Sequence[Sequence[Message]] = ((QUESTION,), _LONG_PAST)
@@ -70,7 +70,7 @@ class TurnClosers:
         return self._opening[token_id]
 
     def _opens(self, token_id: int, message: Message, past: Sequence[Message] = (QUESTION,)) -> bool:
-        """True if the token opens this message: it precedes the message and is not a close."""
+        """Return True if the token opens this message: it precedes the message and is not a close."""
         turn = CALL if message["role"] == "tool" else ANSWER
         with suppress(Unbridgeable):
             tail = self._tail(turn, message, past=past)
@@ -88,7 +88,7 @@ class TurnClosers:
         return False
 
     def _before_question(self, turn: Message, past: Sequence[Message]) -> str:
-        """The text between a turn and a question. It contains the turn's end, and may contain the question's opener."""
+        """Return the text between a turn and a question: the turn's end, and possibly the question's opener."""
         with suppress(Unbridgeable):
             return self._tail(turn, AGAIN_ASKED, past=past).text.partition(AGAIN_ASKED["content"])[0]
         return ""
@@ -101,4 +101,4 @@ class TurnClosers:
 
 
 _LONG_PAST: Final[Sequence[Message]] = (QUESTION, *(ANSWER, AGAIN_ASKED) * 3)
-"""Many messages, since a template may change its text until there are some."""
+"""A history of many messages, since a template may write other text while there are few."""

@@ -76,7 +76,7 @@ class Evaluator(NodeVisitor, ABC):
         return super().visit(node, *args, **kwargs)
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        # `And` and `Or` are binary in jinja's tree too, and have their own methods.
+        # In jinja's tree, `And` and `Or` are binary expressions too, but they have their own methods.
         if isinstance(node, nodes.BinExpr):
             return self._transfer.binary(node.operator, self.visit(node.left), self.visit(node.right))
         raise NotFollowed(f"{type(node).__name__} is not followed")
@@ -90,7 +90,8 @@ class Evaluator(NodeVisitor, ABC):
 
     def _both(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
         """Join two branches of an unknown condition; raises `RenderStopped` if neither continues."""
-        # Both branches start from the same state. If a branch raises, the condition decides if the template raises.
+        # Both branches start from the same state. If a branch raises, the condition decides whether the template
+        # raises.
         before, ends = self._state, []
         self._conditions.append(condition)
         try:
@@ -134,7 +135,7 @@ class Evaluator(NodeVisitor, ABC):
         if node.name in _JINJAS_OWN and isinstance(value, jinja2.Undefined):
             raise NotFollowed(f"{node.name} is jinja's own")
         if value is AMBIGUOUS:
-            raise NotFollowed(f"{node.name} is one of two macros or namespaces, or none")
+            raise NotFollowed(f"{node.name} may be one of two macros or namespaces, or neither")
         return value
 
     def visit_List(self, node: nodes.List) -> Value:
@@ -207,8 +208,8 @@ class Evaluator(NodeVisitor, ABC):
 
     def visit_Filter(self, node: nodes.Filter) -> Value:
         if node.name in _LAZY:
-            # The abstract value is a list. A generator differs from a list unless it is read at once: it is always
-            # true, and can be read only once.
+            # The abstract value is a list. A generator differs from a list unless it is read at once: a generator is
+            # always true, and can be read only once.
             raise NotFollowed("a generator that is not read at once")
         return self._filtered(node)
 

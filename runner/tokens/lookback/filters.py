@@ -1,4 +1,4 @@
-"""Transfer functions of filters and methods, mainly of the ones that keep the end of the turn's words."""
+"""Transfer functions of filters and methods, mainly of those that keep the end of the turn's words."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TransferFunctions(Operators):
         if isinstance(value, list | tuple | dict):
             return len(value)
         if is_text(value) and self.truth(value) is True and not is_independent(value):
-            return Position(UnknownCount(1))  # of a text too, only the minimum of the length is known
+            return Position(UnknownCount(1))  # only the minimum of the length is known, also of a text
         return self.of("length", value)
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:
@@ -124,7 +124,7 @@ class TransferFunctions(Operators):
         if isinstance(leaf, LastArguments) and self._untyped(leaf.value):
             leaf = leaf.value
         if not later and self._untyped(leaf) and isinstance(value, Text | LastArguments):
-            return leaf  # whatever JSON writes for it, it ends there
+            return leaf  # the JSON text of this value ends at the end of the words
         if not all(map(is_independent, [*later, *keywords.values()])):
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         independent = is_independent(value)
@@ -183,7 +183,7 @@ class TransferFunctions(Operators):
     def _got(
         self, get: Callable[[str], Value], has: Callable[[str], bool | Unknown], arguments: Sequence[Value]
     ) -> Value:
-        """Return the result of `get` of a mapping."""
+        """Return the result of the method `get` of a mapping."""
         key, otherwise = (*arguments, None)[:2]
         if not isinstance(key, str):
             return Unknown(may_end=True)
@@ -195,8 +195,8 @@ class TransferFunctions(Operators):
     def _method_of_words(self, value: Text, name: str, arguments: Sequence[Value]) -> Value:
         """Call a method of a text in which the turn's words end.
 
-        If the words are known, they end in the sentinel: small letters and digits, so that neither `strip` of other
-        characters nor `lower` changes it, and text that is not a word is not found across its end.
+        If the words are known, they end in the sentinel, which has only small letters and digits. So neither `strip` of
+        other characters nor `lower` changes the sentinel, and text that is not a word is not found across its end.
         """
         rest = value.rest
         before = None if value.before is None else (name, *arguments, value.before)
@@ -225,7 +225,7 @@ class TransferFunctions(Operators):
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
 
     def _may_lose_begin(self, rest: Value, name: str, arguments: Sequence[Value]) -> bool:
-        """True if `strip` may remove all words and then the beginning of the text after them."""
+        """Return True if `strip` may remove all words and then the beginning of the text after them."""
         if not all(map(is_concrete, arguments)):
             return True
         if isinstance(rest, str):
@@ -236,7 +236,7 @@ class TransferFunctions(Operators):
 
 
 def _leaves(value: Value) -> Iterator[Value]:
-    """The leaves of a structure, in the order in which they are written."""
+    """Yield the leaves of a structure, in the order in which they are written."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield key
@@ -249,12 +249,12 @@ def _leaves(value: Value) -> Iterator[Value]:
 
 
 def _has_letters(arguments: Sequence[Value]) -> bool:
-    """True if the arguments contain anything but strings without letters and digits."""
+    """Return True if an argument is not a string, or is a string with letters or digits."""
     return any(not isinstance(each, str) or any(map(str.isalnum, each)) for each in arguments)
 
 
 def _is_no_word(text: Value) -> bool:
-    """True if a text is not empty and has a character that is neither a letter nor a digit."""
+    """Return True if a text is not empty and has a character that is neither a letter nor a digit."""
     return isinstance(text, str) and bool(text) and not text.isalnum()
 
 
@@ -265,6 +265,6 @@ _TEXT_METHODS = frozenset({"strip", "lstrip", "rstrip", "replace", "upper", "low
 
 
 def _read_now(value: Any) -> Any:
-    """Convert a lazy result to a list, since a generator is empty the second time."""
+    """Convert a lazy result to a list, since a generator is empty when it is read a second time."""
     view = isinstance(value, type({}.items()) | type({}.keys()) | type({}.values()))
     return list(value) if view or hasattr(value, "__next__") else value

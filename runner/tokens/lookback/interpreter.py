@@ -1,4 +1,4 @@
-"""Rendering of a template over abstract values: its statements, its macros, and its loops up to their fixpoint."""
+"""Rendering of a template over abstract values: statements, macros, and loops up to their fixpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from runner.tokens.lookback.values import (
 __all__ = ["Interpreter"]
 
 MAX_PASSES = 12
-"""Maximum number of passes of a loop over earlier messages to reach a fixpoint. Nearly all loops need two or three."""
+"""Maximum number of passes of a loop over earlier messages until a fixpoint. Nearly all loops need two or three."""
 
 MAX_RECURSION = 30
 """Maximum recursion depth of a macro with known arguments."""
@@ -144,7 +144,7 @@ class Interpreter(Evaluator):
             return self._written_by_recursion(node, arguments)
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         defaults = dict(zip(reversed(names), reversed(node.defaults), strict=False))
-        # A macro sees the scopes of its definition, but neither its caller's nor the loop around the call.
+        # A macro sees the scopes of its definition, but neither the scopes of its caller nor the loop around the call.
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], [{}]
         exits, self._exits = self._exits, []
         self._macros.append(node)
@@ -280,7 +280,7 @@ class Interpreter(Evaluator):
             ahead, behind = behind[::-1], ahead[::-1]
         for number, value in enumerate(ahead):
             self._pass(node, value, loop_before_gap(values, ahead, number))
-        # Any message may occur in any pass, so each role is tried.
+        # Any message may occur in any pass, so a message of each role is tried.
         between: list[Value] = [Unknown(may_end=True)]
         if values.messages:
             between = [PastMessage(role, self._null_content) for role in ("system", "user", "assistant", "tool")]
@@ -343,7 +343,7 @@ def _names_in(node: nodes.Node) -> set[str]:
 
 @lru_cache(maxsize=256)
 def _only_writes(macro: nodes.Macro) -> bool:
-    """True if a macro calls only itself and jinja's functions, and changes only its own namespaces."""
+    """Return True if a macro calls only itself and jinja's functions, and changes only its own namespaces."""
     assigned: dict[str, list[nodes.Node]] = {}
     for each in macro.find_all(nodes.Assign):
         for name in _names_in(each.target):

@@ -34,7 +34,7 @@ class Symbols:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        # keeps objects alive that are identified by id, since another object could get the same id
+        # The list keeps objects alive that are identified by id, since another object could get the same id otherwise.
         self._kept: list[Any] = []
 
     def of(self, operation: str, *operands: Value, text: bool = False, base: UnknownCount | None = None) -> Symbol:
@@ -62,7 +62,8 @@ class Symbols:
 def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
     """Return the abstract value that is `one` if the condition holds, else `other`."""
     if same(one, other):
-        # Only of this object it is known that the turn's words are not empty. A filter may have shortened other words.
+        # Only the object itself is known to have words that are not empty. A filter may have shortened the words of
+        # others.
         return replace(one) if isinstance(one, Text) and one is not other else one
     both = (one, other)
     if any(map(has_effects, both)):  # the effects of calling either macro would have to be followed
@@ -95,12 +96,12 @@ def _joined_text(condition: Condition, one: Value, other: Value, symbols: Symbol
         return Text((marks[0], *_parts(rest)), ("if", condition, one.before, other.before) if known else None)
     if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.may_end for each in both):
         return Unknown(may_end=True, text=True)
-    # One text is marked, or both in different ways, so the words may end anywhere before the rest.
+    # One text is marked, or both are marked in different ways, so the words may end anywhere before the rest.
     return Text((MAYBE_END, *_parts(join(condition, _behind_mark(one), _behind_mark(other), symbols))))
 
 
 def _behind_mark(text: Value) -> Value:
-    """The text after the mark; empty if the text is unknown and no words end in it."""
+    """Return the text after the mark; "" if the text is unknown and no words end in it."""
     if isinstance(text, Text) and text.is_marked:
         return text.rest
     return "" if isinstance(text, Unknown) else text
@@ -136,7 +137,7 @@ class State:
         return jinja2.Undefined(name=name)
 
     def knows_as_much_as(self, before: Self) -> bool:
-        """True if a pass from `before` to this state lost no information, so that the fixpoint is reached."""
+        """Return True if a pass from `before` to this state lost no information, so that the fixpoint is reached."""
         one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
         return same(one, other, unknowns_alike=True)
 
@@ -163,7 +164,7 @@ class State:
 
 @dataclass(slots=True)
 class LoopExits:
-    """The states in which a loop, or a pass of it, ended early. They are joined at its end."""
+    """The states in which a loop, or one pass of it, ended early. They are joined at the end of the loop or pass."""
 
     depth: int
     """Number of conditions around the loop."""

@@ -46,11 +46,11 @@ __all__ = ["LastTurnText", "Operators", "RenderRaised", "RenderStopped"]
 
 
 class RenderStopped(Exception):
-    """The render does not continue from here."""
+    """A render that does not continue after this point."""
 
 
 class RenderRaised(RenderStopped):
-    """The template raised."""
+    """A render in which the template raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Operators:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
-        """Return the result of an operation without its own model. It depends on the past if an operand does.
+        """Return the result of an operation without its own model. It depends on the past if an operand depends on it.
 
         Raises:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.
@@ -103,7 +103,7 @@ class Operators:
             raise RenderRaised(str(error)) from error
 
     def truth(self, value: Value) -> bool | Symbol | Unknown:
-        """Return True or False if known, else the condition."""
+        """Return the truth of a value: True or False if known, else the condition."""
         match value:
             case Text():
                 return self._truth_of_text(value)
@@ -128,8 +128,8 @@ class Operators:
         return self.of("truth", value)
 
     def _untyped(self, value: Value) -> bool:
-        """True if the value is an argument of a call, whose type is unknown too."""
-        # The parts decide, since a join of two such values is a third value.
+        """Return True if the value is an argument of a call, whose type is unknown too."""
+        # The parts are compared, since a join of two such values is a third value.
         words = self._words
         return words is not None and not words.typed and isinstance(value, Text) and value.parts == words.text.parts
 
@@ -178,7 +178,7 @@ class Operators:
         return self._compared_positions(sign, one, other) if positions else self.of(sign, one, other)
 
     def _equal(self, one: Value, other: Value) -> bool | None:
-        """True if two values are equal; None if unknown."""
+        """Return True if two values are equal; None if unknown."""
         if isinstance(one, Symbol) and one == other:
             return True
         for value, against in ((one, other), (other, one)):
@@ -291,20 +291,20 @@ class Operators:
                 return name == "defined"
             kind = _python_type(value)
             if kind is not None and name in _TESTS_OF_TYPES:
-                # The result of jinja for an empty value of a type applies to all its values.
+                # The result of jinja for an empty value of a type applies to all values of the type.
                 return self._environment.call_test(name, kind())
         return self.of("is " + name, value, *arguments)
 
 
 def _as_text(value: Value) -> Value:
-    """A value that is added to a text must be text, since other values raise."""
+    """Return a value that is added to a text as a text, since jinja raises for other values."""
     if is_text(value) or (isinstance(value, Symbol) and value.base is None):
         return value
     return Unknown(may_end=may_hold_end(value), text=True)
 
 
 def _python_type(value: Value) -> type | None:
-    """The type of a value in a render; None if unknown."""
+    """Return the type of a value in a render; None if unknown."""
     return str if is_text(value) else _PYTHON_TYPES.get(type(value))
 
 

@@ -1,4 +1,4 @@
-"""Positions in lists with a gap, the items there, and the values of `loop` there.
+"""Positions in lists with a gap, and the items and the values of `loop` at a position.
 
 Positions can be compared or subtracted only if they count from the same unknown number of messages.
 """
@@ -36,12 +36,12 @@ __all__ = [
 
 
 def base_of(value: Value) -> UnknownCount | None:
-    """The base that a position among messages counts from; None if the value is not a position."""
+    """Return the base that a position among messages counts from; None if the value is not a position."""
     return value.base if isinstance(value, Position | Symbol) else None
 
 
 def moved(sign: str, one: Value, other: Value) -> Position | int | None:
-    """Add or subtract a position and a number, or return the distance of two positions; None for anything else."""
+    """Return the sum or difference of a position and a number, or the distance of two positions; None otherwise."""
     match sign, one, other:
         case "+", Position(), int():
             return one + other
@@ -55,7 +55,7 @@ def moved(sign: str, one: Value, other: Value) -> Position | int | None:
 
 
 def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
-    """Compare `number` with a number of which only the minimum `least` is known."""
+    """Return the result of comparing an unknown number, whose minimum is `least`, with `number`."""
     if least > number:
         return sign in ("gt", "gteq", "ne")
     if least == number and sign in ("gteq", "lt"):
@@ -117,7 +117,7 @@ def slice_of_gapped(values: GappedList, start: Value, stop: Value, step: Value) 
 
 
 def _bound(values: GappedList, bound: Value, default: int) -> int | None:
-    """A slice's bound relative to the last items, -1 for all items before them; None if unknown."""
+    """Return a slice's bound relative to the last items; -1 for a bound before them, None if unknown."""
     if bound is None:
         return default
     if isinstance(bound, Position) and bound.base is values.start.base:
@@ -138,14 +138,14 @@ def mapped(values: GappedList | list[Value], change: Callable[[Value], Value]) -
 
 
 def loop_of_list(values: Sequence[Value], number: int) -> Loop:
-    """`loop` in a fully known list."""
+    """Return `loop` at an item of a fully known list."""
     left = len(values) - 1 - number
     neighbours = (_item(values, number - 1, "previtem"), _item(values, number + 1, "nextitem"))
     return _loop(number, left, len(values), (number == 0, left == 0), neighbours)
 
 
 def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> Loop:
-    """`loop` at one of the known items before the unknown ones."""
+    """Return `loop` at one of the known items before the gap."""
     last = False if whole.least_length > number + 1 else Unknown()
     following = ahead[number + 1] if number + 1 < len(ahead) else Unknown(may_end=True)
     neighbours = (_item(ahead, number - 1, "previtem"), following)
@@ -153,7 +153,7 @@ def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> L
 
 
 def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> Loop:
-    """`loop` at one of the known items after the unknown ones."""
+    """Return `loop` at one of the known items after the gap."""
     left = len(behind) - 1 - number
     first = False if number or whole.least_length > len(behind) else Unknown()
     previous = behind[number - 1] if number else Unknown(may_end=True)
@@ -170,7 +170,7 @@ def _loop(
     ends: tuple[Value, Value],
     neighbours: tuple[Value, Value],
 ) -> Loop:
-    """`loop` at an index, with `left` items after it."""
+    """Return `loop` at an index, with `left` items after it."""
     first, last = ends
     previous, following = neighbours
     return Loop(

@@ -1,4 +1,4 @@
-"""The proof that a template does not look back: its output after the last turn is the same for any past."""
+"""The proof that a template does not look back: its output after the last turn is the same after every past."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Lookback(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """Proofs about one template. Each takes some milliseconds; results are not cached."""
+    """Proofs about one template. Each proof takes some milliseconds, and its result is not cached."""
 
     renderer: Renderer
     """The template with fixed options and clock."""
 
     def past(self, shape: TurnShape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
-        """True if messages between the first question and the turn can change the text after the turn's words."""
+        """Return whether messages between the first question and the turn can change the text after the turn."""
         symbols = Symbols()
         messages = [_last_turn(self.renderer, shape, symbols), *_new_messages(shape.new, symbols)]
         output, refuses = self._output(shape, messages, tools, symbols, asking=asking)
@@ -56,21 +56,21 @@ class Proofs:
         return Lookback.REFUSES if refuses else Lookback.NONE
 
     def words_matter(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
-        """True if the words of the turn may change the text after them, or after the first answer to its calls."""
+        """Return True if the turn's words may change the text after them, or after the first answer to the calls."""
         # A call without arguments has no position for a mark, so nothing can be proven about it.
         return shape.bare or not self._same_behind_words(shape, tools, given=False)
 
     def past_matters_to_words(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
-        """True if earlier messages may change the text after some words of the turn, even if not after the sentinel.
+        """Return True if earlier messages may change the text after some words of the turn, if not after the sentinel.
 
         `past` covers the render with the sentinel, in which no turn is empty or blank.
         """
         return not self._same_behind_words(shape, tools, given=True)
 
     def _same_behind_words(self, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
-        """True if the text after the turn's words is the same after every past and, unless `given`, after all words.
+        """Return True if the text after the turn's words is equal after every past and, unless `given`, for all words.
 
-        The proof is that of `past`, with any words that the shape allows in place of the sentinel.
+        The proof is like the proof in `past`, but with any words that the shape allows in place of the sentinel.
         """
         places = ["argument", "first"] if shape.calls and shape.new else ["content"]
         return not (shape.calls and not shape.new) and all(
@@ -78,7 +78,7 @@ class Proofs:
         )
 
     def _same_behind(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
-        """True if the text is fixed after one position: the turn's content, its last argument, or the first result.
+        """Return True if the text is fixed after a place: the turn's content, its last argument, or the first result.
 
         The text of a call precedes the result, so it is checked too.
         """
@@ -129,7 +129,7 @@ class Proofs:
         asking: bool = True,
         words: LastTurnText | None = None,
     ) -> tuple[Text | None, bool]:
-        """The output from the end of the turn's words on, and True if the past may make the template raise."""
+        """Return the output from the end of the turn's words on, and True if the past may make the template raise."""
         roles = ["system", "user"] if shape.system else ["user"]
         first_items = tuple({"role": role, "content": _filled(symbols, role)} for role in roles)
         start = Position(UnknownCount(0), len(first_items))

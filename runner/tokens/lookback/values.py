@@ -47,7 +47,7 @@ Value: TypeAlias = Any
 
 
 class NotFollowed(Exception):
-    """The template uses an operation that is not modelled here, so nothing is proven."""
+    """An operation of the template that is not modelled here, so that nothing is proven."""
 
 
 class Abstract:
@@ -56,16 +56,16 @@ class Abstract:
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # two unknowns may be two values, so each one equals only itself
+@dataclass(frozen=True, slots=True, eq=False)  # two unknowns may be two values, so each unknown equals only itself
 class Unknown(Abstract):
     """Any value: the past or the last turn's words may decide it. It is the top of the lattice."""
 
     may_end: bool = False
     """True if the value may contain the end of the turn's words."""
     text: bool = False
-    """True if it is a string."""
+    """True if the value is a string."""
     nonempty: bool = False
-    """True if it is known not to be empty."""
+    """True if the value is certainly not empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class Symbol(Abstract):
     """An unknown value that is the same after every past: new messages, tools and options decide it."""
 
     number: int
-    """Two symbols with the same number are the same value."""
+    """The identity of the value: two symbols with the same number are the same value."""
     text: bool = False
-    """True if it is a string."""
+    """True if the value is a string."""
     nonempty: bool = False
-    """True if it is known not to be empty."""
+    """True if the value is certainly not empty."""
     base: UnknownCount | None = None
     """The base that a position among messages counts from; the number then depends on the past."""
     may_end: bool = False
@@ -97,7 +97,7 @@ class _Mark(Abstract):
 
 
 END: Final = _Mark("END")
-"""The end of the last turn's words. A bridge needs only the text after it, so the text before is dropped."""
+"""The end of the last turn's words. A bridge needs only the text after this end, so earlier text is dropped."""
 
 MAYBE_END: Final = _Mark("MAYBE_END")
 """The first part of a text with an unknown beginning, which may contain the end of the turn's words."""
@@ -108,7 +108,7 @@ class Text(Abstract):
     """Text that is not fully known."""
 
     parts: tuple[Any, ...]
-    """Strings and symbols. After a mark, which is always the first part, there may be unknown texts."""
+    """Strings and symbols. A mark is always the first part, and unknown texts may occur only after a mark."""
     before: Any = None
     """Identity of the text before END if it does not depend on the past; otherwise None."""
 
@@ -128,7 +128,7 @@ class Text(Abstract):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnknownCount:
-    """A number of items of which only the minimum is known. Two such numbers are never known to be equal."""
+    """An unknown number of items with a known minimum. Two such numbers are never known to be equal."""
 
     least: int
 
@@ -153,14 +153,14 @@ class Position(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class GappedList(Abstract):
-    """A list with known items at its end, perhaps at its beginning too, and a gap of unknown items."""
+    """A list with a gap of unknown items, and known items at its end and possibly at its beginning."""
 
     last_items: tuple[Any, ...]
     """The known items at the end, in their order in the list."""
     start: Position
-    """The position of the first of `last_items`, which is the number of items before them."""
+    """The position of the first of `last_items`, and so the number of items before these."""
     first_items: tuple[Any, ...] = ()
-    """The known items at the beginning; included in `start`."""
+    """The known items at the beginning; `start` includes their number."""
     messages: bool = True
     """True if the items in the gap are messages; False if they may be anything."""
     backwards: bool = False
@@ -180,7 +180,7 @@ class GappedList(Abstract):
         return self.least_before + len(self.last_items)
 
     def selected(self, items: Iterable[Value]) -> GappedList:
-        """Return this list after a condition: `items` of the last ones, and any number of the earlier ones."""
+        """Return this list after a condition: its last items are `items`, and any number of earlier items is kept."""
         return GappedList(tuple(items), Position(UnknownCount(0)), messages=self.messages, backwards=self.backwards)
 
 
@@ -203,7 +203,7 @@ class PastMessage(Abstract):
         return Unknown()
 
     def has(self, key: str) -> bool | Unknown:
-        """True if the key exists."""
+        """Return True if the key exists."""
         if key in ("role", "content"):
             return True
         return False if isinstance(self.get(key), jinja2.Undefined) else Unknown()
@@ -219,7 +219,7 @@ _OWNERS: Mapping[str, frozenset[Role]] = {
 
 @dataclass(frozen=True, slots=True)
 class LastArguments(Abstract):
-    """The arguments of the last turn's last call: an object with one argument. Its text ends the turn's words."""
+    """The arguments of the last turn's last call: an object with one argument, whose text ends the turn's words."""
 
     name: Symbol | Unknown
     value: Text = Text((END,), ("argument",))
@@ -238,7 +238,7 @@ class NamespaceOf(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class Macro(Abstract):
-    """A macro, and the number of scopes that it sees."""
+    """A macro, with the number of scopes that it sees."""
 
     node: Any
     depth: int
@@ -278,24 +278,24 @@ class Loop(Abstract):
 
 
 def is_text(value: Value) -> bool:
-    """True if the value is certainly a string."""
+    """Return True if the value is certainly a string."""
     return isinstance(value, str | Text) or (isinstance(value, Unknown | Symbol) and value.text)
 
 
 def is_concrete(value: Value) -> bool:
-    """True if the value is fully known, so that jinja can compute with it."""
+    """Return True if the value is fully known, so that jinja can compute with it."""
     if isinstance(value, list | tuple | dict):
         return all(map(is_concrete, _contents(value)))
     return not isinstance(value, Abstract)
 
 
 def has_effects(value: Value) -> bool:
-    """True if the value is or contains a macro, a namespace or a function, whose effects must be followed."""
+    """Return True if the value is or contains a macro, a namespace or a function, whose effects must be followed."""
     return isinstance(value, Macro | NamespaceOf | Function | Loop) or any(map(has_effects, _contents(value)))
 
 
 def is_independent(value: Value) -> bool:
-    """True if the value depends neither on the past nor on the words of the last turn."""
+    """Return True if the value depends neither on the past nor on the words of the last turn."""
     match value:
         case Symbol():
             return value.base is None
@@ -310,7 +310,7 @@ def is_independent(value: Value) -> bool:
 
 
 def may_hold_end(value: Value) -> bool:
-    """True if the value may contain the end of the turn's words."""
+    """Return True if the value may contain the end of the turn's words."""
     match value:
         case Unknown() | Symbol():
             return value.may_end
@@ -322,7 +322,7 @@ def may_hold_end(value: Value) -> bool:
 
 
 def reaches_namespace(value: Value, above: int) -> bool:
-    """True if a namespace with a number above `above` is reachable from a value."""
+    """Return True if a namespace with a number above `above` is reachable from a value."""
     # This is not recursive, since it runs after every pass of a loop, and the schemas of many tools may be reachable.
     reached = [value]
     while reached:
@@ -339,7 +339,7 @@ _CONTAINERS: Final = (list, tuple, dict, Text, GappedList, Loop)
 
 
 def _contents(value: Value) -> Iterable[Value]:
-    """The direct parts of a value."""
+    """Return the direct parts of a value."""
     match value:
         case list() | tuple():
             return value
@@ -355,9 +355,10 @@ def _contents(value: Value) -> Iterable[Value]:
 
 
 def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:  # noqa: C901  # one case for each type
-    """True if both are the same value in every render.
+    """Return True if the two values are the same in every render.
 
-    With `unknowns_alike`, two unknown values are the same if the same facts are known of both. This finds a fixpoint.
+    With `unknowns_alike`, two unknown values are the same if the same facts are known about both. This is for detecting
+    a fixpoint.
     """
 
     def alike(one: Value, other: Value) -> bool:
@@ -393,7 +394,7 @@ def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:  # 
 
 
 def concatenated(*texts: Value) -> Value:
-    """Concatenate texts. Everything before the end of the turn's words is dropped."""
+    """Return the concatenated texts. Text before the end of the turn's words is dropped."""
     parts: list[Value] = []
     before: Any = None
     for text in texts:
@@ -402,7 +403,7 @@ def concatenated(*texts: Value) -> Value:
         elif text.has_end:
             earlier, parts = parts, list(text.parts)
             known = text.before is not None and all(map(is_independent, earlier))
-            # If the words end twice, as in a text that is written twice, the last end counts.
+            # If the words end twice, because a text is written twice, the last end counts.
             before = (before, *earlier, text.before) if known and (before is not None or END not in earlier) else None
         elif not text.is_marked:
             parts += text.parts
@@ -431,7 +432,7 @@ def _normal(parts: list[Value], before: Any) -> Value:
     merged: list[Value] = []
     for part in parts:
         if isinstance(part, str) and merged and isinstance(merged[-1], str):
-            merged[-1] = "".join((merged[-1], part))  # markup would escape text that is added to it
+            merged[-1] = "".join((merged[-1], part))  # without join, markup would escape the added text
         else:
             merged.append(part)
     if not merged:

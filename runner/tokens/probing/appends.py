@@ -1,4 +1,4 @@
-"""Kinds of messages that may be appended to a sampled turn, each tried with the real bridge; a worked example."""
+"""Trials of the bridge with each kind of message that may follow a sampled turn, and a worked example."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Append(enum.StrEnum):
 
     @property
     def needed(self) -> bool:
-        """True if every environment with tools uses it; system messages are optional."""
+        """True if every environment with tools uses this kind; system messages are optional."""
         return self not in (Append.UNDER_SYSTEM, Append.SYSTEM)
 
     @property
@@ -61,11 +61,11 @@ class AppendVerdict:
 
     kind: Append
     result: Exactness
-    """The quality of the bridge, the worst of several histories."""
+    """The quality of the bridge: the worst over several histories."""
     refusal: Property | None = None
     """The name of the missing property, or None."""
     explanation: str = ""
-    """The missing property, for people, or ""."""
+    """The description of the missing property, for people; "" if no property is missing."""
     anchor: str = ""
     """The place after which the bridge is attached, or ""."""
     close: str = ""
@@ -98,11 +98,11 @@ class ExamplePassage:
 
     @property
     def mask(self) -> int:
-        """The loss mask of its ids."""
+        """The loss mask of the ids."""
         return int(self.source == "sampled")
 
 
-# A conversation in plain words, unlike those of probe_messages: check-template shows it to people, token by token.
+# These messages have plain words, unlike the words in probe_messages, since check-template prints them token by token.
 TOOLS: Sequence[ToolSchema] = [
     {
         "type": "function",
@@ -153,7 +153,7 @@ _ROUNDS: Sequence[Message] = (_QUESTION, _CALLED, _RETURNED, _THOUGHT, _NEXT)
 def verdicts(
     bridger: Bridger, profile: TemplateProfile, *, tools: bool = True, kinds: Iterable[Append] = Append
 ) -> list[AppendVerdict]:
-    """Try the bridge with these kinds of append, after short and longer histories, with or without tools."""
+    """Return the verdicts on these kinds of append, after short and longer histories, with or without tools."""
     carried = tools and profile.carries_tools
     # System messages and tools are tested separately.
     return [_AppendTrial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in kinds]
@@ -193,7 +193,7 @@ class _AppendTrial:
         )
 
     def _rewrites(self, past: Sequence[Message], sampled: Sequence[int], bridge: Bridge) -> bool:
-        """True if the render of the whole differs from the prompt, the sampled ids, and the bridge."""
+        """Return True if the render of the whole differs from the prompt, the sampled ids, and the bridge."""
         with suppress(Unbridgeable):
             prompt = self._bridger.first_prompt(past, self._tools)
             whole = self._bridger.first_prompt([*past, self._turn, *self._new], self._tools)
@@ -211,7 +211,7 @@ class _Speaker:
     def said(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], *, cut: bool = False
     ) -> tuple[list[int], int | None]:
-        """The ids of the last message as a turn, and the stop that ends them, or None for a turn that is cut."""
+        """Return the ids of the last message as a turn, and the stop that ends them, or None for a turn that is cut."""
         tokenizer = self._bridger.tokenizer
         turn = history[-1]
         if cut:
@@ -229,10 +229,12 @@ class _Speaker:
     def as_recorded(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], sampled: Sequence[int]
     ) -> list[Message]:
-        """The history with each answer as a run keeps it: all sampled text, if this text contains control text.
+        """Return the history with each answer as a run records it.
 
-        A model that marks its reasoning and its answer with control tokens (harmony's channels) samples them with its
-        words.
+        An answer is the whole sampled text if this text contains control text.
+
+        A model that marks its reasoning and its answer with control tokens (harmony's channels) samples these tokens
+        with its words.
         """
         recorded = [*history[:-1], self._recorded(history[-1], sampled)]
         for index, message in enumerate(history[:-1]):
@@ -248,7 +250,7 @@ class _Speaker:
         return {"role": "assistant", "content": self._bridger.tokenizer.decode(words)}
 
     def _stop(self, ids: Sequence[int], history: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
-        """The stop id that the template has at the end of the turn, or otherwise the first one."""
+        """Return the stop id that the template has at the end of the turn, or otherwise the first stop id."""
         stops = self._bridger.stop_ids
         found = [token_id for token_id in reversed(ids) if token_id in stops]
         if not found:
@@ -261,7 +263,7 @@ class _Speaker:
 
 
 def _words(turn: Message) -> str:
-    """The text of a turn, for templates that write it differently in history."""
+    """Return the text of a turn, for templates that write it differently in history."""
     calls = turn.get("tool_calls") or ()
     return turn["content"] or " ".join(call["function"]["name"] for call in calls)
 
@@ -270,7 +272,7 @@ def _words(turn: Message) -> str:
 
 
 def example(bridger: Bridger, profile: TemplateProfile) -> list[ExamplePassage]:
-    """A short conversation with a call, as in a token log; it ends at the first turn without an exact bridge."""
+    """Return a short conversation with a call, as in a token log; it ends at the first turn without an exact bridge."""
     if profile.carries_tools:
         turns: list[tuple[Message, Sequence[Message]]] = [(_CALLED, [_RETURNED]), (_ANSWER, [_NEXT])]
     else:
@@ -301,7 +303,7 @@ def _passage(tokenizer: Tokenizer, source: str, ids: Sequence[int]) -> ExamplePa
 
 
 def appends_answer(renderer: Renderer, profile: TemplateProfile, vocabulary: Mapping[str, Any]) -> dict[str, Any]:
-    """Verdicts and example as plain values.
+    """Return the verdicts and the example as plain values.
 
     The `vocabulary` is {"folder", "stop_ids"} of a model, or {} for bytes and the template's own control tokens.
     """
@@ -327,14 +329,14 @@ def appends_answer(renderer: Renderer, profile: TemplateProfile, vocabulary: Map
 
 
 def byte_tokenizer(renderer: Renderer, profile: TemplateProfile) -> ByteTokenizer:
-    """A vocabulary of bytes and the control tokens of the template's source and renders."""
+    """Return a vocabulary of bytes and the control tokens of the template's source and renders."""
     text = renderer.template.text + profile.generation_prompt + profile.close + profile.close_at_end
     special = dict.fromkeys((*special_tokens(text), *_stop_tokens(renderer, profile)))
     return ByteTokenizer(tuple(special), added_tokens=[tag for tag in tag_tokens(text) if tag not in special])
 
 
 def _stop_tokens(renderer: Renderer, profile: TemplateProfile) -> list[str]:
-    """Control tokens that a model of this template stops with, as far as the template shows them."""
+    """Return the control tokens that a model of this template stops with, as far as the template shows them."""
     closes = (profile.close_at_end, profile.close_after_call, profile.close)
     tokens = [special_tokens(close)[-1:] for close in closes]
     found = [token for some in tokens for token in some] + list(profile.stop_opens_next)

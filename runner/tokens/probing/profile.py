@@ -1,4 +1,4 @@
-"""TemplateProfile: the traits of a chat template, each with its name, value and meaning."""
+"""The traits of a chat template, each with its name, value and meaning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bos(enum.StrEnum):
     WRITTEN = "written"
     TWICE = "twice"
     NOT_WRITTEN = "not_written"
-    MISSING = "missing"  # the tokenizer would begin every text with one
+    MISSING = "missing"  # the tokenizer would begin every text with a BOS
 
 
 class PromptReasoning(enum.StrEnum):
@@ -42,14 +42,14 @@ class PromptReasoning(enum.StrEnum):
 
     LEFT_OPEN = "left_to_the_model"
     OPENED = "opened"
-    EMPTY = "empty_block"  # opened and closed again
+    EMPTY = "empty_block"  # a block that is opened and closed at once
 
 
 class Reasoning(enum.StrEnum):
     """The template's treatment of earlier reasoning."""
 
     KEPT = "kept"
-    ONLY_LAST = "only_last"  # dropped once a user follows
+    ONLY_LAST = "only_last"  # dropped once a user message follows
     NOT_SHOWN = "not_shown"
 
 
@@ -57,14 +57,14 @@ class ToolsPosition(enum.StrEnum):
     """The position of the tools' definitions."""
 
     FIRST = "first"
-    MOVES = "moves"  # before the last user message, wherever that is
+    MOVES = "moves"  # before the last user message, at any position
     NOT_SHOWN = "not_shown"
 
 
 class ParallelResults(enum.StrEnum):
     """The results of parallel calls."""
 
-    ONE_BY_ONE = "one_by_one"  # each may be appended by itself
+    ONE_BY_ONE = "one_by_one"  # each result may be appended by itself
     TOGETHER = "together"
     NOT_SHOWN = "not_shown"
 
@@ -99,7 +99,7 @@ class SystemPosition(enum.StrEnum):
     """The position of the system message at the beginning of a conversation."""
 
     FIRST = "first"
-    MOVES = "moves"  # before the last user message, wherever that is
+    MOVES = "moves"  # before the last user message, at any position
     DROPPED = "dropped"
     REFUSED = "refused"
 
@@ -118,29 +118,29 @@ class TemplateProfile:
     """The traits of a template, found only by rendering. Each attribute is a trait."""
 
     bos: Bos
-    """True if the token that begins a text is written."""
+    """The treatment of the token that begins a text."""
     default_system: str
     """The words before the first question without a system message, or ""."""
     clock: bool
     """True if the text depends on the date."""
     options: tuple[str, ...]
-    """Names that the template reads in addition to the names that it always gets."""
+    """Names that the template reads in addition to the names that are always set."""
     generation_prompt: str
     """The text that asks the model to speak, or ""."""
     prompt_reasoning: PromptReasoning
-    """True if the generation prompt begins a thought."""
+    """The generation prompt's treatment of reasoning."""
     opened_twice: bool
     """True if the assistant's turn is opened twice after some kind of message."""
     close: str
-    """The control text that ends an answer once something follows, or ""."""
+    """The control text that ends an answer if a message follows, or ""."""
     close_at_end: str
-    """The control text that ends an answer while nothing follows, or ""."""
+    """The control text that ends an answer if nothing follows, or ""."""
     close_after_call: str
-    """The text that ends a turn with a call, while nothing follows."""
+    """The text that ends a turn with a call if nothing follows."""
     separator: str
     """The text between the close and the next message."""
     stop_opens_next: tuple[str, ...]
-    """Control tokens that open the next message and that a turn stops with."""
+    """Control tokens that open the next message, and that a turn stops with."""
     reasoning: Reasoning
     """The treatment of `reasoning_content`."""
     inline_reasoning: Reasoning
@@ -151,7 +151,7 @@ class TemplateProfile:
     results_shown: bool
     """True if the results of tools are shown."""
     parallel_results: ParallelResults
-    """True if the results of parallel calls may be appended one by one."""
+    """The treatment of the results of parallel calls."""
     arguments: Arguments
     literals: Literals
     null_content: NullContent
@@ -167,7 +167,7 @@ class TemplateProfile:
         return self.tools is not ToolsPosition.NOT_SHOWN and self.calls_shown and self.results_shown
 
     def traits(self) -> Iterator[tuple[str, TraitValue, str]]:
-        """The name of each trait, its value, and one sentence on its meaning."""
+        """Yield the name of each trait, its value, and one sentence on its meaning."""
         for name, sentences in _EXPLANATIONS.items():
             value: TraitValue = getattr(self, name)
             yield name, value, sentences[value if isinstance(value, enum.Enum | bool) else bool(value)]
@@ -178,7 +178,7 @@ class TemplateProfile:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The profile from the values of `as_json`."""
+        """Return the profile from the values of `as_json`."""
         from pydantic import TypeAdapter  # imported here, so that the probing process starts fast
 
         return TypeAdapter(cls).validate_python(values)

@@ -1,4 +1,4 @@
-"""Detection of a template's traits: small conversations are rendered, and their words are looked for."""
+"""Detection of a template's traits by rendering small conversations and searching their words in the render."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ProbeRenderer:
         self.renderer = renderer
 
     def text(self, *messages: View, tools: bool = False, asking: bool = False) -> str | None:
-        """The render, or None if the template raises."""
+        """Return the render, or None if the template raises."""
         try:
             return self.renderer.render(messages, tools=TOOLS if tools else [], generation_prompt=asking)
         except TemplateRaised:
@@ -72,7 +72,7 @@ class ProbeRenderer:
         return word in (self.text(*messages, tools=tools, asking=asking) or "")
 
     def between(self, before: str, after: str, *messages: View, asking: bool = False) -> str:
-        """The text between two words, or after the first if the second is ""; "" if they are missing."""
+        """Return the text between two words, or after the first word if the second is ""; "" if a word is missing."""
         _, found, rest = (self.text(*messages, asking=asking) or "").rpartition(before)
         if not found:
             return ""
@@ -80,7 +80,7 @@ class ProbeRenderer:
 
 
 def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
-    """The profile of a template that renders a plain question."""
+    """Return the profile of a template that renders a plain question."""
     probe = ProbeRenderer(renderer)
     close, at_end, separator, openers = _closes(probe)
     return TemplateProfile(
@@ -114,17 +114,17 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
 
 
 def options_of(renderer: Renderer) -> tuple[str, ...]:
-    """Names that the template reads and that are not set, sorted."""
+    """Return the names that the template reads and that are not set, sorted."""
     environment = jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols])
     tree = environment.parse(renderer.template.text)
     read = jinja2.meta.find_undeclared_variables(tree) - _GIVEN - renderer.template.variables.keys()
-    # A name that is set in one branch and read after it counts as read, although it is the template's own.
+    # A name that the template sets in one branch and reads later counts as read, although it is the template's own.
     own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
     return tuple(sorted(name for name in read if name not in own or _changes_text(renderer, name)))
 
 
 def _changes_text(renderer: Renderer, name: str) -> bool:
-    """True if a value for a name that the template sets itself changes a text."""
+    """Return True if a value for a name that the template sets itself changes a text."""
     before = {**renderer.options}
     before.pop(name, None)
     texts: set[tuple[str | None, ...]] = set()
@@ -164,7 +164,7 @@ _KNOWN_BOS = (
 
 
 def _default_system(probe: ProbeRenderer) -> str:
-    """The text before the first question that is not before a second one, without control tokens and role names."""
+    """Return the text that is only before the first question, without control tokens and role names."""
     first = (probe.text(QUESTION, asking=True) or "").partition(ASKED)[0]
     second = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED)
     opener = first_mismatch(first[::-1], second[::-1])
@@ -178,7 +178,7 @@ def _default_system(probe: ProbeRenderer) -> str:
 def _clock(probe: ProbeRenderer) -> bool:
     renderer = probe.renderer
     now = renderer.now
-    # Another year, month, day, weekday and hour.
+    # The other time has another year, month, day, weekday and hour.
     other = renderer.template.renderer(
         renderer.options, datetime(now.year - 3, now.month % 12 + 1, now.day % 27 + 2, 1)
     )
@@ -213,13 +213,13 @@ def _opened_twice(renderer: Renderer) -> bool:
 
 
 def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
-    """The close before a message, the close at the end, the separator, and openers that end a turn."""
+    """Return the close before a message, the close at the end, the separator, and openers that end a turn."""
     followed = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
     alone = _without_opening(probe, probe.between(ANSWERED, "", QUESTION, ANSWER))
     opener = (probe.text(QUESTION) or "").partition(ASKED)[0]
     first = next(iter(special_tokens(followed)), "")
     at_end = _through_last_special(alone)
-    # The turn has no end of its own, as in GLM's templates: a model stops with the opener of the next message.
+    # If the turn has no end of its own, as in GLM's templates, a model stops with the opener of the next message.
     if first and not special_tokens(alone) and opener.rstrip().endswith(followed[followed.index(first) :].rstrip()):
         openers = {first, *_opening_results(probe)}
         return "", at_end, "", tuple(sorted(openers))
@@ -231,7 +231,7 @@ def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
 
 
 def _without_opening(probe: ProbeRenderer, alone: str) -> str:
-    """The end of a turn, without the opener of the next one if the template always writes that."""
+    """Return the end of a turn, without the opener of the next turn if the template always writes this opener."""
     if PromptRenderer(probe.renderer).generation_prompt:
         return alone
     opening = special_tokens(probe.between(ASKED, ANSWERED, QUESTION, ANSWER))
@@ -246,7 +246,7 @@ def _opening_results(probe: ProbeRenderer) -> Iterable[str]:
 
 
 def _separator(followed: str, close: str, alone: str, opener: str) -> str:
-    """The text between the close and the opener of a message."""
+    """Return the text between the close and the opener of a message."""
     behind = followed.partition(close)[2] if close else followed
     left = alone.partition(close)[2] if close and close in alone else ""
     if left and not left.strip() and behind.startswith(left):
@@ -292,7 +292,7 @@ def _tools_position(probe: ProbeRenderer) -> ToolsPosition:
 def _parallel_results(probe: ProbeRenderer) -> ParallelResults:
     before = (QUESTION, calling({KEY: VALUE}, count=2), result(0))
     last = "zqsecondz"
-    # If both results share a block, it is closed after the first result when this is the last one.
+    # If results share a block, the block is closed after the first result only if no second result follows.
     one, both = probe.text(*before, tools=True), probe.text(*before, result(1, last), tools=True)
     if both is None or last not in both or RETURNED not in both:
         return ParallelResults.NOT_SHOWN

@@ -33,7 +33,7 @@ class TemplateFault(enum.StrEnum):
 
 
 class UnusableTemplate(BadTemplate):
-    """The template cannot be used."""
+    """A template that cannot be used."""
 
     def __init__(self, fault: TemplateFault, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: dat
     """Return the renderer of a template that renders a plain question.
 
     Raises:
-        UnusableTemplate: it does not; the message has the fix.
+        UnusableTemplate: the template does not render it; the message has the fix.
     """
     try:
         renderer = template.renderer(options, now)
@@ -84,7 +84,7 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
 def _check_opened_once(renderer: Renderer, text: str) -> None:
     prompts = PromptRenderer(renderer)
     asked = prompts.generation_prompt
-    # A template that opens the turn by itself may double the generation prompt, and then no prompt has it once.
+    # If a template opens the turn by itself too, every prompt has the generation prompt twice.
     half = asked[: len(asked) // 2]
     doubled = bool(half.strip()) and asked == half * 2
     try:
