@@ -136,7 +136,7 @@ def _refuse_unknown_answers(body: Mapping[str, Any]) -> None:
     """Refuse requests for unsupported kinds of answers."""
     for name in ("n", "best_of"):
         if field_of(body, name, int, 1) != 1:
-            bad(f"{name}: only one answer is sampled per request; send another request for a further answer.")
+            bad(f"{name}: one answer is sampled per request; send another request for a further answer.")
     if body.get("functions") or body.get("function_call") not in (None, "auto", "none"):
         bad("functions: this field was replaced by tools; give tools and tool_choice.")
     for name, fix in _REFUSED.items():
