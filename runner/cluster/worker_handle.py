@@ -56,7 +56,8 @@ class WorkerHandle:
     heartbeat_at: float = 0.0
     """Time of the latest heartbeat, in the event loop's time."""
     ahead: float = 0.0
-    """Difference of this event loop's time to the worker's. Measured once, so that a suspended worker shows as waiting.
+    """Difference of this event loop's time to the worker's. It is measured once, so that a suspended worker is shown as
+    waiting.
     """
     attempts: dict[int, HeartbeatListener] = field(default_factory=dict)
     version: str = ""

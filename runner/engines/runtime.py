@@ -323,7 +323,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
 
 class ModelRuntime(EngineRuntime[RequestT]):
-    """The runtime of an engine that has one model and can replace its weights."""
+    """The runtime of an engine with one model, unlike a fleet. A subclass replaces the weights, or refuses new ones."""
 
     score_noise = 0.0
     """Largest difference between two passes over the same ids with the same weights, in nats."""

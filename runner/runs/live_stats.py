@@ -229,7 +229,7 @@ class StatsReader:
         return now - self._counted
 
     def _new_events(self, events: Sequence[str]) -> tuple[str, ...]:
-        # Messages are compared by identity, since two workers may be lost with equal messages.
+        # Messages are compared by identity, since two lost workers may have equal messages.
         worker_events = tuple(takewhile(lambda event: event is not self._last_event, reversed(events)))[::-1]
         self._last_event = worker_events[-1] if worker_events else self._last_event
         return worker_events
