@@ -120,6 +120,7 @@ def test_none_is_left_out() -> None:
     assert set(SMALL) == set(NAMES) == with_measures
 
 
+@pytest.mark.cases_in_turns(4)
 @pytest.mark.parametrize("name", sweeps.part([name for name in NAMES if name not in (*VLLM, *RAY, *CONTAINERS)], 3))
 def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_measured(small(name, monkeypatch).measure())

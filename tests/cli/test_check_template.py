@@ -172,6 +172,7 @@ def test_missing_stop_id_is_named_with_its_fix(check: Check, demo_model_folder: 
     assert "add it to eos_token_id" in check(str(demo_model_folder), "--template", "other.jinja").stdout
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_family_lacks_a_token_that_its_template_writes(name: str) -> None:
     # Both templates use the vocabulary of an older Mistral model, whose calls had no such token.

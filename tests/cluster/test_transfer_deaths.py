@@ -338,6 +338,7 @@ async def test_weights_checked_in_between_do_not_confuse_workers(kind: Callable[
 # --- whatever happens
 
 
+@pytest.mark.whole
 @settings(max_examples=sweeps.times(60, 6))
 @given(
     kills=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2)), max_size=3),

@@ -74,6 +74,7 @@ def test_the_corpus_is_whole() -> None:
     assert sum(len(entry.models) for entry in entries) == 4387
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("name", chosen())
 def test_a_template_is_bridged_as_exactly_as_ever(name: str) -> None:
     assert fresh(named(name)) == read()[name]

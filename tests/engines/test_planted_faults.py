@@ -61,6 +61,7 @@ def test_update_with_a_planted_fault_is_ended_by_its_proof(
     float32_engine.home.call(main)
 
 
+@pytest.mark.whole
 @pytest.mark.engine
 def test_right_updates_in_float32_raise_no_alarm(float32_engine: PooledEngine, hugging_face_model: Any) -> None:
     async def main() -> None:

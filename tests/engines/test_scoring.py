@@ -74,6 +74,7 @@ def test_scores_are_the_log_probabilities_of_sampling(float32_engine: PooledEngi
     float32_engine.home.call(main)
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_scores_as_sampled_include_the_sampling(name: str, float32_engine: PooledEngine) -> None:

@@ -119,6 +119,7 @@ def family_turn(parser: TurnParser, cut: int) -> str:
     return text[: len(text) - cut]
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 3))
 @pytest.mark.parametrize("cut", [0, 9], ids=["whole", "cut"])

@@ -182,6 +182,7 @@ def test_garbage_made_before_the_block_is_not_a_leak() -> None:
     assert [one.category for one in caught] == [ResourceWarning]
 
 
+@pytest.mark.whole
 def test_uvloop_reserve_descriptor_is_not_a_leak() -> None:
     async def connects() -> None:
         near, far = socket.socketpair()

@@ -199,6 +199,7 @@ async def test_a_turn_cut_inside_a_character_keeps_its_bytes_at_every_cut() -> N
 # --- control text in contents
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS_CALLS)
 def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> None:

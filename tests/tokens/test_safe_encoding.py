@@ -84,6 +84,7 @@ def every_name(name: str) -> tuple[str, ...]:
     return tuple(tokenizer.decode([token_id]) for token_id in sorted(tokenizer.control_ids))
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> None:
     tokenizer, rng = named(name), sweeps.random_of(name)
@@ -96,6 +97,7 @@ def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> No
             seen += 1
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_control_text_in_content_is_ordinary_text(name: str) -> None:
     tokenizer, rng = named(name), sweeps.random_of(name)

@@ -237,6 +237,7 @@ async def test_failed_load_has_a_reason_and_leaves_no_process(
         await engine.health()
 
 
+@pytest.mark.whole
 @pytest.mark.in_turns("starts and ends", 11)
 @pytest.mark.anyio
 async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_folder: Path, tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ async def test_equal_weights_from_every_source_have_equal_output(
     assert (engine.weight_version, await say(engine)) == ("the first again", first)
 
 
+@pytest.mark.whole
 async def test_misfit_changes_nothing_even_during_turns(
     engine: VllmEngine, old: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
