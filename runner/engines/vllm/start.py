@@ -254,8 +254,6 @@ class VllmProcess:
                 raise
             except Exception as error:  # vLLM may raise any exception about the model or its arguments
                 cause = parent_watch.read_failure(self.folder.failures) or one_line(error)
-                if "triton" in cause and self.given.get("enable_lora"):
-                    cause = f"vLLM has adapters on experts only for GPUs; leave out enable_lora on a CPU ({cause})"
                 raise BadModel(f"vLLM cannot run the model {self.model.name!r}: {cause}") from error
             finally:
                 started = self._started()
@@ -281,6 +279,8 @@ class VllmProcess:
             with _environment(self._variables(self.settings.environment)), _kept(_LOADED), _no_interrupts():
                 if self._given_up:
                     raise BadModel(f"the start of {self.model.name!r} was cancelled")
+                if self.given.get("enable_lora"):
+                    self._refuse_adapters_on_experts(arguments)
                 return AsyncLLM.from_engine_args(
                     arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[self.stats.logger()]
                 )
@@ -302,6 +302,17 @@ class VllmProcess:
             return AsyncEngineArgs(model=self.model.location, **self.settings.arguments)
         except (TypeError, ValueError) as error:
             raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {one_line(error)}") from error
+
+    def _refuse_adapters_on_experts(self, arguments: Any) -> None:
+        """Check that vLLM can apply adapters to this model; without Triton, its engine would die at the first turn."""
+        from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
+
+        if current_platform.is_cpu() and not HAS_TRITON and arguments.create_model_config().is_moe:
+            raise BadModel(
+                f"vLLM cannot run the model {self.model.name!r}: vLLM has adapters on experts only for GPUs; leave out "
+                f"enable_lora on a CPU"
+            )
 
     def _dtype(self, *, cpu: bool) -> str | None:
         if gives_dtype(self.given):
