@@ -65,9 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
         cores, worker = sorted(os.sched_getaffinity(0)), int(config.workerinput["workerid"].removeprefix("gw"))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[min(worker, len(cores) - 1)]))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Room for 16 requests of 2,000 ids in float32. vLLM fills its cache with zeros at its start, and a larger cache
-    # takes seconds.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    # Room for 10 requests of 2,000 ids of the demo model in float32. vLLM fills its cache with zeros at its start: a
+    # larger one takes seconds, and whole sweeps have up to eight engines at once on a machine of 24 GB.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # vLLM leaves the context of its sockets to the garbage collector, which may run in any later test or after the
     # last.
     config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
