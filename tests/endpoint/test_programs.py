@@ -123,7 +123,7 @@ async def test_temporary_files_are_deleted_with_the_programs_home(monkeypatch: A
     monkeypatch.setenv("TMP", "/of/the/house")
     file, home, *folders = await temporary({})
     assert Path(file).is_relative_to(home)
-    assert folders == [str(Path(file).parent)] * 3, "the order of the requests differs"
+    assert folders == [str(Path(file).parent)] * 3, "programs differ in the variable that they read first"
     await until(lambda: not Path(file).exists())
 
 
@@ -165,7 +165,7 @@ time.sleep(600)
         await endpoint.run(python(code))
 
     (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
-    assert [turn.text for turn in trajectory.turns] == ["Done."], "the earlier output is kept"
+    assert [turn.text for turn in trajectory.turns] == ["Done."], "the earlier turn is kept"
     await ended(*await pids_in(tmp_path, 2))
 
 

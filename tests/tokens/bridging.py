@@ -48,7 +48,7 @@ def bridger(text: str, tokenizer: Tokenizer | None = None, stops: Sequence[str] 
 def answer(
     made: Bridger, said: str, stop: str | None, last: Message, *new: Message, history: Sequence[Message] = (QUESTION,)
 ) -> tuple[str, Bridge]:
-    """The bridge after sampling `said` and then `stop`, and the text of it."""
+    """Return the bridge after the model sampled `said` and then `stop`, and the text of the bridge."""
     stop_id = made.tokenizer.token_id(stop) if stop is not None else None
     sampled = made.tokenizer.encode(said) + ([stop_id] if stop_id is not None else [])
     bridge = made.bridge([*history, last], new, [ADD], sampled=sampled, stop=stop_id)

@@ -45,7 +45,7 @@ def messages(sent: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def compare(stored: Sequence[Mapping[str, Any]], incoming: Sequence[Mapping[str, Any]]) -> Alignment:
-    """As `Conversation.replace` does it."""
+    """Compare messages as `Conversation.replace` does."""
     return history.compare(messages(stored), messages(incoming))
 
 

@@ -30,6 +30,6 @@ def bundled(request: pytest.FixtureRequest) -> Renderer:
 
 @pytest.fixture(scope="session")
 def made(bundled: Renderer, tokenizer: Tokenizer) -> Bridger:
-    """A bridger of each bundled template with each tokenizer."""
+    """A bridger for each bundled template with each tokenizer."""
     assert tokenizer.eos_id is not None
     return Bridger(tokenizer, bundled, [tokenizer.eos_id])

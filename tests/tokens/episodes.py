@@ -19,7 +19,7 @@ SUM = called({"a": 17, "b": 25})
 
 
 def speaking(name: str, replies: Any, **settings: Any) -> ScriptedEngine:
-    """A scripted engine with the template, the vocabulary and the stops of a family."""
+    """Return a scripted engine with the template, the vocabulary and the stops of a family."""
     made = model(name)
     return ScriptedEngine(
         replies, tokenizer=made.tokenizer, template=made.template, stop_ids=made.stop_ids, record=True, **settings
@@ -27,7 +27,7 @@ def speaking(name: str, replies: Any, **settings: Any) -> ScriptedEngine:
 
 
 class Adds(Plain):
-    """Calls are answered until a turn has none."""
+    """Environment whose calls are answered until a turn has none."""
 
     @tool
     def add(self, a: int, b: int) -> int:
@@ -36,7 +36,9 @@ class Adds(Plain):
 
 
 def bridges(trajectory: Trajectory, engine: ScriptedEngine) -> list[str]:
-    """The ids between the turns of a trajectory of one segment, after a check that every prompt extends the last."""
+    """Return the ids between the turns of a trajectory of one segment, after checking that every prompt extends the
+    last.
+    """
     assert [segment.cause for segment in trajectory.segments] == ["start"], trajectory.error
     texts = []
     for before, turn in pairwise(trajectory.turns):

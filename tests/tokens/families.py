@@ -1,6 +1,6 @@
-"""Model families as the tests of cases meet them: the real template, the real vocabulary where there is one, the stops.
+"""Model families for tests of single cases: the real template, the real vocabulary if there is one, and the stops.
 
-A family whose vocabulary is not to be had speaks Qwen's, with the control tokens of its template added.
+A family whose vocabulary is not available uses Qwen's, with the control tokens of its template added.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 TOOLS_MOVE = frozenset({"mistral-7b", "nemo"})
-"""Families whose template prints the tools before the last user turn, so that they move."""
+"""Families whose template prints the tools before the last user turn, so that the tools move."""
 
 
 @functools.cache
@@ -137,7 +137,7 @@ def _entry(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A family made: its tokenizer, its template, and what both make of a turn."""
+    """A loaded family: its tokenizer, its template, and functions for its turns."""
 
     name: str
     tokenizer: VocabularyTokenizer
@@ -146,23 +146,23 @@ class Model:
     renderer: Renderer
 
     def bridger(self, **settings: Any) -> Bridger:
-        """A new one, which has seen nothing yet."""
+        """Return a new bridger, which has seen nothing."""
         return Bridger(self.tokenizer, self.renderer, self.stop_ids, **settings)
 
     def id(self, token: str) -> int:
-        """The id of a control token."""
+        """Return the id of a control token."""
         found = self.tokenizer.token_id(token)
         assert found is not None, token
         return found
 
     def sampled(self, said: str, stop: str | None) -> list[int]:
-        """The ids of a turn that the model samples, with the stop id at the end."""
+        """Return the ids of a turn that the model samples, with the stop id at the end."""
         return [*self.tokenizer.encode(said), *([] if stop is None else [self.id(stop)])]
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
     ) -> str:
-        """The template's render of it."""
+        """Return the template's render of messages."""
         return self.renderer.render(messages, tools=tools, generation_prompt=generation_prompt)
 
     def after(
@@ -173,10 +173,10 @@ class Model:
         tools: Sequence[ToolSchema] = (ADD,),
         cut: bool = False,
     ) -> tuple[str, Bridge]:
-        """The bridge after a turn, and its text; the last id of the turn is its stop unless it was cut.
+        """Return the bridge after a turn, and its text. The last id of the turn is its stop, unless the turn was cut.
 
-        The bridge is the template's own: its text ends the render of everything, and, where no content holds control
-        text, its ids end the ids of that render.
+        The bridge is checked to be the template's own: its text ends the render of all messages. If no content has
+        control text, its ids end the ids of that render.
         """
         made = self.bridger()
         bridge = made.bridge(history, new, tools, sampled=sampled, stop=None if cut else sampled[-1])
@@ -191,7 +191,9 @@ class Model:
 
 @functools.cache
 def model(name: str, **options: Any) -> Model:
-    """A family of `FAMILIES`, made once a session; `options` are the template's own, such as `enable_thinking`."""
+    """Return a family of `FAMILIES`, made once a session; `options` are variables of its template, such as
+    `enable_thinking`.
+    """
     kind = FAMILIES[name]
     text = _entry(kind.template)
     if kind.vocabulary:
@@ -206,17 +208,17 @@ def model(name: str, **options: Any) -> Model:
 
 
 def family(name: str) -> Family:
-    """The files of the family."""
+    """Return the files of the family."""
     return FAMILIES[name]
 
 
 def called(arguments: Any, *, name: str = "add", call_id: str = "call00000") -> dict[str, Any]:
-    """One call, in OpenAI's shape; nine letters and digits, since Mistral's templates insist."""
+    """Return a call in OpenAI's form. Its id has nine letters and digits, since Mistral's templates require this."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def says(content: str, *calls: dict[str, Any], reasoning: str = "") -> Message:
-    """An assistant message."""
+    """Return an assistant message."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -226,7 +228,7 @@ def says(content: str, *calls: dict[str, Any], reasoning: str = "") -> Message:
 
 
 def result(content: str, call_id: str = "call00000", *, name: str = "add") -> Message:
-    """A tool's answer."""
+    """Return a tool's result."""
     return {"role": "tool", "content": content, "tool_call_id": call_id, "name": name}
 
 
@@ -236,5 +238,5 @@ QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</to
 
 
 def call_stop(name: str) -> str:
-    """The stop of a turn of the family that calls a tool."""
+    """Return the stop of a turn of the family that calls a tool."""
     return CALL_STOPS.get(name, FAMILIES[name].stops[0])

@@ -1,4 +1,4 @@
-"""Trajectories made by hand, and strategies for any, that tests of training batches share."""
+"""Trajectories built by hand, and strategies for any trajectories, for tests of training batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(
     sampling: Sampling | None = Sampling.defaults(),  # noqa: B008  # frozen
     **fields: Any,
 ) -> Trajectory:
-    """A trajectory of these segments, each piece that was sampled a turn of its own."""
+    """Return a trajectory of these segments, in which each sampled piece is a turn."""
     task = Task(id=id.split("#")[0])
     trajectory = Trajectory(id=id, task=task, index=int(id.split("#")[1]), agent="main", seed=0, **fields)
     trajectory.reward, trajectory.outcome = reward, outcome
@@ -68,7 +68,7 @@ _IDS = st.lists(st.integers(0, 300), min_size=1, max_size=9)
 
 @st.composite
 def pieces(draw: st.DrawFn) -> list[Piece]:
-    """One segment: a prompt, and then turns and bridges; some turns were taken back."""
+    """Generate one segment: a prompt, and then turns and bridges. Some turns are taken back."""
     content = [prompt(*draw(_IDS))]
     for ids in draw(st.lists(_IDS, max_size=4)):
         version = draw(st.sampled_from(["0", "1", "two"]))
@@ -82,7 +82,7 @@ def pieces(draw: st.DrawFn) -> list[Piece]:
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Group]:
-    """Complete groups of any trajectories, failed ones and ones without a turn among them."""
+    """Generate complete groups of any trajectories, including failed ones and ones without a turn."""
     outcomes = st.sampled_from([Outcome.COMPLETED, Outcome.TURN_LIMIT, Outcome.ENV_ERROR])
     rewards = st.sampled_from([0.0, 0.25, 1.0, -3.5])
     all_groups = []

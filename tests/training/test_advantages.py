@@ -1,4 +1,4 @@
-"""Advantages: by hand, and what holds for any rewards."""
+"""Advantages: computed by hand, and properties for any rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.training.advantages import AdvantageRule, dr_grpo, grpo, rloo, witho
 
 RULES = [pytest.param(rule, id=rule.__name__) for rule in (grpo, rloo, dr_grpo)]
 
-# By twos at least, so that something can be compared.
+# At least two per group, so that they can be compared.
 rewards_and_groups = (
     st.lists(st.tuples(st.floats(-100, 100, width=32), st.integers(0, 3)), min_size=2, max_size=12)
     .map(lambda pairs: (np.array([reward for reward, _ in pairs]), np.array([group for _, group in pairs])))
@@ -25,9 +25,9 @@ rewards_and_groups = (
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        # Mean 0.25, deviation sqrt((3 / 16 * 4) / 3) = 0.5.
+        # The mean is 0.25, and the deviation is sqrt((3 / 16 * 4) / 3) = 0.5.
         (grpo, [-0.25 / 0.501, -0.25 / 0.501, -0.25 / 0.501, 0.75 / 0.501]),
-        # Others' means: 1/3, 1/3, 1/3, 0.
+        # The means of the other members are 1/3, 1/3, 1/3 and 0.
         (rloo, [-1 / 3, -1 / 3, -1 / 3, 1.0]),
         (dr_grpo, [-0.25, -0.25, -0.25, 0.75]),
     ],
@@ -50,7 +50,7 @@ def test_groups_are_compared_within_themselves_only(rule: AdvantageRule) -> None
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("reward", [0.1, -7.3, 1e6], ids=str)
 def test_a_group_without_spread_gets_exactly_zero(rule: AdvantageRule, reward: float) -> None:
-    # The mean of equal numbers is not always that number: 0.1 + 0.1 + 0.1 is not 0.3.
+    # The computed mean of equal numbers may differ from them: 0.1 + 0.1 + 0.1 is not 0.3.
     rewards, groups = np.array([reward] * 3 + [0, 1]), np.array([0, 0, 0, 1, 1])
     given = rule(rewards, groups)
     assert given[:3].tolist() == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Training batches: by hand, for any trajectories, from runs and files, in torch, and as their page says."""
+"""Training batches: by hand, for any trajectories, from runs and files, in torch, and as documented."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ padded_or_packed = st.one_of(
 
 
 def two() -> list[Group]:
-    """A group of two: one with two turns, a bridge and a retried turn; one whose history was rewritten."""
+    """A group of two: one member has two turns, a bridge and a retried turn, and the other a rewritten history."""
     plain = made(
         [prompt(1, 2), said(3, version="a"), prompt(4), said(5, 6, version="b"), retried(7)], id="t0#0", reward=1
     )
@@ -270,7 +270,7 @@ def test_packing_neither_loses_nor_mixes_what_padding_holds(source: list[Group],
 
 
 class Retries(Plain):
-    """Two turns, the second one played twice; an odd episode fails."""
+    """Environment with two turns, the second of which is retried. Odd episodes fail."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await retrying(conversation)
@@ -287,7 +287,7 @@ def answer(asked: ModelCall) -> str:
 
 
 def arrays_by_row(batch: TrainingBatch) -> dict[tuple[str, int], list[Any]]:
-    """Every array of a batch, by row, whatever their order."""
+    """Return every array of a batch by row, in any order of rows."""
     parts = [batch.unpadded(getattr(batch, name)) for name in ARRAYS]
     rewards = batch.rewards[batch.trajectory_of]
     rows = enumerate(batch.rows)
@@ -333,7 +333,7 @@ async def test_a_run_file_and_a_resumed_run_give_equal_batches(tmp_path: Path) -
 
 
 def pages_names() -> dict[str, Any]:
-    """Names that the page's Python blocks define."""
+    """Return the names that the page's Python blocks define."""
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), names)

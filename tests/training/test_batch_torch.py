@@ -1,4 +1,4 @@
-"""Training batches in torch: the tensors, and a model that sees padded and packed rows alike."""
+"""Training batches in torch: the tensors, and equal results of a model for padded and packed rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_page_loss_is_equal_padded_packed_and_by_row() -> None:
 
 
 def row_by_row(batch: TrainingBatch) -> list[TrainingBatch]:
-    """A batch of one row for each row, with the advantages it has in `batch`."""
+    """Return a batch of one row for each row, with the advantages that the row has in `batch`."""
     parts = []
     for index, row in enumerate(batch.rows):
         arrays = {name: batch.unpadded(getattr(batch, name))[index][None] for name in ARRAYS}

@@ -33,7 +33,7 @@ LAYOUTS = pytest.mark.parametrize("lay", [padded, packed])
 
 
 def forked() -> list[Group]:
-    """A trajectory of three segments, two of which share a beginning, beside one of a single segment."""
+    """Return a trajectory of three segments, two of which share a beginning, and a trajectory of one segment."""
     first = made(
         [prompt(1, 2), said(3, 4), prompt(5), said(6)],
         [prompt(1, 2, 3, 4, 7), said(8, 9, version="1")],
@@ -45,7 +45,7 @@ def forked() -> list[Group]:
 
 
 def places(batch: TrainingBatch) -> Iterator[tuple[int, int, int]]:
-    """Sequence, column and trajectory of each trained id, by a walk through the rows."""
+    """Return sequence, column and trajectory of each trained id, found by iteration over the rows."""
     width = batch.loss_mask.shape[1]
     for row, start, owner in zip(batch.rows, batch.layout.starts.tolist(), batch.trajectory_of.tolist(), strict=True):
         for offset in range(len(row)):
@@ -54,7 +54,7 @@ def places(batch: TrainingBatch) -> Iterator[tuple[int, int, int]]:
 
 
 def moved(batch: TrainingBatch, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Log-probabilities near those of the sampling, and nonsense where nothing is trained."""
+    """Return log-probabilities near the sampled ones, and arbitrary values where nothing is trained."""
     noise = np.random.default_rng(seed).normal(0, 0.7, batch.logprobs.shape)
     return np.where(batch.loss_mask, batch.logprobs + noise, np.nan).astype(np.float32)
 
@@ -178,4 +178,4 @@ def test_unusable_values_are_refused_by_name() -> None:
     with pytest.raises(BadOption, match="least=2, most=1"):
         icepop(np.ones((1, 1)), least=2, most=1)
     with pytest.raises(BadOption, match="mean='median': give one of geometric, product"):
-        sequence_mask(ratios(batch.logprobs, batch), batch, mean="median")  # type: ignore[arg-type]  # on purpose
+        sequence_mask(ratios(batch.logprobs, batch), batch, mean="median")  # type: ignore[arg-type]  # wrong on purpose

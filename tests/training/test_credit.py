@@ -32,7 +32,9 @@ Lay = Callable[[list[Group]], TrainingBatch]
 
 
 def with_turn_rewards(played: list[Group], seed: int) -> list[Group]:
-    """The groups with a reward for each turn; later segments are those of rewritten histories, without branches."""
+    """Return the groups with a reward for each turn. Later segments have rewritten histories, and there are no
+    branches.
+    """
     numbers = np.random.default_rng(seed)
     for each in played:
         for trajectory in each.trajectories:
@@ -44,12 +46,12 @@ def with_turn_rewards(played: list[Group], seed: int) -> list[Group]:
 
 
 def trained_turns(trajectory: Trajectory) -> list[Turn]:
-    """The turns with a trained id, by a walk through the logs."""
+    """Return the turns with a trained id, found by iteration over the logs."""
     return [turn for turn in trajectory.turns if any(turn.log.mask()[max(turn.start, 1) : turn.end])]
 
 
 def spread(batch: TrainingBatch, value_of: Callable[[Turn], float]) -> np.ndarray[Any, Any]:
-    """The value of each trained id's turn."""
+    """Return the value of each trained id's turn."""
     width = batch.loss_mask.shape[1]
     placed = np.zeros(batch.loss_mask.shape)
     for row, start in zip(batch.rows, batch.layout.starts.tolist(), strict=True):

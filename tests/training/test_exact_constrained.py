@@ -1,6 +1,6 @@
-"""Exact constrained turns on the real engine: a trainer's log-probabilities, under the masks, are those it recorded.
+"""Exact constrained turns on the real engine: a trainer's log-probabilities under the masks equal the recorded ones.
 
-The engine computes in float32, so that they can be compared with Hugging Face's.
+The engine computes in float32, so that its log-probabilities can be compared with Hugging Face's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAGE = DOCS / "constrained-training.md"
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    """Names that the page on constrained turns defines."""
+    """The names that the page on constrained turns defines."""
     names: dict[str, Any] = {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
         exec(compile(block, str(PAGE), "exec"), names)
@@ -61,7 +61,7 @@ class Difference:
     masked: Any
     """The difference under the masks, shape [trained]."""
     unmasked: Any
-    """The difference without them, shape [trained]."""
+    """The difference without the masks, shape [trained]."""
     masks: TokenMasks
     """The masks of the same positions."""
     recorded: Any
@@ -74,7 +74,7 @@ class Difference:
 
 @pytest.fixture
 def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) -> Compare:
-    """A trainer's steps from trajectories to log-probabilities, as on the page."""
+    """Run a trainer's steps from trajectories to log-probabilities, as on the page."""
     import torch
 
     grammar = GrammarMasks.of_engine(float32_engine)
@@ -96,7 +96,7 @@ def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) 
 
 
 def assert_exact_under_masks(found: Difference) -> None:
-    """At every sampled position; and it is the masks that make it so."""
+    """Assert that every sampled position is exact under the masks, and not exact without them."""
     assert len(found.masked) > 0
     assert found.largest < TOLERANCE_NATS
     constrained = found.masks.index != UNCONSTRAINED_INDEX
@@ -133,7 +133,9 @@ PERSON = {
 
 
 class Forms(Environment):
-    """One conversation whose turns are constrained in every way that an author can ask for, or not at all."""
+    """Environment with a conversation whose turns are constrained in every way that an author can choose, or not at
+    all.
+    """
 
     turns = (
         Sampling(schema=PERSON),
@@ -151,7 +153,7 @@ class Forms(Environment):
     async def rollout(self, conversation: Conversation) -> None:
         for number, sampling in enumerate(self.turns):
             turn = await conversation.generate(sampling=sampling)
-            if turn.finish is FinishReason.STOP:  # else the next turn continues this truncated one
+            if turn.finish is FinishReason.STOP:  # otherwise the next turn continues this truncated one
                 conversation.add(f"And another, number {number}.")
 
     @reward
@@ -166,7 +168,7 @@ def test_turns_of_every_form_in_one_conversation_have_them_too(float32_engine: A
         assert (episode.outcome.scored, episode.reward) == (True, 1)
         kinds = [turn.constraint.kind if turn.constraint is not None else None for turn in episode.turns]
         assert kinds == ["grammar", None, "regex", "choice", "regex", "grammar", "grammar"]
-        assert episode.turns[-1].start == episode.turns[-2].end  # it continued that turn, with a grammar of its own
+        assert episode.turns[-1].start == episode.turns[-2].end  # it continued that turn, with its own grammar
     found = compare(episodes)
     print(f"\nforms: {len(found.masked)} ids, {found.largest:.1e} nats")
     assert_exact_under_masks(found)
@@ -182,7 +184,7 @@ TAGS = {"type": "triggered_tags", "triggers": ["<n"], "tags": [TAG], "at_least_o
 
 
 def written() -> dict[str, Constraint]:
-    """Constraint without a field of `Sampling`."""
+    """Return a constraint that is not from a field of `Sampling`."""
     hermes = bundled("hermes").constraint([Tool(add)], "required")
     form = learnt(CLASSES["raw strings"])
     assert hermes is not None
@@ -205,7 +207,7 @@ def written() -> dict[str, Constraint]:
 
 
 async def generated(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Trajectory]:
-    """Each request's turn as a trajectory; all in one batch of the engine."""
+    """Return each request's turn as a trajectory. All requests run in one batch of the engine."""
     trajectories: dict[str, Trajectory] = {}
 
     async def sample(request: GenerationRequest) -> None:
@@ -251,7 +253,7 @@ def test_grammar_logprobs_equal_the_trainers_in_any_batch(float32_engine: Any, c
 
 
 def test_an_end_that_ends_nothing_frees_the_rest_of_the_turn(float32_engine: Any, compare: Compare) -> None:
-    """The model's own end, where only another id ends the turn."""
+    """The model samples its own end, although only another id ends the turn."""
     constraint = Constraint(ConstraintKind.CHOICE, '["It is 5.", "It is 6."]')
     sampling = Sampling(stop_ids=(REPO_NAME,))
     requests = [asked(float32_engine, f"go on {seed}", constraint, sampling, seed=seed) for seed in range(2)]

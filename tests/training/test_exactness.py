@@ -1,4 +1,4 @@
-"""Exactness of the ratio of probabilities, and the temperature for it."""
+"""Exactness of the probability ratio, and the temperature that it requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token masks of constrained turns: what each allowed at each of its ids, kept once, and exactly as vLLM had it."""
+"""Token masks of constrained turns: the allowed ids at each position, stored once, and equal to vLLM's masks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VOCABULARY_SIZE = 270  # bytes, the ids above, and padding rows of a model; not 
 
 @lru_cache
 def bytewise(*, any_whitespace: bool = True) -> GrammarMasks:
-    """Over a vocabulary of bytes."""
+    """Return masks over a vocabulary of bytes."""
     names = [*(bytes([byte]) for byte in range(256)), b"", b"", b"", b""]
     tokenizer = xgrammar.TokenizerInfo(names, vocab_size=VOCABULARY_SIZE, stop_token_ids=[STOP])
     return GrammarMasks(tokenizer, stop_ids=[STOP], any_whitespace=any_whitespace)
@@ -73,7 +73,7 @@ def masks_of(text: str, constraint: Constraint) -> TokenMasks:
 
 
 def written(mask: Sequence[bool]) -> str:
-    """Texts that a mask allows; "$" stands for the stop id."""
+    """Return the texts that a mask allows; "$" is the stop id."""
     return "".join("$" if token_id == STOP else chr(token_id) for token_id in np.flatnonzero(mask))
 
 
@@ -315,7 +315,7 @@ def test_forbidden_id_is_named_with_turn_and_position(
         bytewise().masks_of(trajectory.turns[0])
     with pytest.raises(BadBatch, match=f"^task#3/main/0: {message}"):
         bytewise().masks_for_row(row_of(trajectory))
-    assert capfd.readouterr().err == ""  # without xgrammar's own output
+    assert capfd.readouterr().err == ""  # xgrammar printed nothing
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_without_any_whitespace_json_is_compact() -> None:
     assert not masks.unpacked()[:, list(SPACE.encode())].any()
 
 
-# --- a model's vocabulary, and vLLM's own compiling
+# --- a model's vocabulary, and vLLM's own compilation
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +418,7 @@ COMPACT = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports warns
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by imports of vLLM
 @pytest.mark.parametrize(("compact", "texts"), [(False, TEXTS), (True, COMPACT)], ids=["any whitespace", "compact"])
 def test_masks_equal_vllms_backend_for_every_constraint_kind(
     compact: bool, texts: dict[str, tuple[Constraint, str]], demo_model_folder: Path
@@ -456,7 +456,7 @@ def test_masks_equal_vllms_backend_for_every_constraint_kind(
         assert (ours.unpacked() == TokenMasks(expected.numpy(), np.arange(len(ids)), 49152).unpacked()).all(), name
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports warns
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by imports of vLLM
 @given(choices=st.lists(st.text(), min_size=1, max_size=4), text=st.text("ab:=# /\n\t", max_size=30))
 def test_choice_grammar_and_lark_detection_equal_vllms(choices: list[str], text: str) -> None:
     from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark

@@ -1,4 +1,4 @@
-"""Token masks of an engine's own model: which engines they can be made for, and which are refused by name."""
+"""Token masks of an engine's own model: the supported engines, and the engines that are refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.training.grammar import GrammarMasks
 
 
 class Vllm:
-    """As much of a `VllmEngine` as is asked."""
+    """Stand-in for the used part of a `VllmEngine`."""
 
     stop_ids = (2, 0)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities under masks, for torch: the engine's arithmetic, by less work, with the same gradients."""
+"""Log-probabilities under masks in torch: the engine's arithmetic with less work, and the same gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
 torch = pytest.importorskip("torch")
 xgrammar = pytest.importorskip("xgrammar")
 
-from runner.training.grammar_torch import (  # noqa: E402  # it imports torch, without which all this is skipped
+from runner.training.grammar_torch import (  # noqa: E402  # imports torch, which the tests need
     apply_bitmask,
     head_logprobs,
     masked_logprobs,
@@ -23,7 +23,7 @@ VOCABULARY_SIZE, WIDTH, POSITIONS = 333, 8, 40
 
 
 def masks_of(*allowed: list[int] | None, vocabulary: int = VOCABULARY_SIZE) -> TokenMasks:
-    """One position for each list of allowed ids; None for all."""
+    """Return one position for each list of allowed ids; None allows all."""
     table = np.zeros((len(allowed), -(-vocabulary // 32)), dtype=np.uint32)
     for row, ids in zip(table, allowed, strict=True):
         for token_id in ids or ():
@@ -33,7 +33,7 @@ def masks_of(*allowed: list[int] | None, vocabulary: int = VOCABULARY_SIZE) -> T
 
 
 class Case:
-    """Positions of every sort: free, forced, with few ids and with many, in any order; targets are allowed ones."""
+    """Positions of every kind in any order: free, forced, with few ids and with many. Targets are allowed ids."""
 
     def __init__(self, kinds: str = "free forced few many") -> None:
         random = np.random.default_rng(0)
@@ -50,7 +50,7 @@ class Case:
         self.logits = self.hidden @ self.weight.T + self.bias
 
     def expected(self, logits: Any) -> Any:
-        """As plainly as it can be said."""
+        """Compute the log-probabilities in the plainest way."""
         allowed = torch.from_numpy(self.masks.unpacked())
         logprobs = (logits.masked_fill(~allowed, -torch.inf) / self.temperature[:, None]).log_softmax(-1)
         return logprobs.gather(-1, self.targets[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Layouts: where rows stand in a padded and in a packed batch."""
+"""Layouts: the places of rows in padded and in packed batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_padded_rows_by_hand() -> None:
 
 
 def test_packed_rows_by_hand() -> None:
-    # By length: 5 opens a sequence, 3 fits after it, 3 opens another, 2 and 1 fit there.
+    # In order of length: 5 opens a sequence, 3 fits into it, 3 opens another, and 2 and 1 fit into that one.
     layout = Layout.packed([3, 5, 2, 3, 1], length=8)
     assert layout.segment_ids().tolist() == [[2, 2, 2, 2, 2, 1, 1, 1], [4, 4, 4, 3, 3, 5, 0, 0]]
     assert layout.position_ids().tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 0, 1, 0, 0, 1]]
@@ -98,7 +98,7 @@ def test_positions_begin_again_with_every_row_and_with_padding(layout: Layout) -
 @given(lengths, st.integers(20, 40))
 def test_packing_wastes_less_than_half(sizes: list[int], length: int) -> None:
     layout = Layout.packed(sizes, length=length)
-    # Were two sequences half empty, the rows of one would have gone into the other.
+    # If two sequences were half empty, the rows of one would have been placed in the other.
     used = [(line > 0).sum() for line in layout.segment_ids()]
     assert sum(2 * each < length for each in used) <= 1
     assert layout.sequences <= len(sizes)

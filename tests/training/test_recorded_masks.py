@@ -1,4 +1,4 @@
-"""Sampling masks and experts in batches: exact with the masks, not exact without, by brute force over the ids."""
+"""Sampling masks and experts in batches: exact with the masks, not exact without them, computed over all ids."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ TRUNCATED = Sampling(top_p=0.9, top_k=4, min_p=0.01, temperature=1.0).over(Sampl
 
 
 def logit(before: int, token_id: int) -> float:
-    """The logit of an id after another one, of a model that sees one id."""
+    """Return the logit of an id after another one, in a model whose context is one id."""
     return math.sin(before * 1.7 + token_id * 0.9) * 2
 
 
 def logprob(before: int, token_id: int, allowed: Any) -> float:
-    """By brute force: the log-probability of an id among the allowed ones."""
+    """Return the log-probability of an id among the allowed ids, computed over all of them."""
     return logit(before, token_id) - math.log(sum(math.exp(logit(before, each)) for each in allowed))
 
 
 def recorded(trajectory: Trajectory, *, experts: bool = False) -> Trajectory:
-    """The trajectory with a mask for each sampled id, and the log-probabilities among these ids."""
+    """Return the trajectory with a mask for each sampled id, and the log-probabilities within these masks."""
     for turn in trajectory.turns:
         rows = [
             sorted({token_id, (token_id + 3) % VOCABULARY_SIZE, place}) for place, token_id in enumerate(turn.token_ids)
@@ -56,7 +56,7 @@ def recorded(trajectory: Trajectory, *, experts: bool = False) -> Trajectory:
 
 
 def episodes(**settings: Any) -> Group:
-    """A plain one, one with a second segment, one with a turn that was taken back."""
+    """Return a plain episode, one with a second segment, and one with a turn that was taken back."""
     one = made([prompt(1, 2), said(3, 4, 5), prompt(6), said(7)], id="t0#0", sampling=TRUNCATED, reward=1.0)
     two = made([prompt(1), said(8, 9)], [prompt(2, 3), said(10)], id="t0#1", sampling=TRUNCATED, reward=0.0)
     three = made([prompt(4), retried(5), prompt(6), said(11, 12)], id="t0#2", sampling=TRUNCATED, reward=0.5)

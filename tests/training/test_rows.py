@@ -23,7 +23,7 @@ def rows(trajectory: Trajectory) -> list[TrainingRow]:
 
 
 async def retrying(conversation: Conversation) -> None:
-    """Says something, is asked more, answers, takes the answer back and answers again."""
+    """Generate a turn, ask more, and generate another turn, which is taken back and generated again."""
     await conversation.generate()
     conversation.add("And twice that?")
     await conversation.generate()
@@ -114,7 +114,7 @@ def test_an_empty_trajectory_has_no_rows() -> None:
 @settings(deadline=None)
 @given(pieces())
 def test_every_sampled_id_that_was_kept_is_trained_once(content: Any) -> None:
-    # The prompt stands first, so no first id is lost.
+    # The prompt is first, so no first id is lost.
     trajectory = made(content, [prompt(1), said(2, 3), retried(4)])
     kept = [turn for turn in trajectory.turns if not turn.retried]
     trained = [token_id for row in rows(trajectory) for token_id in row.ids[row.loss_mask].tolist()]

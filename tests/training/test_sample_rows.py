@@ -1,4 +1,4 @@
-"""Sample rows: prompt, response and mask of trajectories, of failed ones too, and why ratios are not exact."""
+"""Sample rows: prompt, response and mask of trajectories, also of failed ones, and why ratios are not exact."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_several_segments_are_refused_by_name_if_asked() -> None:
         sample_rows(rewritten(), segments="refuse")
     assert only(made(TWO_TURNS), segments="refuse").segment == 0
     with pytest.raises(BadOption, match="segments='first': give one of each, last, longest, refuse"):
-        sample_rows(rewritten(), segments="first")  # type: ignore[arg-type]  # on purpose
+        sample_rows(rewritten(), segments="first")  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize(

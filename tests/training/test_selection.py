@@ -174,7 +174,7 @@ def test_nothing_is_lost_and_nothing_absent_is_compared(source: list[Group]) -> 
 
 
 class Duel(Plain):
-    """Two trained agents; the odd episodes of the second task fail."""
+    """Environment with two trained agents. The odd episodes of the second task fail."""
 
     def tasks(self) -> list[Task]:
         return tasks(2)
@@ -207,7 +207,7 @@ async def test_groups_of_a_run_with_two_trained_agents_and_failed_episodes() -> 
         ("t1", "black", 2, True),
         ("t1", "main", 2, True),
     ]
-    assert chosen.absent == {"env_error": 1}  # its opponent had not spoken yet
+    assert chosen.absent == {"env_error": 1}  # its opponent had taken no turn
     assert chosen.rewards.tolist() == [0, -1, -2, 0, 1, 2, 0, -2, 0, 2]
     assert {row.trajectory.agent for row in chosen.rows} == {"main", "black"}
 

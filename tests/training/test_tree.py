@@ -1,4 +1,4 @@
-"""Token trees: equal beginnings are merged, a query sees its ancestors, and no row's loss gets lost."""
+"""Token trees: equal beginnings are merged, a query attends to its ancestors, and no row's loss is dropped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = list[TrainingRow]
 
 
 def row(ids: Ids, trained: Sequence[bool] | None = None, *, version: int = 0) -> TrainingRow:
-    """A row whose log-probabilities tell its ids apart; every id is trained, unless `trained` says which."""
+    """Return a row with a different log-probability for each id. Every id is trained, unless `trained` selects some."""
     mask = np.ones(len(ids), dtype=np.bool_) if trained is None else np.array(trained, dtype=np.bool_)
     return TrainingRow(
         trajectory=TRAJECTORY,
@@ -44,7 +44,7 @@ def rows_of(texts: Sequence[str]) -> Rows:
 
 @st.composite
 def grouped_rows(draw: st.DrawFn) -> Rows:
-    """Rows over three ids that continue earlier ones, repeat them, begin them, or are empty."""
+    """Generate rows over three ids that continue earlier rows, repeat them, are their beginnings, or are empty."""
     drawn: list[list[int]] = []
     for _ in range(draw(st.integers(0, 8))):
         begin = draw(st.sampled_from([[], *drawn]))
@@ -55,12 +55,12 @@ def grouped_rows(draw: st.DrawFn) -> Rows:
 
 
 def trie(rows: Rows) -> set[tuple[int, ...]]:
-    """Every beginning of every row: what a tree has one node for."""
+    """Return every beginning of every row: a tree has one node for each."""
     return {tuple(row.ids[: end + 1].tolist()) for row in rows for end in range(len(row))}
 
 
 def ancestors(tree: TokenTree, node: int) -> list[int]:
-    """From the first id of its rows to the node itself, by walking up."""
+    """Return the path from the first id of a node's rows to the node itself, found by walking up."""
     path = []
     while node != -1:
         path.append(node)

@@ -1,4 +1,4 @@
-"""Attention in blocks: which ids see which, the padded batch's gradients, and sdpa for rows that are not a tree."""
+"""Attention in blocks: the ids that each id attends to, the padded batch's gradients, and sdpa for other rows."""
 
 from __future__ import annotations
 

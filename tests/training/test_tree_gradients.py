@@ -1,4 +1,4 @@
-"""A model on token trees: logits, loss and every gradient are those of the padded batch."""
+"""A model on token trees: logits, loss and all gradients equal those of the padded batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from runner.training.tree_torch import (  # noqa: E402  # it imports torch, without which all this is skipped
+from runner.training.tree_torch import (  # noqa: E402  # imports torch, which the tests need
     tree_difference,
     tree_inputs,
     tree_logits,
@@ -27,7 +27,7 @@ from runner.training.tree_torch import (  # noqa: E402  # it imports torch, with
 CLOSE = {
     "sdpa": EXACT_TOLERANCE,
     "eager": 1e-4,
-}  # transformers' eager attention has its softmax in float32 whatever the model's
+}  # transformers' eager attention computes its softmax in float32 for any model dtype
 
 one_thread = pytest.fixture(autouse=True)(on_one_thread)
 
@@ -38,7 +38,7 @@ def rows(request: pytest.FixtureRequest) -> Rows:
 
 
 def padded_logits(model: Any, rows: Rows) -> Any:
-    """The logits of one padded batch, shape [rows, longest, vocabulary]."""
+    """Return the logits of one padded batch, shape [rows, longest, vocabulary]."""
     longest = max(map(len, rows))
     ids, mask = torch.zeros(len(rows), longest, dtype=torch.int64), torch.zeros(len(rows), longest, dtype=torch.int64)
     for index, one in enumerate(rows):
@@ -48,7 +48,7 @@ def padded_logits(model: Any, rows: Rows) -> Any:
 
 
 def padded_logprobs(model: Any, rows: Rows) -> Any:
-    """The log-probability of each trained id of each row, as in a padded batch, shape [terms]."""
+    """Return the log-probability of each trained id of each row, as in a padded batch, shape [terms]."""
     logprobs = padded_logits(model, rows).log_softmax(-1)
     return torch.stack(
         [
@@ -60,7 +60,7 @@ def padded_logprobs(model: Any, rows: Rows) -> Any:
 
 
 def clipped_loss(new: Any, old: np.ndarray[Any, Any], advantages: np.ndarray[Any, Any]) -> Any:
-    """The sum of PPO's clipped terms."""
+    """Return the sum of PPO's clipped terms."""
     advantage = torch.from_numpy(advantages).to(new.dtype)
     ratio = (new - torch.from_numpy(old).to(new.dtype)).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
@@ -71,7 +71,7 @@ def advantages_of(rows: Rows) -> np.ndarray[Any, Any]:
 
 
 def padded_loss(model: Any, rows: Rows) -> float:
-    """Of the padded batch; its gradient is added to the model's."""
+    """Return the loss of the padded batch, and add its gradient to the model's."""
     old = np.concatenate([one.logprobs[one.loss_mask] for one in rows])
     advantages = np.repeat(advantages_of(rows), [one.loss_mask.sum() for one in rows])
     loss = clipped_loss(padded_logprobs(model, rows), old, advantages) / len(old)
@@ -80,7 +80,7 @@ def padded_loss(model: Any, rows: Rows) -> float:
 
 
 def tree_loss(model: Any, rows: Rows, *, nodes: int, logits_of: Callable[..., Any] = tree_logits) -> float:
-    """Of token trees, one after the other; its gradient is added to the model's."""
+    """Return the loss of token trees, one after the other, and add its gradient to the model's."""
     trees = TokenTree.packs(rows, nodes=nodes)
     total, count = 0.0, sum(len(tree.terms) for tree in trees)
     for tree in trees:
@@ -158,11 +158,11 @@ def test_a_wrong_mask_or_position_would_be_seen(name: str, wrong: Callable[[Toke
     assert largest_difference(padded, tree) > 1e-3
 
 
-# --- the demo model, all of it in whole sweeps
+# --- the demo model, whole in whole sweeps
 
 
 def answers(folder: Path) -> Rows:
-    """Eight answers of different lengths to one prompt of 300 ids."""
+    """Return eight answers of different lengths to one prompt of 300 ids."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     system = " ".join(

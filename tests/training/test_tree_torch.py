@@ -42,7 +42,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from runner.training.grammar_torch import head_logprobs  # noqa: E402  # it imports torch
-from runner.training.tree_torch import (  # noqa: E402  # it imports torch, without which all this is skipped
+from runner.training.tree_torch import (  # noqa: E402  # imports torch, which the tests need
     block_mask,
     tree_difference,
     tree_head_logprobs,
@@ -88,7 +88,7 @@ def test_the_head_is_run_where_an_id_is_trained_and_nowhere_else() -> None:
 
 
 class Wrapped:
-    """As data parallel wrappers do it: any argument, passed on."""
+    """Wrapper like those of data parallelism, which passes on any argument."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.parameters = module, module.parameters
@@ -100,7 +100,7 @@ class Wrapped:
 
 
 class WholeHead:
-    """A model that cannot limit its head to some positions, and, if `blind`, ignores its mask."""
+    """Model that cannot limit its head to some positions, and that ignores its mask if `blind` is set."""
 
     def __init__(self, inner: Any, *, blind: bool = False) -> None:
         self.inner, self.blind = inner, blind
@@ -131,7 +131,7 @@ def test_autocast_takes_the_tree_of_a_float32_model() -> None:
 
 
 def sampled_at(one: TrainingRow, temperature: float) -> TrainingRow:
-    """The same row, all of it sampled in one turn."""
+    """Return the same row, sampled completely in one turn."""
     log = TokenLog()
     log.append_sampled(one.ids.tolist(), None)
     turn = Turn("main", 0, log, 0, len(one), sampling=Sampling(temperature=temperature))
@@ -326,7 +326,7 @@ def test_the_difference_shows_a_model_that_does_not_see_trees() -> None:
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """Names that a page's Python blocks define."""
+    """Return the names that a page's Python blocks define."""
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
         exec(compile(block, page, "exec"), names)
@@ -334,7 +334,7 @@ def names_of(page: str) -> dict[str, Any]:
 
 
 def two_groups() -> list[Group]:
-    """Groups of three and two, that share a system prompt; the second one also shares its first words."""
+    """Return groups of three and two that share a system prompt. The second group also shares its first words."""
     system = prompt(*range(1, 21))
     first = [made([system, prompt(30), said(*ids)], id=f"a#{ids[0]}", reward=ids[0]) for ids in [(0, 7), (1, 9), (2,)]]
     second = [made([system, prompt(31), said(5, *ids)], id=f"b#{ids[0]}", reward=ids[0]) for ids in [(0, 7, 8), (1,)]]
@@ -347,7 +347,7 @@ def test_page_gradients_equal_those_of_the_padded_page(capsys: pytest.CaptureFix
     padded_names = names_of("training-batches.md")
     _, padded = gradients(model, lambda: padded_names["loss"](model, batch).backward())
     _, tree = gradients(model, lambda: page["gradients"](model, groups))
-    assert largest_difference(padded, tree) < 1e-5  # the pages take log-probabilities in float32
+    assert largest_difference(padded, tree) < 1e-5  # the pages compute log-probabilities in float32
     assert max(float(gradient.abs().max()) for gradient in padded.values()) > 1e-2
     assert capsys.readouterr().out == "5 rows as 1 tree: 32 nodes for 116 ids (3.6x), 125 padded (3.9x); logits at 7\n"
     assert page["proven"](model, groups) < EXACT_TOLERANCE
@@ -367,7 +367,7 @@ def test_page_model_computes_one_tree_and_is_saved(tmp_path: Path) -> None:
 def test_the_two_ways_to_constrained_turns_of_the_page_agree() -> None:
     model, rows, page = llama().eval(), GROUPS["a group"], names_of("shared-prefixes.md")
     tree = TokenTree.of(rows)
-    index = np.arange(len(tree.terms), dtype=np.int32) % 2 - 1  # every other one is unconstrained
+    index = np.arange(len(tree.terms), dtype=np.int32) % 2 - 1  # every other term is unconstrained
     masks = TokenMasks(np.array([[-1, 0]], dtype=np.int32), index, VOCABULARY_SIZE)
     grammars = SimpleNamespace(masks_for_terms=lambda _rows, _terms: masks)
     logits_first, hidden_first = (

@@ -1,4 +1,4 @@
-"""Turns that are sampled during an update of `check_weights`: the ids of each version are of its weights."""
+"""Turns that are sampled during an update of `check_weights`: ids of each version were sampled with its weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["small_llama"]  # a fixture
 
 
 class TorchTurns(TorchEngine):
-    """Samples its turns from the torch model that it loaded."""
+    """Engine that samples its turns from the torch model that it loaded."""
 
     late_versions = 0
-    """Number of ids of the new weights that still have the old version."""
+    """Number of ids that the new weights sampled, but that have the old version."""
     stale_turns = False
     """True for an engine whose open turns continue with the first weights."""
 
@@ -80,7 +80,7 @@ def test_ids_of_turns_around_an_update_are_of_their_weights(
     engine = TorchTurns(small_llama, takes=9)
     for name, value in fault.items():
         setattr(engine, name, value)
-    # The way before it leaves other weights in the engine.
+    # The first way leaves other weights in the engine.
     _, row = check_with([engine], small_llama, [Way.AFTER_SLEEP, Way.UNDER_TURNS], tmp_path, monkeypatch).rows
     assert row.verdict is (TensorVerdict.WRONG if reason else TensorVerdict.RIGHT), row
     assert row.reason.startswith(reason)
@@ -90,7 +90,7 @@ def test_ids_of_turns_around_an_update_are_of_their_weights(
 def test_update_without_turns_of_both_weights_proves_nothing(
     small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These turns are over before the update."""
+    """These turns end before the update."""
     (row,) = check_with([TorchEngine(small_llama, takes=1)], small_llama, [Way.UNDER_TURNS], tmp_path, monkeypatch).rows
     assert row.verdict is TensorVerdict.REFUSED
     assert "no turn had 8 ids of the old weights and 8 of the new ones" in row.reason

@@ -1,4 +1,4 @@
-"""`check_weights`: which tensors of a model arrive in an engine that gets new ones."""
+"""`check_weights`: the tensors of a model that arrive in an engine that gets new ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A folder with nothing but the configuration of a large Llama."""
+    """A folder with only the configuration of a large Llama."""
     transformers.LlamaConfig(**GROUPED, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
@@ -63,7 +63,7 @@ def test_tiny_model_has_every_kind_of_tensor_and_few_values(name: str) -> None:
     kind, fields = CONFIGS[name]
     config = getattr(transformers, kind)(**fields)
     tiny = tiny_config(config)
-    assert config.num_hidden_layers == 40, "the given one is not changed"
+    assert config.num_hidden_layers == 40, "the given configuration is not changed"
     assert set(getattr(tiny, "layer_types", None) or ()) == set(getattr(config, "layer_types", None) or ())
     model = random_model(tiny)
     assert sum(parameter.numel() for parameter in model.parameters()) < 20e6
@@ -71,7 +71,7 @@ def test_tiny_model_has_every_kind_of_tensor_and_few_values(name: str) -> None:
 
 
 def test_tiny_model_has_the_experts_after_dense_layers() -> None:
-    """AfMoE begins with dense layers, so two layers would have no experts."""
+    """AfMoE begins with dense layers, so a model of two layers would have no experts."""
     _, fields = CONFIGS["AfMoE"]
     tiny = tiny_config(transformers.AfmoeConfig(**fields))
     assert (tiny.num_hidden_layers, len(tiny.layer_types)) == (3, 3)
@@ -80,7 +80,7 @@ def test_tiny_model_has_the_experts_after_dense_layers() -> None:
 
 
 def test_tiny_model_has_no_tensor_of_zeros() -> None:
-    """A bias of zeros hides that an engine ignores it: Ernie 4.5 has one with two axes, GLM 4 MoE has a buffer."""
+    """A bias of zeros would hide that an engine ignores it: Ernie 4.5 has one with two axes, GLM 4 MoE has a buffer."""
     ernie = transformers.Ernie4_5_MoeConfig(num_hidden_layers=4, moe_layer_start_index=1, moe_layer_end_index=3)
     for config in (ernie, transformers.Glm4MoeConfig(**GROUPED, head_dim=128)):
         for name, tensor in random_model(tiny_config(config, vocabulary=100)).state_dict().items():
@@ -92,7 +92,7 @@ def test_persistent_buffers_are_tensors_to_check() -> None:
     tensors = float_tensors(model)
     (buffer,) = {tensor_kind(name) for name in tensors} - {tensor_kind(name) for name, _ in model.named_parameters()}
     assert buffer == "model.layers.*.mlp.gate.e_score_correction_bias"
-    assert not {name for name in tensors if "inv_freq" in name}, "the model computes them"
+    assert not {name for name in tensors if "inv_freq" in name}, "the model computes these buffers"
     trial = _Trial(Path(), model, Path(), {})
     assert buffer in trial.kinds_of(Way.STATE_DICT)
     first = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -119,7 +119,7 @@ def test_tiny_model_without_some_tensors_is_refused() -> None:
 @pytest.mark.parametrize(
     ("worker", "tensor"),
     [
-        ("StaleOutputWorker", "lm_head.weight"),  # the last one, after which no engine starts again
+        ("StaleOutputWorker", "lm_head.weight"),  # the last tensor, so no engine starts again after its fault
         pytest.param("StaleWorker", f"model.layers.*.{STALE}.weight", marks=pytest.mark.whole),
     ],
     ids=["output", "projection"],
@@ -224,7 +224,7 @@ def test_adapter_covers_one_kind_and_leaves_the_model_as_it_was(tiny_llama: Any)
 
 
 def test_layer_that_peft_refuses_is_named() -> None:
-    """PEFT refuses adapters on a Mamba layer's output, whose weight the layer's kernel reads by itself."""
+    """PEFT refuses adapters on a Mamba layer's output, since the layer's kernel reads its weight directly."""
     config = transformers.FalconH1Config(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=100)
     model = random_model(tiny_config(config, vocabulary=100))
     (kind,) = (kind for kind in linear_kinds(model) if kind.endswith("mamba.out_proj"))
@@ -262,7 +262,7 @@ def test_a_way_that_is_not_there_is_refused_by_name(llama: Path) -> None:
 
 
 def save_sparse_model(folder: Path, values: int) -> Path:
-    """A checkpoint of one tensor in bfloat16 whose file has a size but no data on the disk."""
+    """Save a checkpoint of one bfloat16 tensor, as a file with a size but no data on the disk."""
     folder.mkdir()
     transformers.LlamaConfig(**GROUPED, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     entry = {"dtype": "BF16", "shape": [values], "data_offsets": [0, 2 * values]}
@@ -291,7 +291,7 @@ def test_memory_of_a_checkpoint_without_safetensors_is_unknown(tmp_path: Path) -
 
 def test_memory_of_a_model_on_a_cpu_includes_its_engine(tmp_path: Path) -> None:
     free = psutil.virtual_memory().available
-    folder = save_sparse_model(tmp_path / "between", free // 16)  # 14 bytes a value on a GPU, 18 on a CPU
+    folder = save_sparse_model(tmp_path / "between", free // 16)  # 14 bytes for each value on a GPU, and 18 on a CPU
     check_memory(folder, "bfloat16", on_cpu=False)
     with pytest.raises(BadOption, match="for the engine and its update"):
         check_memory(folder, "bfloat16", on_cpu=True)
@@ -304,7 +304,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("share", "seen"), [(0.0, False), (0.5, False), (1.0, True)])
 def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, tiny_llama: Any, tmp_path: Path) -> None:
-    """Random movement within rounding correlates with the change of the trainer by chance."""
+    """Random changes within rounding may correlate with the trainer's change by chance."""
     trial, verdicts = _Trial(tmp_path, tiny_llama, tmp_path, {}), set()
     trial.dtype = trial._computed_in = "bfloat16"
     for seed in range(200):
@@ -320,11 +320,11 @@ def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, t
     assert (TensorVerdict.RIGHT if seen else TensorVerdict.UNSEEN) in verdicts
 
 
-# --- an engine without vLLM, whose weights are those of a torch model
+# --- an engine without vLLM, with the weights of a torch model
 
 
 class TorchEngine(ScriptedEngine):
-    """Takes the weights of `source` at its first updates, and none later."""
+    """Engine that loads the weights of `source` at its first updates, and none later."""
 
     stale_steps = False
     """True for an engine that scores ids in steps with its first weights."""
@@ -360,7 +360,7 @@ def check_with(
     *,
     tiny: bool = False,
 ) -> WeightReport:
-    """Check a model with the next of these engines at each start; an error among them is raised there."""
+    """Check a model. Each start uses the next of these engines; if the next one is an error, it is raised."""
     given = iter(engines)
 
     def start(*_: Any, **__: Any) -> Any:

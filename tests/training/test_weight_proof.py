@@ -1,4 +1,4 @@
-"""Proofs that are made of a torch model."""
+"""Weight proofs of a torch model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch: Any = pytest.importorskip("torch")
 
 @pytest.fixture
 def model() -> Any:
-    """A tiny model with a tied output layer, in training mode, whose weights are not those of bfloat16."""
+    """A tiny model with a tied output layer, in training mode, whose weights are not exact in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -25,7 +25,7 @@ def model() -> Any:
     made = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.mul_(7.3)  # logits that differ
+            parameter.mul_(7.3)  # so that logits differ clearly
     return made.train()
 
 
@@ -48,7 +48,7 @@ def test_weights_are_rounded_in_a_copy_to_the_engines_dtype(model: Any, dtype: A
     name = str(dtype).removeprefix("torch.")
     rounded = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in rounded.parameters():  # and no buffers, such as the frequencies of positions
+        for parameter in rounded.parameters():  # buffers, such as the frequencies of positions, are not rounded
             parameter.copy_(parameter.to(getattr(torch, name)))
     assert proof.logprobs == weight_proof(rounded, ids=range(40)).logprobs
     assert proof.logprobs != weight_proof(model, ids=range(40)).logprobs
@@ -62,7 +62,7 @@ def test_a_wider_dtype_changes_nothing(model: Any) -> None:
 
 
 def float32_logits(model: Any) -> Any:
-    """The model with an output in float32, whatever it computes in."""
+    """Return the model with its output in float32, for any dtype of computation."""
     return model.register_forward_hook(lambda _, __, output: output.logits.float())
 
 
@@ -90,7 +90,7 @@ def test_number_type_is_that_of_autocast(model: Any, dtype: Any, inside: bool) -
         with autocast:
             proof = weight_proof(model, ids=range(40))
     assert (proof.dtype, proof.weights_dtype) == (str(dtype).removeprefix("torch."), "float32")
-    assert not any(module._forward_pre_hooks for module in model.modules()), "the model is as before"
+    assert not any(module._forward_pre_hooks for module in model.modules()), "the model is unchanged"
 
 
 @pytest.mark.parametrize("dtype", ["bf17", "int8", "nn"])

@@ -1,4 +1,4 @@
-"""Rows and models that tests of token trees share: small enough for a padded batch in float64."""
+"""Rows and models for tests of token trees, small enough for a padded batch in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rows = list[TrainingRow]
 
 
 def row(ids: Sequence[int], prompt: int, random: np.random.Generator) -> TrainingRow:
-    """A row that samples in two turns after its prompt, with a tool's answer between them."""
+    """Return a row with a prompt and two sampled turns, with a tool's answer between them."""
     mask = np.arange(len(ids)) >= prompt
     mask[prompt + 3 : prompt + 5] = False
     return TrainingRow(
@@ -49,7 +49,7 @@ def row(ids: Sequence[int], prompt: int, random: np.random.Generator) -> Trainin
 
 
 def group(prompt: int, lengths: Sequence[int], *, seed: int = 0, begin: Sequence[int] = ()) -> Rows:
-    """Rows that share `begin` and a prompt of `prompt` ids, of which every other also shares its first turn."""
+    """Return rows that share `begin` and a prompt of `prompt` ids. Every second one also shares its first turn."""
     random = np.random.default_rng(seed)
     shared = [*begin, *random.integers(0, VOCABULARY_SIZE, prompt).tolist()]
     turn = random.integers(0, VOCABULARY_SIZE, 5).tolist()
@@ -62,7 +62,7 @@ def group(prompt: int, lengths: Sequence[int], *, seed: int = 0, begin: Sequence
 
 
 def repeated(rows: Rows) -> Rows:
-    """Some rows twice, one of them cut short, each time with other log-probabilities."""
+    """Return the rows, some of them twice with other log-probabilities, one of these cut short."""
     random = np.random.default_rng(9)
     first, last = rows[0].ids.tolist(), rows[-1].ids.tolist()
     return [*rows, row(first, 10, random), row(first, 10, random), row(last[:-4], 10, random)]
@@ -90,7 +90,7 @@ def llama(*, attention: str = "sdpa", kv_heads: int = 4, dtype: str = "float64",
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         vocab_size=VOCABULARY_SIZE,
-        initializer_range=0.4,  # so that attention matters
+        initializer_range=0.4,  # large, so that attention matters
         attn_implementation=attention,
         **settings,
     )
@@ -98,7 +98,7 @@ def llama(*, attention: str = "sdpa", kv_heads: int = 4, dtype: str = "float64",
 
 
 def in_its_own_dtype(model: Any) -> Any:
-    """The same model with torch's norms; those of transformers compute in float32, whatever the model's dtype."""
+    """Replace the model's norms by torch's: the norms of transformers compute in float32 for any model dtype."""
     import torch
 
     for name, module in list(model.named_modules()):
@@ -109,7 +109,7 @@ def in_its_own_dtype(model: Any) -> Any:
 
 
 def gradients(model: Any, loss: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Result of `loss`, and its gradients."""
+    """Return the result of `loss`, and its gradients."""
     model.zero_grad(set_to_none=True)
     return loss(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -119,7 +119,7 @@ def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
 
 
 def on_one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Models this small wait for their threads longer than they compute; the real one does not."""
+    """Use one thread: small models wait for their threads longer than they compute, but the real model does not."""
     import torch
 
     threads = torch.get_num_threads()

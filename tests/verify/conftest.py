@@ -1,4 +1,4 @@
-"""The run file that tests of verifying damage."""
+"""The run file for tests of damaged files."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(played: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """A copy of the file, which a test may damage."""
     return Path(shutil.copy(played, tmp_path / "run.db"))

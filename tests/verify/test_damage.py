@@ -1,4 +1,4 @@
-"""Each change in a run file is found and named: ids, messages, tools, places."""
+"""Every change in a run file is found and named: ids, messages, tools, places."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_id_of_an_agent_that_is_not_trained_is_found(path: Path) -> None:
 
 
 def change_id_back(path: Path, index: int, agent: str) -> None:
-    trajectory = trajectory_of(path, agent, "t0#0")  # both are asked the same
+    trajectory = trajectory_of(path, agent, "t0#0")  # both agents have the same prompt
     ids = trajectory.segments[0].log.ids
     change(path, f"UPDATE segments SET ids = ? WHERE {OF_ONE}", struct.pack(f"<{len(ids)}i", *ids), agent, 0)
 
@@ -80,7 +80,7 @@ def test_a_stop_that_was_not_sampled_is_found(path: Path, number: int) -> None:
     assert (found["kind"], found["turn"]) == ("stop", number)
 
 
-# --- messages, tools, what stands where
+# --- messages, tools, places
 
 
 @pytest.mark.parametrize(("message", "turn"), [(0, 0), (2, 1), (3, 1), (-2, 11)])

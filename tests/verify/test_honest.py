@@ -1,4 +1,4 @@
-"""An unchanged file passes `verify` after any kind of run: no stage raises a false alarm."""
+"""An unchanged file passes `verify` after any kind of run: no stage reports a false error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE = Concurrency(episodes=1)
 
 
 class Busy(Plain):
-    """Episodes of several kinds, by the number of their task; `broken` ones fail."""
+    """Environment with episodes of several kinds, by the number of the task. Episodes in `broken` fail."""
 
     broken: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""A run file holds all that its prompts were made from, and whatever is not as it was is found by making them again."""
+"""A run file contains everything that its prompts were built from, and rebuilding them finds every change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.verifying import (
 
 pytestmark = pytest.mark.slow
 
-# --- what was not touched
+# --- unchanged files
 
 
 @pytest.mark.cases_in_turns(2)
@@ -85,7 +85,7 @@ def test_a_file_is_verified_as_its_run_kept_the_past(tmp_path: Path, history: An
 
 
 class Pondering(Environment):
-    """Its model is cut while it thinks, and answered all the same."""
+    """Environment whose model is cut while it reasons, and is answered nevertheless."""
 
     def tasks(self) -> list[Task]:
         return [Task(id="t1", prompt="Why?")]
@@ -210,7 +210,7 @@ def test_a_resumed_run_is_verified_with_the_clock_of_its_file(path: Path) -> Non
     assert "It is 03 February 2001, 04:05:06." in ByteTokenizer().decode(trajectory_of(path).turns[0].prompt_ids)
 
 
-# --- what is said
+# --- messages
 
 
 def test_the_difference_is_printed_with_its_place_and_both_sides(path: Path) -> None:
@@ -296,7 +296,7 @@ def pure_chat(header: Header) -> Any:
 
 
 class Retrying(Environment):
-    """Takes back what its model said last, twice, and once something that was cut and gone on with."""
+    """Environment that takes back its last turn twice, and once a cut turn that was continued."""
 
     def tasks(self) -> list[Task]:
         return [Task(id="t1", prompt="Say it right.")]

@@ -1,4 +1,4 @@
-"""Each change beside prompts and turns is found: log-probabilities, seeds, rewards, whole episodes."""
+"""Changes outside of prompts and turns are found: log-probabilities, seeds, rewards, whole episodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASKS = [Task(id=f"t{number}", prompt=f"What is {number} + 1?") for number in ra
 
 
 class Scored(Environment):
-    """Two trained agents, a critic that is not, two rewards of which one weighs less, and one of the group."""
+    """Environment with two trained agents, an untrained critic, two weighted rewards, and a group reward."""
 
     def tasks(self) -> list[Task]:
         return TASKS
@@ -61,7 +61,7 @@ def replies(turn: Any) -> Any:
 
 
 async def play(path: Path) -> None:
-    """Six episodes in two launches; one of them in its second attempt."""
+    """Play six episodes in two launches, one of them in its second attempt."""
     engine = ScriptedEngine(replies, faults=lambda ask: Fault.error(at=1) if ask.episode == "t1#0" else None)
     options: dict[str, Any] = {"group_size": 2, "file": path, "seed": 7}
     async with Run(Scored, engine, retries=0, breaker=1, **options) as run:
@@ -81,7 +81,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(played: Path, tmp_path: Path) -> Path:
-    """A copy that may be changed."""
+    """A copy of the file, which a test may change."""
     return Path(shutil.copy(played, tmp_path / "run.db"))
 
 
@@ -134,7 +134,7 @@ def as_json(table: str, column: str, edit: Callable[[Any], object], where: str =
 
 
 def headers(edit: Callable[[Any], object], *tables: str, where: str = "1") -> Change:
-    """In every copy of the header, or in those of some tables."""
+    """Change every copy of the header, or the copies in some tables."""
     edits = [as_json(table, "header", edit, where) for table in tables or ("run", "launches")]
     return lambda connection: [each(connection) for each in edits]
 
@@ -145,7 +145,7 @@ def of_one(statement: str, table: str = "episodes") -> Change:
 
 
 def delete(what: str, *, tasks: bool = False) -> Change:
-    """A whole episode, with all that is its own."""
+    """Delete a whole episode with everything that belongs to it."""
 
     def change(connection: sqlite3.Connection) -> None:
         keys = f"(SELECT key FROM episodes WHERE {what})"
@@ -159,7 +159,7 @@ def delete(what: str, *, tasks: bool = False) -> Change:
 
 
 def double(**changed: str) -> Change:
-    """The episode t0#0 once more, by all its agents."""
+    """Copy the episode t0#0 with all its agents."""
 
     def change(connection: sqlite3.Connection) -> None:
         columns = [row[1] for row in connection.execute("PRAGMA table_info(episodes)")]
@@ -175,7 +175,7 @@ def double(**changed: str) -> Change:
 
 
 def incomplete(change: Change) -> Change:
-    """The same in a file whose run was killed: no summary counts its episodes."""
+    """Make the change in a file whose run was killed, so that no summary counts its episodes."""
 
     def both(connection: sqlite3.Connection) -> None:
         connection.execute("UPDATE run SET complete = 0, summary = NULL")
@@ -310,7 +310,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
         "header",
         "content_safe",
     ),
-    # what stands where
+    # places
     "who is trained": (
         sql("UPDATE episodes SET trained = 0 WHERE agent = 'main'"),
         "episodes",

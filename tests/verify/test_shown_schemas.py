@@ -1,4 +1,4 @@
-"""Verification makes the shown schemas of tools again, also for a template that needed other schemas."""
+"""Verification builds the shown schemas of tools again, also for a template that needed rewritten schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """One event loop is enough: it changes no prompt."""
+    """Asyncio only, since the event loop changes no prompt."""
     return "asyncio"
 
 
@@ -93,7 +93,7 @@ async def test_a_run_shows_what_to_write_and_its_file_is_verified(tmp_path: Path
     text = bytes(each for each in trajectory.segments[0].log.ids[: trajectory.turns[0].start] if each < 256).decode()
     for word in ("begin", "days", "metre", "foot"):
         assert word in text
-    # The author's own schema is kept, and calls are checked by it.
+    # The author's own schema is stored, and calls are validated with it.
     properties = trajectory.segments[0].tools[0]["function"]["parameters"]["properties"]
     assert properties["period"]["anyOf"][0] == {"$ref": "#/$defs/Period"}
     results = [message["content"] for message in trajectory.segments[-1].messages if message["role"] == "tool"]
@@ -127,6 +127,6 @@ async def test_a_file_of_schemas_as_written_is_verified_so_and_not_resumed(tmp_p
         header = json.loads(run_file.header.to_json())
     del header["template"]["fits_tools"]
     change(path, "UPDATE run SET header = ?", json.dumps(header))
-    assert not verdict(path)["verified"]  # its prompts were made of other schemas than the header now says
+    assert not verdict(path)["verified"]  # its prompts were built from other schemas than the changed header contains
     with pytest.raises(DeltarunnerError, match="fits_tools"):
         await play(path, NAMES[0])

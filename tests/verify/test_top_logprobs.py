@@ -1,4 +1,4 @@
-"""Likeliest ids and side data that were changed in a run file are found."""
+"""Changes of likeliest ids and side data in a run file are found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(played: Path, tmp_path: Path) -> Path:
-    """A copy that may be changed."""
+    """A copy of the file, which a test may change."""
     return Path(shutil.copy(played, tmp_path / "run.db"))
 
 

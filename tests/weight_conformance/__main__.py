@@ -1,9 +1,10 @@
-"""`python -m tests.weight_conformance`: try new weights with many architectures, and write docs/weight-conformance.md.
+"""`python -m tests.weight_conformance`: test weight updates of many architectures, and write
+docs/weight-conformance.md.
 
-Each case runs in a process of its own and its result goes into results.json at once, so that a run may be stopped and
-continued. Results of an older check are played again too, and with `--again` all. `--way` plays only that way, and
-keeps the results of others. A name limits the run to that architecture. `--gpu` plays the cases of a GPU instead of
-those of a CPU.
+Each case runs in its own process, and its result is written into results.json at once, so that a run may be stopped and
+continued. Cases with results of an older check are played again, and with `--again` all cases. `--way` plays only this
+way, and keeps the results of the other ways. A name limits the run to this architecture. `--gpu` plays the cases for a
+GPU instead of the cases for a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.weight_conformance.page import page
 RESULTS: Final = Path(__file__).parent / "results.json"
 PAGE: Final = DOCS / "weight-conformance.md"
 ENVIRONMENT: Final = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""Environment of a case; vLLM takes IPC handles with this setting alone."""
+"""Environment variables of a case. vLLM accepts IPC handles only with this setting."""
 
 CASE_SECONDS: Final = 1200
 """Seconds after which a case is ended."""
@@ -42,15 +43,16 @@ ON_A_GPU: Final[dict[str, Any]] = {
     "kv_cache_memory_bytes": 2**28,
     "weight_transfer_config": {"backend": "ipc"},
 }
-"""Arguments of the engine on a GPU: little memory, so that several cases run beside each other."""
+"""Arguments of the engine on a GPU: little memory, so that several cases can run at the same time."""
 
 SCRATCH: Final = re.compile(r"(/tmp|/dev/shm)/[\w.+@/-]+")
-"""Temporary files in errors, which are others in each run."""
+"""Temporary files in error messages, which differ in each run."""
 
 
 COVERAGE: Final = {"changes_differ": True, "steps": True, "turns": True}
-"""New parts of a trial, which earlier ones lack: two different changes in a row, ids that are scored in steps, and ids
-of turns across the update."""
+"""New parts of a trial, which earlier trials lack: two different changes in a row, scores of single steps, and turns
+across the update.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,13 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The name of the case in the results."""
+        """Return the name of the case in the results."""
         output = "tied" if self.tied else "untied"
         return f"{self.architecture.name}, {output}, {self.dtype}{', GPU' if self.gpu else ''}"
 
 
 def cases() -> Iterator[Case]:
-    """All cases: first each architecture in float32, then its other output layer, then bfloat16, then on a GPU."""
+    """Yield all cases: each architecture in float32, with its other output layer, then in bfloat16, then on a GPU."""
     for dtype, gpu in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         for number in range(2):
             for architecture in ARCHITECTURES:
@@ -103,7 +105,7 @@ def play_here(case: Case, ways: Sequence[str]) -> dict[str, Any]:
 
 
 def play(case: Case, ways: Sequence[str] = tuple(Way)) -> dict[str, Any]:
-    """Try one case in a process of its own, whatever happens there."""
+    """Try one case in a new process. Any end of the process is a result."""
     command = [sys.executable, "-m", "tests.weight_conformance", "--one", case.key]
     command += [argument for way in ways for argument in ("--way", way)]
     try:
@@ -119,7 +121,7 @@ def play(case: Case, ways: Sequence[str] = tuple(Way)) -> dict[str, Any]:
 
 
 def last_error(stderr: str) -> str:
-    """The last line of a process that names an error, or else its last line."""
+    """Return the last line of a process's output that names an error, or else the last line."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["no message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Dead)\b", line)), lines[-1])
 
@@ -142,12 +144,12 @@ def play_again(case: Case, old: Mapping[str, Any], ways: Sequence[str]) -> dict[
 
 
 def read_results() -> dict[str, Any]:
-    """The results so far, by case."""
+    """Return the results so far, by case."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
 
 
 def write_results(results: Mapping[str, Any]) -> None:
-    """Write the results in the order of the cases, one line each."""
+    """Write the results in the order of the cases, one per line."""
     lines = [f"{json.dumps(case.key)}: {json.dumps(results[case.key])}" for case in cases() if case.key in results]
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -157,7 +159,7 @@ def _is_named(case: Case, names: Sequence[str]) -> bool:
 
 
 def is_current(result: Mapping[str, Any] | None) -> bool:
-    """Return whether a result needs no other try: older checks compared less."""
+    """Return whether a result is up to date: older checks compared less."""
     return result is not None and ("rows" not in result or all(result.get(name, False) for name in COVERAGE))
 
 

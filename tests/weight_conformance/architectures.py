@@ -1,4 +1,4 @@
-"""Architectures whose weight updates are tried: sizes of a large model, which `--tiny` makes small."""
+"""Architectures whose weight updates are tested: sizes of a large model, which `--tiny` reduces."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Architecture:
     config: str
     """The class of its configuration in transformers."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Differences from a usual configuration."""
+    """Differences from the class's default configuration."""
     tied: tuple[bool, ...] = (False, True)
-    """The kinds of output layer that it has: one of its own, or the embedding."""
+    """The kinds of output layer that the architecture has: False for a separate layer, True for the embedding."""
     model: str = ""
-    """The class of its model; empty where it follows from the configuration."""
+    """The class of its model; empty if it follows from the configuration."""
 
     @property
     def model_class(self) -> str:
-        """The class of its causal language model."""
+        """Return the class of its causal language model."""
         return self.model or self.config.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
 
 

@@ -43,7 +43,7 @@ Three notes about single cells:
 
 
 def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
-    """The generated page, docs/weight-conformance.md.
+    """Return the generated page, docs/weight-conformance.md.
 
     Args:
         results: the results so far, by case.
@@ -96,7 +96,7 @@ def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
 
 
 def _coverage(result: Mapping[str, Any]) -> str:
-    """A mark for a case whose trial covered less than later ones."""
+    """Return a mark for a case whose trial covered less than later trials."""
     if result.get("steps") and result.get("turns"):
         return ""
     return " (*prompt*)" if result.get("changes_differ") else " (*older*)"
@@ -111,7 +111,7 @@ def _cell(rows: Sequence[Mapping[str, Any]], way: Way) -> str:
 
 
 def _reasons(played: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[str]:
-    """The rows that are not right: each verdict with its reason, and below it the cases with their tensors."""
+    """Return the rows that are not right: each verdict with its reason, followed by the cases with their tensors."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for key, rows in played.items():
         for row in rows:

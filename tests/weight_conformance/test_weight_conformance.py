@@ -1,4 +1,4 @@
-"""The page of weight conformance, and a sample of its cases played again."""
+"""The page of weight conformance, and a sample of its cases, which is played again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.weight_conformance.page import page
 SAMPLE = ("Llama, tied, float32", "Qwen3-MoE, untied, float32", "GPT-NeoX, untied, float32")
 
 REFUSED_SINCE = {("Qwen2-MoE, untied, bfloat16, GPU", "adapter", "model.layers.*.mlp.shared_expert_gate")}
-"""Found by these cases and refused by name since; they need a GPU to be played again."""
+"""Faults that these cases found and that are now refused by name. A repetition needs a GPU."""
 
 
 def case_named(key: str) -> Case:
