@@ -108,7 +108,7 @@ async def test_task_with_own_fields_and_a_curriculum_play(tmp_path: Path) -> Non
     async with Run(Easy, ScriptedEngine("2"), tasks=curriculum, concurrency=Concurrency(episodes=1)) as run:
         asked = [trajectory.task.prompt async for trajectory in run]
     assert asked[0] == "What is 10 + 1?"
-    assert asked[-1] == "What is 199 + 1?", "of the next level"
+    assert asked[-1] == "What is 199 + 1?", "the question is of the next level"
 
 
 @pytest.mark.anyio

@@ -321,7 +321,7 @@ def test_relative_paths_of_a_sent_engine_are_those_of_its_origin(
     monkeypatch.chdir("elsewhere")
     sent = pickle.loads(pickle.dumps(pickle.loads(packed)))
     if engine == "vllm":
-        assert (sent.model, sent.given) == (made.model, made.given), "the header has what was given"
+        assert (sent.model, sent.given) == (made.model, made.given), "the header contains the given name"
         template, name = sent._template, sent.model
     else:
         template, name = sent._given_template, sent._given

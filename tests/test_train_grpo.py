@@ -87,7 +87,9 @@ async def trained_engine(engine: VllmEngine) -> AsyncIterator[VllmEngine]:
 async def groups(session_engine: VllmEngine) -> Sequence[Group]:
     _, tasks = questions(SMALL)
     played = await play(session_engine, list(itertools.islice(tasks, SMALL.tasks)), group_size=SMALL.group_size, seed=3)
-    assert any(len({each.reward for each in group.trajectories}) > 1 for group in played), "nothing to compare"
+    assert any(len({each.reward for each in group.trajectories}) > 1 for group in played), (
+        "no group has different rewards"
+    )
     return played
 
 
@@ -100,7 +102,7 @@ def test_held_out_and_prompt_questions_are_not_trained_on(seed: int) -> None:
     taken = list(itertools.islice(training, 5000))
     trained_on = {task.prompt for task in taken}
     assert not {task.id for task in taken} & {task.id for task in Calculator().tasks()}, (
-        "`deltarunner run` plays others"
+        "`deltarunner run` must play other tasks"
     )
     assert not texts & trained_on
     assert len(shown) == 3
@@ -214,7 +216,7 @@ async def test_trainer_steps_move_the_weights_and_leave_a_usable_folder(
     assert (record.steps[0].saving or 0) > 2
     assert all(min(step.seconds.values()) > 0 for step in record.steps)
     assert all(step.gap is not None and step.gap < 0.1 for step in record.steps), (
-        "trainer and engine compute the same, but for rounding"
+        "trainer and engine compute the same except for rounding"
     )
     assert TrainingRecord.load(settings.out) == record
     assert (settings.out / "training.png").stat().st_size > 10_000
@@ -224,9 +226,9 @@ async def test_trainer_steps_move_the_weights_and_leave_a_usable_folder(
         played = await play(engine, list(itertools.islice(questions(SMALL)[1], 3)))
         grammar = GrammarMasks.of_engine(engine)
         ours, first = (difference(folder, grammar, played) for folder in (settings.out, demo_model()))
-        assert ours < first / 2, "the engine sampled with what the trainer learnt"
+        assert ours < first / 2, "the engine sampled with the trainer's new weights"
     await engine.update_weights(settings.out)
-    assert await greedy(engine) == trained, "the folder holds what the engine was given"
+    assert await greedy(engine) == trained, "the folder contains the engine's weights"
     await engine.update_weights(demo_model())
     assert await greedy(engine) != trained
 
@@ -312,7 +314,7 @@ async def test_overlapping_updates_report_ratios_by_version(
     assert 0 < is_own.sum() < len(is_own)
     assert set(all_ratios[is_own].tolist()) == {1.0}
     assert (all_ratios[~is_own] != 1).any()
-    assert np.concatenate(gaps)[is_own].mean() < 0.1, "the engine sampled with the weights that its version names"
+    assert np.concatenate(gaps)[is_own].mean() < 0.1, "the engine sampled with the weights of its version"
 
 
 async def test_failed_held_out_question_counts_as_unanswered(

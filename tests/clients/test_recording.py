@@ -46,4 +46,4 @@ async def test_a_program_sends_what_is_recorded_of_it(name: str, tmp_path: Path)
 
 
 def test_everything_that_is_to_be_recorded_is() -> None:
-    assert sorted(SCENARIOS) == NAMES, f"python -m tests.clients.recording writes what is missing in {FOLDER}"
+    assert sorted(SCENARIOS) == NAMES, f"python -m tests.clients.recording writes the missing recordings in {FOLDER}"

@@ -72,7 +72,7 @@ async def test_equal_sub_agents_have_a_thread_each(name: str, tmp_path: Path, de
     others = [each for each in played.trajectories if each.agent != "main"]
     assert [[request.verdict for request in each.requests] for each in others] == [["new", "append"]] * 2
     first, second = ([*each.turns[0].prompt_ids] for each in others)
-    assert first == second, "they begin alike"
+    assert first == second, "both sub-agents have the same prompt"
 
 
 @pytest.mark.parametrize("name", [param("qwen")])

@@ -51,7 +51,7 @@ async def test_faults_on_the_way_train_no_turn_twice_and_lose_none(
         return
     await assert_good(played, engine, demo_model_folder)
     kept = [turn.text for turn in played.main.turns if not turn.retried]
-    assert kept == said, "each turn is there, and trained, once"
+    assert kept == said, "each turn is stored once and trained once"
     assert len(played.main.turns) - len(kept) <= 1
 
 

@@ -101,7 +101,7 @@ async def test_weights_refused_by_one_worker_change_nothing_and_name_it() -> Non
         assert [each.number for each in engine.workers()] == [0, 1]
         assert [asked_of(worker, "update_weights") for worker in launcher.alive] == [[], []]
         await anyio.wait_all_tasks_blocked()
-        assert launcher.workers[0].worker._checked is None, "what will not be loaded is kept"
+        assert launcher.workers[0].worker._checked is None, "a refused update is kept"
         blind.fail_in.clear()
         assert (await engine.update_weights("/models/new")).version == "1"
 

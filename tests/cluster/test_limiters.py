@@ -81,7 +81,7 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
         await asking.limiter_service.acquire(RUN, "door", 2, 1, 0)
     await asking.limiter_service.close_run(RUN)
     await asking.acquire(1, 1, limit=2)
-    assert asking.answers[1, 1], "a limiter of this name may be another one now"
+    assert asking.answers[1, 1], "this name may now belong to another limiter"
     with pytest.raises(BadOption, match="an earlier call had the limit 1"):
         await asking.limiter_service.acquire(OTHER_RUN, "door", 2, 1, 2)
     await asking.settled(asking.limiter_service.release(0, 0))  # of the removed limiter

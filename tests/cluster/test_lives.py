@@ -259,7 +259,7 @@ async def test_a_limiter_is_the_whole_runs_and_not_a_workers() -> None:
         inside += {"in": 1, "out": -1}.get(event, 0)
         most = max(most, inside)
     assert EVENTS.count("in") == 40
-    assert most == 2, "so many may be inside, and so many were"
+    assert most == 2, "two may be inside at once, and two were"
 
 
 def test_run_completes_after_a_worker_dies_holding_a_limiter() -> None:
@@ -401,7 +401,7 @@ class SlowToConstruct(Dice):
     def __init__(self) -> None:
         if self.held.is_set():
             EVENTS.append("constructs")
-            assert self.go.wait(WATCHDOG_SECONDS), "nothing else happened while it waited"
+            assert self.go.wait(WATCHDOG_SECONDS), "the worker did not answer during the wait"
 
 
 async def test_worker_answers_while_its_environment_is_constructed() -> None:

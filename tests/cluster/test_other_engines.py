@@ -105,7 +105,7 @@ async def test_workers_leave_them_with_the_run_also_where_it_does_not_begin(tmp_
         with pytest.raises(BadOption, match="no name"):
             await played(Judged, engine, engines={"judge": Judge("Fine.")}, file=fails)
         await until(lambda: not any(worker.worker._runs for worker in launcher.alive))
-        assert len(await played(Dice, engine)) == 8, "and play the next run"
+        assert len(await played(Dice, engine)) == 8, "the workers play the next run"
     assert len(ENTERED) == 4
 
 

@@ -154,7 +154,7 @@ async def test_a_cluster_outlives_the_threads_that_are_idle(
         await first.close()  # another user of the connection follows the one that opened it
         started = family(os.getpid()) - before
         of_ray = children(os.getpid()) & started
-        assert len(of_ray) >= 3, "the head, the raylet and what reads logs"
+        assert len(of_ray) >= 3, "the head, the raylet and the reader of logs"
         await until_idle_threads_end()
         trajectories = await played(Dice, engine)
         assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
@@ -165,7 +165,7 @@ async def test_a_cluster_outlives_the_threads_that_are_idle(
 async def until_idle_threads_end() -> None:
     """Wait until each current thread of anyio's pool has ended: the pool ends idle threads when it starts a call."""
     before = {thread for thread in threading.enumerate() if isinstance(thread, PoolThread)}
-    assert before, "the engine was started in one of them"
+    assert before, "the engine was started in one of these threads"
     with anyio.fail_after(WATCHDOG_SECONDS):
         while any(thread.is_alive() for thread in before):
             async with anyio.create_task_group() as group:
@@ -390,7 +390,7 @@ async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path)
     lines = [line.split() for line in diary.read_text().splitlines()]
     assert [what for what, _ in lines] == ["in", "out"] * 12
     assert all(came == left for (_, came), (_, left) in zip(lines[::2], lines[1::2], strict=True))
-    assert len({pid for _, pid in lines}) == 2, "both had episodes to play"
+    assert len({pid for _, pid in lines}) == 2, "both workers had episodes to play"
 
 
 @pytest.mark.in_turns("on Ray")

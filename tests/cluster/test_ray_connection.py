@@ -44,7 +44,7 @@ async def test_ray_is_started_by_a_thread_that_lives_until_it_is_left(ray: Any) 
     await first.close()
     (thread,) = made
     assert thread.is_alive()
-    assert thread.daemon, "the process may end all the same"
+    assert thread.daemon, "the thread does not keep the process alive"
     await second.close()
     assert not thread.is_alive()
 
@@ -71,9 +71,9 @@ async def test_connection_closed_by_other_code_is_opened_again(ray: Any, *, conn
         ray.init()
     await second.open()
     await first.close()
-    assert ray.is_initialized(), "the first one left a session that was over"
+    assert ray.is_initialized(), "the first launcher does not close the second one's session"
     await second.close()
-    assert ray.is_initialized() == connects_again, "who connected closes"
+    assert ray.is_initialized() == connects_again, "the launcher that connected closes the connection"
     assert not ray_threads()
 
 
@@ -87,7 +87,7 @@ async def test_connection_of_other_code_outlives_ours(ray: Any, monkeypatch: pyt
     await only.close()
     assert ray.is_initialized()
     assert not ray_threads()
-    assert not removed, "the other cluster asks for it"
+    assert not removed, "the other cluster requires the token"
 
 
 async def test_cluster_that_ended_with_its_thread_is_refused() -> None:

@@ -125,7 +125,7 @@ async def test_kill_9_with_real_engines_leaves_no_process_and_no_file(
         workers, first = [await anyio.to_thread.run_sync(driver.stdout.readline) for _ in range(2)]
         started = family(driver.pid).union(*(family(int(pid)) for pid in workers.split()))
         left = [path for pid in workers.split() for path in left_by(int(pid))]
-        assert first, "they play"
+        assert first, "the workers play"
         assert len(started) >= 5, "the driver, two workers, and vLLM's processes"
         os.kill(driver.pid, signal.SIGKILL)
         await anyio.to_thread.run_sync(until_gone, started)

@@ -115,7 +115,7 @@ async def test_retries_on_two_workers_equal_those_of_one_process(
     assert failed == FAILED
     assert {each.id: each.attempt for each in on_two} == {each.id: each.attempt for each in alone}
     assert max(each.attempt for each in on_two) > 0
-    assert len(launcher.workers) == 2, "no worker was ended for it"
+    assert len(launcher.workers) == 2, "the error ended no worker"
 
 
 @settings(max_examples=sweeps.times(40, 5))

@@ -204,7 +204,7 @@ async def test_all_connect_before_any_pauses_and_pause_before_any_receives(
             ):
                 await until(partial(asked_of, last, at))
                 await anyio.wait_all_tasks_blocked()
-                assert not asked_of(first, after), f"{after} before the last one has done {at}"
+                assert not asked_of(first, after), f"{after} before the last worker has done {at}"
                 assert state_of(first) == ("paused" if at == "hold" else "running")
                 held[at].set()
             held["take_step"].set()

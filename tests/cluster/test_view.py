@@ -61,7 +61,7 @@ async def until_pulses(run: Run) -> None:
 
 
 def fleet_seen(stats: LiveStats) -> FleetStats:
-    assert stats.fleet is not None, "the engine has workers, and they play"
+    assert stats.fleet is not None, "the engine has workers that play"
     return stats.fleet
 
 

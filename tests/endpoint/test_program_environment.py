@@ -129,7 +129,7 @@ def test_sandbox_gets_the_working_folder_and_home(work: Path) -> None:
     with RunFile(work / "run.db") as stored:
         assert {each.reward for each in stored.trajectories()} == {0.0, 1.0}
     arguments = (work / "args").read_text().splitlines()
-    assert len(arguments) == 4, "two programs and their two reward commands"
+    assert len(arguments) == 4, "two programs, and a check for each"
     assert all(each.startswith("in=/") and each.endswith("/work,{prompt}") for each in arguments)
 
 

@@ -268,7 +268,7 @@ async def test_client_that_never_reads_blocks_nothing() -> None:
         )
         assert (paused, trajectory.outcome) == ([True], Outcome.TIME_LIMIT)
         assert engine.stats().open == 0
-        assert asyncio.all_tasks() == before, "no task still waits for it"
+        assert asyncio.all_tasks() == before, "no task still waits for the client"
 
 
 async def _connections(server: Any) -> list[Any]:

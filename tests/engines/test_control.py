@@ -261,7 +261,7 @@ async def test_update_keeps_paused_and_sleeping_states() -> None:
         await engine.update_weights(None)
         assert (engine.state, engine.weight_version) == (EngineState.ASLEEP, "2")
         await engine.wake()
-        assert engine.state is EngineState.PAUSED, "as it was before it slept"
+        assert engine.state is EngineState.PAUSED, "paused as before the sleep"
         await engine.resume()
         assert engine.stats().weight_version == (await ask(engine))[1].versions[0].version == "2"
 

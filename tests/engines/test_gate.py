@@ -171,7 +171,7 @@ def test_cancellation_after_admission_frees_the_place() -> None:
         waiting = asyncio.ensure_future(gate.enter(third, 30))
         await asyncio.sleep(0)
         gate.leave(holder, 10)
-        assert caught.late, "admitted, though its task has not run yet"
+        assert caught.late, "the request is admitted, although its task has not run"
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled

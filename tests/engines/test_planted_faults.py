@@ -52,7 +52,7 @@ def test_update_with_a_planted_fault_is_ended_by_its_proof(
             patch.setattr(runtime, "ended_by", EngineDead)  # later tests use this engine
             with pytest.raises(EngineDead, match=r"the proof of the weights .* does not hold"):
                 await engine.update_weights(wrong, proof=proof)
-        assert engine.stats().state is EngineState.PAUSED, "no turn continues"
+        assert engine.stats().state is EngineState.PAUSED, "the engine stays paused, so no turn continues"
         held = await engine.update_weights(right, proof=proof)
         assert held.proof is not None
         assert engine.state is EngineState.RUNNING

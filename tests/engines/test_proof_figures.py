@@ -76,7 +76,7 @@ class Update:
         """Return the share that arrived if the engine's scores changed by `seen`, and why the proof fails."""
         scores = (np.asarray(self.before.scores) + seen).tolist()
         figures = compare_scores(self.proof, scores, WIDE, self.before, engine_dtype=engine_dtype)
-        assert figures.holds, "the difference by itself is within the noise"
+        assert figures.holds, "the difference alone is within the noise"
         return figures.arrived, failure_reason(figures, self.proof, scores, self.before)
 
 

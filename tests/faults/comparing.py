@@ -18,7 +18,7 @@ def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str]
     made = {}
     for trajectory in trajectories:
         key = trajectory.task.id, trajectory.visit, trajectory.index, trajectory.agent
-        assert key not in made, f"{key} came twice"
+        assert key not in made, f"{key} occurs twice"
         made[key] = _timeless(plain(trajectory))
     return made
 

@@ -64,7 +64,7 @@ def test_kill_9_loses_no_announced_episode_and_resume_completes(tmp_path: Path, 
     assert len(announced) == len(set(announced)), "an episode was announced twice"
     undisturbed = tmp_path / "undisturbed.db"
     anyio.run(play, undisturbed)
-    assert stored(file) == stored(undisturbed), "an episode differs from one that was never cut"
+    assert stored(file) == stored(undisturbed), "an episode differs from the undisturbed one"
     with RunFile(file) as run_file:
         assert run_file.complete
 

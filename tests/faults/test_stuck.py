@@ -89,7 +89,7 @@ async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
             put_forward(RUN_STUCK_SECONDS / 2)
             for _ in range(100):
                 await checkpoint()
-            assert not errors, "half of the time is too early"
+            assert not errors, "the run must not end after half of the time"
             put_forward(RUN_STUCK_SECONDS)
     (message,) = errors
     assert "nothing happened for 600 s; 4 episodes in flight" in message

@@ -104,7 +104,7 @@ async def test_episodes_of_one_task_do_not_share_a_database() -> None:
     create = [call("create_task", user_id="user_1", title="Important Meeting")]
     trajectories = await played("mock", [create, "Done."], ["create_task_1"], user=["Hi.", "###STOP###"], group_size=3)
     answers = {str(m["content"]) for each in trajectories for m in each.messages if m["role"] == "tool"}
-    assert len(answers) == 1, "each created task_2"
+    assert len(answers) == 1, "each simulation created task_2"
     assert [each.reward for each in trajectories] == [1, 1, 1]
 
 

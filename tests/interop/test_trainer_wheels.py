@@ -70,7 +70,7 @@ def taken(path: Path, *names: str, **needs: Any) -> types.SimpleNamespace:
     """Return classes, functions and constants of a module, without its imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     chosen = [each for each in tree.body if _name(each) in names]
-    assert len(chosen) == len(names), f"{path.name} has not all of {names}"
+    assert len(chosen) == len(names), f"{path.name} lacks some of {names}"
     space: dict[str, Any] = {**vars(typing), **needs, "__name__": f"taken_from_{path.stem}"}
     module = types.ModuleType(space["__name__"])
     module.__dict__.update(space)

@@ -219,7 +219,7 @@ async def test_under_every_mode_of_an_update_no_episode_is_lost(mode: PauseMode)
         assert [turn.text for turn in trajectory.turns] == ["A long answer."] * 2
     assert_nothing_open(engine)
     whole = all(len(_versions_of(turn)) == 1 for t in got for turn in t.turns)
-    assert whole == (mode is not PauseMode.KEEP), "only a turn that is kept may have two versions"
+    assert whole == (mode is not PauseMode.KEEP), "only the mode keep allows two versions in a turn"
     assert (run.summary.resampled > 0) == (mode is PauseMode.ABORT)
 
 

@@ -357,7 +357,7 @@ async def test_midnight_changes_no_prompt_of_a_run(name: str, monkeypatch: pytes
     assert bridges(trajectory, engine)[0]
     dates = [engine.tokenizer.decode(turn.prompt_ids) for turn in trajectory.turns]
     assert all(("31 Jan" in text or "2026-01-31" in text or "31 January" in text) for text in dates)
-    assert Clock.days == [1, 2], "the clock was read once"
+    assert Clock.days == [1, 2], "the template's clock was read once"
 
 
 # --- deltas of several ids

@@ -110,7 +110,7 @@ def test_trace_of_a_run_agrees_with_the_real_engine(float32_engine: PooledEngine
             assert (report.findings, dict(report.unchecked)) == ([], {})
             assert len(report.differences) == sum(len(each.token_ids) for each in calls) > 20
             other = await score_trace(calls, float32_engine, sampling=Sampling(temperature=1.6))
-            assert other.findings, "another temperature"
+            assert other.findings, "another temperature must be found"
 
     float32_engine.home.call(main)
 

@@ -101,7 +101,7 @@ def play(group: Group) -> CallRow:
 
     entry, turn = group.entry, turn_of(group.entry)
     form = turn.calls
-    assert form is not None, "only formats that can be read are played"
+    assert form is not None, "only readable formats are played"
     tokens = tuple(control_tokens_of(entry))
     trials = [*written(_prober(entry, turn), form), *deviating(form, tokens)]
     plain = [_plain(form, said) for said in PLAIN]

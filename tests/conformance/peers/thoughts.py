@@ -149,7 +149,7 @@ def play(group: Group) -> ThoughtRow:
     from tests.conformance.peers.readers import reasoning_parsers, vllm_split
 
     entry, form = group.entry, turn_of(group.entry)
-    assert form.reasoning is not None, "only thoughts that are marked are played"
+    assert form.reasoning is not None, "only marked thoughts are played"
     tokens = tuple(dict.fromkeys([*control_tokens_of(entry), *single_marks(form)]))
     prompt = FormatProber(entry.renderer(), CutPoints()).prompt() or ""
     trials = list(turns(form))

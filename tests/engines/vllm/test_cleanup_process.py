@@ -123,7 +123,7 @@ def test_killed_engine_leaves_nothing_and_others_are_untouched(folder: Path, sta
         family = kill_all(owner.pid)
         assert len(family) > 3, "the owner, its engine, the other process, and Python's trackers"
         assert cleanup not in family
-        assert os.getsid(cleanup.pid) != os.getsid(0), "it has its own session"
+        assert os.getsid(cleanup.pid) != os.getsid(0), "the cleanup process has its own session"
         owner.wait(WATCHDOG_SECONDS)
         assert memory.exists(), "only the cleanup process removes it"
         cleanup.wait(WATCHDOG_SECONDS)
@@ -264,7 +264,7 @@ def test_reused_process_id_and_zombie_are_not_alive() -> None:
         assert cleanup_process.is_alive(name)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not cleanup_process.is_alive(name), "it is dead, but not reaped yet"
+        assert not cleanup_process.is_alive(name), "the process is dead, but not reaped"
     with pytest.raises(OSError, match="No such file"):
         cleanup_process.process_name(process.pid)
 

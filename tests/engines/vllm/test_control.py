@@ -211,7 +211,7 @@ def test_a_run_goes_through_all_of_it_and_loses_nothing(
             await engine.finish_generation(level=2)
             stats = engine.stats()
             assert (stats.state, stats.open) == (EngineState.ASLEEP, 0)
-            assert engine.is_alive(), "asleep is healthy"
+            assert engine.is_alive(), "a sleeping engine is alive"
             await engine.health()
             with pytest.raises(BadControl, match="the memory of the weights is asleep"):
                 await engine.update_weights(other_weights)

@@ -399,7 +399,7 @@ async def test_engine_that_garbles_its_own_weights_is_ended(
         async with engine:
             before = await engine.score(range(20, 60))
             await engine.update_weights(small_model_folder)
-            assert await engine.score(range(20, 60)) != before, "without the check there is no error"
+            assert await engine.score(range(20, 60)) != before, "without the check, scores change without an error"
 
     await first_update()
     with pytest.raises(EngineDead, match="a reload of its own weights before the first update changed"):

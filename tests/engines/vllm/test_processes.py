@@ -205,7 +205,7 @@ def test_stdout_and_environment_are_free_and_a_stop_is_silent(demo_model_folder:
         timeout=2 * WATCHDOG_SECONDS,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "ready None None\ndone\n"), "no library is left to load"
+    assert (done.returncode, done.stdout) == (0, "ready None None\ndone\n"), "LD_PRELOAD names no library"
     assert "EngineCore" in done.stderr, "the log is written to this descriptor"
     for alarming in ("force killing", "EngineDeadError", "Traceback", "leaked shared_memory"):
         assert alarming not in done.stderr

@@ -298,7 +298,7 @@ async def test_dead_rank_is_named_and_ends_every_request(engine: VllmEngine) -> 
     workers = [worker for process in processes for worker in process.children(recursive=True)]
     folder = engine.vllm.process.folder
     assert folder is not None
-    assert list(folder.path.iterdir()), "its sockets"
+    assert list(folder.path.iterdir()), "the folder has the engine's sockets"
 
     async def speak(rank: int) -> None:
         try:
