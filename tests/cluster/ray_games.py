@@ -127,7 +127,7 @@ class Poison(Environment):
 
     @tool
     def drink(self) -> str:
-        """Drink the poison."""
+        """Drink it."""
         if self.task.id == "poison":
             os.kill(os.getpid(), signal.SIGKILL)
         return "water"

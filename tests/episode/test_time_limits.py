@@ -124,7 +124,7 @@ async def test_tool_that_takes_too_long_is_reported_to_the_model(clock: trio.tes
 
         @tool(seconds=None)
         async def ponder(self) -> str:
-            """Take any time."""
+            """Take as long as it takes."""
             await self.passes(200)
             return "thought"
 

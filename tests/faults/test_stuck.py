@@ -32,7 +32,7 @@ class Waiting(Environment):
 
     @tool
     async def ponder(self) -> None:
-        """Wait for ever."""
+        """Never comes back."""
         await anyio.sleep_forever()
 
     async def step(self, turn: Turn) -> str | None:

@@ -154,7 +154,7 @@ async def test_wrong_uses_of_a_sandbox_name_the_fix() -> None:
 
         @tool
         async def open(self) -> str:
-            """Open a sandbox too late."""
+            """Open it too late."""
             await self.episode.sandbox(IMAGE_FOLDER)
             return ""
 

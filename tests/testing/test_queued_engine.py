@@ -39,7 +39,7 @@ class Talks(Environment):
 
     @tool
     def f(self, a: int) -> int:
-        """Return the argument."""
+        """Give it back."""
         return a
 
     @reward
