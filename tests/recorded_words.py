@@ -1,4 +1,4 @@
-"""Words of a recording that filler does not replace: the words of wire formats in their places, and identifiers as
+"""Words of a recording that filler does not replace: words of wire formats in their places, and identifiers as
 keys.
 """
 
@@ -65,10 +65,10 @@ KEPT: Final[dict[str, frozenset[str]]] = {
     "effort": frozenset({"minimal", "low", "medium", "high"}),
     "syntax": frozenset({"lark", "regex"}),
 }
-"""The words that stay as values of a key."""
+"""The words that stay, by the key whose value they are."""
 
 STAYS: Final[dict[str, re.Pattern[str]]] = {
     "required": IDENTIFIER,
     "$ref": re.compile(r"#(/[$\w]{1,40}){1,4}", re.ASCII),
 }
-"""Values that stay as values of a key of a schema."""
+"""Pattern of the values that stay, by their key in a schema."""

@@ -15,7 +15,7 @@ __all__ = ["TOOLS", "Case", "Cut", "Filler", "Past", "Scenario", "case"]
 
 
 Filler: TypeAlias = Callable[[random.Random], str]
-"""Function that writes some text without the words that occur only once."""
+"""Function that writes some text without the words that must occur only once."""
 
 
 class Scenario(enum.StrEnum):

@@ -57,7 +57,7 @@ async def test_agent_program_works_in_its_own_folder(
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     names: dict[str, Any] = {"__name__": "repair"}
     exec(compile(example(page, "Repair"), page, "exec"), names)
-    # No check before all programs have ended, so that a file in the folder of another program would be seen.
+    # The checks begin after all programs have ended, so they see a file that a program wrote into another one's folder.
     together = threading.Barrier(EPISODE_COUNT, timeout=60)
     made = names["Repair"].rollout
 

@@ -135,7 +135,7 @@ async def test_given_folder_for_temporary_files_replaces_the_default(name: str, 
 
 
 async def test_processes_that_a_program_leaves_running_end_with_it(tmp_path: Path) -> None:
-    """These processes are its group, and a process that has left the group."""
+    """The program leaves its process group running, and a process that has left the group."""
     code = f"""
 ask("One.")
 import subprocess
