@@ -185,9 +185,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines of the literal text of strings. They come from the syntax tree, since the tokens of f-strings differ
-    between Python versions.
-    """
+    """Lines of the literal text of strings, from the syntax tree: the tokens of f-strings differ between Pythons."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()

@@ -1,6 +1,4 @@
-"""Words of a recording that filler does not replace: words of wire formats in their places, and identifiers as
-keys.
-"""
+"""Words of a recording that filler does not replace: words of wire formats in their places, and identifiers."""
 
 from __future__ import annotations
 

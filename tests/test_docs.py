@@ -45,9 +45,7 @@ def test_every_guide_is_linked_from_the_start(start: Path) -> None:
 
 
 def test_guides_link_into_the_reference_where_they_name_what_is_in_it() -> None:
-    """A page whose prose names a public class links to the reference. The page on the inside is not for users, so it is
-    left out.
-    """
+    """A page whose prose names a public class links to the reference. The page on the inside is left out."""
     classes = "|".join(name for name in runner.__all__ if inspect.isclass(getattr(runner, name)))
     unlinked = []
     for page in sorted(set(DOCS.glob("*.md")) - {DOCS / "architecture.md"}):
@@ -212,9 +210,7 @@ def defined_as(documented: griffe.Module, name: str) -> griffe.Object:
 
 
 def is_said(thing: griffe.Object, on_pages: set[str]) -> bool:
-    """True if the reference need not list the name: it is private, a type variable, or a subclass of something on a
-    page.
-    """
+    """True if the reference need not list the name: it is private, a type variable, or a subclass of a listed class."""
     if isinstance(thing, griffe.Attribute):
         return thing.name.startswith("_") or str(thing.value).startswith("TypeVar(")
     return isinstance(thing, griffe.Class) and any(base.path in on_pages for base in thing.mro())

@@ -1,6 +1,4 @@
-"""Distributions that `pip install deltarunner` and its extras install, found in the installed ones; nothing is
-downloaded.
-"""
+"""Distributions that `pip install deltarunner` and its extras install. They are read here; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ HEAVY = ("torch", "triton", "nvidia", "cuda", "vllm", "xgrammar", "transformers"
 
 
 def requirements(name: str, extras: frozenset[str]) -> list[str]:
-    """Return the requirements of a distribution. For this project they come from the tree, not from an installed
-    version.
-    """
+    """Return the requirements of a distribution. For this project they come from the tree, installed or not."""
     if name != canonicalize_name(PROJECT["name"]):
         return distribution(name).requires or []
     optional = PROJECT["optional-dependencies"]

@@ -239,9 +239,7 @@ async def test_trainer_steps_move_the_weights_and_leave_a_usable_folder(
 
 
 async def greedy(engine: VllmEngine) -> tuple[list[int], list[float]]:
-    """The engine's greedy reply to a fixed prompt, with log-probabilities. It runs alone, so that it is the same each
-    time.
-    """
+    """The engine's greedy reply to a fixed prompt, with log-probabilities. It runs alone, so it is reproducible."""
     await engine.reset_prefix_cache()
     sampling = Sampling(temperature=0, max_tokens=32).over(Sampling.defaults())
     request = GenerationRequest(name="greedy", prompt=list(range(1000, 1040)), sampling=sampling)

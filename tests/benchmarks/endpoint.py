@@ -1,5 +1,4 @@
-"""Costs of an endpoint: time added to a turn, the event loop's time for a long history, and cost of a chunk of a
-stream.
+"""Costs of an endpoint: time added to a turn, the event loop's time for a long history, and for a chunk.
 
 Clients run in a process of their own, as agent programs do. So their processor time is not counted, but the latencies
 contain it. Each load is also played without HTTP: the episodes hold the same conversations, and receive the deltas

@@ -100,9 +100,7 @@ class Way:
 
 
 def continuing(episodes: Sequence[Turns]) -> tuple[int, int]:
-    """Return the number of prompts that continue an episode, and of those that do not begin with the earlier prompt and
-    turn.
-    """
+    """Return how many prompts continue an episode, and how many of these lack the earlier prompt's or turn's ids."""
     pairs = [pair for turns in episodes for pair in pairwise(turns)]
     return len(pairs), sum(
         prompt[: len(before) + len(sampled)] != [*before, *sampled] for (before, sampled), (prompt, _) in pairs

@@ -37,9 +37,7 @@ def files(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with deltarunner's wheel. All other packages, including pip and pytest, are those of this
-    interpreter.
-    """
+    """An interpreter with deltarunner's wheel. All other packages, including pip, are those of this interpreter."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")

@@ -90,9 +90,7 @@ async def played(
 
 
 def compared(trajectories: list[Trajectory]) -> dict[tuple[str, str], Any]:
-    """Return all values that must not depend on where an episode was played, by episode and agent, each of which occurs
-    once.
-    """
+    """Return all values that must not depend on the place of play, by episode and agent, each of which occurs once."""
     rows = {(each.id, each.agent): _compared(each) for each in trajectories}
     assert len(rows) == len(trajectories), "an episode was announced twice"
     return rows

@@ -97,9 +97,7 @@ class Standing:
     process: subprocess.Popen[str]
 
     def tell(self, order: str) -> int:
-        """Send `add` (a node with one core), `add 3` (with three) or `kill` (the last node). Return its raylet's
-        process id.
-        """
+        """Send `add` (a node with a core), `add 3` (three cores) or `kill` (the last node). Return its raylet's pid."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{order}\n")

@@ -160,9 +160,7 @@ def drinks(asked: ModelCall) -> Answer:
 
 
 class Hangs(Environment):
-    """Environment in which one episode blocks the event loop of the first worker that plays it for ever, but never the
-    driver's.
-    """
+    """Environment in which one episode blocks the first worker's event loop for ever, but never the driver's."""
 
     def __init__(self, trace: str, driver: int) -> None:
         self.trace = trace

@@ -20,9 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Any:
-    """Tensors of every type that weights have: also empty ones, single numbers, and parts that are not contiguous in
-    memory.
-    """
+    """Tensors of every type that weights have: also empty ones, single numbers, and parts that are not contiguous."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     kind = getattr(torch, draw(st.sampled_from(DTYPES)))
     tensor = torch.randint(0, 2, [2 * size for size in shape]).to(kind)

@@ -1,6 +1,4 @@
-"""The exit stack of an episode: the place and order in which the contexts that `setup()` entered end, and contexts that
-hang.
-"""
+"""The exit stack of an episode: place and order in which the contexts of `setup()` end, and contexts that hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Calls and thoughts as read by vLLM's parsers and by ours: the records are current, and every difference has its
-reason.
-"""
+"""Calls and thoughts as read by vLLM's parsers and by ours: current records, and a reason for every difference."""
 
 from __future__ import annotations
 

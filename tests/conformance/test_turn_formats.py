@@ -1,6 +1,4 @@
-"""The format in which every public template writes calls and thoughts: the record is current, and the page agrees with
-it.
-"""
+"""The format in which every public template writes calls and thoughts: the record is current, the page agrees."""
 
 from __future__ import annotations
 

@@ -20,7 +20,5 @@ def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _few_certificates(one_certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let httpx clients read one certificate: all certificates take 20 ms per client, and no client here connects by
-    TLS.
-    """
+    """Let httpx clients read one certificate: all take 20 ms per client, and no client here connects by TLS."""
     monkeypatch.setenv("SSL_CERT_FILE", str(one_certificate))

@@ -1,6 +1,4 @@
-"""A turn's reasoning in Chat Completions: written into both fields that clients read, and accepted in all that they
-send.
-"""
+"""A turn's reasoning in Chat Completions: written into both fields that clients read, and accepted in all of them."""
 
 from __future__ import annotations
 

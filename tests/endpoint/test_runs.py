@@ -26,9 +26,7 @@ EPISODE_COUNT = 12
 
 
 class Agents(Plain):
-    """Environment whose client first asks for a title, and then plays an agent with a tool and two sub-agents with
-    equal prompts.
-    """
+    """Environment whose client asks for a title, and then plays an agent and two sub-agents with equal prompts."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=f"t{number}", prompt=f"Mend {number}.") for number in range(EPISODE_COUNT)]

@@ -1,6 +1,4 @@
-"""Requests with histories that were seen before: every format and the episode read them as if each request were the
-first.
-"""
+"""Requests with histories that were seen before: every format and the episode read them like first requests."""
 
 from __future__ import annotations
 

@@ -206,9 +206,7 @@ class Trial:
         return await self.judged(proofs)
 
     async def false_alarms(self, updates: int) -> dict[int, int]:
-        """Return the number of right updates that proofs refuse, by size. Each update is a small step from the last
-        one.
-        """
+        """Return how many right updates the proofs refuse, by size. Each update is a small step from the last one."""
         alarms = dict.fromkeys(self.sizes, 0)
         tensors = self.first
         for number in range(updates):

@@ -227,9 +227,7 @@ async def test_max_version_lag_counts_additions_of_the_adapter(lag: int) -> None
 
 
 class LaterOlder(Refreshed):
-    """Environment whose first turn uses the model without adapters. A trainer adds the poet again after the second
-    turn.
-    """
+    """Environment whose first turn uses no adapter. A trainer adds the poet again after the second turn."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(adapter=None))

@@ -161,9 +161,7 @@ def test_tolerance_is_that_of_the_coarser_type() -> None:
 
 @pytest.mark.anyio
 async def test_first_proof_may_differ_by_more_than_the_table() -> None:
-    """Some models round more (Apertus in float32: 0.0007 nats in the median). Their later proofs have it as their
-    tolerance.
-    """
+    """Some models round more (Apertus in float32: 0.0007 nats in the median). Later proofs have this as tolerance."""
     logprobs = [-2.0 - each / 100 for each in IDS[1:]]
     noisy = WeightProof(IDS, [each + 0.002 for each in logprobs], dtype="float32")
     wrong = WeightProof(IDS, [each + 0.01 for each in logprobs], dtype="float32")

@@ -1,6 +1,4 @@
-"""An engine whose model samples other ids than the tokenizer for the same words: text that is encoded again has other
-ids.
-"""
+"""An engine whose model samples other ids than the tokenizer: text that is encoded again has other ids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""For tests of resources that one hook opens and another closes: the resources, environments that use them, and their
-play.
-"""
+"""Resources that one hook opens and another closes, the environments that use them, and their play."""
 
 from __future__ import annotations
 

@@ -120,9 +120,7 @@ async def test_self_play_has_two_trajectories_announced_together() -> None:
 
 
 class SelfPlay(Plain):
-    """Environment with two trained players and a referee. `main` has no turn, and in every third episode black has
-    none.
-    """
+    """Environment with two trained players and a referee. `main` has no turn, and black none in every third episode."""
 
     async def rollout(self, conversation: Conversation) -> None:
         white = self.episode.conversation("white", prompt="You are white.", train=True)

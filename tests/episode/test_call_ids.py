@@ -98,9 +98,7 @@ def called(call_id: str, command: str) -> list[dict[str, Any]]:
 
 
 async def played(name: str, loop: Any, says: Any, path: Path) -> list[str]:
-    """Return the prompts of an episode that uses a model with this template, after checking and verifying the
-    trajectory.
-    """
+    """Return the prompts of an episode on a model with this template, after verifying the trajectory."""
     entry = entry_named(name)
     template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
     if name.endswith("-tool_use"):  # the repository also has a template for conversations without tools

@@ -1,6 +1,4 @@
-"""Ids that an answer contained identify its turn, even if a client removed, reformatted or renamed the parts around
-them.
-"""
+"""Ids of an answer identify its turn, even if a client removed, reformatted or renamed the parts around them."""
 
 from __future__ import annotations
 

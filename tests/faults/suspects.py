@@ -1,6 +1,4 @@
-"""Environments in which one episode misbehaves, in a given hook and way. Its hooks are all synchronous or all
-asynchronous.
-"""
+"""Environments in which one episode misbehaves, in a given hook and way. All hooks are sync, or all are async."""
 
 from __future__ import annotations
 

@@ -33,9 +33,7 @@ MANY = ("Qwen3", "Qwen3-Coder", "Llama 3.1", "Gemma 4", "Olmo 3", "DeepSeek V3.2
 
 
 def calling_many(of: Family) -> tuple[list[int], ScriptedEngine]:
-    """Return replies that call tools whose names are prefixes of others and then answer, and the numbers of these
-    tools.
-    """
+    """Return replies that call tools whose names are prefixes of others and then answer, and these tools' numbers."""
     assert of.form.calls is not None
     stop, call_stop = of.stop_ids
     close = of.form.reasoning.close if of.form.reasoning and of.form.reasoning.opened_by_prompt else ""

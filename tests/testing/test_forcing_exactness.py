@@ -1,5 +1,4 @@
-"""Exactness on the real engine: awkward turns in whole episodes, compared with vLLM's prompts and Hugging Face's
-results.
+"""Exactness on the real engine: awkward turns in episodes, compared with vLLM's prompts and Hugging Face's scores.
 
 The engine computes in float32, so that log-probabilities can be compared. It is the engine of docs/forced-ids.md.
 """
@@ -198,9 +197,7 @@ def added(messages: Sequence[Message]) -> Iterator[str]:
 def assert_sent(
     engine: VllmEngine, trajectory: Trajectory, said: Sequence[Said], sent: Sequence[Sequence[int]]
 ) -> None:
-    """Assert that every prompt at vLLM is the earlier prompt, its forced ids, and the template's text between the
-    turns.
-    """
+    """Assert that every prompt at vLLM is the earlier prompt, its forced ids, and the template's text after them."""
     block = engine.describe()["chosen"]["block_size"]
     assert len(trajectory.segments) == 1
     assert len(sent) == len(trajectory.turns) == len(said)

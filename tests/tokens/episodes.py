@@ -36,9 +36,7 @@ class Adds(Plain):
 
 
 def bridges(trajectory: Trajectory, engine: ScriptedEngine) -> list[str]:
-    """Return the ids between the turns of a trajectory of one segment, after checking that every prompt extends the
-    last.
-    """
+    """Return the ids between the turns of a one-segment trajectory, after checking that prompts extend each other."""
     assert [segment.cause for segment in trajectory.segments] == ["start"], trajectory.error
     texts = []
     for before, turn in pairwise(trajectory.turns):

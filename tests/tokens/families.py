@@ -191,9 +191,7 @@ class Model:
 
 @functools.cache
 def model(name: str, **options: Any) -> Model:
-    """Return a family of `FAMILIES`, made once a session; `options` are variables of its template, such as
-    `enable_thinking`.
-    """
+    """Return a family of `FAMILIES`, made once a session; `options` are the template's, such as `enable_thinking`."""
     kind = FAMILIES[name]
     text = _entry(kind.template)
     if kind.vocabulary:

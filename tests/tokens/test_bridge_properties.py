@@ -60,9 +60,7 @@ def assistant_turns(draw: st.DrawFn) -> Message:
 
 @st.composite
 def answers(draw: st.DrawFn, turn: Message) -> list[Message]:
-    """Generate a result for each call, perhaps followed by a user message; or a user message after a turn without
-    calls.
-    """
+    """Generate a result for each call, and perhaps a user message; without calls, generate a user message."""
     results: list[Message] = [
         {"role": "tool", "content": draw(CONTENT), "tool_call_id": made["id"], "name": "add"}
         for made in turn.get("tool_calls", ())

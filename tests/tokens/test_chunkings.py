@@ -128,9 +128,7 @@ def ids_of(case: Case, tokenizer: Tokenizer) -> list[int]:
 
 
 def splits(length: int, name: str) -> list[tuple[int, ...]]:
-    """Return every way to split this number of ids; if there are too many, seeded ways that include whole and one by
-    one.
-    """
+    """Return every way to split this number of ids; if there are too many, seeded ones with whole and one by one."""
     if length <= EVERY_SPLIT_UP_TO:
         return [_sizes(cuts) for cuts in itertools.product((False, True), repeat=length - 1)]
     rng = sweeps.random_of(name)

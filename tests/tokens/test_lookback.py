@@ -167,9 +167,7 @@ def _with_own_words(entry: Entry) -> Iterator[tuple[Case, Sequence[ToolSchema], 
 
 
 def _own_words(text: str) -> list[str]:
-    """Return the constants of a template, which it compares with contents, searches in contents, or removes from
-    contents.
-    """
+    """Return the constants that a template compares with contents, searches in contents, or removes from contents."""
     constants = environment().parse(text).find_all(jinja2.nodes.Const)
     return sorted({each.value for each in constants if isinstance(each.value, str) and 0 < len(each.value) < 60})
 

@@ -21,9 +21,7 @@ PHI = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 
 @functools.cache
 def phi(*, rstrip: bool) -> VocabularyTokenizer:
-    """Return a vocabulary with Phi-3's control tokens, which in Phi-3's own vocabulary swallow the white space after
-    them.
-    """
+    """Return a vocabulary with Phi-3's control tokens, which in Phi-3 swallow the white space after them."""
     settings = json.loads(vocabulary("smollm2")._tokenizer.to_str())
     first = vocabulary("smollm2").size
     flags = dict.fromkeys(("single_word", "lstrip", "normalized"), False) | {"rstrip": rstrip, "special": True}

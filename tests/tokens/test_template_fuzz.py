@@ -31,9 +31,7 @@ KEEPS = "{{ m.content }}" + CALLS
 
 
 def _asking(test: str, keep: str = "", *, body: str = KEEPS) -> str:
-    """Return a template that keeps a part of every message, and has another generation prompt if a test of that part
-    holds.
-    """
+    """Return a template that keeps a part of every message, and has another generation prompt if a test of it holds."""
     kept = f"{{% if m.role == 'assistant' %}}{{% set ns.e = {keep or 'm.content'} %}}{{% endif %}}"
     text = chatml(body=body + kept).replace("assistant\\n' }}", f"assistant\\n' }}}}{{{{ 'A' if {test} }}}}")
     return "{% set ns = namespace(e='', last='') %}" + text
@@ -110,9 +108,7 @@ CLOSING = {
 
 
 def _conversations(words: str) -> Iterator[list[Message]]:
-    """Return conversations with these contents, short and long, with a thought and with calls of all kinds of
-    arguments.
-    """
+    """Return conversations with these contents, short and long, with a thought and with calls of all kinds."""
     for past in ([], [says("a"), MORE, says(""), MORE]):
         for reasoning in ("", " ", "b"):
             yield [QUESTION, *past, says(words, reasoning=reasoning), MORE, says(words), {**MORE, "content": words}]

@@ -136,9 +136,7 @@ GEMMA_WORDS += [*GEMMA_TAGS, "[multimodal]", *(f"<unused{number}>" for number in
 
 @functools.cache
 def gemma() -> VocabularyTokenizer:
-    """Return a vocabulary like Gemma's: learnt words are also added tokens, on the pieces of Mistral's SentencePiece
-    model.
-    """
+    """Return a vocabulary like Gemma's: learnt words are also added tokens, on Mistral's SentencePiece pieces."""
     return VocabularyTokenizer(_kept("gemma", _gemma), eos_token="<end_of_turn>")
 
 
@@ -249,9 +247,7 @@ def _package(name: str) -> Path:
 
 
 def _kept(name: str, build: Callable[[], str]) -> str:
-    """Return the result of `build`, cached in the temporary folder between sessions, since computing merges takes
-    seconds.
-    """
+    """Return the result of `build`, cached in the temporary folder between sessions, since merges take seconds."""
     made_by = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     file = Path(tempfile.gettempdir()) / f"deltarunner-vocabularies-{os.getuid()}" / f"{name}-{made_by}.json"
     if not file.is_file():

@@ -32,9 +32,7 @@ Lay = Callable[[list[Group]], TrainingBatch]
 
 
 def with_turn_rewards(played: list[Group], seed: int) -> list[Group]:
-    """Return the groups with a reward for each turn. Later segments have rewritten histories, and there are no
-    branches.
-    """
+    """Return the groups with a reward for each turn. Later segments have rewritten histories; there are no branches."""
     numbers = np.random.default_rng(seed)
     for each in played:
         for trajectory in each.trajectories:

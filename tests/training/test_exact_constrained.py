@@ -133,9 +133,7 @@ PERSON = {
 
 
 class Forms(Environment):
-    """Environment with a conversation whose turns are constrained in every way that an author can choose, or not at
-    all.
-    """
+    """Environment with a conversation whose turns are constrained in every way that authors can choose, or free."""
 
     turns = (
         Sampling(schema=PERSON),

@@ -1,5 +1,4 @@
-"""`python -m tests.weight_conformance`: test weight updates of many architectures, and write
-docs/weight-conformance.md.
+"""`python -m tests.weight_conformance`: test weight updates of architectures, and write docs/weight-conformance.md.
 
 Each case runs in its own process, and its result is written into results.json at once, so that a run may be stopped and
 continued. Cases with results of an older check are played again, and with `--again` all cases. `--way` plays only this

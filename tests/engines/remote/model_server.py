@@ -47,9 +47,7 @@ class ModelServer:
 
 @contextmanager
 def model_server(folder: Path, log: Path, *arguments: str) -> Iterator[ModelServer]:
-    """Yield a server of the model in a folder, in float32, with all options that our clients use, and end it
-    afterwards.
-    """
+    """Yield a server of the model in a folder, in float32, with all options that our clients use."""
     port = _free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--enable-prompt-tokens-details"]

@@ -1,6 +1,4 @@
-"""The cleanup process of an engine: nothing of the engine stays in the system, even if all of its processes are killed
-at once.
-"""
+"""The cleanup process of an engine: nothing stays in the system if all of the engine's processes are killed."""
 
 from __future__ import annotations
 

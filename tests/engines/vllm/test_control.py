@@ -107,9 +107,7 @@ def test_start_leaves_other_programs_no_library_to_load(on_engine: Any) -> None:
 
 
 def test_only_worker_is_inside_the_core_of_a_later_engine_too(on_engine: Any) -> None:
-    """An earlier start left `LD_PRELOAD` changed. Later engines then ran their worker as a process, which imports vLLM
-    again.
-    """
+    """An earlier start left `LD_PRELOAD` changed. Later engines then ran their worker as a separate process."""
 
     async def scenario(engine: VllmEngine) -> None:
         (core,) = engine.processes()

@@ -204,9 +204,7 @@ async def test_each_request_of_a_batch_gets_as_many_as_it_asked_for(engine: Vllm
 
 
 class Asks(Plain):
-    """Environment with two turns: one continues after its EOS, one records its likeliest ids, each by a field of its
-    own.
-    """
+    """Environment with two turns: one continues after its EOS, and one records its likeliest ids."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(ignore_eos=True, logit_bias={EOS_ID: 12.0}))
