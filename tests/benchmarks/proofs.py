@@ -36,8 +36,7 @@ LARGE_SEQUENCE_COUNT = 2
 LARGE_SAMPLED_TOKENS = 8
 """Sampled ids of the large model, fewer than for the demo model: two cores compute some ten of its ids a second."""
 LARGE_BYTES = 12 * 2**30
-"""Free memory that the large model needs: trainer, engine, and, while weights are loaded, a second model and its copy.
-"""
+"""Bytes of free memory for the large model: trainer, engine, and, during a load, a second model and a weight copy."""
 
 
 def measure() -> Iterator[Figure]:

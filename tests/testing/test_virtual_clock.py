@@ -79,7 +79,7 @@ def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> 
 
 
 def test_thread_waiting_for_the_loop_is_not_busy(virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG_SECONDS)  # the time after which a thread would count as busy
+    monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG_SECONDS)  # the real time that a busy thread would get
 
     def asks() -> None:
         for _ in range(3):
