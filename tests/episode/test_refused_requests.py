@@ -275,7 +275,7 @@ def test_several_system_messages_are_probed_with_three(shown: str, several: bool
 
 @pytest.mark.parametrize("entry", sweeps.part(corpus(), 40), ids=lambda each: each.name)
 def test_leading_system_messages_reach_the_model_in_every_template(entry: Any) -> None:
-    """They are joined if necessary: the parts of three messages are shown like one message."""
+    """The messages are joined if necessary: three are shown completely, like one."""
     renderer = entry.renderer()
     takes: SystemSupport = system_support(renderer)
     begin = [system(text) for text in ("zqonez", "zqtwoz", "zqthreez")]
