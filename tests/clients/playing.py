@@ -55,7 +55,7 @@ class ProgramEpisode:
     finished: FinishedProgram | None = None
     """The exit of the program."""
     threads: list[ChatThread] = field(default_factory=list)
-    """Its conversations, including untrained ones."""
+    """The program's conversations, including untrained ones."""
     trajectories: list[Trajectory] = field(default_factory=list)
     """The trained trajectories."""
 

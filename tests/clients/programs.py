@@ -39,7 +39,7 @@ class Program:
     verdicts: Sequence[str] = ("new", "append", "append")
     """The expected verdicts on its requests."""
     tolerated: frozenset[str] = frozenset()
-    """Its tolerated changes to messages that it sends back."""
+    """The program's tolerated changes to messages that it sends back."""
     asides: int = 0
     """The number of its untrained threads."""
 

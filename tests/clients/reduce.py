@@ -46,9 +46,9 @@ class SentRequest:
     form: str
     """The name of its wire format."""
     headers: Mapping[str, str]
-    """Its headers."""
+    """The request's headers."""
     body: Mapping[str, Any]
-    """Its body."""
+    """The request's body."""
     says: str
     """The sampled text of its answer, with all marks, or "" if nothing was sampled."""
     handle: str
@@ -62,7 +62,7 @@ class SentRequest:
     again: str
     """Handling of a repeated request."""
     tolerated: Sequence[str]
-    """Its tolerated changes."""
+    """The tolerated changes of the request."""
     parent: int | None
     """The index of the request whose turn it continues."""
     cause: str

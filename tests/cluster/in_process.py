@@ -100,7 +100,7 @@ class InProcessWorker:
         self.silent = False
         """True if the worker no longer answers calls, like an unplugged machine."""
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        """Its calls, in order of arrival."""
+        """The worker's calls, in order of arrival."""
         self.fail_in: dict[str, Exception] = {}
         """Error that a call raises, by the name of the call."""
         self.held_in: dict[str, anyio.Event] = {}

@@ -120,7 +120,7 @@ async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
 
 @pytest.mark.parametrize("updates", [pytest.param(False, marks=pytest.mark.whole), True])
 async def test_worker_that_joins_later_has_the_first_proof(updates: bool) -> None:
-    """Its tolerance follows from its own first weights, as for the other workers."""
+    """The worker's tolerance follows from its own first weights, as for the other workers."""
     model, noise = Model(), [0.02, -0.02]
     noisy = WeightProof(IDS, [each + noise[n % 2] for n, each in enumerate(model(IDS))], dtype="bfloat16")
     async with fleet(2, dice_engine(scores=model)) as (engine, launcher), engine:

@@ -166,7 +166,7 @@ MISTRALS = ("mistralai-Mistral-Nemo-Instruct-2407", "mistralai-Mistral-7B-Instru
 @pytest.mark.parametrize("name", MISTRALS)
 @pytest.mark.parametrize("as_user", [True, False])
 async def test_system_message_may_change_while_a_result_is_last(name: str, as_user: bool, tmp_path: Path) -> None:
-    """These templates then hide the system message. The refusal names the option that converts it to a user message."""
+    """The templates then hide the system message. The refusal names the option that converts it to a user message."""
     (entry,) = [each for each in corpus() if each.name == name]
     chat_template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
     engine = recording([Reply("", calls=[call("run", command="ls")])] * 2 + ["Done."], template=chat_template)

@@ -90,7 +90,7 @@ def test_ids_of_turns_around_an_update_are_of_their_weights(
 def test_update_without_turns_of_both_weights_proves_nothing(
     small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These turns end before the update."""
+    """All turns end before the update."""
     (row,) = check_with([TorchEngine(small_llama, takes=1)], small_llama, [Way.UNDER_TURNS], tmp_path, monkeypatch).rows
     assert row.verdict is TensorVerdict.REFUSED
     assert "no turn had 8 ids of the old weights and 8 of the new ones" in row.reason
