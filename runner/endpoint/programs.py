@@ -249,7 +249,7 @@ def _signal_group(pid: int, number: int) -> bool:
 
 
 def _kill_marked(mark: str) -> bool:
-    """Kill the processes with this mark in their environment, where the system shows it. Return True if one existed."""
+    """Kill the processes with this mark in their environment, if the system shows it. Return True if one existed."""
     wanted, found = f"{PROGRAM_ID_VARIABLE}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
         # The process may have ended, or may belong to another user.

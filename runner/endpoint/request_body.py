@@ -104,7 +104,7 @@ _ESCAPE: Final = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[
 
 
 def _without_half(found: re.Match[bytes]) -> bytes:
-    """Return an escape, or U+FFFD for an unpaired surrogate, which JavaScript writes where it cuts a text in two."""
+    """Return an escape, or U+FFFD for an unpaired surrogate, which JavaScript writes if it cuts a text in two."""
     return found[0] if found["half"] is None else b"\\ufffd"
 
 

@@ -134,7 +134,7 @@ class EpisodeRunner(EpisodeState):
                 "enter and leave it around the code that it limits"
             )
             text = (
-                f"what a hook opened ended the episode; {died}"
+                f"a context that a hook opened ended the episode; {died}"
                 if died
                 else f"the environment cancelled the task of its episode: {cause}"
             )
@@ -343,7 +343,7 @@ class EpisodeRunner(EpisodeState):
             if passing is not None and not swallowed and not self._opening.fired:
                 raise passing
             if passing is not None and not self._opening.fired:
-                self._ending = Ending(Outcome.ENV_ERROR, error="what setup() entered ended the episode")
+                self._ending = Ending(Outcome.ENV_ERROR, error="a context that setup() entered ended the episode")
         except anyio.get_cancelled_exc_class():
             if not self._opening.fired or cancellation_is_asked_for():
                 raise

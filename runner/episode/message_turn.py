@@ -131,7 +131,7 @@ class MessageTurn:
             raise RuntimeError(
                 f"conversation {conversation.name!r} has no message yet: add() one, or give it a prompt."
             )
-        # Only the server counts tokens, and only those of requests that it has answered.
+        # Only the server counts tokens, and only for requests that it has answered.
         used = node.turn.usage.total_tokens if node is not None and not cursor.whole and node.turn.usage else 0
         if used >= conversation.context:
             text = f"{conversation.episode.key.id}: {used} tokens do not fit the context of {conversation.context}"

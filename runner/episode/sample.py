@@ -93,7 +93,7 @@ class SampledTurn:
             self.event_parser.restart()
 
     def stopped(self, stops: StopStrings, delta: Delta, kept: int) -> None:
-        """Keep the ids of `delta` up to the one that completed a stop string."""
+        """Keep the ids of `delta` up to the id that completed a stop string."""
         logprobs = delta.logprobs[:kept] if delta.logprobs is not None else None
         top = delta.top.part(0, kept) if delta.top is not None else None
         side = delta.side.part(0, kept) if delta.side is not None else None

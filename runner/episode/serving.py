@@ -94,7 +94,7 @@ class ServedEpisode:
         return await self._chat_service.count(chat_call)
 
     def text_of(self, ids: Sequence[int], /) -> str:
-        """Return the text of ids. Bytes that are not valid text alone appear as in `text_of_token`."""
+        """Return the text of ids. A byte that is not valid text is written as by `text_of_token`."""
         if not isinstance(self._chat, ChatModel):
             return ""
         return "".join(text_of_token(self._chat.tokenizer, token_id) for token_id in ids)

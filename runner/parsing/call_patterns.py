@@ -248,7 +248,7 @@ it counts as a call.
 """
 
 MAX_TOOL_SETS: Final = 256
-"""Number of sets of tool names whose patterns are cached; a run has few of them."""
+"""Number of sets of tool names whose patterns are cached; a run has few such sets."""
 
 _NOTHING: Final = re.compile("")
 _CLOSING: Final = frozenset(")]}")

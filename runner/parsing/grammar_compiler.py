@@ -24,7 +24,7 @@ class TokenGrammarCompiler:
         from xgrammar import GrammarCompiler
 
         self._compiler = compiler
-        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info  # the compiler has no other way
+        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info  # the only way to get it
         alone = GrammarCompiler(vocabulary, cache_enabled=False)
         self._grammar = functools.lru_cache(CACHE_ENTRIES)(alone.compile_grammar)
         self._structural_tag = functools.lru_cache(CACHE_ENTRIES)(alone.compile_structural_tag)

@@ -27,8 +27,8 @@ _FREE_TWICE: Final = re.compile(r"(?:\\s\*){2,}")
 def lenient(literal: str) -> str:
     """Return a pattern for `literal` that accepts other white space.
 
-    White space is optional before the literal, where the literal has some, around tags and between brackets. Between
-    two words it is required, since it separates them.
+    White space is optional before the literal, at each white space of the literal, around tags, and between brackets.
+    Between two words it is required, since it separates them.
     """
     return (FREE if literal else "") + _body(literal)
 

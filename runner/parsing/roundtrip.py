@@ -39,8 +39,8 @@ class Loss(NamedTuple):
 def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
     """Yield the parts of the tools' calls that do not survive a round trip through the format.
 
-    For each tool, it tries every argument alone with every type that the schema allows, then all arguments, then no
-    arguments.
+    Each tool is called with every argument alone, of every type that the schema allows, then with all arguments, and
+    then without arguments.
     """
     trial = _RoundtripTrial(form, tools)
     for tool in tools:

@@ -161,7 +161,7 @@ class SchemaRules:
     def _after_value(self, depth: int) -> str:
         if depth == 0:
             return self._after
-        # One rule for all strings, with all characters that may follow any of them.
+        # All strings share one rule, which has the characters that may follow any string.
         return self._dialect.after_strings
 
     def _string(self, shape: ValueShape, depth: int, path: str) -> str:

@@ -109,7 +109,7 @@ class IdStyle(enum.StrEnum):
     NINE = "call{number:05}"  # nine letters and digits, required by Mistral's templates
 
     def pattern(self, longest: int = 64) -> str:
-        """Return a regular expression for ids of the model, also valid as an EBNF expression."""
+        """Return a regular expression for ids of the model, which is also a valid EBNF expression."""
         return "[0-9A-Za-z]{9}" if self is IdStyle.NINE else f"[0-9A-Za-z_.:/$\\-]{{1,{longest}}}"
 
 

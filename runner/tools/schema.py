@@ -166,7 +166,7 @@ def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: 
 
 
 def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any] | None) -> dict[str, Any]:
-    # The hints of a callable object are on its class, and those of a decorated function are below its decorators.
+    # A callable object has its hints on its class, and a decorated function has its hints below the decorators.
     target: Any = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else type(target).__call__
     try:

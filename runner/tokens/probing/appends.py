@@ -202,7 +202,7 @@ class _AppendTrial:
 
 
 class _Speaker:
-    """Produces the ids of a model that writes exactly what the template does."""
+    """A model that writes exactly the text of the template, as ids."""
 
     def __init__(self, bridger: Bridger) -> None:
         self._bridger = bridger
