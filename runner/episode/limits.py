@@ -77,7 +77,7 @@ class EpisodeLimits:
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
     async def let_speak(self, agent: str, *, counted: bool) -> None:
-        """Wait until an agent may take a turn, or raise if it may not.
+        """Check that an agent may take a turn.
 
         Raises:
             EpisodeOver: the episode has ended, or the turn would exceed a limit.
