@@ -106,14 +106,16 @@ class Generation:
         async with Generation(engine, {"max_new_tokens": 256, "_pad_token_id": 0}) as generation:
             output = await generation.generate({"input_ids": ids, "input_lengths": lengths})
 
-    An engine that was entered stays open; one that was not is entered here. Any number of batches may be generated at
-    once. Leaving the block ends pending rows.
+    An engine that is already entered stays open; any other engine is entered here. Any number of batches may be
+    generated at once. Leaving the block ends pending rows.
 
     Args:
         engine: the engine.
         config: the sampling of rows; a trainer's own dictionary, see `GenerationConfig`.
-        stall_seconds: seconds of silence after which an engine that admitted a row has failed; None waits for ever.
-        retries: number of times that a row is sampled again after an engine's failure; a refused row is not.
+        stall_seconds: seconds of silence after which an engine that admitted a row counts as failed; None waits for
+            ever.
+        retries: number of times that a row is sampled again after an engine's failure; a refused row is not sampled
+            again.
 
     Raises (also when it is entered):
         BadOption: the configuration, by its key and the fix.
@@ -181,8 +183,8 @@ class Generation:
 
         Raises:
             BadBatch: the batch cannot be sampled from; names the row. Nothing was sampled.
-            BadControl: the engine sleeps. The call waits for an engine that is paused.
-            EngineError: a row failed for good, by its index. `generate_async` returns the others.
+            BadControl: the engine sleeps. If the engine is only paused, the call waits.
+            EngineError: a row failed for good, by its index. `generate_async` returns the other rows.
         """
         async with self.generate_async(batch, greedy, seed=seed) as results:
             return await results.all()
@@ -238,7 +240,7 @@ class Generation:
         """Wake an engine that shares its accelerators with the trainer; cheap if it is awake.
 
         Args:
-            tags: only these parts of its memory, "weights" before new weights come and "kv_cache" after.
+            tags: only these parts of its memory: "weights" before new weights are loaded, "kv_cache" afterwards.
 
         Returns:
             True; failures raise.
@@ -312,6 +314,6 @@ class Generation:
         for token_id in self.settings.stop_token_ids:
             if not 0 <= token_id < size:
                 raise BadOption(
-                    f"config['stop_token_ids']: {token_id} is not an id of the engine's vocabulary of {size}: it is "
-                    "another tokenizer's. Take the id from that of the engine's model."
+                    f"config['stop_token_ids']: {token_id} is not an id of the engine's vocabulary of {size}: it belongs "
+                    f"to another tokenizer. Take the id from the tokenizer of the engine's model."
                 )

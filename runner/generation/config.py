@@ -110,7 +110,7 @@ class TextDatumSpec(TypedDict):
     """Prompts as texts."""
 
     prompts: list[str]
-    """Texts, each encoded as it is written: control tokens in it count, none are added."""
+    """Texts. Control tokens in a text become control ids; no control token is added."""
     stop_strings: NotRequired[list[list[str] | None] | None]
     """For each row the strings that end it, or None; merged with the configuration's."""
 
@@ -177,7 +177,7 @@ class GenerationSettings:
 
 
 def as_strings(value: Any, name: str, error: type[ValueError]) -> tuple[str, ...]:
-    """Return stop strings as a tuple: None is empty, and a single string stands for a list of it.
+    """Return stop strings as a tuple: empty for None, and with one item for a single string.
 
     Raises:
         ValueError: `error`, with `name`: the value has another type, or a string is empty.

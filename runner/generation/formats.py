@@ -42,7 +42,7 @@ class PaddedBatch:
     """The array that was passed, for its kind and device."""
     dtype: np.dtype[np.integer[Any]]
     pad_id: int
-    """The id that fills rows up."""
+    """The id of the padding."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:
@@ -56,7 +56,7 @@ class PaddedBatch:
         _require_room(ids.dtype, vocabulary, pad_id)
         empty = np.flatnonzero(lengths == 0)
         if len(empty):
-            raise BadBatch(f"row {empty[0]}: input_lengths says 0, and a prompt has at least one id.")
+            raise BadBatch(f"row {empty[0]}: input_lengths is 0, but a prompt needs at least one id.")
         _check_vocabulary(ids, lengths, vocabulary)
         stop = _stop_strings(batch, len(ids))
         rows = [Row(i, array("i", ids[i, : lengths[i]].tolist()), stop[i]) for i in range(len(ids))]
@@ -119,7 +119,7 @@ class TextBatch:
         text = self.tokenizer.decode([token_id for token_id in row.log.ids[row.start :] if token_id not in special])
         if not isinstance(row.stop, str) or row.text is None:
             return text
-        # The id that completed the string may have more text; a string with special tokens in it is only in `row.text`.
+        # The last id may have more text than the string. A stop string with special tokens is not in `text`.
         end = text.find(row.stop)
         return text[: end + len(row.stop)] if end >= 0 else row.text + row.stop
 
@@ -143,7 +143,7 @@ def _check_vocabulary(ids: NDArray[Any], lengths: NDArray[Any], vocabulary: int)
         row, position = np.argwhere(strange)[0]
         raise BadBatch(
             f"row {row}: {ids[row, position]} at position {position} is not an id of the engine's vocabulary of "
-            f"{vocabulary}: the batch is another tokenizer's. Encode it with that of the engine's model."
+            f"{vocabulary}: the batch belongs to another tokenizer. Encode it with the tokenizer of the engine's model."
         )
 
 

@@ -83,7 +83,7 @@ def _check_lengths(ids: NDArray[Any], lengths: NDArray[Any], name: str) -> None:
     wrong = np.flatnonzero((lengths < 0) | (lengths > width))
     if len(wrong):
         row = wrong[0]
-        raise BadBatch(f"row {row}: {name} says {lengths[row]}, and a row has {width} positions.{_others(wrong)}")
+        raise BadBatch(f"row {row}: {name} is {lengths[row]}, but a row has {width} positions.{_others(wrong)}")
 
 
 def _check_padding(ids: NDArray[Any], lengths: NDArray[Any], name: str, pad_value: int) -> None:
@@ -105,13 +105,13 @@ def _advice(row: NDArray[Any], length: int, pad_value: int) -> str:
     if np.all(row[: len(row) - length] == pad_value):
         return " It seems to be padded on the left: put its ids first."
     if len(set(row[length:].tolist())) == 1:
-        return f" If {row[length]} is your padding, say so: pad_value, or '_pad_token_id' of the configuration."
+        return f" If {row[length]} is your padding, set pad_value, or '_pad_token_id' of the configuration."
     return ""
 
 
 def _others(wrong: NDArray[Any]) -> str:
     more = ", ".join(map(str, wrong[1:11])) + (", ..." if len(wrong) > 11 else "")
-    return f" So it is in {len(wrong) - 1} further rows: {more}." if len(wrong) > 1 else ""
+    return f" The same fault is in further rows ({len(wrong) - 1}): {more}." if len(wrong) > 1 else ""
 
 
 # --- torch or numpy

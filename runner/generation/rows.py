@@ -116,8 +116,8 @@ def _request(row: Row, setting: RowSetting, room: int) -> GenerationRequest:
 class RunningRows:
     """The rows of one batch while a task of its own samples them, in the order in which they finish.
 
-    A row that fails for good does not affect the others: its error comes after the last of them. The others are cut
-    only if nothing can be sampled any more.
+    A row that fails for good does not affect the others: its error is raised after the last of the other rows. The
+    others are cut only if nothing can be sampled any more.
     """
 
     def __init__(self, rows: Sequence[Row], setting: RowSetting) -> None:
@@ -155,7 +155,7 @@ class RunningRows:
 
         Raises:
             StopAsyncIteration: all were returned, or they were closed.
-            EngineError: rows failed, or the engine died; once, after the rows that did not.
+            EngineError: rows failed, or the engine died; raised once, after the rows that finished.
             RuntimeError: other code cut them.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()

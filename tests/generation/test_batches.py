@@ -222,8 +222,8 @@ def changed(**fields: Any) -> dict[str, Any]:
         ([[1, 2]], "the batch is a list: give a dictionary"),
         ({"input_ids": array([[1]])}, "the batch has no input_lengths, only input_ids"),
         (changed(input_ids=array([[0, 1, 2], [1, 2, 3]])), "row 1: input_ids holds 3 at position 2, where the padding"),
-        (changed(input_lengths=array([3, 4])), "row 1: input_lengths says 4, and a row has 3 positions"),
-        (changed(input_lengths=array([3, 0]), input_ids=array([[1, 2, 3], [0, 0, 0]])), "row 1: input_lengths says 0"),
+        (changed(input_lengths=array([3, 4])), "row 1: input_lengths is 4, but a row has 3 positions"),
+        (changed(input_lengths=array([3, 0]), input_ids=array([[1, 2, 3], [0, 0, 0]])), "row 1: input_lengths is 0"),
         (
             changed(input_ids=array([[97, 98, 99], [97, 151645, 0]])),
             r"row 1: 151645 at position 1 .* vocabulary of 259:",

@@ -73,7 +73,7 @@ def test_a_length_that_no_row_can_have_is_found_and_the_row_is_named(
     width = len(rows[row])
     lengths[row] = data.draw(st.integers(-9, -1) | st.integers(width + 1, width + 9))
     _, message = verify_right_padding(written(rows, lengths, kind, names), 0, raise_error=False)
-    assert message == f"row {row}: {names[1]} says {lengths[row]}, and a row has {width} positions."
+    assert message == f"row {row}: {names[1]} is {lengths[row]}, but a row has {width} positions."
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_length_that_no_row_can_have_is_found_and_the_row_is_named(
             [1, 2],
             0,
             "row 0: input_ids holds 9 at position 1, where the padding 0 should be: its length is 1. If 9 is your "
-            "padding, say so: pad_value, or '_pad_token_id' of the configuration. So it is in 1 further rows: 1.",
+            "padding, set pad_value, or '_pad_token_id' of the configuration. The same fault is in further rows (1): 1.",
         ),
         (
             [[5, 6, 7, 0]],
@@ -104,8 +104,8 @@ def test_a_length_that_no_row_can_have_is_found_and_the_row_is_named(
             [1] * 20,
             0,
             "row 0: input_ids holds 1 at position 1, where the padding 0 should be: its length is 1. If 1 is your "
-            "padding, say so: pad_value, or '_pad_token_id' of the configuration. "
-            "So it is in 19 further rows: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ....",
+            "padding, set pad_value, or '_pad_token_id' of the configuration. "
+            "The same fault is in further rows (19): 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ....",
         ),
     ],
     ids=["padded on the left", "another padding", "a length that is too short", "many rows"],
