@@ -58,7 +58,8 @@ class Bfcl(Environment):
         _bfcl(f"{_MULTI_TURN}.multi_turn_checker")
         self._category = category
         self._entry: dict[str, Any] = {}
-        # BFCL keeps the objects of each API in a module, by the name of a model, so each episode is a model of its own.
+        # BFCL keeps the objects of each API in a module, by the name of a model, so each episode has its own model
+        # name.
         self._model = f"episode_{uuid.uuid4().hex}"
         self._requests: list[list[list[str]]] = []
         self._ran: list[str] = []
@@ -71,7 +72,7 @@ class Bfcl(Environment):
         """Find the task, and its functions."""
         entry = _entries(self._category).get(self.task.id)
         if entry is None:
-            raise BadTask(f"task {self.task.id!r:.80}: the category {self._category!r} has none of this id.")
+            raise BadTask(f"task {self.task.id!r:.80}: the category {self._category!r} has no task with this id.")
         self._entry = entry
         self.tools += [self._tool(each) for each in entry["function"]]
 
@@ -142,7 +143,7 @@ class Bfcl(Environment):
 
 
 def _schema(described: Any) -> Any:
-    """A JSON schema of BFCL's description of parameters."""
+    """The JSON schema for BFCL's description of parameters."""
     if isinstance(described, list):
         return [_schema(each) for each in described]
     if not isinstance(described, Mapping):

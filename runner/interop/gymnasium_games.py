@@ -73,7 +73,7 @@ class Gymnasium(Environment):
 
     def tasks(self) -> Iterator[Task]:
         """One task for each seed."""
-        self._made().close()  # so that an error is raised now, and not in each episode
+        self._made().close()  # made once here, so that an error is raised before the first episode
         return (Task(id=f"{self._game}-{number}") for number in range(self._games))
 
     def setup(self) -> None:
@@ -123,7 +123,9 @@ class Gymnasium(Environment):
         space, spaces = env.action_space, self._gymnasium.spaces
         if self._parse is None and not isinstance(space, spaces.Discrete | spaces.Text):
             env.close()
-            raise BadEnvironment(f"{self._game} has actions {space}: give parse=, which makes one of a turn's text.")
+            raise BadEnvironment(
+                f"{self._game} has actions {space}: give parse=, a function that returns the action for a turn's text."
+            )
         if self._names and isinstance(space, spaces.Discrete) and len(self._names) != space.n:
             env.close()
             raise BadOption(f"actions={self._names!r:.80}: {self._game} has {space.n} actions, name all of them.")

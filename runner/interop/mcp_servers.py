@@ -93,7 +93,7 @@ class McpServers:
         return [tools[name] for name in sorted(tools)]
 
     def _checked(self, name: str, server: Any) -> Any:
-        """The server as `mcp.Client` takes it, or with headers."""
+        """Return the server as `mcp.Client` takes it, or the `_HttpServer` of one that needs headers."""
         try:
             if isinstance(server, Mapping):
                 return self._configured(server)

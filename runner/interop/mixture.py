@@ -36,9 +36,8 @@ LIFESPAN_THREADS = 8
 class Mixture(Environment):
     """Several environments in one run. Each keeps its own tools, limits, sampling, rewards and groups.
 
-    The ids of the tasks begin with the environment's name and a slash, as the names of rewards and metrics begin with
-    the name and a dot. The tasks are taken in proportion to the weights; when one environment has no more tasks, the
-    others continue.
+    The ids of tasks begin with the environment's name and a slash, the names of rewards and metrics with the name and a
+    dot. The tasks are taken in proportion to the weights; when one environment has no more tasks, the others continue.
     """
 
     def __init__(self, environments: Mapping[str, MixturePart]) -> None:
@@ -128,7 +127,7 @@ class Mixture(Environment):
 
 
 class _ListeningTasks:
-    """Interleaved tasks, of which some sources receive their results."""
+    """Interleaved tasks of several sources, some of which receive results."""
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         self._sources = sources

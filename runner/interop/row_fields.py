@@ -228,7 +228,8 @@ class RowCondition:
         return self._equals(value) == (self._operator == "=")
 
     def _ordered(self, value: Any) -> tuple[Any, Any]:
-        """Both values: as numbers if the condition's value is one, else as texts. Numbers of CSV files are texts."""
+        """Return both values as numbers if the condition has a number, else as texts. Numbers of CSV files are texts.
+        """
         wanted = _number(self._value)
         if wanted is None:
             if isinstance(value, int | float):

@@ -37,7 +37,7 @@ MATH_SECONDS = 10.0
 REGEX_SECONDS = 5.0
 """Time limit for a search with a pattern of the user, in a worker process."""
 MAX_NUMBER_CHARS = 64
-"""Maximum number of characters of a number; a longer one equals no other."""
+"""Maximum number of characters of a number; a longer number is not equal to any other."""
 
 
 class ScoreName(enum.StrEnum):
@@ -48,7 +48,7 @@ class ScoreName(enum.StrEnum):
     CONTAINS = "contains"
     """The answer occurs in the reply, in any case of letters."""
     NUMBER = "number"
-    """The last number of the reply equals the reference number. A number after #### or in \boxed{} takes precedence."""
+    """The last number of the reply equals the reference number. A number after #### or in \\boxed{} has precedence."""
     CHOICE = "choice"
     """The letter that the reply chooses is the answer."""
     REGEX = "regex"
@@ -333,7 +333,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _json_text(text: str) -> str | None:
-    """A JSON value as canonical text, which distinguishes 1, 1.0 and true where JSON does."""
+    """Return a JSON value as canonical text: equal for 1 and 1.0, different for 1 and true. None for other text."""
     try:
         text = json.dumps(_canonical(json.loads(text)), sort_keys=True)
     except (ValueError, RecursionError):

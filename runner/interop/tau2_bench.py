@@ -86,7 +86,7 @@ class Tau2(Environment):
         self._task = _tasks(self._domain, self._split).get(self.task.id)
         if self._task is None:
             raise BadTask(
-                f"task {self.task.id!r:.80}: the split {self._split!r} of {self._domain} has none of this id."
+                f"task {self.task.id!r:.80}: the split {self._split!r} of {self._domain} has no task with this id."
             )
         messages, start = _tau2("data_model.message"), self._task.initial_state
         self._world = _tau2("registry").registry.get_env_constructor(self._domain)()

@@ -96,7 +96,7 @@ class Terminal(Environment):
     async def setup(self) -> None:
         if not self._check_command():
             raise BadEnvironment(
-                f"task {self.task.id!r} has no check: give check=, or the task's info the command as 'check'."
+                f"task {self.task.id!r} has no check: give check=, or the command as 'check' in the task's info."
             )
         self.sandbox = await self.episode.sandbox(self._image, at_once=self._at_once or None, **self._options)
         if self._folder:

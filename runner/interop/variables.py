@@ -13,7 +13,7 @@ _REFERENCE: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 def filled(table: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the texts of a table, in which `${NAME}` and `${NAME:-default}` are variables of this process.
+    """Return the texts of a table with `${NAME}` and `${NAME:-default}` replaced by variables of this process.
 
     Raises:
         ValueError: a variable is not set; the message names it and the table.

@@ -33,8 +33,8 @@ _SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|_KEY(_|$)|_A
 class Verifiers(Environment):
     """A task set of verifiers 0.4 (`--set taskset=NAME`), an installed package that exports a `Taskset`.
 
-    The model has the tools of the task set and of the task, which run in this process. Rewards, metrics and stop
-    conditions are those of the task. Task sets that need their own container, harness or environment are refused.
+    The model has the tools of the task set and of the task, which run in this process. The task defines the rewards,
+    metrics and stop conditions. Task sets that need their own container, harness or environment are refused.
     """
 
     package = ("verifiers", "verifiers")
@@ -71,7 +71,7 @@ class Verifiers(Environment):
         self._given = self._recorded = 0
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks, read as they are needed. A task's id is its own id or name, or begins the hash of its content."""
+        """The tasks, read as they are needed. The id of a task is its own id, its name, or a hash of its content."""
         for task in self._taskset:
             name = task.data.id or task.data.name or task.key[:16]
             data = task.data.model_dump(mode="json", exclude_defaults=True)
