@@ -22,7 +22,7 @@ __all__ = ["FlippedTask", "RunComparison", "compare", "task_field", "task_fields
 
 MAX_VALUE_CHARS: Final = 80
 MAX_NAMED_TASKS: Final = 5
-"""Tasks that a note names; the others are counted."""
+"""Maximum number of tasks that a note names; the others are counted."""
 FAILED: Final = "failed"
 """The metric of the share of failed episodes."""
 STRICT: Final = "solved, failed counts as not"
@@ -38,7 +38,7 @@ class FlippedTask:
     """The share of solved episodes among the scored ones in the first file; None if all its episodes failed."""
     second: float | None
     episodes: tuple[str, str]
-    """The id of an episode in each file; the episode is solved if the task is."""
+    """The id of an episode in each file; the episode is solved if the task is solved."""
 
     @property
     def lost(self) -> bool:

@@ -22,11 +22,11 @@ from runner.transcript import Decode, attachments_by_turn, messages_by_turn
 __all__ = ["AgentView", "EpisodeView", "Vocabulary", "episode_view", "token_payload"]
 
 MAX_TEXT_CHARS: Final = 8_000
-"""Characters of a text that a page shows; the middle of a longer one is left out."""
+"""Maximum number of characters of a text in a page; the middle of a longer text is left out."""
 MAX_SHOWN_ITEMS: Final = 400
-"""Messages and turns of a segment, and segments and requests of an episode, that a page shows. Others are left out."""
+"""Maximum number of messages and turns of a segment, and of segments and requests of an episode, in a page."""
 MAX_SHOWN_CALLS: Final = 50
-"""Tool calls of a message or turn that a page shows."""
+"""Maximum number of tool calls of a message or a turn in a page."""
 MAX_EPISODE_CHARS: Final = 2_000_000
 """Characters of the texts of an episode, after which its further messages are left out."""
 MAX_EPISODE_IMAGE_CHARS: Final = 8_000_000
@@ -35,7 +35,8 @@ MAX_TREE_DEPTH: Final = 9
 MAX_IMAGE_BYTES: Final = 2_000_000
 """Size of the largest attached image that a page shows."""
 MAX_PAYLOAD_IDS: Final = 100_000
-"""Maximum number of ids of an episode whose tokens a page has. Of more ids, it has those at both ends of each segment.
+"""Maximum number of ids of an episode whose tokens are in a page. If an episode has more ids, the page has the tokens
+at both ends of each segment.
 """
 MIN_PAYLOAD_IDS: Final = 200
 """Minimum number of ids that a long episode keeps of each segment."""
@@ -380,9 +381,9 @@ def token_payload(
     """The tokens of a trajectory as JSON values, one object per segment; None if there are none.
 
     If there are more than `most` ids, each segment has only its first and last ones. `gap` then has two numbers: the
-    ids before the gap and the ids that are left out. All other positions count in the whole segment. `sources` and
-    `versions` are runs. `logprobs` are those of sampled ids, in nats, rounded to 1/100; null for one that the engine
-    did not return.
+    ids before the gap and the ids that are left out. All other positions count from the beginning of the segment. Each
+    item of `sources` and `versions` stands for a run of equal values. `logprobs` has the log-probabilities of the
+    sampled ids, in nats, rounded to 1/100; null if the engine returned none.
     """
     total = sum(len(segment.log) for segment in trajectory.segments)
     if not total:

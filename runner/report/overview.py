@@ -24,7 +24,7 @@ from runner.store.reader import EpisodeRow, RunFile
 __all__ = ["Failure", "Overview", "Score", "interval_of", "overview_of", "staleness_of"]
 
 MAX_SHOWN_ITEMS: Final = 8
-"""Entries of a list on the first screen; the others are counted."""
+"""Maximum number of entries of a list on the first screen; the others are counted."""
 CONFIDENCE_SHARE: Final = 0.95
 MIN_DRIFT_EPISODES: Final = 10
 """Minimum number of episodes in a third of a run for which drift is looked for."""
@@ -158,7 +158,9 @@ _EXTREMES: Final = {"longest": "sampled", "slowest": "seconds", "most segments":
 class _Point(NamedTuple):
     task_id: str
     begun: float
-    """The approximate beginning, which orders the run. Of episodes that run at once, the short ones end first."""
+    """The approximate beginning, by which episodes are ordered. If they were ordered by their end, short ones would
+    come first.
+    """
     committed: float
     reward: float | None
     sampled: int
@@ -294,7 +296,7 @@ def staleness_of(run_file: RunFile) -> list[int]:
     updates = [row for row in run_file.weights() if row.engine == 0]
     if not updates:
         return []
-    numbers = {row.version: number for number, row in enumerate(updates, 1)}  # the versions of the start are 0
+    numbers = {row.version: number for number, row in enumerate(updates, 1)}  # the starting weights are 0
     times = [row.time for row in updates]
     statement = f"SELECT episode, committed, versions FROM segments {_CURRENT.format('segments')} ORDER BY episode"
     values = []

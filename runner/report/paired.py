@@ -59,8 +59,9 @@ class MetricDifference:
     high: float | None
     """The upper end of the interval."""
     p_value: float | None
-    """The two-sided p-value of the paired t test, and with up to 12 tasks that of the exact sign-flip test if it is
-    larger; in slices, adjusted by Holm's method. None below two tasks."""
+    """The two-sided p-value of the paired t test. With up to 12 tasks, the p-value of the exact sign-flip test, if that
+    is larger. In slices, the p-value is adjusted by Holm's method. None below two tasks.
+    """
     more_tasks: int | None
     """The number of further tasks that would show a difference of this size, with a probability of 80%; None if the
     result is decisive, or no number is known."""
@@ -123,7 +124,7 @@ def _standard_error(changes: Sequence[float], mean: float) -> float:
 
 
 def _exact_p_value(changes: Sequence[float]) -> float:
-    """The share of all choices of signs with a mean as far from 0 as the given one; 0 for many changes.
+    """The share of all choices of signs whose mean is at least as far from 0 as the given mean; 0 for many changes.
 
     The t test treats equal changes of two or three tasks as certain; this test does not.
     """
@@ -171,8 +172,8 @@ def clustered_difference(
 ) -> tuple[float, float, int]:
     """The difference of the means of two samples, its standard error clustered by task, and the number of tasks.
 
-    Each sample has (task, value) of its episodes, at least one; a task may be in both. The error is that of a linear
-    regression on the sample with clustered errors and the usual correction for few tasks and episodes.
+    Each sample has (task, value) of its episodes, at least one; a task may be in both. The standard error comes from a
+    linear regression on the sample, with clustered errors and the usual correction for few tasks and episodes.
     """
     samples, count = (first, second), len(first) + len(second)
     # Scaled, so that sums of the largest floats do not overflow.

@@ -104,7 +104,7 @@ class RunView:
                 self.overview, self.problem = overview_of(run_file, self._prices), ""
         except DeltarunnerError as error:
             self.problem = str(error)
-        except Exception as error:  # shown in the page, which would otherwise wait without end
+        except Exception as error:  # the page shows it, and would otherwise wait without end
             self.problem = f"{type(error).__name__}: {error}"
         took = time.monotonic() - began
         with self._lock:
@@ -322,12 +322,12 @@ def _whole(text: str, name: str) -> int:
 
 
 class _ViewerServer(ThreadingHTTPServer):
-    """A server whose threads do not keep the process."""
+    """A server whose threads do not keep the process alive."""
 
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """Print nothing, since the reader has left during an answer."""
+        """Print nothing: the reader has left during an answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
