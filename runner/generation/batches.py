@@ -314,6 +314,6 @@ class Generation:
         for token_id in self.settings.stop_token_ids:
             if not 0 <= token_id < size:
                 raise BadOption(
-                    f"config['stop_token_ids']: {token_id} is not an id of the engine's vocabulary of {size}: it belongs "
-                    f"to another tokenizer. Take the id from the tokenizer of the engine's model."
+                    f"config['stop_token_ids']: {token_id} is not an id of the engine's vocabulary of {size}: it "
+                    f"belongs to another tokenizer. Take the id from the tokenizer of the engine's model."
                 )

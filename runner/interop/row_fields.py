@@ -228,8 +228,7 @@ class RowCondition:
         return self._equals(value) == (self._operator == "=")
 
     def _ordered(self, value: Any) -> tuple[Any, Any]:
-        """Return both values as numbers if the condition has a number, else as texts. Numbers of CSV files are texts.
-        """
+        """Return both values as numbers if the condition has a number, else as texts. CSV files have only texts."""
         wanted = _number(self._value)
         if wanted is None:
             if isinstance(value, int | float):

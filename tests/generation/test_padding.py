@@ -91,7 +91,8 @@ def test_a_length_that_no_row_can_have_is_found_and_the_row_is_named(
             [1, 2],
             0,
             "row 0: input_ids holds 9 at position 1, where the padding 0 should be: its length is 1. If 9 is your "
-            "padding, set pad_value, or '_pad_token_id' of the configuration. The same fault is in further rows (1): 1.",
+            "padding, set pad_value, or '_pad_token_id' of the configuration. "
+            "The same fault is in further rows (1): 1.",
         ),
         (
             [[5, 6, 7, 0]],
