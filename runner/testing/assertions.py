@@ -21,11 +21,11 @@ from runner.verify.records import LIMITS_OF
 
 __all__ = ["assert_exact"]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 _MAX_SHOWN_IDS: Final = 24
-"""Ids on each side of a seam that a failure shows."""
+"""Maximum number of ids on each side of a seam in a failure's message."""
 
 
 def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:

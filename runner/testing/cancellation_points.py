@@ -33,7 +33,7 @@ from runner.testing.queued_engine import QueuedEngine
 
 __all__ = ["cancel_everywhere", "play_cancelled"]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 LeftoverCheck: TypeAlias = Callable[[Any], object]
@@ -42,7 +42,7 @@ LeftoverCheck: TypeAlias = Callable[[Any], object]
 _DELTA_LATENCY: Final = Latency(first=1, between=1)
 """One tick before every delta, so that turns have suspension points."""
 _MAX_SUSPENSIONS: Final = 100_000
-"""Suspension points after which a scenario counts as endless."""
+"""Number of suspension points after which a scenario counts as endless."""
 _MAX_SWALLOWED: Final = 1_000
 """Maximum number of cancellations of one run, one for each `await` of its clean-up. A run with more swallows them."""
 

@@ -16,14 +16,14 @@ from runner.errors import BadOption
 __all__ = ["EnginePool", "PooledEngine", "make_engine"]
 
 _WRONG_LOOP = (
-    "A real engine belongs to one event loop, and that of the test kit runs on a separate loop, not on this test's, "
-    "whether that is asyncio or trio, of a function or a session. Play on it with `play(environment, real_engine())` "
-    "in a plain `def test_...`, or with `await play_async(environment, real_engine())` in an async one."
+    "A real engine belongs to one event loop, and the test kit's engine runs on a separate loop, never on the loop of "
+    "a test. Play on it with `play(environment, real_engine())` in a plain `def test_...`, or with "
+    "`await play_async(environment, real_engine())` in an async one."
 )
 
 
 def make_engine(**options: Any) -> Engine:
-    """A small vLLM engine with the demo model; `options` are those of `VllmEngine`."""
+    """A small vLLM engine with the demo model; `options` are the options of `VllmEngine`."""
     from runner.engines.vllm.engine import VllmEngine
 
     return VllmEngine(**{"max_num_seqs": 16, "max_model_len": 4096, **options})

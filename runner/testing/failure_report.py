@@ -16,7 +16,7 @@ from runner.transcript import transcript
 __all__ = ["endings", "transcripts"]
 
 _MAX_LISTED: Final = 3
-"""Transcripts, and ways to end, that are listed."""
+"""Maximum number of transcripts, and of ways to end, in a report."""
 _WIDTH: Final = 120
 """Characters per line of the report."""
 

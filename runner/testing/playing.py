@@ -49,7 +49,7 @@ __all__ = [
     "play_many_async",
 ]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 T = TypeVar("T")
@@ -284,7 +284,7 @@ def _check_nothing_raised(faults: Iterable[str]) -> None:
 
 
 MAX_FAULTS: Final = 5
-"""Errors of an author's code that one message lists."""
+"""Maximum number of errors of an author's code in one message."""
 
 
 def run_sync(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:

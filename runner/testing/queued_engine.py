@@ -23,7 +23,7 @@ from runner.tokens.template import ChatTemplate
 
 __all__ = ["CheckedEngine", "QueuedEngine", "ReplySource", "check_settings", "show_reply"]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 ReplySource: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
@@ -84,7 +84,8 @@ class QueuedEngine(CheckedEngine):
     `calls` contains a `RecordedCall` for each request; its `prompt` has the exact ids.
 
     Args:
-        settings: those of `ScriptedEngine`: tokenizer, template, context, places, chunks, latency, tick, faults ...
+        settings: the settings of `ScriptedEngine`: tokenizer, template, context, places, chunks, latency, tick and
+            others.
 
     Raises:
         BadOption: a setting is invalid.

@@ -23,7 +23,7 @@ from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["RERECORD_ADVICE", "RecordedRequest", "Recording", "read_recording", "write_recording"]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 RECORDING_VERSION: Final = 1

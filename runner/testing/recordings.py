@@ -18,7 +18,7 @@ from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["RecordingEngine", "RecordingFixture", "ReplayEngine", "record", "replay"]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 

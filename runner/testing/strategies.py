@@ -20,7 +20,7 @@ from runner.tools.tool import Tool
 
 __all__ = ["awkward_text", "chunkings", "conversations", "tool_calls"]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 _PIECES: Final = (

@@ -72,7 +72,7 @@ class StreamContract:
     @contract_test
     async def test_last_delta_has_the_finish(self, under_test: EngineUnderTest) -> None:
         said = await under_test.sample(SHORT_TOKENS)
-        stop = max(said, key=said.index)  # the id that first occurs latest in the turn
+        stop = max(said, key=said.index)  # of all ids of the turn, the one whose first occurrence is last
         read: list[Delta] = []
         async with under_test.engine.stream(under_test.request(stop_ids=(stop,))) as stream:
             await drain(stream, read)

@@ -16,7 +16,7 @@ from runner.errors import BadOption
 
 __all__ = ["VirtualClock"]
 
-# Pytest shows the line of the test, where the fix belongs.
+# Pytest leaves out the frames of this module and shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from runner.concurrency.user_code import is_foreign
 __all__ = ["HangWatch", "busy_thread_places"]
 
 REPORT_SECONDS: Final = 30.0
-"""Interval without progress after which the place is reported, again and again."""
+"""Interval without progress after which the place is reported, and then reported again."""
 
 END_SECONDS: Final = 300.0
 """Time without progress after which the process ends; the limit of `lifespan()` and `tasks()`."""

@@ -23,7 +23,7 @@ from runner.testing.watchdog import LoopWatchdog
 __all__ = ["TemporaryFiles", "play_watched", "unawaited_coroutines"]
 
 MAX_LISTED_LEAKS: Final = 3
-"""Leaks that are named; the others are counted."""
+"""Maximum number of leaks that are named; the others are counted."""
 
 SETTLE_SECONDS: Final = 5.0
 """Time for threads and processes to end before they count as leaks."""

@@ -56,7 +56,7 @@ EPISODE_SECONDS: Final = 30.0
 HOOK_SECONDS: Final = 20.0
 """Time limit of one hook."""
 MAX_TASKS: Final = 1000
-"""Tasks that are checked without being played."""
+"""Maximum number of tasks that are checked without being played."""
 ONE_AT_A_TIME: Final = Concurrency(episodes=1)
 
 
@@ -213,7 +213,7 @@ class EnvironmentCheck:
 
     def _play_findings(self, temporary: TemporaryFiles) -> Iterator[Finding]:
         self.first, shared = self._play(Concurrency(episodes=self._episodes), group_size=2)
-        if self.first.hung:  # another play would hang too, each of its episodes up to its limit
+        if self.first.hung:  # in another play, each episode would hang again until its limit
             yield from self.first.findings
             return
         left_by_first_play = list(temporary.findings())  # files that may be opened once for all episodes

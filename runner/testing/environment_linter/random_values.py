@@ -33,13 +33,13 @@ LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 def random_value(schema: Any, rng: random.Random) -> Any:
-    """A value that fits a schema. If no attempt succeeds, the last attempt."""
+    """Return a value that fits a schema, or, if all attempts fail, the value of the last attempt."""
     shapes = shapes_for(schema)
     return _fitting(_Drawing(shapes, rng), shapes.of(shapes.whole), shapes.whole)
 
 
 def random_arguments(parameters: Any, rng: random.Random) -> dict[str, Any]:
-    """The required arguments of a tool, fitting its schema. If no attempt succeeds, the last attempt."""
+    """Return required arguments that fit a tool's schema, or, if all attempts fail, the last attempt's arguments."""
     shapes = shapes_for(parameters)
     drawn: dict[str, Any] = _fitting(_Drawing(shapes, rng), shapes.arguments(), shapes.whole) or {}
     return drawn
@@ -264,7 +264,7 @@ def _constrained(call: ModelCall, rng: random.Random) -> str | None:
 
 
 def _must_call(call: ModelCall, tools: Sequence[Tool]) -> list[Tool]:
-    """The tools of which one must be called; empty if no call is required."""
+    """Return the tools; one of them must be called. Empty if no call is required."""
     constraint = call.request.constraint
     if constraint is None or constraint.kind is not ConstraintKind.GRAMMAR:
         return []
