@@ -158,9 +158,11 @@ class TraceModel:
 @dataclass(frozen=True, slots=True)
 class _Bridgers:
     exact: Sequence[Bridger]
-    """With tools unchanged, and with tools fitted to the template as in a run. Text of messages is always text."""
+    """One bridger with tools unchanged, and one with tools fitted to the template as in a run. Text of messages stays
+    text.
+    """
     unsafe: Bridger
-    """Like `exact`, but control text of messages becomes control ids."""
+    """A bridger with tools unchanged, by which control text of messages becomes control ids."""
 
     @classmethod
     def of(cls, model: TraceModel, options: Mapping[str, Any], clock: datetime | None) -> _Bridgers:
@@ -275,7 +277,7 @@ class _TraceCheck:
         last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         history, new = messages[: last + 1], messages[last + 1 :]
         if not history or not new or not _ends_with(messages[last], before.reply):
-            self._report.unchecked["seam: the messages do not continue those of the turn before"] += 1
+            self._report.unchecked["seam: the messages do not continue the messages of the previous turn"] += 1
             return
         bridgers = self._model._bridgers(call)
         made = _Made()
@@ -302,7 +304,7 @@ class _TraceCheck:
         if not made.ids:
             self._report.unchecked[f"seam: {made.refusal}"] += 1
             return
-        why = f"between the turn before and this one template {self._model.template.name!r} writes other ids"
+        why = f"between the previous turn and this one, template {self._model.template.name!r} writes other ids"
         self._find(TraceFault.SEAM, number, why, call.prompt_ids, before.ids + made.closest(seam))
 
     def _ends(self, call: TracedCall) -> Iterator[tuple[int | None, bool]]:
@@ -330,7 +332,7 @@ class _TraceCheck:
             self._find(TraceFault.AFTER_STOP, number, why, call.token_ids, call.token_ids[: at + 1])
 
     def _messages(self, call: TracedCall) -> list[Message] | None:
-        """The messages of a prompt as templates read them; None if the trace has none, or some that are not text."""
+        """The messages of a prompt as templates read them; None if the trace has none, or if some are not text."""
         if not call.messages:
             self._report.unchecked["the trace has no messages: only ids were compared"] += 1
             return None
@@ -404,7 +406,7 @@ def _or_none(bridger: Bridger, make: Callable[[Bridger], tuple[int, ...]]) -> tu
 
 
 def _without_nulls(message: Mapping[str, Any]) -> Message:
-    """A message without the null fields that some clients send, since templates may test if a field exists."""
+    """A message without the null fields that some clients send, since templates may test whether a field exists."""
     shown = {name: value for name, value in message.items() if value is not None or name == "content"}
     if "reasoning" in shown and "reasoning_content" not in shown:  # newer servers use this name
         shown["reasoning_content"] = shown.pop("reasoning")

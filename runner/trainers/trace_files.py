@@ -62,7 +62,7 @@ def read_traces(path: str | Path, *, vocabulary: int | None = None) -> Iterator[
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """The JSON values of a file: one for each line, or those of a single document."""
+    """The JSON values of a file: one for each line, or the values of a single document."""
     try:
         with path.open("rb") as file:
             lines = enumerate(file, 1)
@@ -263,7 +263,7 @@ def _row_calls(row: Mapping[str, Any], vocabulary: int | None) -> list[TracedCal
 
 
 def _row_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The conversation of a row: its messages, or those of prompt and completion."""
+    """The conversation of a row: its messages, or the messages of its prompt and completion."""
     parts = [row.get("messages")] if row.get("messages") else [row.get("prompt"), row.get("completion")]
     if not all(isinstance(part, list) and all(isinstance(each, Mapping) for each in part) for part in parts):
         return []

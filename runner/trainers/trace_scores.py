@@ -26,7 +26,7 @@ DEFAULT_TOLERANCE_NATS: Final = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFinding:
-    """One call of a trace whose log-probabilities are not the engine's."""
+    """One call of a trace whose log-probabilities differ from the engine's."""
 
     turn: int
     """Number of the call in the trace."""

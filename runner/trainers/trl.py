@@ -85,8 +85,8 @@ def rollout_func(
 
     Raises (from the function):
         BadOption: a prompt has no task; or the model is a PEFT model, whose adapter has to be merged first.
-        BadModel: the trainer's tokenizer is another one than the engine's, or it starts with other weights; or the
-            engine returns no log-probabilities, and the trainer has `use_vllm=True`.
+        BadModel: the trainer's tokenizer or its starting weights differ from the engine's; or the engine returns no
+            log-probabilities, and the trainer has `use_vllm=True`.
         BadBatch: a row was sampled at another temperature than the trainer's, or its episode failed with
             `failed="raise"`.
         RunStopped, EngineError, BadWeights: as the player raises them; `EngineDead` if a proof does not hold.

@@ -74,7 +74,7 @@ class RolloutWorker:
         self._version_of: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start playing; the weights are those of the trainer's version 0."""
+        """Start playing; the weights of the engine have the trainer's version 0."""
         self.update_model_version(self._version)
         self._last = time.monotonic()
         self._groups = self._player.groups(itertools.cycle(self._tasks))
@@ -82,7 +82,7 @@ class RolloutWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop playing at once; the episodes in flight are cancelled, and counted so in the run's summary."""
+        """Stop playing at once. The run's summary counts the episodes in flight as cancelled."""
         self._stopped.set()
         if self._groups is not None:
             self._groups.close()
@@ -174,7 +174,7 @@ class WeightSender:
         """Do nothing, since `send_weights` pauses the turns in flight."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Exchange the weights; all tensors are held until then."""
+        """Send all weights at once; the tensors are kept in memory until the update."""
         self._player.update_weights(dict(iterator))
 
     def resume(self) -> None:
@@ -195,7 +195,7 @@ class EpisodeSessions:
         environment: the environment's class.
         make_engine: a function that makes the engine.
         tasks: the tasks by the prompts of the data set; a conversation is found by the text of its last message.
-        sampling: sampling of the trainer, as `Sampling.of_request` takes it, over that of the environment.
+        sampling: sampling of the trainer, as `Sampling.of_request` takes it; it overrides the environment's sampling.
     """
 
     def __init__(
