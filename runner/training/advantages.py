@@ -55,7 +55,7 @@ def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDA
 def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """Reward minus the mean of the *others* in the group: RLOO, https://arxiv.org/abs/2402.14740.
 
-    Arguments, result, errors, and groups that get 0 are those of `grpo`.
+    Arguments, result, errors, and groups that get 0 are as for `grpo`.
     """
     centred, index, count = _compared(rewards, groups)
     # This is reward - (sum - reward) / (n - 1), computed from the mean.
@@ -66,17 +66,17 @@ def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """Reward minus the group's mean: Dr. GRPO, https://arxiv.org/abs/2503.20783.
 
-    Arguments, result, errors, and groups that get 0 are those of `grpo`.
+    Arguments, result, errors, and groups that get 0 are as for `grpo`.
     """
     centred, _, _ = _compared(rewards, groups)
     return centred.astype(np.float32)
 
 
 def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8) -> NDArray[np.float32]:
-    """Reward minus the batch's mean, over the batch's deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """Reward minus the batch's mean, divided by its deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
 
     Groups are not compared, so a group with equal rewards has advantages too. A batch of equal rewards gets 0.
-    Arguments, result and errors are those of `grpo`; one trajectory is enough.
+    Arguments, result and errors are as for `grpo`; one trajectory is enough.
     """
     values, _, _ = _checked(rewards, groups)
     if not len(values) or values.min() == values.max():
@@ -87,9 +87,9 @@ def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float
 def reinforce_plus_plus_baseline(
     rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8
 ) -> NDArray[np.float32]:
-    """Reward minus the group's mean, over the batch's deviation of these: REINFORCE++ with group baseline.
+    """Reward minus the group's mean, divided by the batch's deviation of these: REINFORCE++ with group baseline.
 
-    https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups that get 0 are those of `grpo`.
+    https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups that get 0 are as for `grpo`.
     """
     centred, _, _ = _compared(rewards, groups)
     return np.asarray(centred / (centred.std() + epsilon) if len(centred) else centred, dtype=np.float32)

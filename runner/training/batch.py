@@ -150,7 +150,7 @@ class TrainingBatch:
 
         A row may attend only to itself: use `segment_ids`, or `position_ids`, which restart with every row.
 
-        Arguments and errors are those of `padded`.
+        Arguments and errors are as for `padded`.
         """
         chosen = Selection.of(source, partial=partial, drop_flat=drop_flat, vocabulary=vocabulary)
         _check_lengths(chosen.rows, length)

@@ -1,7 +1,7 @@
 """Corrections for ids whose sampling probability differs from the trainer's: ratios, truncation, masks and figures.
 
 Functions take numpy arrays or torch tensors of shape [sequences, length], and return the same kind without a gradient:
-weights are constants of a loss. All values are 0 at untrained positions. The trainer's log-probabilities are those at
+weights are constants of a loss. All values are 0 at untrained positions. The trainer computes its log-probabilities at
 `batch.temperatures`, with `batch.masks` if ids are constrained.
 """
 
@@ -81,7 +81,7 @@ def sequence_mask(
 ) -> Any:
     """1 for trained ids of trajectories whose ratio is within the bounds, and 0 for all other positions.
 
-    A trajectory is one sequence, whatever its segments. The geometric mean is that of GSPO,
+    A trajectory is one sequence, whatever its segments. The geometric mean is as in GSPO,
     https://arxiv.org/abs/2507.18071; masked importance sampling of sequences: https://richardli.xyz/rl-collapse.
 
     Args:

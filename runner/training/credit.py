@@ -86,7 +86,7 @@ def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: floa
     """Generalized advantage estimation with one step per turn, https://arxiv.org/abs/1506.02438.
 
     The value of a turn is the critic's value at its first trained id, which estimates the return after the prompt.
-    Rewards are those of `turn_returns`. All ids of a turn have its advantage.
+    Rewards are as in `turn_returns`. All ids of a turn have its advantage.
 
     Args:
         batch: the batch.

@@ -1,7 +1,7 @@
 """Token masks of constrained turns: the ids that a grammar allowed at each position, as in the engine.
 
 An engine sets the logits of ids outside of the grammar to minus infinity before the temperature, so its
-log-probabilities are those of the remaining ids. A trainer has to apply the same masks at each position.
+log-probabilities cover only the remaining ids. A trainer has to apply the same masks at each position.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class GrammarMasks(RecordedMasks):
     Args:
         model: the engine's model: a folder, a Hugging Face id or the demo model's name; or an
             `xgrammar.TokenizerInfo`, which needs `stop_ids`.
-        vocabulary: number of logits, `VllmEngine.vocabulary`; by default that in the model's config.json.
-        stop_ids: ids that end a turn besides the model's own and those of the turn's `Sampling`.
+        vocabulary: number of logits, `VllmEngine.vocabulary`; by default the `vocab_size` of the model's config.json.
+        stop_ids: ids that end a turn, besides the model's own ids and the ids in the turn's `Sampling`.
         any_whitespace: allow any whitespace between the tokens of JSON; False for an engine with
             `disable_any_whitespace`.
 
@@ -66,7 +66,7 @@ class GrammarMasks(RecordedMasks):
             tokenizer, own = model, frozenset[int]()
         super().__init__(tokenizer.vocab_size)
         self.stop_ids = own | frozenset(stop_ids)
-        """Ids that end a turn, besides those of the turn's `Sampling`."""
+        """Ids that end a turn, besides the ids in the turn's `Sampling`."""
         self._any_whitespace = any_whitespace
         self._compiler = TokenGrammarCompiler(self._xgrammar.GrammarCompiler(tokenizer, cache_limit_bytes=_CACHE_BYTES))
 
@@ -75,8 +75,8 @@ class GrammarMasks(RecordedMasks):
         """Create the masks for the turns of an entered `VllmEngine`.
 
         Raises:
-            BadOption: the engine enforces no constraints, uses another library than xgrammar, or records other
-                log-probabilities than those after mask and temperature.
+            BadOption: the engine enforces no constraints, uses another library than xgrammar, or does not record
+                log-probabilities after mask and temperature.
         """
         given = getattr(engine, "given", None)
         if given is None or not hasattr(engine, "vocabulary"):
@@ -84,8 +84,8 @@ class GrammarMasks(RecordedMasks):
         mode = given.get("logprobs_mode", _MASKED)
         if mode != _MASKED:
             raise BadOption(
-                f"VllmEngine(logprobs_mode={mode!r}): the recorded log-probabilities are then not those after mask and "
-                f"temperature, so no ratio is exact. Leave it out: {_MASKED!r} is the default."
+                f"VllmEngine(logprobs_mode={mode!r}): the log-probabilities are then not recorded after mask "
+                f"and temperature, so no ratio is exact. Leave it out: {_MASKED!r} is the default."
             )
         any_whitespace = _any_whitespace(
             given.get("structured_outputs_config", {"backend": "xgrammar"}), given.get("reasoning_parser")

@@ -1,4 +1,4 @@
-"""Log-probabilities under token masks for torch, with gradients, equal to those of the engine's sampler."""
+"""Log-probabilities under token masks for torch, with gradients, equal to the engine sampler's."""
 
 from __future__ import annotations
 

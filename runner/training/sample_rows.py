@@ -85,7 +85,7 @@ class SampleRow:
     versions: tuple[str, ...]
     """Weight version of each id; "" where `mask` is False."""
     constrained: NDArray[np.bool_]
-    """True if the id was sampled under a grammar, so that its log-probability is one among the allowed ids, bool."""
+    """True if the id was sampled under a grammar, so that its log-probability is relative to the allowed ids, bool."""
     temperatures: NDArray[np.float32]
     """Divisor of the logits for that log-probability, float32; 1 where `mask` is False."""
     advantages: NDArray[np.float32]

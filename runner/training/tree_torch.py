@@ -165,7 +165,7 @@ def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
 
 
 def tree_difference(model: Any, tree: TokenTree) -> float:
-    """Return the largest difference between the tree's logits and those of each row alone, to test a model.
+    """Return the largest difference between the tree's logits and the logits of each row alone, to test a model.
 
     This takes one forward pass for each row. Call `model.eval()` first: dropout differs from pass to pass.
     """

@@ -92,7 +92,7 @@ class TensorVerdict(enum.StrEnum):
     """Result of one update."""
 
     RIGHT = "right"
-    """The engine's scores, both of a prompt and of ids in steps, equal those of transformers with the new weights."""
+    """The engine's scores, both of a prompt and of ids in steps, equal transformers' scores with the new weights."""
     WRONG = "wrong"
     """The scores differ."""
     UNSEEN = "unseen"
