@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from runner.training import TensorVerdict, Way
 
-__all__ = ["page"]
+__all__ = ["page", "sentence_for"]
 
 INTRODUCTION: Final = """# Conformance of new weights
 
@@ -31,6 +32,8 @@ the new weights. The other verdicts are:
 - *refused*: the engine refuses such an update, or it does not start with adapters. The reason is below the table.
 - `-`: the way was not tested.
 
+The reasons are plain sentences; `tests/weight_conformance/results.json` has the errors.
+
 Three notes about single cells:
 
 - On a CPU, `after-sleep` is an update while vLLM is paused, since vLLM releases no memory there. On the GPU, `transfer`
@@ -40,6 +43,37 @@ Three notes about single cells:
 - Cases with *older* were tested with a still older check. In addition, `transfer` sent equal weights twice, `twice`
   began with the starting weights, and `under-turns` did not check that turns ran during the update.
 """
+
+
+_DIFFERENCE: Final = (
+    r": (?P<ids>\d+) ids, median difference (?P<median>[\d.]+) nats \(at most (?P<most_median>[\d.]+)\), "
+    r"largest (?P<largest>[\d.]+) \((?:for (?P<share>\d+%) of the ids )?at most (?P<most>[\d.]+)\)"
+)
+
+SENTENCES: Final[Mapping[str, str]] = {
+    r"module 'triton\.language' has no attribute": "On a CPU, vLLM does not start with adapters for "
+    "models with experts: it needs Triton for them.",
+    r"(?P<name>\w+) does not support LoRA yet": "vLLM has no adapters for `{name}`.",
+    r"expected target modules in .* but received \['[\w.]+\.(?P<name>\w+)'": "In this architecture, vLLM has no "
+    "adapters for layers with the name `{name}`.",
+    r"PEFT has no adapter on .* is incompatible with Mamba-based models": "PEFT has no adapters for this layer of a "
+    "Mamba block.",
+    rf"{_DIFFERENCE}; its scores are those of the old weights": "The engine computes the scores of the old weights, "
+    "so the new ones did not arrive: {difference}.",
+    rf"^BadModel: vLLM and transformers compute different .*{_DIFFERENCE}": "vLLM and transformers compute different "
+    "scores with the starting weights: {difference}.",
+    r"does not dispatch through the Transformers attention interface": "vLLM does not implement the model's linear "
+    "attention, and cannot use the implementation of transformers.",
+    r"CPU GDN attention requires BF16": "On a CPU, vLLM computes the model's linear attention only in bfloat16.",
+    r"is_act_and_mul=False is supported only for CUDA": "On a CPU, vLLM does not support experts without a gate.",
+    r"'(?P<kind>\w+Config)' object has no attribute '(?P<name>\w+)'": "vLLM reads the setting `{name}`, which the "
+    "`{kind}` of transformers does not have.",
+    r"'_OpNamespace' '_C' object has no attribute '(?P<name>\w+)'": "vLLM for CPUs lacks the kernel `{name}`.",
+    r"No module named '(?P<name>\w+)'": "vLLM needs the package {name}, which was not installed.",
+    r"too many values to unpack|Dimension out of range": "vLLM ends with an error in its own code when it starts or "
+    "computes the model.",
+}
+"""Patterns of errors, and the plain sentence for each; groups of the pattern are its placeholders."""
 
 
 def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
@@ -70,8 +104,7 @@ def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
             "",
             "## Wrong, unseen or refused",
             "",
-            "On a CPU, vLLM does not start with adapters for models with experts, since it needs Triton for these. The",
-            "wrong row is older than the check in `add_adapter` that refuses such an adapter.",
+            "The wrong row is older than the check in `add_adapter` that refuses such an adapter.",
             "",
             *_reasons(played),
             "",
@@ -81,11 +114,11 @@ def page(results: Mapping[str, Any], cases: Sequence[str]) -> str:
             "compute different log-probabilities with the starting weights.",
             "",
             *(
-                f"- {key}, in part: {_short(result['failure'])}"
+                f"- {key}, in part: {_plain(result['failure'])}"
                 for key, result in results.items()
                 if result.get("failure")
             ),
-            *(f"- {key}: {_short(why)}" for key, why in not_run.items()),
+            *_not_run(not_run),
             "",
             "## Not tested on a CPU yet",
             "",
@@ -116,13 +149,46 @@ def _reasons(played: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[str]
     for key, rows in played.items():
         for row in rows:
             if row["verdict"] != TensorVerdict.RIGHT:
-                cases = found.setdefault((row["verdict"], _short(row["reason"])), {})
+                cases = found.setdefault((row["verdict"], _plain(row["reason"])), {})
                 cases.setdefault(key, []).append(f"`{row['tensor']} ({row['way']})`")
     for (verdict, reason), cases in sorted(
         found.items(), key=lambda item: list(TensorVerdict).index(TensorVerdict(item[0][0]))
     ):
         yield f"- *{verdict}*{f': {reason}' if reason else ''}"
         yield from (f"    - {key}: {', '.join(tensors)}" for key, tensors in cases.items())
+
+
+def _not_run(reasons: Mapping[str, str]) -> Iterable[str]:
+    """The cases that were not run, by reason."""
+    cases: dict[str, list[str]] = {}
+    for key, why in reasons.items():
+        cases.setdefault(_plain(why), []).append(key)
+    for reason, keys in cases.items():
+        yield f"- {reason}"
+        yield from (f"    - {key}" for key in keys)
+
+
+def sentence_for(reason: str) -> str | None:
+    """Return the plain sentence for an error; None if the error has none."""
+    for pattern, sentence in SENTENCES.items():
+        if found := re.search(pattern, reason, re.DOTALL):
+            return sentence.format(**found.groupdict(), difference=_difference(found.groupdict()))
+    return None
+
+
+def _difference(figures: Mapping[str, str | None]) -> str:
+    if figures.get("ids") is None:
+        return ""
+    share = f" for {figures['share']} of the ids" if figures["share"] else ""
+    return (
+        f"over {figures['ids']} ids, the median difference is {figures['median']} nats "
+        f"(allowed: {figures['most_median']}) and the largest is {figures['largest']} nats "
+        f"(allowed{share}: {figures['most']})"
+    )
+
+
+def _plain(reason: str) -> str:
+    return sentence_for(reason) or _short(reason)
 
 
 def _short(reason: str) -> str:

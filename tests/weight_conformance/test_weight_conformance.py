@@ -6,7 +6,7 @@ import pytest
 
 from tests.weight_conformance.__main__ import PAGE, Case, cases, is_current, play, read_results
 from tests.weight_conformance.architectures import ARCHITECTURES
-from tests.weight_conformance.page import page
+from tests.weight_conformance.page import page, sentence_for
 
 SAMPLE = ("Llama, tied, float32", "Qwen3-MoE, untied, float32", "GPT-NeoX, untied, float32")
 
@@ -21,6 +21,13 @@ def case_named(key: str) -> Case:
 
 def test_page_is_made_of_the_results() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(read_results(), [case.key for case in cases() if not case.gpu])
+
+
+def test_every_error_of_the_results_has_a_plain_sentence() -> None:
+    results = read_results().values()
+    errors = {row["reason"] for result in results for row in result.get("rows", ()) if row["verdict"] != "right"}
+    errors |= {result[field] for result in results for field in ("not_run", "failure") if result.get(field)}
+    assert [error for error in errors if error and sentence_for(error) is None] == []
 
 
 def test_every_case_on_a_cpu_has_a_result() -> None:
