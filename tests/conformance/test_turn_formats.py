@@ -7,11 +7,14 @@ from collections import Counter
 import pytest
 
 from runner.parsing.learning.learnt_format import FormatVerdict
+from runner.tokens.probing.usable import TemplateFault
+from runner.tokens.template import TemplateRaised
 from runner.tokens.tool_support import missing_tool_property
 from tests import sweeps
-from tests.conformance import turn_formats
-from tests.conformance.corpus import corpus
+from tests.conformance import shown, turn_formats
+from tests.conformance.corpus import Entry, corpus
 from tests.repository import DOCS
+from tests.tokens.profiles import profile
 
 ROWS = turn_formats.recorded()
 
@@ -33,6 +36,34 @@ def test_the_page_of_models_has_the_counts_of_the_record() -> None:
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     assert f"Of {len(ROWS)} public templates ({everything:,} models)" in page
     assert f"**{len(usable)} ({used:,} models) can be used**" in page
+
+
+def test_template_missing_in_another_count_raises_as_the_page_says() -> None:
+    formats = {row.template for row in ROWS}
+    assert formats - {entry.name for entry in shown.capable()} == {"microsoft-FrogMini-14B-2510"}
+    (entry,) = (entry for entry in corpus() if entry.name == "microsoft-FrogMini-14B-2510")
+    assert called_with(entry, "a")
+    with pytest.raises(TemplateRaised, match="can only concatenate str"):
+        called_with(entry, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["CohereForAI-c4ai-command-r-plus-tool_use", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use"]
+)
+def test_template_that_needs_tools_raises_without_them(name: str) -> None:
+    assert name in {row.template for row in ROWS}
+    (entry,) = (entry for entry in corpus() if entry.name == name)
+    assert profile(entry) is TemplateFault.RAISES
+    with pytest.raises(TemplateRaised, match="not iterable"):
+        entry.renderer().render([{"role": "user", "content": "a"}])
+
+
+def called_with(entry: Entry, value: str | int) -> str:
+    function = {"name": "f", "arguments": {"a": value}}
+    call = {"id": "1", "type": "function", "function": function}
+    return entry.renderer().render(
+        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    )
 
 
 @pytest.mark.whole

@@ -43,8 +43,13 @@ value, strings with quotes, line breaks and code, names with punctuation, no arg
 calls. In each of these checks, the text that deltarunner writes for a call must be in the render, character for
 character.
 
-{all} show tools, calls and results. This page has the results for
-these templates. The words of the results are:
+{all} show the definitions of tools, calls and results. This page has the
+results for these templates. Two other pages count fewer such templates:
+[Conformance](conformance.md#tool-arguments-that-templates-show) has no template that raises an error for an argument
+that is not a text, and [Chat templates](chat-templates.md#how-common-each-is) no template that raises an error for a
+conversation without tools.
+
+The words of the results are:
 
 - *exact*: deltarunner reads all calls exactly, with any values.
 - *limited*: it reads calls exactly, apart from the limits that the [traits](#traits) of the template describe.

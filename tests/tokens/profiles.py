@@ -46,8 +46,10 @@ def table(processes: int = 2) -> str:
     capable = [each for each in profiles if each.carries_tools]
     faults = Counter(each.value for each in found if isinstance(each, TemplateFault))
     lines = [
-        f"Of {len(found)} public templates {len(profiles)} can be used, and {len(capable)} of those carry tools. "
-        "The others: " + ", ".join(f"{count} {fault}" for fault, count in faults.most_common()) + ".",
+        f"Of {len(found)} public templates, {len(profiles)} can be used, with tools or without. {len(capable)} of "
+        "these *carry tools*: they show the definitions of tools, calls and results. The other templates: "
+        + ", ".join(f"{count} {fault}" for fault, count in faults.most_common())
+        + ".",
         "",
         "| property | value | templates | that carry tools |",
         "|---|---|---:|---:|",
