@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator: every turn is a call, and the last one is the answer."""
+"""Arithmetic with a calculator: every turn is a call, and the last call is the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPERATORS = {"+": "add", "-": "subtract", "*": "multiply"}
 
 @dataclass(frozen=True)
 class Question(Task):
-    """`(first inner second) outer third`, as two calls and a value."""
+    """A question `(first inner second) outer third`, with the two calls that solve it and their value."""
 
     calls: tuple[tuple[str, int, int], ...] = ()
     """The calls that solve it, in order: the tool and its two numbers."""
@@ -36,11 +36,11 @@ class Calculator(Environment[Question]):
         """Choose the questions.
 
         Args:
-            questions: how many there are.
-            first: the number of the first one; questions of other numbers differ.
-            examples: solved questions that are shown before each one.
-            inner: operators that may stand in the parentheses, of + - *; a small model does best with one.
-            outer: operators that may follow them.
+            questions: number of questions.
+            first: number of the first question; each number stands for another question.
+            examples: number of solved questions that are shown before each question.
+            inner: operators that may be in the parentheses, of + - *; a small model does best with one.
+            outer: operators that may follow the parentheses.
         """
         for name, operators in (("inner", inner), ("outer", outer)):
             if not operators or not set(operators) <= set(OPERATORS):
@@ -93,7 +93,7 @@ class Calculator(Environment[Question]):
 
     @reward(weight=0.2)
     def right_calls(self) -> float:
-        """The share of the needed calls that were made, none of them wrong before."""
+        """The share of the needed calls that were made before the first wrong call."""
         right = 0
         for made, needed in zip(self.calls, self.task.calls, strict=False):
             if tuple(made) != tuple(needed):
@@ -103,7 +103,7 @@ class Calculator(Environment[Question]):
 
 
 def question(number: int, inners: str = "+", outers: str = "*") -> Question:
-    """The question of that number; the same for everybody."""
+    """Return the question with this number; it is always the same."""
     rng = random.Random(f"calculator {number}")
     first, second, third = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 9)
     inner, outer = rng.choice(inners), rng.choice(outers)
@@ -119,7 +119,7 @@ def question(number: int, inners: str = "+", outers: str = "*") -> Question:
 
 
 def solved(example: Question) -> Iterator[Message]:
-    """An example as the turns that solve it."""
+    """The messages of an example that is solved turn by turn."""
     yield {"role": "user", "content": str(example.prompt)}
     results = [example.calls[1][1], example.value]
     steps = [(name, {"a": a, "b": b}, str(result)) for (name, a, b), result in zip(example.calls, results, strict=True)]

@@ -1,4 +1,4 @@
-"""A game of guessing a number, answered by `step`."""
+"""A game of guessing a number: `step` answers each guess."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GuessNumber(Environment):
 
         Args:
             highest: the largest possible number.
-            games: how many tasks there are.
+            games: number of tasks.
         """
         self.highest = highest
         self.games = games

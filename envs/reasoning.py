@@ -1,4 +1,4 @@
-"""Any data set of the package reasoning-gym, scored by its own scorer."""
+"""Any data set of the package reasoning-gym, scored by the package's own scorer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Reasoning(Environment[Puzzle]):
 
         Args:
             dataset: a data set of reasoning-gym, such as "leg_counting" or "chain_sum".
-            size: how many puzzles.
-            seed: which ones.
+            size: number of puzzles.
+            seed: seed of the puzzles.
         """
         self.dataset = dataset
         self.size = size

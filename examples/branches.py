@@ -24,7 +24,7 @@ class Rhymes(Environment):
 
 
 class BestOfN(Rhymes):
-    """Three times: four tries of a line, of which the best one is gone on from; the others are not trained."""
+    """Three times, try a line four times and continue from the best try. The other tries are not trained."""
 
     async def rollout(self, conversation: Conversation) -> None:
         for _ in range(3):
@@ -34,7 +34,9 @@ class BestOfN(Rhymes):
 
 
 class TreeSearch(Rhymes):
-    """Beam search with two beams: each continues in two ways, and the best two stay; every branch is a trajectory."""
+    """Beam search with two beams: each beam continues in two ways, and the best two are kept. Each branch is a
+    trajectory.
+    """
 
     async def rollout(self, conversation: Conversation) -> None:
         beam = [conversation]
@@ -54,7 +56,7 @@ class TreeSearch(Rhymes):
 
 
 class RetryFromTheMiddle(Rhymes):
-    """Plays on to the end; where that is wrong, it goes back to the second turn and plays on from there, once more."""
+    """Play to the end. If the last line is wrong, go back to the second turn and play from there once more."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await self.lines(conversation, 4)

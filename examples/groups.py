@@ -13,7 +13,7 @@ async def main(engine: Engine) -> list[tuple[str, list[float]]]:
     run = Run(Calculator(questions=4), engine, group_size=4, seed=7, concurrency=Concurrency(episodes=16))
     async with run:
         async for group in run.groups():
-            # A failed episode has no reward; it is left out, it does not count as 0.
+            # A failed episode has no reward. It is left out and does not count as 0.
             rewards = [t.reward for t in group.trajectories if t.reward is not None]
             if not rewards:
                 continue  # every episode failed

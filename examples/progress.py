@@ -53,7 +53,7 @@ _CURVE_COLUMNS = 60
 
 
 class Stopwatch:
-    """Adds up the seconds of named phases: `with watch("train"): ...`."""
+    """Sums of the seconds of named phases: `with watch("train"): ...`."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -69,7 +69,7 @@ class Stopwatch:
 
 @asynccontextmanager
 async def started_before(console: Console, engine: BaseEngine) -> AsyncIterator[None]:
-    """Enter an engine, and say every ten seconds what its start is doing."""
+    """Enter an engine, and print the phase of its start every ten seconds."""
     began = time.monotonic()
 
     async def tell() -> None:
@@ -95,24 +95,23 @@ class TrainingStep:
     number: int
     """The number of the step, from 1."""
     reward: float
-    """The mean of the episodes, as it was trained on."""
+    """The mean reward of the episodes, as used in training."""
     exact: float
-    """The mean of what is really wanted, without partial credit."""
+    """The share of right answers, without partial credit."""
     groups: int
-    """The number of groups that had spread, and so were learnt from."""
+    """The number of groups with different rewards. Only these groups are trained on."""
     ids: int
     """The number of sampled ids that were trained on."""
     saving: float | None
     """Number of ids of rows per computed node; None if the trainer computes no trees."""
     gap: float | None
-    """The difference of an id's log-probability in the trainer from the recorded one, in nats, mean over ids.
-
-    It is rounding, and what older weights sampled. None if the trainer does not compare them.
+    """Mean difference, in nats, between the trainer's log-probability of an id and the recorded one. It comes from
+    rounding, and from ids that older weights sampled. None if the trainer does not compare them.
     """
     seconds: Mapping[str, float]
     """The seconds of each phase."""
     version: str
-    """The version of the weights that came out."""
+    """The version of the weights after the step."""
 
     @property
     def total(self) -> float:
@@ -122,7 +121,7 @@ class TrainingStep:
         """The step under `HEAD`.
 
         Args:
-            seconds: the time of training so far, this step included.
+            seconds: the time of training so far, including this step.
         """
         phases = " ".join(f"{self.seconds.get(phase, 0.0):>9.1f}" for phase in PHASES)
         saving = "-" if self.saving is None else f"{self.saving:.1f}x"
@@ -142,16 +141,16 @@ class TrainingRecord:
     steps: tuple[TrainingStep, ...]
     """The steps in order."""
     held_out: Mapping[str, tuple[float, float]]
-    """Results on tasks that were not trained on, before and after, by name."""
+    """Results on held-out tasks before and after the training, by name."""
 
     @property
     def seconds(self) -> float:
-        """The time of training; neither the engine's start nor what was played on held-out tasks is in it."""
+        """The seconds of training, without the engine's start and without the episodes of held-out tasks."""
         return sum(step.total for step in self.steps)
 
     @property
     def phases(self) -> dict[str, float]:
-        """The seconds of each phase, all steps together."""
+        """The seconds of each phase, summed over all steps."""
         return {phase: sum(step.seconds.get(phase, 0.0) for step in self.steps) for phase in PHASES}
 
     def save(self, folder: Path) -> None:
@@ -181,10 +180,10 @@ class TrainingRecord:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Shows steps as they are done: `with TrainingProgress(console) as progress: progress.add(step)`."""
+    """Display of the steps so far: `with TrainingProgress(console) as progress: progress.add(step)`."""
 
     console: Console
-    """Display of the steps; a curve only on a terminal."""
+    """The console for the steps; a curve is shown only on a terminal."""
     steps: list[TrainingStep] = field(default_factory=list)
     """The steps so far."""
     _live: Live | None = None
@@ -203,11 +202,11 @@ class TrainingProgress:
 
     @property
     def seconds(self) -> float:
-        """The time of training, all steps together."""
+        """The seconds of training, summed over all steps."""
         return sum(step.total for step in self.steps)
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line above the curve."""
         self.console.print(Text(line), soft_wrap=True)
 
     def add(self, step: TrainingStep) -> None:
@@ -220,14 +219,14 @@ class TrainingProgress:
             self._live.update(Text(curve([each.exact for each in self.steps])), refresh=True)
 
     def save(self, folder: Path, *, title: str, held_out: Mapping[str, tuple[float, float]]) -> TrainingRecord:
-        """Write what was shown into a folder, see `TrainingRecord.save`."""
+        """Write the steps and results into a folder, as `TrainingRecord.save` does."""
         record = TrainingRecord(title=title, steps=tuple(self.steps), held_out=held_out)
         record.save(folder)
         return record
 
 
 def curve(values: Sequence[float], *, rows: int = _CURVE_ROWS, columns: int = _CURVE_COLUMNS) -> str:
-    """Numbers between 0 and 1 as lines of text, the newest on the right; only the last `columns` of them."""
+    """Return a curve of the last `columns` values, from 0 to 1, as lines of text. The newest value is on the right."""
     heights = [round(min(max(value, 0.0), 1.0) * rows) for value in values[-columns:]]
     lines = []
     for row in range(rows, -1, -1):
@@ -238,7 +237,7 @@ def curve(values: Sequence[float], *, rows: int = _CURVE_ROWS, columns: int = _C
 
 
 def save_curve(path: Path, record: TrainingRecord) -> None:
-    """Draw rewards over the seconds of training, and where the seconds went, as a PNG.
+    """Draw the rewards over the seconds of training, and the seconds of each phase, as a PNG.
 
     Raises:
         BadInput: matplotlib is not installed, or there are no steps.

@@ -1,4 +1,4 @@
-"""An asynchronous script for tool-use rollouts: many episodes at once, each trajectory as it is finished."""
+"""An asynchronous script for tool-use rollouts: many episodes at once, each trajectory as soon as it is finished."""
 
 import anyio
 

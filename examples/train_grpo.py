@@ -1,7 +1,8 @@
 """GRPO in one process: a small model learns to use a calculator, without a GPU, within minutes.
 
 Run it with: make train, or python -m examples.train_grpo --help
-Rollouts by `Run`, batches as token trees under the grammar's masks, new weights into the engine that runs.
+`Run` plays the episodes, batches are token trees with the masks of the grammar, and the running engine loads the new
+weights.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from runner.training import GrammarMasks, Saving, Selection, TokenMasks, TokenTr
 from runner.training.tree_attention import TREE_ATTENTION
 from runner.training.tree_torch import tree_head_logprobs
 
-HELD_OUT_BASE = 1_000_000_000  # the number of the first question that is never trained on
-WARM_UP, CLIP_NORM, RATIO = 3, 1.0, (0.8, 1.25)  # steps; of the gradient; beyond it an old id has no more to teach
-TURNS, NODES = 3, 4096  # of an episode: two calls and the answer; of a token tree: what 4 GB hold
+HELD_OUT_BASE = 1_000_000_000  # number of the first held-out question
+WARM_UP, CLIP_NORM, RATIO = 3, 1.0, (0.8, 1.25)  # steps; norm of the gradient; bounds of a ratio
+TURNS, NODES = 3, 4096  # turns of an episode: two calls and the answer; nodes of a token tree in 4 GB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings; `tasks` questions with `group_size` episodes each make a step."""
+    """Settings of a training. A step has `tasks` questions with `group_size` episodes each."""
 
     seed: int = 0
     steps: int = 60
-    minutes: float = 8.0  # most: on a current processor less is enough, and training stops then
+    minutes: float = 8.0  # at most: training stops earlier if `enough` is reached
     overlap: bool = False
     out: Path = Path("runs/trained")
     model: str = "smollm2-135m"
@@ -53,7 +54,7 @@ class Settings:
     group_size: int = 8
     held_out: int = 128
     learning_rate: float = 8e-5
-    frozen_layers: int = 20  # of the demo model's 30, the lower ones: a step takes 40% less
+    frozen_layers: int = 20  # lower layers of the demo model's 30 that stay as they are: a step takes 40% less
     enough: float = 0.995  # mean exact reward of five steps at which training stops early
 
 
@@ -68,7 +69,7 @@ class Batch:
 
 
 class Trainer:
-    """The weights that learn: kept in float32, computed with in the engine's dtype; embeddings, lower layers stay."""
+    """The trained weights, in float32; computed in the engine's dtype. Embeddings and lower layers are frozen."""
 
     def __init__(
         self, model: Any, grammar: GrammarMasks, settings: Settings, dtype: torch.dtype = torch.bfloat16
@@ -83,7 +84,7 @@ class Trainer:
         self.warm_up = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1, (step + 1) / WARM_UP))
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """Each episode against its group: reward less the mean, over the deviation; groups without spread drop out."""
+        """Return the batch of some groups, with GRPO's advantages. Groups with equal rewards are left out."""
         rows = Selection.of(groups, drop_flat=True)
         trees = TokenTree.packs(rows.rows, nodes=NODES)
         masks = [self.grammar.masks_for_terms(rows.rows, tree.terms) for tree in trees]
@@ -92,7 +93,7 @@ class Trainer:
     def learn(self, batch: Batch, version: str) -> list[float]:
         """Do one optimizer step from the weights `version`; return the result of `gradient`."""
         gaps = self.gradient(batch, version)
-        if batch.trees:  # else every group was solved by all its episodes, or by none
+        if batch.trees:  # no trees if each group has equal rewards
             torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
             self.optimizer.step()
             self.warm_up.step()
@@ -100,7 +101,7 @@ class Trainer:
         return gaps
 
     def gradient(self, batch: Batch, version: str) -> list[float]:
-        """Add the gradient of the batch's loss; return the difference of each log-probability from the engine's."""
+        """Add the gradient of the batch's loss; return how far each log-probability is from the engine's, in nats."""
         gaps = []
         for tree, masks in zip(batch.trees, batch.masks, strict=True):
             now = self.logprobs(tree, masks)
@@ -112,20 +113,21 @@ class Trainer:
         return gaps
 
     def logprobs(self, tree: TokenTree, masks: TokenMasks) -> torch.Tensor:
-        """With what log-probability these weights sample each id, among those that the grammar allows in its place."""
+        """Return the log-probability of each id under these weights, among the ids that the grammar allows there."""
         half = self.dtype is not torch.float32
         with torch.autocast(self.model.device.type, self.dtype if half else None, enabled=half):
             return tree_head_logprobs(self.model, tree, masks)
 
     def ratios(self, now: torch.Tensor, tree: TokenTree, versions: Sequence[str], version: str) -> torch.Tensor:
-        """Each id's probability now over that when it was sampled: 1, with a gradient, where these weights did it."""
+        """Return each probability now over the one at sampling: 1, with a gradient, for ids that `version` sampled."""
         own = torch.from_numpy(np.array([each == version for each in versions])[tree.terms.versions])
-        # There the engine's own figure differs by rounding only; it is older weights that have to be asked.
+        # For ids of these weights, the engine's value differs only by rounding. Ids of older weights need the engine's
+        # value.
         then = torch.where(own, now.detach(), torch.from_numpy(tree.terms.logprobs))
         return (now - then).exp()
 
     def save(self, folder: Path, template: str) -> None:
-        """A folder that any engine loads, in the engine's dtype, with its tokenizer and the training's template."""
+        """Save the model in the engine's dtype, with its tokenizer and the template of the training."""
         tokenizer = AutoTokenizer.from_pretrained(self.model.config.name_or_path)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
@@ -133,12 +135,12 @@ class Trainer:
 
 
 def questions(settings: Settings) -> tuple[list[Question], Iterator[Question]]:
-    """The held-out questions, all different, and as many others as are wanted: none is among those held out."""
+    """Return the held-out questions, all different, and an endless iterator of other questions."""
     different = {
         task.prompt: task for task in map(question, range(HELD_OUT_BASE, HELD_OUT_BASE + 2 * settings.held_out))
     }
     held_out = dict(itertools.islice(different.items(), settings.held_out))
-    others = map(question, itertools.count((settings.seed + 1) * 1_000_000))  # after those of `deltarunner run`
+    others = map(question, itertools.count((settings.seed + 1) * 1_000_000))  # `deltarunner run` has lower numbers
     return list(held_out.values()), (task for task in others if task.prompt not in held_out)
 
 
@@ -169,14 +171,14 @@ async def evaluate(engine: VllmEngine, tasks: Sequence[Question], console: Conso
 
 
 def mean_of(groups: Sequence[Group], reward: str | None = None) -> float:
-    """Mean of the reward, or of one of its parts; an episode that failed has none."""
+    """Mean of the reward, or of one of its parts, over the episodes that did not fail."""
     scored = [each for group in groups for each in group.trajectories if each.reward is not None]
     return fmean((each.rewards[reward] if reward else each.reward) or 0.0 for each in scored)
 
 
 @dataclass
 class Loop:
-    """Rollouts, a batch, a step of the optimizer, new weights into the engine; and again."""
+    """The loop of training: rollouts, a batch, a step of the optimizer, and new weights for the engine."""
 
     settings: Settings
     engine: VllmEngine
@@ -185,7 +187,7 @@ class Loop:
     tasks: Iterator[Question]
 
     async def rollouts(self) -> list[Group]:
-        """The episodes of the next step; none may be more than one update older than the weights that learn."""
+        """Play the episodes of the next step. Ids may be sampled at most one update before the current weights."""
         tasks, size = list(itertools.islice(self.tasks, self.settings.tasks)), self.settings.group_size
         limits, seed = Limits(turns=TURNS), self.settings.seed
         return await play(self.engine, tasks, group_size=size, seed=seed, limits=limits, max_version_lag=1)
@@ -195,7 +197,7 @@ class Loop:
             await played.send(await self.rollouts())
 
     async def proof(self) -> WeightProof:
-        """The log-probabilities by which the engine shows that it has the weights that learn."""
+        """Return log-probabilities of the trained weights, with which the engine's weights are compared."""
         prove = partial(weight_proof, self.trainer.model, self.engine.tokenizer, dtype=self.trainer.dtype)
         return await anyio.to_thread.run_sync(prove)
 
@@ -203,7 +205,7 @@ class Loop:
         await self.engine.prove(await self.proof())
         send, receive = anyio.create_memory_object_stream[list[Group]](0)
         async with send, receive, anyio.create_task_group() as tasks:
-            if self.settings.overlap:  # the next step's episodes are in flight while this one is learnt from
+            if self.settings.overlap:  # play the next step while this one is trained on
                 tasks.start_soon(self.play_ahead, send)
             while not self.done:
                 watch = Stopwatch()
@@ -240,7 +242,7 @@ class Loop:
 
 
 async def train(settings: Settings, engine: VllmEngine, console: Console) -> TrainingRecord:
-    """Train, and leave the model, its curve and its figures in the folder `settings.out`."""
+    """Train, and write the model, its curve and its figures to the folder `settings.out`."""
     held_out, tasks = questions(settings)
     folder = resolve_model(engine.model).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=TREE_ATTENTION)

@@ -1,4 +1,4 @@
-"""The proof of train_grpo.py: three seeds, each from the demo model, and a table of what they learnt.
+"""Proof of train_grpo.py: train the demo model with three seeds, and print a table of the results.
 
 Run it with: make train-proof
 """
@@ -18,12 +18,12 @@ GOAL, MINUTES = 0.95, 5.0
 
 
 def proved(record: TrainingRecord) -> bool:
-    """True if enough held-out questions were answered right, greedily, within the time."""
+    """True if the share of right greedy answers to held-out questions reaches `GOAL` within `MINUTES`."""
     return record.held_out["greedy"][1] >= GOAL and record.seconds <= 60 * MINUTES
 
 
 def table(records: Mapping[int, TrainingRecord]) -> str:
-    """The seeds as a table in Markdown; the time is that of training, in seconds."""
+    """Return a table of the seeds in Markdown. `time` is the time of training, in seconds."""
     names = list(next(iter(records.values())).held_out)
     head = ["seed", *names, "steps", "time", *PHASES, "0.95 in 5 minutes"]
     return "\n".join(map(_line, [head, ["---"] * len(head), *(_cells(*each) for each in records.items())]))
@@ -40,7 +40,7 @@ def _line(cells: list[str]) -> str:
 
 
 def trained(seed: int, folder: Path, options: list[str]) -> TrainingRecord:
-    """Train with this seed, in a process of its own."""
+    """Train with this seed in a separate process."""
     command = [sys.executable, "-m", "examples.train_grpo", "--seed", str(seed), "--out", str(folder), *options]
     subprocess.run(command, check=True)
     return TrainingRecord.load(folder)

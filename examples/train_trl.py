@@ -1,8 +1,9 @@
-"""TRL's GRPOTrainer learns the calculator, without a GPU: its episodes are played here, its weights go into the engine.
+"""Train on the calculator with TRL's GRPOTrainer, without a GPU: deltarunner plays the episodes for it.
 
 Run it with: pip install trl datasets, then python -m examples.train_trl --help
-The settings are those of train_grpo.py. TRL's own forward pass computes the prompt of each episode, and on a CPU the
-model's head for each id of it: `OneTree` computes what the rows of a step share once. --plain leaves TRL as it is.
+The settings are as in train_grpo.py. TRL's own forward pass computes the prompt of each episode again, and on a CPU
+also the model's head for each id of the prompt. `OneTree` computes a prefix that rows of a step share only once. With
+--plain, TRL is unchanged.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from runner.training.tree import Saving
 from runner.training.tree_attention import TREE_ATTENTION
 from runner.training.tree_torch import tree_logits, tree_logprobs
 
-PLAIN_ROWS = 16  # episodes in one forward pass of TRL's own
-COMPLETION = TURNS * 48  # ids that a completion may have
+PLAIN_ROWS = 16  # episodes in one of TRL's own forward passes
+COMPLETION = TURNS * 48  # maximum number of ids of a completion
 
 
 class OneTree(GRPOTrainer):  # type: ignore[misc]  # trl is not installed here
-    """GRPOTrainer that computes the log-probabilities of a batch as one token tree, without the rows of flat groups."""
+    """GRPOTrainer that computes the log-probabilities of a batch as one token tree, without rows of flat groups."""
 
     saving: float | None = None  # ids of the last batch's rows per computed node
 
@@ -67,18 +68,18 @@ class OneTree(GRPOTrainer):  # type: ignore[misc]  # trl is not installed here
         logprobs = logprobs.index_put(
             (torch.from_numpy(tree.terms.row).long(), torch.from_numpy(column).long()), tree_logprobs(logits, tree)
         )
-        return logprobs, -logprobs.detach(), None  # the entropy, which TRL only shows: an estimate by the sampled ids
+        return logprobs, -logprobs.detach(), None  # the entropy is only shown, so an estimate suffices
 
 
 def row_of(ids: Any, prompt: int) -> TrainingRow:
-    """A row of ids; those after the prompt are trained. It has no trajectory, since TRL has only ids."""
+    """A row of ids; the ids after the prompt are trained. It has no trajectory, since TRL has only ids."""
     trained, zeros = np.arange(len(ids)) >= prompt, np.zeros(len(ids), np.int32)
     none: Any = None
     return TrainingRow(none, 0, ids.astype(np.int32), trained, zeros.astype(np.float32), zeros, ())
 
 
 class HeldOut(Calculator):
-    """The calculator; questions that are never trained on are played greedily."""
+    """The calculator; held-out questions are played greedily."""
 
     limits = Limits(turns=TURNS)
 
@@ -88,7 +89,7 @@ class HeldOut(Calculator):
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]  # trl is not installed here
-    """Shows each step, with the time of its rollouts; ends the training when it has learnt enough."""
+    """Display of each step with the time of its rollouts; ends the training once `settings.enough` is reached."""
 
     def __init__(self, settings: Settings, rollouts: Any, progress: TrainingProgress) -> None:
         self.settings, self.rollouts, self.progress = settings, rollouts, progress
@@ -97,7 +98,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # trl is not installed h
         self.trainer: Any = None
 
     def play(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """The rollout function that TRL is given."""
+        """The rollout function for TRL."""
         began, self.trainer = time.monotonic(), trainer
         self.output = self.rollouts(prompts, trainer)
         self.played = time.monotonic() - began
@@ -117,7 +118,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # trl is not installed h
             groups=sum(len({*rewards[at : at + size]}) > 1 for at in range(0, len(rewards), size)),
             ids=sum(map(sum, self.output["env_mask"])),
             saving=getattr(self.trainer, "saving", None),
-            gap=None,  # TRL compares log-probabilities for its own engine alone
+            gap=None,  # TRL compares log-probabilities only for its own engine
             seconds={"rollout": self.played, "train": now - self.began - self.played},
             version=self.output["version"][0] or "",
         )
@@ -134,7 +135,7 @@ def evaluate(player: BackgroundPlayer, held_out: Sequence[Question]) -> float:
 
 
 def config(settings: Settings, rows: int, dtype: str) -> GRPOConfig:
-    """The settings of train_grpo, in TRL's words."""
+    """The settings of train_grpo, in the names of TRL."""
     return GRPOConfig(
         output_dir=str(settings.out),
         num_generations=settings.group_size,
@@ -145,7 +146,7 @@ def config(settings: Settings, rows: int, dtype: str) -> GRPOConfig:
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=WARM_UP,
         adam_beta2=0.95,
-        loss_type="dr_grpo",  # the sum over ids, divided by the episodes and the most ids
+        loss_type="dr_grpo",  # sum over ids / (episodes * max_completion_length)
         max_completion_length=COMPLETION,
         max_grad_norm=CLIP_NORM / COMPLETION,
         beta=0.0,
@@ -162,7 +163,7 @@ def config(settings: Settings, rows: int, dtype: str) -> GRPOConfig:
 
 
 def train(settings: Settings, console: Console, plain: bool = False) -> TrainingRecord:
-    """Train, and leave the model, its curve and its figures in the folder `settings.out`."""
+    """Train, and write the model, its curve and its figures to the folder `settings.out`."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     held_out, others = questions(settings)
     tasks = list(itertools.islice(others, settings.steps * settings.tasks))
@@ -215,7 +216,7 @@ def main(
     out: Path = Path("runs/trl"),
 ) -> None:
     """Train the demo model on the calculator with TRL, and save it."""
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is called experimental
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # silences the warning that rollout_func is experimental
     settings = Settings(seed=seed, steps=steps, tasks=tasks, held_out=held_out, out=out)
     train(settings, Console(), plain)
 

@@ -1,4 +1,4 @@
-"""Two agents in one episode: a simulated user speaks in a conversation of its own and is not trained."""
+"""Two agents in one episode: a simulated user has its own conversation and is not trained."""
 
 from collections.abc import Iterator
 

@@ -20,10 +20,10 @@ class NewEnvironment(Environment):
         """Choose the game: `deltarunner run new_environment --set guesses=5`.
 
         Args:
-            guesses: how many are allowed.
+            guesses: number of guesses that are allowed.
         """
         self.guesses = guesses
-        # The state of one episode: each is played by an object of its own.
+        # The state of one episode, since each episode has its own object.
         self.secret = ""
         self.asked: list[str] = []
         self.guessed: list[str] = []
@@ -35,7 +35,7 @@ class NewEnvironment(Environment):
         self.secret = self.task.answer
 
     def prompt(self) -> str:
-        # The episode's own random numbers: another order for each task, the same for the whole group of one.
+        # The episode's own random numbers: each task has another order, and the episodes of a group have the same one.
         words = self.episode.rng.sample(WORDS, len(WORDS))
         return f"It is one of these: {', '.join(words)}."
 

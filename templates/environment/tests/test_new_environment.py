@@ -1,4 +1,4 @@
-"""No model, no GPU, no network: a scripted engine says what a test lists, and everything else is real."""
+"""Tests without a model, a GPU or a network: a scripted engine samples the replies that a test lists."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ def test_a_tool_is_an_ordinary_method():
 def test_who_asks_and_then_guesses_right_is_rewarded():
     trajectory = play(NewEnvironment, [ASK, "Heron!"], task=HERON)
     assert trajectory.outcome is Outcome.COMPLETED
-    assert trajectory.messages[-2]["content"] == "[3]"  # what the tool answered
+    assert trajectory.messages[-2]["content"] == "[3]"  # the tool's result
     assert trajectory.rewards == {"found": 1, "at_once": 1}
     assert trajectory.metrics == {"letters": 1}
 
@@ -33,7 +33,7 @@ def test_a_wrong_guess_is_answered_and_the_next_one_counts():
     trajectory = play(NewEnvironment, ["raven", "heron"], task=HERON)
     assert [message["role"] for message in trajectory.messages[-3:]] == ["assistant", "user", "assistant"]
     assert trajectory.messages[-2]["content"] == "No, it is another one."
-    assert trajectory.reward == 1  # and not the tenth for guessing it at once
+    assert trajectory.reward == 1  # without the 0.1 of `at_once`
 
 
 @pytest.mark.parametrize("guesses", [1, 3])
@@ -73,7 +73,7 @@ def test_the_model_sees_exactly_what_it_said(scripted_engine):
 
 
 def test_ids_are_kept_where_encoding_them_again_would_change_them(awkward_tokenizer):
-    # play() checks every trajectory: each prompt extends the last bit for bit, and the mask covers what was sampled.
+    # play() checks every trajectory: each prompt extends the previous one exactly, and the mask covers the sampled ids.
     engine = QueuedEngine(tokenizer=awkward_tokenizer).say(ASK, "heron")
     assert play(NewEnvironment, engine, task=HERON).reward == pytest.approx(1.1)
 
