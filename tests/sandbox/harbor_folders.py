@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-__all__ = ["IMAGE", "TASKS", "write_task", "write_tasks"]
+__all__ = ["IMAGE", "START_KEEPER", "TASKS", "write_task", "write_tasks"]
 
 IMAGE: Final = "localhost/deltarunner-tests:probe"
 
@@ -21,6 +21,9 @@ timeout_sec = 30
 memory_mb = 64
 network_mode = "no-network"
 """
+
+START_KEEPER: Final = "touch /tmp/keeper; while :; do echo beat >/tmp/beat; sleep 0.1; done >/dev/null 2>&1 &"
+"""The shell command that solves the task "server"."""
 
 TASKS: Final = {
     # A task with a file, a Dockerfile, and a reward as text.
@@ -45,12 +48,15 @@ TASKS: Final = {
         "tests/numbers.sh": "VERSION=3\n",
         "solution/solve.sh": "#!/bin/sh\necho $((FIRST + SECOND)) >sum.txt\n",
     },
-    # A task with a process that must be running when the verifier checks.
+    # A task with a process that must be running when the verifier checks. If it was started, the verifier waits up to
+    # 20 seconds for its next line.
     "server": {
-        "instruction.md": "Start a process called keeper that writes beat into /tmp/beat again and again.",
-        "tests/test.sh": "#!/bin/bash\nrm -f /tmp/beat; sleep 0.5\n[ -s /tmp/beat ] && reward=1 || reward=0\n"
+        "instruction.md": "Create /tmp/keeper, and start a process that writes beat into /tmp/beat again and again.",
+        "tests/test.sh": "#!/bin/bash\nrm -f /tmp/beat; reward=0; tries=200\n"
+        "while [ -e /tmp/keeper ] && [ $reward = 0 ] && [ $((tries--)) -gt 0 ]; do\n"
+        "  sleep 0.1; [ -s /tmp/beat ] && reward=1\ndone\n"
         "echo $reward >/logs/verifier/reward.txt\n",
-        "solution/solve.sh": "#!/bin/sh\nwhile :; do echo beat >/tmp/beat; sleep 0.1; done >/dev/null 2>&1 &\n",
+        "solution/solve.sh": f"#!/bin/sh\n{START_KEEPER}\n",
     },
 }
 """The files of each task."""

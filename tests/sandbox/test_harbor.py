@@ -16,7 +16,7 @@ from runner.interop import Harbor
 from runner.interop.harbor import read_json
 from runner.interop.harbor_tasks import read_task
 from runner.testing import call, play_many_async
-from tests.sandbox.harbor_folders import CONFIGURATION, IMAGE, TASKS, write_task, write_tasks
+from tests.sandbox.harbor_folders import CONFIGURATION, IMAGE, START_KEEPER, TASKS, write_task, write_tasks
 from tests.sandbox.test_episodes import AGENT
 
 pytestmark = [pytest.mark.slow]
@@ -27,7 +27,7 @@ Command = Callable[..., tuple[int, str]]
 SOLUTIONS = {
     "greeting": "echo hello >greeting.txt",
     "sum": "echo $((FIRST + 22)) >sum.txt",
-    "server": "while :; do echo beat >/tmp/beat; sleep 0.1; done >/dev/null 2>&1 &",
+    "server": START_KEEPER,
 }
 
 
