@@ -1,4 +1,4 @@
-"""Models by name: what is found, converted once, and refused with the fix."""
+"""Models by name: they are found, converted once, or refused with the fix."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Rich displays of notebooks: what they show, with every text escaped."""
+"""Rich displays of notebooks: their content, with every text escaped."""
 
 from __future__ import annotations
 

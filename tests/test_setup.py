@@ -1,4 +1,4 @@
-"""The stages of `.ci/setup`: what each stage installs, and what it does not repeat. Nothing is installed here."""
+"""The stages of `.ci/setup`: the installs of each stage, and the ones that it skips. Nothing is installed here."""
 
 from __future__ import annotations
 

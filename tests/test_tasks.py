@@ -50,7 +50,7 @@ def state(task: Any) -> str:
 
 
 class Spends(Environment[Deal]):
-    """Environment whose episode takes from its task what it can."""
+    """Environment whose episode changes the values of its task."""
 
     def __init__(self, given: Deal) -> None:
         self.given = given

@@ -69,7 +69,7 @@ def judged(bridger: Bridger) -> dict[Append, AppendVerdict]:
     return {verdict.kind: verdict for verdict in verdicts(bridger, profile_of(bridger.renderer))}
 
 
-# --- what is printed
+# --- output
 
 
 def test_a_template_that_does_everything_ends_with_ok(check: Check) -> None:

@@ -92,7 +92,7 @@ def test_wheel_has_project_template_and_no_chat_template(python: Path) -> None:
     assert set(template._bundled()) == {path.stem for path in templates.glob("*.jinja")}
 
 
-# --- what is written
+# --- written files
 
 
 @pytest.mark.slow

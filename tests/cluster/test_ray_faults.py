@@ -52,7 +52,7 @@ def _nothing_is_left() -> Iterator[None]:
 async def assert_as_one_process(
     announced: list[Trajectory], file: Path, tasks: int, *, interrupted: bool = False
 ) -> None:
-    """Assert that the announced episodes are the committed ones and those of one process, without duplicates.
+    """Assert that the announced episodes equal the committed ones and the episodes of one process, without duplicates.
 
     If the run ended before a group was compared, the announced episodes of this group lack the group's reward, and only
     the file has it.

@@ -335,7 +335,7 @@ async def test_weights_checked_in_between_do_not_confuse_workers(kind: Callable[
         assert len(launcher.alive) == 2
 
 
-# --- whatever happens
+# --- random deaths and updates
 
 
 @pytest.mark.whole

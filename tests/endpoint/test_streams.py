@@ -104,7 +104,7 @@ async def test_a_disconnect_frees_the_engine_also_while_queued(stream: bool) -> 
 
 
 DISCONNECT_SECONDS = 0.5
-"""Time in which the engine must be free after a disconnect: ten times what the docs promise."""
+"""Time in which the engine must be free after a disconnect: ten times the promised time."""
 
 
 @contextmanager

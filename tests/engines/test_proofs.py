@@ -43,7 +43,7 @@ class Model:
         return WeightProof(IDS, self(IDS), **fields)
 
 
-# --- what a proof is
+# --- proofs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`engine.score`: log-probabilities of given ids, with every engine that supports it, equal to those of sampling."""
+"""`engine.score`: log-probabilities of given ids, equal to the recorded ones, with every engine that supports it."""
 
 from __future__ import annotations
 

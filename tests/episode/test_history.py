@@ -277,7 +277,7 @@ async def test_messages_added_during_a_turn_come_after_it() -> None:
     assert [message["content"] for message in trajectory.messages] == ["Question 0?", "21", "added", "21"]
 
 
-# --- what was said
+# --- sampled text
 
 
 async def test_close_before_another_stop_is_not_part_of_the_text() -> None:

@@ -1,4 +1,4 @@
-"""docs/testing.md: every block is a test file that does what the page says."""
+"""docs/testing.md: every block is a test file with the result on the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on token trees: logits, loss and all gradients equal those of the padded batch."""
+"""A model on token trees: logits, loss and all gradients are the same as for the padded batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judgement of a reading: compared with the meaning of the text, and with the template's text for what was read."""
+"""Judgement of a reading: compared with the text's meaning, and with the template's text for the reading."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _save(model: Any, folder: Path, demo_model_folder: Path) -> Path:
 
 
 async def _largest_difference(engine: VllmEngine, model: Any) -> float:
-    """The largest difference in nats between the engine's log-probabilities and those of transformers."""
+    """The largest difference in nats between the log-probabilities of the engine and of transformers."""
     import torch
 
     await engine.reset_prefix_cache()

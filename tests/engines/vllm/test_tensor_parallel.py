@@ -58,7 +58,7 @@ class Twice(Plain):
 
 
 async def assert_says(engine: VllmEngine, model: Path, weights: Mapping[str, Any]) -> None:
-    """Assert that greedy ids and log-probabilities equal those of Hugging Face's model with these weights."""
+    """Assert that Hugging Face's model with these weights has the same greedy ids and log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
 
