@@ -1,7 +1,7 @@
 """Scheduler of pytest-xdist that plays a group of tests in one process.
 
-The tests on one real engine are a group, and so are the timed tests. Tests that start an engine of their own are a
-group as well, so that at most two engines are alive.
+The tests on one real engine are a group, and so are the timed tests. Tests that start engines of their own, or play on
+Ray, are a group as well: so two processes have engines at most, and the machine has memory for them.
 
 The option `--dist loadgroup` is made for this. With pytest 9.2 and pytest-xdist 3.8 it silently drops every group
 (pytest-xdist issue 1386), since the process that deals out the tests has only their ids. This scheduler reads the
@@ -19,10 +19,10 @@ import pytest
 
 __all__ = ["scheduler", "tell"]
 
-GROUPS = ("on_ray", "ray", "apart", "engine", "timing")
+GROUPS = ("ray", "apart", "engine", "timing")
 """Markers of tests that stay together. The first marker that a test has is its group."""
 
-BEGIN_FIRST = ("engine", "apart", "on_ray")
+BEGIN_FIRST = ("engine", "apart")
 """The groups that take longest, whatever their number of tests. The first process plays the tests that share an engine.
 """
 

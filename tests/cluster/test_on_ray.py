@@ -13,7 +13,7 @@ from tests.cluster.ray_cluster import require_ray
 from tests.repository import ROOT
 
 
-@pytest.mark.on_ray
+@pytest.mark.apart
 @pytest.mark.slow
 def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest) -> None:
     """To play one of the tests: `pytest --ray tests/cluster -k NAME`. Benchmarks also need `--sweeps=whole`."""
@@ -30,6 +30,7 @@ def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest
         "ray",
         "-p",
         "no:cacheprovider",
+        "--show-capture=log",
         *how,
         *_files(),
     ]

@@ -23,7 +23,7 @@ from tests.repository import ROOT
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]
 
 VERSIONS = ["default", "new", "from a folder"]
-START_SECONDS = 400.0
+START_SECONDS = 1200.0
 WATCHDOG_SECONDS = 600.0
 
 

@@ -22,7 +22,7 @@ from tests.repository import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]
 
-START_SECONDS = 400.0
+START_SECONDS = 1200.0
 WATCHDOG_SECONDS = 600.0
 LOUDER = "model.layers.5.mlp.down_proj.weight"
 
