@@ -141,7 +141,7 @@ async def test_asking_twice_for_nothing_new_is_refused_by_name() -> None:
         await conversation.generate()
         with pytest.raises(RuntimeError, match="nothing was added to conversation 'main'"):
             await conversation.generate()
-        with pytest.raises(BadOption, match="counts them itself"):
+        with pytest.raises(BadOption, match=r"remaining\(\) needs token ids"):
             await conversation.remaining()
         with pytest.raises(BadOption, match=r"score\(\) needs token ids, and this engine takes messages"):
             await conversation.score(["Yes"])
