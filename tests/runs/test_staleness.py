@@ -193,12 +193,13 @@ async def test_max_version_lag_refuses_engines_without_versions() -> None:
 
 def slow(**settings: Any) -> ScriptedEngine:
     """Return an engine with one id per tick, so that a pause occurs during a turn."""
-    return recording("A long answer.", chunks=1, latency=Latency(between=1), **settings)
+    return recording("A long answer.", chunks=1, latency=Latency(between=10), **settings)
 
 
 async def begun(engine: ScriptedEngine) -> None:
-    """Wait until something is being sampled."""
-    while not engine.stats().open:
+    """Wait until the engine has sampled a further id and has an open request."""
+    before = engine.stats().sampled_tokens
+    while not engine.stats().open or engine.stats().sampled_tokens == before:
         await checkpoint()
 
 
