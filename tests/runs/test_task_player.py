@@ -95,7 +95,7 @@ async def test_run_left_in_another_task_is_refused_by_name() -> None:
 
     owner = asyncio.create_task(enter())
     await entered.wait()
-    with pytest.raises(RuntimeError, match=r"entered in another task .* use Player"):
+    with pytest.raises(RuntimeError, match=r"entered in another task, .* use Player"):
         await run.__aexit__(None, None, None)
     leave.set()
     await owner
