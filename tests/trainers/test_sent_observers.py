@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import anyio
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -59,11 +60,17 @@ async def test_each_episode_is_a_span_with_a_span_for_each_turn() -> None:
 
 
 async def test_episodes_tokens_rewards_and_weights_are_counted() -> None:
+    updated = anyio.Event()
+
+    class PlaysAfterTheUpdate(Plain):
+        async def setup(self) -> None:
+            await updated.wait()
+
     observer, _, numbers = telemetry()
     engine = recording("Yes")
-    async with Run(Plain, engine, tasks=tasks(3), observers=[observer]) as run:
-        await anext(run)
+    async with Run(PlaysAfterTheUpdate, engine, tasks=tasks(3), observers=[observer]) as run:
         await engine.update_weights({})
+        updated.set()
         tokens = [trajectory.sampled async for trajectory in run]
     found = points(numbers)
     assert [(each.attributes, each.value) for each in found["deltarunner.episodes"]] == [({"outcome": "completed"}, 3)]
