@@ -32,6 +32,9 @@ MAX_OUTPUT_BYTES: Final = 64 * 1024 * 1024
 KILL_SECONDS: Final = 10.0
 """Time to end the processes of a command from inside. After that, the container is restarted."""
 
+MAX_STOPS: Final = 6
+"""Maximum number of attempts to stop a container. podman waits five seconds in each."""
+
 START_SECONDS: Final = 60.0
 """Longest time until a command has begun. The time limit of the command counts from its beginning."""
 
@@ -154,10 +157,7 @@ class ContainerSandbox:
     async def restore(self) -> None:
         """End all processes and put back the programs of the image, as in `Sandbox.restore`."""
         # The container is stopped first, so that no process can undo the change, and started with the image's shell.
-        stopped = await self._client.call("stop", "-t", "0", self.name)
-        if not stopped.ok:
-            await self._check_running()
-            raise SandboxFailed(f"sandbox {self.name} does not stop: {stopped.error}")
+        await self._stop()
         damage = ""
         try:
             await restore_programs(self._client, self.name)
@@ -168,6 +168,22 @@ class ContainerSandbox:
         if not started.ok or (await self._status())[0] != "running":
             damage = f"sandbox {self.name} does not start again: {started.error}"
         self._damage = damage
+
+    async def _stop(self) -> None:
+        """Stop the container.
+
+        On a busy machine its processes may die later than the engine waits for them, so the stop is tried again.
+
+        Raises:
+            SandboxGone: the container does not exist.
+            SandboxFailed: it does not stop.
+        """
+        for _ in range(MAX_STOPS):
+            stopped = await self._client.call("stop", "-t", "0", self.name)
+            if stopped.ok:
+                return
+            await self._status()
+        raise SandboxFailed(f"sandbox {self.name} does not stop: {stopped.error}")
 
     async def _status(self) -> tuple[str, bool]:
         """Return the state of the container, and whether it ran out of memory.

@@ -29,6 +29,7 @@ __all__ = [
     "own_addresses",
     "processor_of",
     "remove_command",
+    "sh",
 ]
 
 HOME: Final = Path(tempfile.gettempdir()) / f"deltarunner-test-containers-{os.getuid()}"
@@ -121,6 +122,11 @@ def own_addresses() -> set[str]:
         except OSError:  # this machine has no network
             return set()
         return {probe.getsockname()[0]}
+
+
+def sh(command: str) -> list[str]:
+    """Return the arguments that run a command in a shell."""
+    return ["sh", "-c", command]
 
 
 def _candidates() -> list[str]:
