@@ -36,7 +36,7 @@ class SharesAsynchronously(Shares):
     @asynccontextmanager
     # a lifespan may be synchronous or asynchronous
     async def lifespan(self) -> AsyncIterator[None]:  # type: ignore[override]
-        async with anyio.create_task_group():  # as a client of a service has
+        async with anyio.create_task_group():  # a client of a service has one too
             self.enter()
             yield
             self.leave()
