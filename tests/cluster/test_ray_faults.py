@@ -7,8 +7,9 @@ import pickle
 import random
 import re
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ OPTIONS: dict[str, Any] = {"group_size": GROUP_SIZE, "seed": 9}
 
 KILL_COUNT = 6
 
+ATTEMPTS = 5
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
@@ -43,10 +46,17 @@ def _nothing_is_left() -> Iterator[None]:
     before = set(os.listdir("/dev/shm"))
     yield
     until_gone(actors())
+    # Another program that runs engines at the same time can leave such memory too, until its cleanup process has run.
+    deadline = time.monotonic() + WATCHDOG_SECONDS
+    while left := _memory_without_a_process(before):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _memory_without_a_process(before: set[str]) -> set[str]:
     made = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("psm_", "vllm_"))}
     used = {name for process in Path("/proc").glob("[0-9]*") for name in shared_memory_of(int(process.name))}
-    # Names of memory that no longer exists belonged to other programs.
-    assert not {name for name in made - used if Path("/dev/shm", name).exists()}
+    return {name for name in made - used if Path("/dev/shm", name).exists()}
 
 
 async def assert_as_one_process(
@@ -292,21 +302,21 @@ async def test_two_runs_of_one_process_on_workers_do_not_end_one_another(cluster
         assert stored(file) == stored(one)
 
 
-@pytest.fixture
-def nearly_full(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextmanager
+def nearly_full_machine(folder: Path) -> Iterator[Standing]:
     """A cluster whose machine counts as full at 1.2 GB more than is used now. Ray itself soon uses half of these."""
     require_ray()
     threshold = 1 - (psutil.virtual_memory().available - 1.2e9) / psutil.virtual_memory().total
     settings = {"RAY_memory_usage_threshold": f"{threshold:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
-    with standing(short_folder, cpus=1, **settings) as cluster:
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        yield
+    folder.mkdir()
+    with standing(folder, cpus=1, **settings) as cluster:
+        yield cluster
 
 
-@asynccontextmanager
-async def undisturbed() -> AsyncIterator[None]:
-    """Skip the test if other processes take or free memory, which Ray cannot distinguish from its own."""
+async def played_undisturbed(engine: RayEngines, file: Path) -> list[Trajectory]:
+    """Trajectories of `Hungry`; none if other processes took or freed memory meanwhile, which Ray counts as its own."""
     before = used_by_others()
+    got: list[Trajectory] = []
 
     async def watch() -> None:
         samples = [0.0]
@@ -315,12 +325,13 @@ async def undisturbed() -> AsyncIterator[None]:
         while min(samples[-10:]) < 0.6e9:
             await anyio.sleep(0.2)
             samples.append(abs(used_by_others() - before))
-        pytest.skip(f"other processes took or freed {samples[-1] / 1e9:.1f} GB during the test")
+        group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
         group.start_soon(watch)
-        yield
+        got = await played(Hungry(), engine, file=file)
         group.cancel_scope.cancel()
+    return got
 
 
 def used_by_others() -> int:
@@ -331,12 +342,18 @@ def used_by_others() -> int:
     return used
 
 
-@pytest.mark.usefixtures("nearly_full")
-async def test_episode_that_exhausts_memory_fails_by_name_and_alone(tmp_path: Path) -> None:
-    engine = RayEngines(ScriptedEngine("hi"), workers=1)
-    file = tmp_path / "run.db"
-    async with undisturbed():
-        got = await played(Hungry(), engine, file=file)
+async def test_episode_that_exhausts_memory_fails_by_name_and_alone(
+    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in range(ATTEMPTS):
+        engine = RayEngines(ScriptedEngine("hi"), workers=1)
+        file = tmp_path / f"{attempt}.db"
+        with nearly_full_machine(short_folder / f"{attempt}") as cluster:
+            monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+            if got := await played_undisturbed(engine, file):
+                break
+    else:
+        pytest.skip(f"other processes took or freed 0.6 GB in each of {ATTEMPTS} attempts")
     by_task = {trajectory.task.id: trajectory for trajectory in got}
     assert {name for name, each in by_task.items() if each.outcome is Outcome.COMPLETED} == {"a", "b", "c", "d"}
     memory = r"its machine was short of memory, and Ray ended it: \S+ used / \S+ limit"
