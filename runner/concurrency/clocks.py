@@ -13,6 +13,7 @@ from typing import Final, Self
 import anyio
 
 from runner.concurrency.task_scope import TaskScope
+from runner.errors import BadOption
 
 __all__ = [
     "FIRST_STEP_FACTOR",
@@ -26,6 +27,7 @@ __all__ = [
     "loop_clock",
     "loop_time",
     "on_asyncio",
+    "require_asyncio",
     "task_scope",
 ]
 
@@ -58,6 +60,23 @@ def on_asyncio() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def require_asyncio(user: str, *, in_tests: str = "a fixture anyio_backend that returns 'asyncio'") -> None:
+    """Check that the event loop is asyncio's.
+
+    Args:
+        user: what needs it.
+        in_tests: the remedy in async tests.
+
+    Raises:
+        BadOption: it is trio's.
+    """
+    if not on_asyncio():
+        raise BadOption(
+            f"{user} works on asyncio alone, and this is trio: run on asyncio (anyio.run(main, backend='asyncio'); in "
+            f"tests {in_tests})."
+        )
 
 
 def task_scope() -> TaskScope | anyio.CancelScope:

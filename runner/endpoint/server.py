@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 import anyio
 from anyio.abc import TaskGroup
 
+from runner.concurrency.clocks import require_asyncio
 from runner.endpoint.application import KEY_KNOWN_EXTENSION, Application
 from runner.endpoint.episode_route import EpisodeRoute
 from runner.errors import BadOption
@@ -133,8 +134,7 @@ class EndpointServer:
     def _start(self) -> Application:
         if self._group is None:
             raise RuntimeError("the run is not running: an episode can be served while it is played")
-        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
-            raise BadOption("an endpoint works on asyncio alone, and this is trio: run on asyncio.")
+        require_asyncio("an endpoint")
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
+from runner.concurrency.clocks import require_asyncio
 from runner.environment.environment import Environment
 from runner.errors import BadOption, ServerFailed, ToolError, first_line, unwrapped
 from runner.interop.packages import optional_package
@@ -81,7 +82,13 @@ class OpenEnv(Environment):
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[dict[str, Any]]:
-        """The schema of an action. If the server does not answer, the run ends at once."""
+        """The schema of an action. If the server does not answer, the run ends at once.
+
+        Raises:
+            BadOption: the event loop is trio's.
+            ServerFailed: the server does not send the schema.
+        """
+        require_asyncio("OpenEnv")
         try:
             async with self._httpx.AsyncClient(timeout=CONNECT_SECONDS) as client:
                 answer = await client.get(f"{self._url}/schema")

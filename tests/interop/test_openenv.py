@@ -15,7 +15,7 @@ from runner.interop import OpenEnv
 from runner.testing import call, play_many_async
 from tests.interop.installing import HOME
 
-pytestmark = [pytest.mark.anyio]
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 real = pytest.mark.server("openenv")
 
 
@@ -112,6 +112,13 @@ async def test_a_server_that_dies_in_a_step_is_named() -> None:
 
 async def test_an_openenv_server_that_is_not_there_ends_the_run() -> None:
     with pytest.raises(ServerFailed, match=r"http://127.0.0.1:9 does not send its schema \(ConnectError"):
+        async with Run(OpenEnv("http://127.0.0.1:9"), ScriptedEngine("x")):
+            pass
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_an_openenv_run_on_trio_is_refused_by_name(anyio_backend: str) -> None:
+    with pytest.raises(BadOption, match="OpenEnv works on asyncio alone, and this is trio: run on asyncio"):
         async with Run(OpenEnv("http://127.0.0.1:9"), ScriptedEngine("x")):
             pass
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import math
 import os
@@ -21,6 +20,7 @@ from runner.cluster.protocol import StoredObject, WorkerProcess
 from runner.cluster.ray.actors import EngineActor, HostActor, Surroundings, WorkerActor, ray_module
 from runner.cluster.ray.calls import RayWorker
 from runner.cluster.ray.connection import CONNECTION, RaySession, uploaded
+from runner.concurrency.clocks import require_asyncio
 from runner.engines.base import BaseEngine
 from runner.engines.tensor_bytes import Bytes, bytes_of, tensor_of
 from runner.errors import BadOption, DeltarunnerError, EngineDead
@@ -101,11 +101,7 @@ class RayLauncher:
 
     async def open(self) -> None:
         """Connect to the cluster, or start one."""
-        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
-            raise BadOption(
-                f"{self._who}: Ray works on asyncio alone, and this is trio: run on asyncio (anyio.run(main, "
-                "backend='asyncio'); in tests a fixture anyio_backend that returns 'asyncio')."
-            )
+        require_asyncio(f"{self._who}: Ray")
         try:
             await anyio.to_thread.run_sync(self._connect)
             self._looked = self._seen = anyio.current_time()

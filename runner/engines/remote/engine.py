@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import sys
@@ -17,6 +16,7 @@ import anyio.to_thread
 from anyio.lowlevel import current_token
 
 from runner import checked
+from runner.concurrency.clocks import require_asyncio
 from runner.engines.adapters import is_adapter_name
 from runner.engines.base import GenerationRequest, ModelEngine
 from runner.engines.gate import AdmissionGate
@@ -127,8 +127,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             EngineError: the server does not answer.
         """
         self._require_not_entered()
-        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
-            raise BadOption("RemoteEngine works on asyncio alone, and this is trio: run on asyncio.")
+        require_asyncio("RemoteEngine")
         # The files are read in a thread, since this takes some tenths of a second and would block other episodes.
         model = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
         self.retries = Retries(self._policy)

@@ -6,7 +6,6 @@ scope. There the abort itself is cancelled, so the request would continue in the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import anyio.to_thread
 from anyio.lowlevel import current_token
 
 from runner import checked
+from runner.concurrency.clocks import require_asyncio
 from runner.engines.base import EngineStats, GenerationRequest, ModelEngine
 from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import WeightProof
@@ -159,11 +159,8 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             BadOption: an engine argument is invalid, or the event loop is trio's.
         """
         self._require_not_entered()
-        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
-            raise BadOption(
-                "vLLM works on asyncio alone, and this is trio: run on asyncio (anyio.run(main, backend='asyncio'); in "
-                "tests a fixture anyio_backend that returns 'asyncio', or the fixture real_engine, from any loop)."
-            )
+        in_tests = "a fixture anyio_backend that returns 'asyncio', or the fixture real_engine, from any loop"
+        require_asyncio("vLLM", in_tests=in_tests)
         require_vllm()
         model = await anyio.to_thread.run_sync(resolve_sent, self.model, self._paths, abandon_on_cancel=True)
         self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
