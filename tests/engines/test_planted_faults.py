@@ -67,7 +67,7 @@ def test_right_updates_in_float32_raise_no_alarm(float32_engine: PooledEngine, h
     async def main() -> None:
         trial = Trial(float32_engine, copy.deepcopy(hugging_face_model), "float32", SIZES)
         await trial.start()
-        assert set((await trial.false_alarms(sweeps.times(20, 2))).values()) == {0}
+        assert set((await trial.false_alarms(sweeps.times(8, 2))).values()) == {0}
         await float32_engine.update_weights(trial.first)
 
     float32_engine.home.call(main)
@@ -90,7 +90,7 @@ async def test_right_updates_in_bfloat16_raise_no_alarm(demo_model_folder: Path,
         proofs = trial.proofs(stepped(trial.first, 1))
         stale = await trial.after(faults(model.config)["every tensor is stale"], trial.first, proofs)
         assert all(why for _, why in stale.values()), "an update that did not arrive at all is found"
-        assert set((await trial.false_alarms(20)).values()) == {0}
+        assert set((await trial.false_alarms(8)).values()) == {0}
 
 
 @pytest.mark.engine

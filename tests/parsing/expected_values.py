@@ -157,11 +157,16 @@ def unexplained(schema: Any, value: Any, unenforced: Sequence[str]) -> list[str]
     return [f"{error.validator}: {error.message}" for error in errors if not _is_explained(error, named)]
 
 
-_REPORTED_AS: Final = {"minContains": "contains", "maxContains": "contains"}
+_REPORTED_AS: Final = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if"}
+
+_KEYWORDS_WITH_SCHEMAS: Final = {"properties", "patternProperties", "dependentSchemas", "allOf", "prefixItems"}
 
 
 def _is_explained(error: ValidationError, named: set[str]) -> bool:
-    steps = {_REPORTED_AS.get(str(step), str(step)) for step in error.absolute_schema_path}
+    path = [str(step) for step in error.absolute_schema_path]
+    steps = {_REPORTED_AS.get(step, step) for step in path}
+    if error.validator is None and path[-1:] not in [[keyword] for keyword in _KEYWORDS_WITH_SCHEMAS]:
+        steps.add("if")  # jsonschema leaves `then` and `else` out of the path of a schema that is false
     if steps & named:
         return True
     if str(error.validator).startswith("unevaluated"):  # the error has no context

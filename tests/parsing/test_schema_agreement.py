@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runner.errors import BadOption
@@ -224,6 +224,7 @@ def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
 @every_class
 @settings(max_examples=sweeps.times(100, 8), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
+@example(schema={"if": {"type": "object", "unevaluatedProperties": True}, "then": False}, seed=0)
 def test_random_call_of_a_grammar_passes_validation(name: str, schema: Any, seed: int) -> None:
     form, tool = form_of(name), tool_of({**schema, "type": "object"})
     try:
