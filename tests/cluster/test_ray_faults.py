@@ -314,7 +314,7 @@ def nearly_full_machine(folder: Path) -> Iterator[Standing]:
 
 
 async def played_undisturbed(engine: RayEngines, file: Path) -> list[Trajectory]:
-    """Trajectories of `Hungry`; none if other processes took or freed memory meanwhile, which Ray counts as its own."""
+    """Trajectories of `Hungry`; none if other processes took or freed memory during the play, which Ray counts."""
     before = used_by_others()
     got: list[Trajectory] = []
 
