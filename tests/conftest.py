@@ -25,7 +25,7 @@ from hypothesis import settings
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
 from runner.testing.engine_pool import PooledEngine
-from tests import engine_starts, lanes, lasting, sweeps, turns
+from tests import engine_starts, lanes, lasting, samples, sweeps
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
@@ -139,15 +139,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [] if sweeps.whole() else ["whole"]
+    unplayed = [] if sweeps.whole() else ["whole"]
     if not config.option.ray:
-        left_out.append("ray")
-    for name in left_out:
+        unplayed.append("ray")
+    for name in unplayed:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
         items[:] = [item for item in items if not item.get_closest_marker(name)]
-    later = turns.of_others(items)
-    config.hook.pytest_deselected(items=list(later))
-    items[:] = [item for item in items if item not in later]
+    left_out = samples.outside(items)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     items.sort(key=_turn)
     lanes.tell(config, items)
 

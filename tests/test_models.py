@@ -235,7 +235,7 @@ DEFAULT = (
 )
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("in_files", [True, False])
 @pytest.mark.parametrize(
     ("with_tools", "without"), [(TOOL_USE, DEFAULT), (DEFAULT, TOOL_USE), ("\n\n{{ 1 }}\n\n", "\n")]

@@ -266,7 +266,7 @@ def test_templates_of_public_models(name: str, expected: Mapping[str, Any]) -> N
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "fault", "words"),

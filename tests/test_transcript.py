@@ -57,7 +57,7 @@ def play(text: str, id: str = "t") -> None:
     assert run_command(settings, lambda _: ScriptedEngine([call("look"), "Seen."])) == 0
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     ("said", "shown"),
     [

@@ -120,7 +120,7 @@ def test_none_is_left_out() -> None:
     assert set(SMALL) == set(NAMES) == with_measures
 
 
-@pytest.mark.cases_in_turns(4)
+@pytest.mark.sample_cases(4)
 @pytest.mark.parametrize("name", sweeps.part([name for name in NAMES if name not in (*VLLM, *RAY, *CONTAINERS)], 3))
 def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_measured(small(name, monkeypatch).measure())
@@ -145,7 +145,7 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.engine
-@pytest.mark.in_turns("benchmarks of vLLM")
+@pytest.mark.sample_units("benchmarks of vLLM")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch in its own code
 @pytest.mark.parametrize(
     "name",
@@ -160,7 +160,7 @@ def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.anyio
-@pytest.mark.in_turns("benchmarks of vLLM")
+@pytest.mark.sample_units("benchmarks of vLLM")
 async def test_run_and_vllm_are_compared_on_an_engine_that_is_there(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,7 +208,7 @@ ROWS = [pytest.param("scripted", *row, id=name) for name, row in RUN.items()]
 ROWS += [pytest.param("real", *row, id=name) for name, row in OF_THE_ENGINE.items()]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(("engine", "arguments", "kind", "said"), ROWS)
 def test_a_run_that_cannot_be_says_why_in_one_message(
     folder: Path, deltarunner: Command, engine: str, arguments: list[str], kind: str, said: list[str]
@@ -221,7 +221,7 @@ def test_a_run_that_cannot_be_says_why_in_one_message(
     assert (folder / "mine.py").read_text() == AUTHOR
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(("engine", "arguments", "kind", "said"), ROWS)
 def test_with_json_it_also_says_so_in_a_last_line_of_json(
     folder: Path, deltarunner: Command, engine: str, arguments: list[str], kind: str, said: list[str]

@@ -309,7 +309,7 @@ class Env(Good):
 
 
 # The planted mistakes leave files open.
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mistake", BAD)
 def test_each_mistake_is_named_with_its_fix_in_one_line(folder: Path, mistake: str) -> None:
@@ -438,7 +438,7 @@ class Env(Good):
     assert (result.exit_code, findings(result)) == (0, []), result.output
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -131,7 +131,7 @@ HANGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.cases_in_turns(6)
+@pytest.mark.sample_cases(6)
 @pytest.mark.parametrize("what", HANGS)
 def test_check_ends_and_names_the_line(what: str, tmp_path: Path) -> None:
     code, exit_code, message = HANGS[what]

@@ -163,7 +163,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 # The planted mistakes leave processes running.
-@pytest.mark.cases_in_turns(4)
+@pytest.mark.sample_cases(4)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mistake", BAD)
 def test_each_mistake_is_named_with_its_fix(folder: Path, mistake: str) -> None:

@@ -34,7 +34,7 @@ from tests.repository import DOCS
 from tests.tokens.families import FAMILIES, model
 from tests.tokens.profiles import BEGIN, END, table
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 Check = Callable[..., Result]
 
@@ -172,7 +172,7 @@ def test_missing_stop_id_is_named_with_its_fix(check: Check, demo_model_folder: 
     assert "add it to eos_token_id" in check(str(demo_model_folder), "--template", "other.jinja").stdout
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_family_lacks_a_token_that_its_template_writes(name: str) -> None:
     # Both templates use the vocabulary of an older Mistral model, whose calls had no such token.

@@ -46,7 +46,7 @@ def deltarunner(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("target", ["w.db", "w.db-wal", "w.db-shm", ".w.db.lock", "link.db", "other.db"])
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_an_export_never_replaces_a_run_file(run_file: Path, target: str, format: str) -> None:

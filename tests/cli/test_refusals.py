@@ -171,7 +171,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
 # --- refusals before the engine is created
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

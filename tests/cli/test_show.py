@@ -116,7 +116,7 @@ def test_the_first_lines_are_short_whatever_the_settings_hold(dashed: Path) -> N
     assert "rows=[{'question': 'What is 0?'}," in second
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("id", ["-rf#0", "--help#0", "-n#0", "-rf"])
 @pytest.mark.parametrize("options", [[], ["--tokens"], ["--brief", "-n", "3"]])
 def test_an_id_that_begins_with_a_dash_is_an_id(dashed: Path, id: str, options: list[str]) -> None:

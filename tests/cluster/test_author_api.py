@@ -28,7 +28,7 @@ def test_sixteen_environments_of_the_authors_api_are_collected() -> None:
     assert len(ENVIRONMENTS) == 16
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.asyncio_alone
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 async def test_an_environment_of_the_authors_api_plays_on_two_workers(

@@ -143,7 +143,7 @@ HANGS = {
 """Calls for a trainer in which a worker may hang, and the method that causes each call."""
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("call", HANGS)
 def test_hanging_worker_is_replaced_and_the_call_returns(call: str) -> None:
     async def run() -> None:
@@ -347,7 +347,7 @@ async def test_pause_keeps_samples_and_resume_continues_on_all_workers() -> None
         assert compared(got) == alone
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("parts", [[], ["weights"]])
 def test_new_worker_of_a_sleeping_fleet_sleeps_and_wakes_with_it(parts: list[str], paused: bool) -> None:

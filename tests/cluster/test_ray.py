@@ -107,7 +107,7 @@ def announcing(file: Path, workers: int, tasks: int = 12, *, stderr: Any = None)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT)
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_kill_9_of_the_driver_ends_workers_and_the_run_resumes(cluster: Standing, tmp_path: Path) -> None:
     file, moment = tmp_path / "run.db", random_of("kill of a driver")
     with announcing(file, 2) as driver:
@@ -139,7 +139,7 @@ def one_engine() -> RayEngine:
     return RayEngine(ScriptedEngine("hi"))
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("kind", [workers, one_engine])
 async def test_a_cluster_outlives_the_threads_that_are_idle(
     monkeypatch: pytest.MonkeyPatch, kind: Callable[[], Any]
@@ -196,7 +196,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_an_environment_of_the_script_itself_is_played(cluster: Standing, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -233,7 +233,7 @@ def endless(script: Path, diary: Path, file: Path) -> Iterator[subprocess.Popen[
             process.kill()
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_first_ctrl_c_drains_the_workers_and_a_second_one_cuts(cluster: Standing, tmp_path: Path) -> None:
     diary, file = tmp_path / "diary", tmp_path / "run.db"
     diary.touch()
@@ -273,7 +273,7 @@ def command(**options: Any) -> int:
     return run_command(RunSettings(**options), lambda settings: ScriptedEngine("hi"))
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 @pytest.mark.parametrize("kind", ["class", "program"])
 def test_run_with_workers_plays_files_and_agent_programs(
     cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
@@ -382,7 +382,7 @@ async def test_too_many_processors_or_gpus_are_refused_with_both_numbers(cluster
     await refused(Holds(1), BadOption, "2 workers of 1 GPU each need 2, and the cluster has 0", gpus=1)
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     trajectories = await played(Leased(str(diary)), RayEngines(ScriptedEngine("hi"), workers=2))
@@ -393,7 +393,7 @@ async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path)
     assert len({pid for _, pid in lines}) == 2, "both workers had episodes to play"
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_lifespan_is_entered_once_per_worker_and_on_the_driver(cluster: Standing, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     trajectories = await played(Sworn(str(diary)), RayEngines(ScriptedEngine("hi"), workers=2))

@@ -19,7 +19,7 @@ def _ray() -> None:
     require_ray()
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_workers_share_one_engine_and_say_what_one_process_says() -> None:
     alone = compared(await played(Judged, dice_engine(), group_size=2, engines={"judge": dice_engine()}))
     judge = RayEngine(dice_engine())
@@ -27,12 +27,12 @@ async def test_workers_share_one_engine_and_say_what_one_process_says() -> None:
     assert compared(shared) == alone
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_a_run_without_workers_plays_on_an_engine_in_another_process() -> None:
     assert compared(await played(Dice, RayEngine(dice_engine()))) == compared(await played(Dice, dice_engine()))
 
 
-@pytest.mark.in_turns("on Ray")
+@pytest.mark.sample_units("on Ray")
 async def test_an_engine_whose_process_dies_ends_the_run_by_name() -> None:
     engine = RayEngine(dice_engine(tick=0.01))
     trajectories = []

@@ -14,7 +14,7 @@ from tests.cluster.ray_cluster import Standing
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, crowd
 from tests.faults.comparing import by_key, stored
 
-pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.in_turns("on Ray")]
+pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.sample_units("on Ray")]
 
 WATCHDOG_SECONDS = 600.0
 

@@ -73,7 +73,7 @@ def kills_whoever_plays(launcher: InProcess, *tasks: str, checkpoints: int = 20)
     return killed
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("environment", [Dice, Grouped])
 async def test_any_number_of_workers_equals_one_process_bit_for_bit(
@@ -181,7 +181,7 @@ def test_episode_that_kills_its_workers_is_given_up_by_name() -> None:
     VirtualClock().run(run)
 
 
-@pytest.mark.cases_in_turns(9)
+@pytest.mark.sample_cases(9)
 @pytest.mark.parametrize(
     ("workers", "places", "tasks", "group_size", "poison"),
     [

@@ -164,7 +164,7 @@ async def test_weights_without_a_connection_are_refused_before_any_call() -> Non
         assert [len(asked_of(worker, "check_weights")) for worker in launcher.alive] == [1, 1]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @either
 def test_worker_without_a_connection_is_named_before_any_call(kind: Callable[[], Any]) -> None:
     async def run() -> None:
@@ -187,7 +187,7 @@ def test_worker_without_a_connection_is_named_before_any_call(kind: Callable[[],
 # --- order of the phases
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @either
 async def test_all_connect_before_any_pauses_and_pause_before_any_receives(
     kind: Callable[[], Any],
@@ -231,7 +231,7 @@ async def test_parts_are_sent_in_order_after_all_workers_have_the_last() -> None
         assert [given["names"] for _, given in steps if given] == [["a"], ["b"], ["c"]]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @either
 async def test_an_update_under_episodes_changes_nothing_but_versions(kind: Callable[[], Any]) -> None:
     alone = compared(await played(Dice, dice_engine(), tasks=game_tasks(60)))
@@ -247,7 +247,7 @@ async def test_an_update_under_episodes_changes_nothing_but_versions(kind: Calla
     assert {version for each in got for version in versions(each)} == {"scripted", "1", "2"}
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @either
 async def test_episode_after_a_transfer_never_has_older_weights(kind: Callable[[], Any]) -> None:
     async with fleet(2) as (engine, _), engine:
@@ -271,7 +271,7 @@ async def test_a_fleet_that_its_trainer_paused_stays_paused(kind: Callable[[], A
 # --- refusals
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @either
 @pytest.mark.parametrize("at", ["check_weights", "meet"])
 async def test_refusal_by_every_worker_changes_and_leaves_nothing(kind: Callable[[], Any], at: str) -> None:
@@ -291,7 +291,7 @@ async def test_refusal_by_every_worker_changes_and_leaves_nothing(kind: Callable
         assert of_version(launcher) == ["new", "new"]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @either
 def test_trainer_connection_timeout_leaves_workers_running(kind: Callable[[], Any]) -> None:
     async def run() -> None:
@@ -307,7 +307,7 @@ def test_trainer_connection_timeout_leaves_workers_running(kind: Callable[[], An
     by_virtual_time(run)
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @either
 def test_cancelling_a_call_while_some_are_paused_continues_them(kind: Callable[[], Any]) -> None:
     async def run() -> None:

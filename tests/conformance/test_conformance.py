@@ -23,7 +23,7 @@ from tests.conformance.sweep import Outcome, Verdict, is_tool_capable, play, swe
 from tests.conformance.vocabulary import END_OF_TEXT
 from tests.repository import DOCS
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 PAGE = DOCS / "conformance.md"
 
@@ -74,7 +74,7 @@ def test_the_corpus_is_whole() -> None:
     assert sum(len(entry.models) for entry in entries) == 4387
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", chosen())
 def test_a_template_is_bridged_as_exactly_as_ever(name: str) -> None:
     assert fresh(named(name)) == read()[name]

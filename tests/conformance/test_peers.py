@@ -51,7 +51,7 @@ def _vllm() -> None:
         readers.reasoning_parsers()
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("_vllm")
 @pytest.mark.parametrize("row", sweeps.part(ROWS, 12), ids=lambda row: row.template)

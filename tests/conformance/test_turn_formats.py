@@ -79,7 +79,7 @@ def test_model_page_counts_templates_without_tools_by_reason() -> None:
         assert f"(`{named}`) | {count} / {models[named]:,} |" in page
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("row", sweeps.part(ROWS, 12), ids=lambda row: row.template)
 def test_format_learnt_from_a_template_equals_the_record(row: turn_formats.Row) -> None:
     entry = next(entry for entry in corpus() if entry.name == row.template)

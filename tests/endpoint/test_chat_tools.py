@@ -44,7 +44,7 @@ def test_a_custom_tool_that_cannot_be_read_is_refused_by_its_index(custom: Any) 
         read(tools=[RUN, {"type": "custom", "custom": custom}])
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("said", "input_text"),

@@ -101,7 +101,7 @@ def body_of(path: str, name: str) -> dict[str, Any]:
 # --- other requests are not blocked
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_request_that_comes_after_a_large_one_is_answered_before_it(path: str, name: str) -> None:
@@ -209,7 +209,7 @@ def too_large(path: str, what: str) -> tuple[dict[str, Any], str]:
     return made, said
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("what", ["tools", "calls", "bytes"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_request_of_too_much_is_refused_by_its_number(path: str, what: str) -> None:

@@ -53,7 +53,7 @@ def test_bytes_of_single_byte_tokens_joined_are_the_text(text: str) -> None:
         assert_bytes(tokenizer, tokenizer.normalize(text), tokenizer.encode(tokenizer.normalize(text)))
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_of_a_byte_level_vocabulary_joined_are_the_text(text: str, demo_model_folder: Path) -> None:
     tokenizer = load_tokenizer(demo_model_folder)

@@ -55,7 +55,7 @@ def verdicts(trajectories: Any) -> list[str]:
     return [request.verdict.value for request in trajectory.requests]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("store", [True, None, False])
 @pytest.mark.parametrize("instructions", ["always", "never", "changed"])
 async def test_request_with_previous_response_id_continues_that_response(

@@ -109,7 +109,7 @@ def messages_body(*messages: Any) -> dict[str, Any]:
     return {"model": "any", "max_tokens": 100, "tools": [ANTHROPIC_RUN], "messages": list(messages)}
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", ODD_BLOCKS)
 @pytest.mark.parametrize("where", ["user", "assistant", "tool_result", "last tool_result"])
 async def test_an_odd_block_of_the_past_is_a_note_in_messages(name: str, where: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ async def test_an_odd_block_of_the_past_is_a_note_in_messages(name: str, where: 
     assert note_of(block) in "".join(each["content"] for each in trajectory.messages)
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", ODD_PARTS)
 @pytest.mark.parametrize("where", ["user", "assistant", "tool", "last tool"])
 async def test_an_odd_part_of_the_past_is_a_note_in_chat(name: str, where: str, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ async def test_an_odd_part_of_the_past_is_a_note_in_chat(name: str, where: str, 
     assert Tolerated.NOT_TEXT in trajectory.requests[0].tolerated
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", ODD_ITEMS)
 async def test_an_odd_item_of_the_past_is_a_note_in_responses(name: str, tmp_path: Path) -> None:
     body = {"model": "any", "tools": [RESPONSES_RUN], "input": [user("Look."), ODD_ITEMS[name], user("And?")]}
@@ -174,7 +174,7 @@ async def test_an_image_of_the_past_is_a_note_in_responses(where: str, tmp_path:
     assert Tolerated.NOT_TEXT in trajectory.requests[0].tolerated
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("arguments", CUT)
 @pytest.mark.parametrize("form", ["chat", "responses", "messages"])
 async def test_earlier_arguments_that_are_not_an_object_are_accepted(form: str, arguments: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.playing import recording
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     ("asked", "verdicts"),
     [

@@ -169,7 +169,7 @@ time.sleep(600)
     await ended(*await pids_in(tmp_path, 2))
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("descriptors", [True, False], ids=["by descriptor", "by a thread"])
 @pytest.mark.parametrize("late", [False, True], ids=["ends", "is ended"])
 async def test_group_is_signalled_while_its_leader_holds_its_process_id(
@@ -204,7 +204,7 @@ async def test_group_is_signalled_while_its_leader_holds_its_process_id(
     assert not numbered(pid), "no process of the program is left"
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("ends", ["limit", "time", "cancelled"])
 async def test_process_group_of_a_program_ends_with_its_episode(ends: str, tmp_path: Path, monkeypatch: Any) -> None:
     """The limit is ten times the promised time. test_interrupted has Ctrl-C on a process."""
@@ -324,7 +324,7 @@ async def test_wrapping_command_is_put_before_the_program() -> None:
     await served(loop, ["Done."])
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     ("argv", "cwd", "named"),
     [

@@ -69,7 +69,7 @@ async def test_an_answer_without_reasoning_has_neither_field() -> None:
     await served(loop, recording(["Done.", "Done."], template="hermes"), serve={"train": True})
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("calls", [True, False], ids=["with calls", "without"])
 @pytest.mark.parametrize("name", SENT_BACK)
 async def test_reasoning_that_comes_back_in_any_place_is_that_turns(name: str, calls: bool) -> None:

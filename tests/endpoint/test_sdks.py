@@ -11,7 +11,7 @@ from runner.testing import Reply, call
 from tests.clients.playing import PROMPT, assert_appends, assert_good, in_order, play_program, respelling
 from tests.clients.programs import SCRIPTS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(5), pytest.mark.slow, pytest.mark.asyncio_alone]
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_cases(5), pytest.mark.slow, pytest.mark.asyncio_alone]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_an_allowed_name_is_read_in_every_family(name: str) -> None:
     assert [each for each in ALLOWED if not supports_name(form, our_tool(each))] == []
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openais_client_gets_an_allowed_name_as_it_gave_it(name: str, stream: bool) -> None:
@@ -99,7 +99,7 @@ async def test_openais_client_gets_an_allowed_name_as_it_gave_it(name: str, stre
     assert [each.verdict for each in trajectory.requests] == ["new", "append"]
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", ALLOWED)
 async def test_anthropics_client_gets_an_allowed_name_as_it_gave_it(name: str) -> None:
     async def loop(endpoint: Endpoint) -> None:
@@ -115,7 +115,7 @@ async def test_anthropics_client_gets_an_allowed_name_as_it_gave_it(name: str) -
     await served(loop, by_name(name))
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", ALLOWED)
 async def test_a_responses_client_gets_an_allowed_name_as_it_gave_it(name: str) -> None:
     async def loop(endpoint: Endpoint) -> None:

@@ -164,7 +164,7 @@ ENGINES: dict[str, Any] = {
     "remote, sglang's": remote(ServerDialect.SGLANG),
     "remote, sglang's, incremental": remote(ServerDialect.SGLANG, incremental=True),
     "remote, a real one": pytest.param(
-        remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.in_turns("unusual engines", 7, unit="remote")]
+        remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.sample_units("unusual engines", 7, unit="remote")]
     ),
     "vllm, external": pytest.param(external_vllm, marks=[pytest.mark.engine("float32_engine"), pytest.mark.whole]),
     "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),

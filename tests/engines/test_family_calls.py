@@ -21,7 +21,7 @@ from runner.testing import FORCING, Reply, assert_exact, force
 from tests import sweeps
 from tests.parsing.families import FAMILIES, TEMPLATES, Family, Library, assert_played, family, played
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 7)]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.sample_units("unusual engines", 7)]
 
 
 @pytest.fixture(scope="module")

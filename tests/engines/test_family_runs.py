@@ -18,7 +18,7 @@ from tests.engines.polyglot import family_folder
 from tests.parsing.families import Family, family
 from tests.verifying import verify
 
-pytestmark = [pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 7)]
+pytestmark = [pytest.mark.engine, pytest.mark.apart, pytest.mark.sample_units("unusual engines", 7)]
 
 RUN = ("Llama 3.1", "Ministral 3", "DeepSeek V3.2", "GLM 4.6", "Kimi K2", "Gemma 4", "Qwen3-Coder", "gpt-oss")
 """Families with different call formats. An engine starts for each; `test_family_calls` has all families on one."""

@@ -65,7 +65,7 @@ async def test_a_worker_that_keeps_its_old_weights_is_dismissed_by_name() -> Non
         assert "does not hold" in lost
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("kind", ["folder", *KINDS])
 async def test_fleet_ends_if_no_worker_passes_the_proof(kind: str) -> None:
     """New workers would get the same weights, and fail the same proof."""

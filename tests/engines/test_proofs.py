@@ -360,7 +360,7 @@ def step(model: Any, size: float = 0.01, seed: int = 0) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("mode", list(PauseMode))
 def test_a_right_update_under_turns_is_proven_and_loses_none(
     mode: PauseMode, float32_engine: PooledEngine, trainer: Any, hugging_face_model: Any

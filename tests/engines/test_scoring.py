@@ -74,7 +74,7 @@ def test_scores_are_the_log_probabilities_of_sampling(float32_engine: PooledEngi
     float32_engine.home.call(main)
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_scores_as_sampled_include_the_sampling(name: str, float32_engine: PooledEngine) -> None:
@@ -185,7 +185,7 @@ def test_a_cancelled_score_leaves_nothing(float32_engine: PooledEngine) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("end", ["cancelled", "cut"])
 def test_scores_in_flight_survive_what_ends_requests(end: str, float32_engine: PooledEngine) -> None:
     """A cancelled caller, or a pause that cuts requests, ends a request before its scores are computed."""

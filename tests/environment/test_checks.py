@@ -87,7 +87,7 @@ async def refused(environment: Any, engine: ScriptedEngine, kind: type[Exception
     return str(raised.value)
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM 4.6", "MiniMax M2", "Seed-OSS"])
 async def test_ambiguous_arguments_are_named_once_per_run(
     name: str,
@@ -100,7 +100,7 @@ async def test_ambiguous_arguments_are_named_once_per_run(
     )
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", ["Qwen3", "Kimi K2", "Gemma 4", "LFM 2.5", "DeepSeek V3.2", "gpt-oss"])
 async def test_template_that_marks_strings_causes_no_warning(name: str) -> None:
     assert await warnings_of(Putting, of_family(name)) == []
@@ -234,7 +234,7 @@ UNIQUE = {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueI
 NOT_ENFORCED = "parts of the schemas are not enforced during sampling, only checked afterwards"
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("settings", [{"tool_choice": "required"}, {"tool_choice": "tag"}, {"strict": True}], ids=str)
 @pytest.mark.parametrize("model", ["Qwen3", "GLM 4.6", "Gemma 4", "gpt-oss"])
 async def test_keyword_that_no_grammar_says_is_named_where_calls_are_held(model: str, settings: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from runner.report.page import write_report
 from runner.testing import ScriptedEngine, call
 from runner.trajectory import Outcome, Trajectory
 from tests.playing import Plain, play_all
-from tests.report.browser import browser, browser_turn, needs_browser
+from tests.report.browser import browser, browser_sample, needs_browser
 
 pytestmark = pytest.mark.anyio
 
@@ -149,7 +149,7 @@ async def test_page_has_attachments_in_place(tmp_path: Path) -> None:
     assert "<script>document.title" not in text
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_browser_shows_attached_images_and_runs_nothing(tmp_path: Path) -> None:
     with RunFile(await play_board(tmp_path)) as run_file:

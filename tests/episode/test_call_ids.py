@@ -134,7 +134,7 @@ def assert_shown(name: str, prompt: str, results: int) -> None:
         assert all(re.fullmatch("[0-9A-Za-z]{9}", one or other) for one, other in ids)
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", sweeps.part(PLAYED, 4))
 async def test_foreign_ids_have_the_form_that_the_template_wants(name: str, tmp_path: Path) -> None:
     async def loop(episode: Any) -> None:
@@ -148,7 +148,7 @@ async def test_foreign_ids_have_the_form_that_the_template_wants(name: str, tmp_
         assert_shown(name, prompt, 2)
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", sweeps.part(PLAYED, 4))
 @pytest.mark.parametrize("foreign", [False, True])
 async def test_minted_call_ids_stay_when_the_history_is_rendered_again(

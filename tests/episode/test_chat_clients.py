@@ -79,7 +79,7 @@ async def test_history_change_of_a_client_has_the_expected_verdict(name: str) ->
     assert tuple(segment.cause for segment in last.segments) == recorded.causes
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", NAMES)
 async def test_verdicts_of_a_named_recording_verify_and_are_shown(name: str, tmp_path: Path) -> None:
     requests, path = recorded(name), tmp_path / "run.db"

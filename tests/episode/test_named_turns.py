@@ -122,7 +122,7 @@ async def test_message_changed_around_its_ids_keeps_one_segment(name: str) -> No
         assert Tolerated.REASONING_LEFT_OUT in trajectory.requests[3].tolerated
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", CHANGES)
 async def test_message_changed_around_its_ids_verifies(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.db"

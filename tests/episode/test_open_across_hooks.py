@@ -15,7 +15,7 @@ from runner.testing import call
 from tests.episode.opening import ADDRESS, OPENED, SERVER, Loops, Opens, assert_unharmed, children, played
 
 # On trio, only the tests below the headline for trio run.
-pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone, pytest.mark.sample_cases(3)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -121,7 +121,7 @@ def test_a_recording_is_small() -> None:
     assert {name: size for name, size in sizes.items() if size > MAX_RECORDING_BYTES} == {}
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_request_of_a_recording_is_found_to_be_what_it_was(name: str) -> None:
     requests = recorded(name)

@@ -76,7 +76,7 @@ async def played(chat_template: Any, loop: Any, says: Any, path: Path | None = N
     return trajectories[0]
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", RAISES)
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_template_that_raises_refuses_that_request_alone(name: str, first: bool, tmp_path: Path) -> None:

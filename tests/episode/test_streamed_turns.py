@@ -33,7 +33,7 @@ from tests import sweeps
 from tests.parsing.families import FAMILIES, family
 from tests.playing import Plain, play, recording, talked
 
-pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.cases_in_turns(3)]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.sample_cases(3)]
 
 WORDS = ["a ", "\n", "é", "<", "so", '"', "{", "}", "  "]
 CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
@@ -119,7 +119,7 @@ def family_turn(parser: TurnParser, cut: int) -> str:
     return text[: len(text) - cut]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 3))
 @pytest.mark.parametrize("cut", [0, 9], ids=["whole", "cut"])

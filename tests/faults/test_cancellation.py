@@ -21,7 +21,7 @@ from tests.faults.crowd import Crowd, talk
 from tests.faults.suspects import AsyncPupils, SyncPupils, speak
 from tests.playing import assert_nothing_open
 
-pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 
 def shared_by(environment: Environment, engine: ScriptedEngine) -> RunShared:

@@ -28,7 +28,7 @@ from tests.faults.suspects import (
     speak,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(5), pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_cases(5), pytest.mark.slow]
 
 WATCHDOG_SECONDS = 600.0
 PAST_HOOK_LIMITS_SECONDS = 500.0

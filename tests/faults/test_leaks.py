@@ -15,7 +15,7 @@ from runner.trajectory import Trajectory
 from tests import sweeps
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 EPISODES = sweeps.times(1000, 400)
 CONCURRENT_EPISODES = 16

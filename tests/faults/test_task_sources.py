@@ -53,7 +53,7 @@ class Hearing:
             self.deed()
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("deed", [raises, exits, recurses])
 @pytest.mark.parametrize("source", [synchronous, asynchronous, Hearing])
 async def test_failing_source_ends_the_run_and_keeps_finished_episodes(

@@ -14,7 +14,7 @@ from tests.faults.comparing import by_key, stored
 from tests.faults.crowd import GROUP_SIZE, Crowd, Rollouts, engine
 from tests.faults.suspects import AsyncPupils, SyncPupils, speak
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 
 async def played(environment: Environment[Any], file: Path, **options: Any) -> dict[Any, Any]:

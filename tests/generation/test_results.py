@@ -265,7 +265,7 @@ async def test_exception_that_leaves_the_generation_is_not_wrapped() -> None:
         assert_nothing_open(engine)
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("read", ["at once", "as each finishes", "in a block"])
 async def test_cancelled_anywhere_nothing_is_left_open(read: str) -> None:
     async with ScriptedEngine(loudly, chunks=1, latency=Latency(first=1, between=1), places=2) as engine:

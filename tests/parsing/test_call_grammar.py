@@ -122,7 +122,7 @@ def forbidden(form: CallFormat) -> Sequence[str]:
     return [*ends_of_strings(form), *nested, *cdata]
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @every_class
 @settings(max_examples=sweeps.times(150, 25))
 @given(calls=st.lists(CALLS, min_size=1, max_size=3))
@@ -217,7 +217,7 @@ def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
             return ""
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @every_class
 @settings(max_examples=sweeps.times(60, 15))
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 100), index=st.integers(0, len(TOOLS) - 1))

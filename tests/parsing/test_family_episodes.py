@@ -14,7 +14,7 @@ from tests.parsing.families import TEMPLATES, Family, Library, assert_played, fa
 from tests.parsing.many_tools import MANY_TOOLS, ManyTools, arguments_of
 from tests.verifying import verify
 
-pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(5), pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_cases(5), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

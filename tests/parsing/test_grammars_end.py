@@ -179,7 +179,7 @@ CALLS_OF_TOOLS: Final[list[Call]] = [
 ]
 
 
-@pytest.mark.cases_in_turns(4)
+@pytest.mark.sample_cases(4)
 @pytest.mark.parametrize("family", STOPS)
 def test_calls_of_a_family_end_with_its_stop_ids(family: str) -> None:
     form = learnt(TEMPLATES[family])

@@ -27,7 +27,7 @@ from tests.conformance import turn_formats
 from tests.conformance.corpus import corpus
 from tests.parsing.learnt_formats import CLASSES
 
-pytestmark = pytest.mark.cases_in_turns(3)
+pytestmark = pytest.mark.sample_cases(3)
 
 ROWS = turn_formats.recorded()
 LEARNT = [row.template for row in ROWS if row.verdict != FormatVerdict.REFUSED and "<|channel|>" not in row.thought]

@@ -104,7 +104,7 @@ def test_unwritable_call_without_arguments_is_named() -> None:
     assert list(losses(poor, [named("a", required=("a",))])) == []
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @every_class
 def test_loss_in_one_of_two_hundred_tools_is_found(name: str) -> None:
     form, tools = form_of(name), list(MANY_TOOLS)

@@ -220,7 +220,7 @@ def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
     return call.arguments != arguments
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @every_class
 @settings(max_examples=sweeps.times(100, 8), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))

@@ -33,7 +33,7 @@ from tests import sweeps
 from tests.parsing.learnt_formats import CLASSES
 from tests.parsing.written_turns import WrittenTurn, format_of, formats, schemas_of, turns, write_turn
 
-pytestmark = pytest.mark.cases_in_turns(3)
+pytestmark = pytest.mark.sample_cases(3)
 
 every_class = pytest.mark.parametrize("name", CLASSES.values(), ids=CLASSES)
 

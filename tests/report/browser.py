@@ -15,7 +15,7 @@ import pytest
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-browser_turn = pytest.mark.in_turns("browser", 3)
+browser_sample = pytest.mark.sample_units("browser", 3)
 """Chromium takes a second or more to start, so `make test` plays a third of these tests, and `--sweeps=whole` all."""
 _IS_THERE = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
 

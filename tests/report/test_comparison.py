@@ -22,7 +22,7 @@ from runner.report.page import write_report
 from runner.report.paired import Decision, _exact_p_value, clustered_difference, paired_difference
 from runner.trajectory import Outcome, Trajectory
 from tests import sweeps
-from tests.report.browser import browser, browser_turn, needs_browser
+from tests.report.browser import browser, browser_sample, needs_browser
 from tests.report.playing import store
 from tests.store.building import played
 
@@ -379,7 +379,7 @@ async def test_page_against_a_baseline_has_the_comparison(tmp_path: Path) -> Non
     assert CliRunner().invoke(app, ["report", str(second), "--by", "level", "-o", str(target)]).exit_code == 2
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_page_answers_the_four_questions_of_a_reader(tmp_path: Path) -> None:
     def episode(number: int, *, lost: bool) -> list[Trajectory]:

@@ -73,7 +73,7 @@ def test_wrong_use_is_refused_in_words(path: Path, arguments: list[str], code: i
     assert not labels_path(path).exists()
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     "line",
     [

@@ -17,7 +17,7 @@ from runner.report.page import write_report
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Segment, Trajectory
-from tests.report.browser import browser, browser_turn, needs_browser
+from tests.report.browser import browser, browser_sample, needs_browser
 from tests.report.playing import store
 from tests.store.building import played
 
@@ -75,7 +75,7 @@ async def test_much_of_one_kind_is_cut_in_words(many: Any, words: str, tmp_path:
     assert "turn 2" in (tmp_path / "page.html").read_text()
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_browser_shows_the_requests_of_programs(tmp_path: Path) -> None:
     trajectory = played("program")
@@ -133,7 +133,7 @@ def test_long_episode_keeps_the_ids_at_its_ends() -> None:
     assert cut["versions"] == whole["versions"]
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_browser_shows_long_episodes_by_pages(tmp_path: Path) -> None:
     path = await store(tmp_path / "long.db", [long_turn(150_000)])

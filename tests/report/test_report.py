@@ -23,7 +23,7 @@ from runner.testing import ScriptedEngine, call
 from runner.tokens.log import VersionSpan
 from runner.trajectory import Outcome, Trajectory
 from tests.playing import play_all
-from tests.report.browser import browser, browser_turn, needs_browser
+from tests.report.browser import browser, browser_sample, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
 from tests.report.screenshots import MAX_BYTES
 from tests.report.viewing import viewing
@@ -232,7 +232,7 @@ async def test_adversarial_texts_run_nothing(tmp_path: Path) -> None:
         assert (tab.requests, tab.complaints) == ([], [])
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_page_reads_at_three_widths_light_and_dark(page: Path, sums: Path, tmp_path: Path) -> None:
     with viewing(sums) as viewer:
@@ -247,7 +247,7 @@ async def test_page_reads_at_three_widths_light_and_dark(page: Path, sums: Path,
                     assert tab.complaints == []
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_path: Path) -> None:
     shown = "[...document.querySelectorAll('details.e:not([hidden])')]"
@@ -286,7 +286,7 @@ async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_pat
         assert tab.complaints == []
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_page_works_with_the_keyboard_alone(page: Path, tmp_path: Path) -> None:
     async with browser(tmp_path / "profile") as tab:
@@ -308,7 +308,7 @@ async def test_page_works_with_the_keyboard_alone(page: Path, tmp_path: Path) ->
         assert await tab.value("document.activeElement.id") == "find"
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_page_reads_without_javascript(page: Path, tmp_path: Path) -> None:
     async with browser(tmp_path / "profile") as tab:
@@ -322,7 +322,7 @@ async def test_page_reads_without_javascript(page: Path, tmp_path: Path) -> None
             assert words in body
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_page_shows_branches_agents_and_junctions(tmp_path: Path) -> None:
     file = tmp_path / "run.db"

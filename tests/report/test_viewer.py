@@ -33,7 +33,7 @@ from runner.report.row_query import (
 )
 from runner.report.viewer import MIN_FOLLOW_SECONDS, RunView, Viewer
 from runner.store.writer import RunWriter
-from tests.report.browser import browser, browser_turn, needs_browser
+from tests.report.browser import browser, browser_sample, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
 from tests.report.viewing import Answer, viewing
 from tests.store.building import header, played
@@ -78,7 +78,7 @@ def test_page_of_the_viewer_has_results_and_episodes(sums: Path) -> None:
         assert Answer(viewer, "").status == 302
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(
     ("query", "count"),
     [
@@ -337,7 +337,7 @@ def test_command_prints_the_address_and_ends_with_ctrl_c(sums: Path) -> None:
 # --- in a browser
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_viewer_opens_episodes_and_tokens_by_clicks(sums: Path, tmp_path: Path) -> None:
     with viewing(sums) as viewer:
@@ -361,7 +361,7 @@ async def test_viewer_opens_episodes_and_tokens_by_clicks(sums: Path, tmp_path: 
             assert all(url.startswith(viewer.address) for url in tab.requests if "favicon" not in url)
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_page_shows_new_episodes_while_a_run_plays(tmp_path: Path) -> None:
     path = tmp_path / "growing.db"
@@ -382,7 +382,7 @@ async def test_page_shows_new_episodes_while_a_run_plays(tmp_path: Path) -> None
                 await tab.until("document.querySelector('#results').textContent.includes('95% interval')")
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_viewer_reads_without_javascript_and_by_keyboard(sums: Path, tmp_path: Path) -> None:
     with viewing(sums) as viewer:
@@ -420,7 +420,7 @@ async def test_adversarial_texts_run_nothing_in_the_viewer(tmp_path: Path) -> No
             assert all(url.startswith(viewer.address) for url in tab.requests if "favicon" not in url)
 
 
-@browser_turn
+@browser_sample
 @needs_browser
 async def test_viewer_shows_branches_and_other_agents(tmp_path: Path) -> None:
     file = tmp_path / "run.db"

@@ -13,7 +13,7 @@ import pytest
 from runner import Outcome, RunFile
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 WATCHDOG_SECONDS = 600.0
 
@@ -113,7 +113,7 @@ except KeyboardInterrupt:
         assert set(stored.outcomes()) == {Outcome.COMPLETED}
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -322,7 +322,7 @@ HANGING = """
 """
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     ("script", "code"),
     [

@@ -45,7 +45,7 @@ def outcomes(folder: Path) -> dict[Outcome, int]:
         return run_file.outcomes()
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
     playing.read_until("press Ctrl-C again to stop them now", seconds=END_SECONDS)
@@ -58,7 +58,7 @@ def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path
     assert engine_processes(tmp_path) == []
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 def test_first_ctrl_c_drains_and_second_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
     playing.read_until("press Ctrl-C again to stop them now", seconds=END_SECONDS)
@@ -73,7 +73,7 @@ def test_first_ctrl_c_drains_and_second_keeps_partial_episodes(playing: Terminal
     assert engine_processes(tmp_path) == []
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> None:
     for said in ("press Ctrl-C again to stop them now", "kept as partial"):
         playing.press(CTRL_C)
@@ -86,7 +86,7 @@ def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> No
     assert alive == []
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 def test_ctrl_c_during_engine_start_cancels_the_start(tmp_path: Path, demo_model_folder: Path) -> None:
     with Terminal([DELTARUNNER, "run", "calculator", "--file", "run.db"], folder=tmp_path) as terminal:
         terminal.read_until_like(r"starting the engine, ([3-9]|\d\d) s", seconds=END_SECONDS)

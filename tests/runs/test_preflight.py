@@ -68,7 +68,7 @@ class TalksOn(Plain):
             conversation.add("More.")
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("text", [SWITCH, KEYWORD, LONG, NAMED], ids=["switch", "keyword", "long", "named"])
 async def test_text_of_one_episode_changes_no_token_of_another(text: str, tmp_path: Path) -> None:
     prompts = []

@@ -76,7 +76,7 @@ def test_newer_format_is_refused_with_its_number_and_the_fix(path: Path, opened:
     assert path.read_bytes() == before
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("version", [*OLDER, FORMAT_VERSION + 1])
 def test_every_command_refuses_other_formats_with_exit_code_7(path: Path, command: list[str], version: int) -> None:

@@ -197,7 +197,7 @@ CHOICES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(("chosen", "options", "expected"), CHOICES, ids=lambda value: str(value)[:40])
 def test_filters_choose_the_same_in_every_form(
     mixed: Path, chosen: dict[str, Any], options: list[str], expected: list[str]

@@ -94,7 +94,7 @@ def spoken(renderer: Renderer, history: Sequence[Message], turn: Message, tools:
     return whole.removeprefix(asked).removesuffix("<|im_end|>\n")
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ids", ["canonical", "split"])
 @settings(max_examples=sweeps.times(60, 20), suppress_health_check=[HealthCheck.too_slow])

@@ -179,7 +179,7 @@ def shown(trajectory: Trajectory) -> tuple[Any, ...]:
     return turns, tuple(segments), repr(trajectory.messages), trajectory.outcome, trajectory.limit
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", CASES)
 async def test_any_cut_of_a_turn_into_deltas_has_the_same_trajectory(name: str) -> None:
     case = CASES[name]

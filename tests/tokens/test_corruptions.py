@@ -16,7 +16,7 @@ from tests.playing import play, talked, twice
 from tests.tokens.episodes import CHATML, GLM, SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, called, model, result, says
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.playing import play, talked, twice
 from tests.tokens.episodes import SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, QWEN_CALL, TOOLS_MOVE, called, model, result, says
 
-pytestmark = pytest.mark.cases_in_turns(3)
+pytestmark = pytest.mark.sample_cases(3)
 
 
 @pytest.fixture

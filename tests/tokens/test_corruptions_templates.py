@@ -40,7 +40,7 @@ from tests.tokens.families import (
     says,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ def test_a_content_of_parts_and_a_string_have_one_bridge(name: str) -> None:
     assert "And twice that?" in text
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_no_tools_and_an_empty_list_of_them_have_one_prompt(name: str) -> None:
     made = model(name)

@@ -25,7 +25,7 @@ from tests.tokens.episodes import SHOWS_CALLS, SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, Model, called, model, result, says
 from tests.tokens.vocabularies import vocabulary
 
-pytestmark = pytest.mark.cases_in_turns(3)
+pytestmark = pytest.mark.sample_cases(3)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ async def test_a_turn_cut_inside_a_character_keeps_its_bytes_at_every_cut() -> N
 # --- control text in contents
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS_CALLS)
 def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> None:
@@ -225,7 +225,7 @@ def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> No
 
 
 # gpt-oss is always played, since only its close is written in place of a stop.
-ALWAYS = pytest.param("gpt-oss", marks=pytest.mark.cases_in_turns(1))
+ALWAYS = pytest.param("gpt-oss", marks=pytest.mark.sample_cases(1))
 
 
 @pytest.mark.parametrize("name", [*sorted({*FAMILIES} - TOOLS_MOVE - {"gpt-oss"}), ALWAYS])

@@ -15,7 +15,7 @@ from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
 from tests.tokens.vocabularies import NAMES
 from tests.tokens.vocabularies import vocabulary as real_vocabulary
 
-pytestmark = [pytest.mark.cases_in_turns(5), pytest.mark.slow]
+pytestmark = [pytest.mark.sample_cases(5), pytest.mark.slow]
 
 # The demo vocabulary has no ids for the other bytes. Another test covers them.
 TEXT = st.text(st.characters(codec="utf-8", max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d"))

@@ -28,7 +28,7 @@ from tests.conformance.corpus import CLOCK, control_tokens
 from tests.tokens.families import ADD, FAMILIES, called, model, result, says
 from tests.tokens.vocabularies import smollm2
 
-pytestmark = pytest.mark.cases_in_turns(3)
+pytestmark = pytest.mark.sample_cases(3)
 
 BUNDLED = ("pythonic", "hermes", "pythonic on bytes", "hermes on bytes")
 REAL = (

@@ -27,7 +27,7 @@ from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import is_tool_capable
 from tests.tokens.bridging import ADD, chatml
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 FOLDER = Path(__file__).parent / "looking_back"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

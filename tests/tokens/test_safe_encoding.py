@@ -84,7 +84,7 @@ def every_name(name: str) -> tuple[str, ...]:
     return tuple(tokenizer.decode([token_id]) for token_id in sorted(tokenizer.control_ids))
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> None:
     tokenizer, rng = named(name), sweeps.random_of(name)
@@ -97,7 +97,7 @@ def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> No
             seen += 1
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_control_text_in_content_is_ordinary_text(name: str) -> None:
     tokenizer, rng = named(name), sweeps.random_of(name)
@@ -131,7 +131,7 @@ def test_text_between_control_tokens_is_encoded_without_them(name: str) -> None:
         assert tokenizer.encode(text, spans) == [*expected, *plain.encode(text[end:], add_special_tokens=False).ids]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("name", EVERY)
 @given(data=st.data())
 def test_any_text_without_control_text_keeps_its_ids(name: str, data: st.DataObject) -> None:

@@ -20,7 +20,7 @@ from tests.tokens.bridging import MORE, QUESTION, chatml, result, says
 from tests.tokens.template_fuzz import ANY_SIZE, check_bridges, look_at_new_templates
 from tests.tokens.template_grammar import Written, written
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 WORDS = ("", " ", "\n", " \n ", "a", " a", "a ", "a\n", "\n\na.", "</think>")
 CALLS = (

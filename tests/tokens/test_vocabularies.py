@@ -100,7 +100,7 @@ def test_no_ordinary_text_is_lost(real: VocabularyTokenizer) -> None:
         assert real.decode(real.encode(text)) == real.normalize(text)
 
 
-@pytest.mark.cases_in_turns(4)
+@pytest.mark.sample_cases(4)
 def test_every_vocabulary_can_be_sent_to_another_process(real: VocabularyTokenizer) -> None:
     """A worker of a fleet sends its engine's tokenizer to the driver."""
     sent = pickle.loads(pickle.dumps(real))

@@ -15,7 +15,7 @@ from runner.tokens.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests import sweeps
 from tests.tokens.vocabularies import NAMES, spoken, vocabulary
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 TURNS = (

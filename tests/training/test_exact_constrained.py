@@ -106,7 +106,7 @@ def assert_exact_under_masks(found: Difference) -> None:
     assert np.abs(found.unmasked[~constrained]).max(initial=0) < TOLERANCE_NATS
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_calculator_logprobs_equal_the_trainers(float32_engine: Any, compare: Compare, temperature: float) -> None:
     episodes = play_many(

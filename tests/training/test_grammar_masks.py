@@ -37,7 +37,7 @@ from tests.parsing.learnt_formats import CLASSES, learnt
 from tests.parsing.parsers import bundled
 from tests.training.making import made, prompt, retried, said
 
-pytestmark = pytest.mark.cases_in_turns(3)
+pytestmark = pytest.mark.sample_cases(3)
 
 START, STOP, OTHER_STOP, SPECIAL = 256, 257, 258, 259
 VOCABULARY_SIZE = 270  # bytes, the ids above, and padding rows of a model; not a multiple of 32

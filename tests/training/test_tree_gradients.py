@@ -12,7 +12,7 @@ import pytest
 from runner.training.tree import TokenTree
 from tests.training.tiny import EXACT_TOLERANCE, GROUPS, Rows, gradients, largest_difference, llama, on_one_thread, row
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

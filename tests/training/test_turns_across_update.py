@@ -64,7 +64,7 @@ class _Stream(DeltaStream):
         return VersionSpan(self._versions[0], 0, cut), VersionSpan(self._versions[-1], cut, len(self._versions))
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

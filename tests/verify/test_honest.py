@@ -211,7 +211,7 @@ RUNS: list[Callable[[Path], Awaitable[None]]] = [
 ]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 async def test_untouched_file_has_no_findings(run: Any, tmp_path: Path) -> None:

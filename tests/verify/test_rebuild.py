@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 # --- unchanged files
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("template", ["pythonic", "hermes"])
 @pytest.mark.parametrize("vocabulary", ["bytes", "smollm2"])
 def test_untouched_file_follows_from_messages_and_sampled_ids(

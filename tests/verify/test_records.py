@@ -405,7 +405,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
 }
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 def test_tampering_is_found_and_named(path: Path, tampering: str) -> None:
     change, kind, said = TAMPERINGS[tampering]

@@ -32,7 +32,7 @@ from tests.playing import Plain, talking
 from tests.repository import ROOT
 from tests.verifying import verify
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 7)]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.sample_units("unusual engines", 7)]
 
 NAME = "demo"
 COUNTED = Sampling(temperature=0.0, max_tokens=64)

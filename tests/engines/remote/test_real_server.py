@@ -27,7 +27,7 @@ from tests.engines.remote.model_folder import byte_model
 from tests.engines.remote.model_server import ModelServer
 from tests.verifying import verify
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.in_turns("unusual engines", 7, unit="remote")]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.sample_units("unusual engines", 7, unit="remote")]
 
 WATCHDOG_SECONDS = 600.0
 PROMPT = list(range(60, 100))

@@ -148,7 +148,7 @@ async def test_calls_are_written_in_the_form_of_the_template(template: str, text
     assert said[2] in ("[add(a=17, b=25)]" + END, both.split("\n<tool_call>")[0] + END)
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("text", ["", "I look.", "Hm.\n</think>\n\nI look."])
 async def test_calls_close_a_thought_that_the_prompt_opened(text: str) -> None:
     entry = next(each for each in corpus() if each.name == "Qwen3.5-4B")

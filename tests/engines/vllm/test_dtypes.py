@@ -201,7 +201,7 @@ def test_avx512_without_bfloat16_emulates_it(processor: dict[str, Any], limit: s
 ON_X86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN has no limit here")
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(
     "isa",
     [pytest.param("AVX2", marks=ON_X86), pytest.param("AVX512_CORE", marks=ON_X86), None],

@@ -212,7 +212,7 @@ async def owners_llm(small_model_folder: Path, anyio_backend: str) -> AsyncItera
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 7, unit="of an external owner")
+@pytest.mark.sample_units("unusual engines", 7, unit="of an external owner")
 async def test_seed_samples_equal_ids_as_the_owners_generate(owners_llm: Any) -> None:
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import SamplingParams
@@ -237,7 +237,7 @@ async def test_seed_samples_equal_ids_as_the_owners_generate(owners_llm: Any) ->
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 7, unit="of an external owner")
+@pytest.mark.sample_units("unusual engines", 7, unit="of an external owner")
 async def test_run_leaves_the_llm_running_and_is_repeatable(owners_llm: Any) -> None:
     async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         first = await play(engine)
@@ -265,7 +265,7 @@ CANNOT: dict[str, Callable[[VllmEngine], Awaitable[object]]] = {
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 7, unit="of an external owner")
+@pytest.mark.sample_units("unusual engines", 7, unit="of an external owner")
 async def test_controls_that_belong_to_the_owner_are_refused(owners_llm: Any) -> None:
     async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         for control in CANNOT.values():
@@ -278,7 +278,7 @@ async def test_controls_that_belong_to_the_owner_are_refused(owners_llm: Any) ->
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 7, unit="of an external owner")
+@pytest.mark.sample_units("unusual engines", 7, unit="of an external owner")
 async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(owners_llm: Any) -> None:
     async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         async with engine.stream(asked(max_tokens=900)) as stream:

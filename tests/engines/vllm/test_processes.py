@@ -128,7 +128,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 @pytest.mark.parametrize(
     ("runner", "started"),
     [
@@ -165,7 +165,7 @@ def test_ctrl_c_spares_the_engine_and_kill_9_leaves_nothing(
     assert not folder.exists()
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 def test_kill_9_during_the_start_leaves_no_process(runner: subprocess.Popen[str]) -> None:
     assert runner.stdout is not None
     assert runner.stdout.readline() == "started EngineCore\n"
@@ -191,7 +191,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 def test_stdout_and_environment_are_free_and_a_stop_is_silent(demo_model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     removed = {"VLLM_LOGGING_STREAM", "LD_PRELOAD", "LD_LIBRARY_PATH"}
@@ -216,7 +216,7 @@ def generation() -> GenerationRequest:
     return GenerationRequest(name="only", prompt=[1, 2], sampling=sampling)
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 @pytest.mark.anyio
 async def test_failed_load_has_a_reason_and_leaves_no_process(
     demo_model_folder: Path, tmp_path: Path, around: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,7 +238,7 @@ async def test_failed_load_has_a_reason_and_leaves_no_process(
 
 
 @pytest.mark.whole
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 @pytest.mark.anyio
 async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -256,7 +256,7 @@ async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_fold
             pytest.fail("it was admitted")
 
 
-@pytest.mark.in_turns("starts and ends", 11)
+@pytest.mark.sample_units("starts and ends", 11)
 @pytest.mark.anyio
 @pytest.mark.parametrize("sizes", [{}, TWO_RANKS], ids=["one rank", "two"])
 async def test_cancelling_a_start_ends_what_it_started(

@@ -31,7 +31,7 @@ from tests.engines.even_model import even_model
 from tests.engines.lora import adapter_config, adapter_tensors
 from tests.playing import Plain, tasks
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 7)]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.sample_units("unusual engines", 7)]
 
 WATCHDOG_SECONDS = 1200.0
 RANKS = (0, 1)

@@ -132,7 +132,7 @@ async def test_constraint_end_ends_the_turn_before_min_tokens(engine: VllmEngine
     assert (said.ids[1:], said.finish.stop) == ([EOS_ID], EOS_ID)
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 1.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}], ids=str
 )

@@ -114,7 +114,7 @@ async def leave_without_reading(engine: VllmEngine, stream: DeltaStream, read: l
 EXITS = [leave_by_break, leave_by_exception, leave_by_cancellation, leave_by_timeout, leave_without_reading]
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize("acts_on_deltas", [True, False], ids=["id by id", "in groups"])
 @pytest.mark.parametrize("leave", EXITS, ids=[leave.__name__ for leave in EXITS])
 async def test_every_exit_leaves_nothing_open_and_keeps_what_was_sampled(
@@ -330,7 +330,7 @@ async def test_cached_ids_prove_that_a_prompt_was_extended(engine: VllmEngine) -
     assert finish.cached_tokens == (len(wanted.prompt) + len(ids) - 1) // 32 * 32
 
 
-@pytest.mark.cases_in_turns(2)
+@pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(
     "wanted",
     [

@@ -19,7 +19,7 @@ from runner.options import Sampling
 from tests.engines.even_model import even_model
 from tests.playing import Plain, twice
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 7)]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.sample_units("unusual engines", 7)]
 
 TOLERANCE_NATS = 1e-3  # in float32
 PROMPT = list(range(1000, 1100))

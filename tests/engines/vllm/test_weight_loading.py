@@ -191,7 +191,7 @@ def written_index(folder: Path, text: str) -> Path:
     return folder
 
 
-@pytest.mark.cases_in_turns(3)
+@pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(("make", "words"), MISFITS.values(), ids=MISFITS.keys())
 async def test_unfit_weights_are_refused_by_name_without_asking_vllm(
     weights: VllmWeights, tmp_path: Path, make: Callable[[Path], Any], words: list[str]

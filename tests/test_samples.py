@@ -1,4 +1,4 @@
-"""Sampling of tests: every marked test has seeds that choose it, and a test that is named is always played."""
+"""The sample of the tests: every marked test has seeds that choose it, and a test that is named is always played."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import sweeps, turns
+from tests import samples, sweeps
 
 
 class Item:
@@ -39,13 +39,13 @@ def seed_as_before() -> Iterator[None]:
 
 def played(items: list[Any], seed: int, *, whole: bool = False) -> list[Any]:
     sweeps.begin(whole=whole, seed=seed)
-    others = turns.of_others(items)
-    return [item for item in items if item not in others]
+    left_out = samples.outside(items)
+    return [item for item in items if item not in left_out]
 
 
-TWO = pytest.mark.cases_in_turns(2)
-ENGINES = pytest.mark.in_turns("engines")
-ENDS = pytest.mark.in_turns("ends", 2)
+TWO = pytest.mark.sample_cases(2)
+ENGINES = pytest.mark.sample_units("engines")
+ENDS = pytest.mark.sample_units("ends", 2)
 
 
 def test_two_seeds_play_all_cases_and_a_test_without_cases_always() -> None:
@@ -58,14 +58,14 @@ def test_two_seeds_play_all_cases_and_a_test_without_cases_always() -> None:
     assert {*first} | {*second} == {*cases}
 
 
-def test_modules_in_turns_are_played_whole_one_after_the_other() -> None:
+def test_marked_modules_are_played_whole_by_one_seed_each() -> None:
     modules = [[made(f"test_{number}", ENGINES, module=module, own=False) for number in range(3)] for module in "abc"]
     every = [test for module in modules for test in module]
-    rounds = [played(every, seed) for seed in range(3)]
-    assert sorted(modules.index(each) for each in rounds) == [0, 1, 2]
+    by_seed = [played(every, seed) for seed in range(3)]
+    assert sorted(modules.index(each) for each in by_seed) == [0, 1, 2]
 
 
-def test_cases_in_turns_rotate_across_functions_and_modules() -> None:
+def test_two_seeds_play_all_marked_functions_with_all_cases() -> None:
     functions = [
         [made(name, ENDS, case=case, module=module) for case in "xy"]
         for name, module in (("test_1", "a"), ("test_2", "a"), ("test_3", "b"), ("test_4", "b"))
@@ -78,8 +78,8 @@ def test_cases_in_turns_rotate_across_functions_and_modules() -> None:
 
 
 def test_tests_of_a_unit_are_played_together() -> None:
-    unit = [made(name, pytest.mark.in_turns("engines", unit="lent")) for name in ("test_1", "test_2")]
-    other = [made("test_3", pytest.mark.in_turns("engines"))]
+    unit = [made(name, pytest.mark.sample_units("engines", unit="lent")) for name in ("test_1", "test_2")]
+    other = [made("test_3", pytest.mark.sample_units("engines"))]
     assert sorted(len(played([*unit, *other], seed)) for seed in (0, 1)) == [1, 2]
 
 
