@@ -64,7 +64,7 @@ MAX_TEST_NAME_CHARS: Final = 60
 UNCLEAR_IN_NAMES: Final = re.compile(
     r"(?<!here)_(is|are|was|were)_no_(?!longer_|more_)|_(told_|anew_|whoever_|whichever_|(no|some)bodys?_|everybody_|behind_"
     r"|gives_|heard_|hears_|tells_|meanwhile_|(goes|go|went|gone)_on_|nought_|stands?_still_|stood_still_"
-    r"|of_(its|their)_making_|such_a_one_)"
+    r"|of_(its|their)_making_|such_a_one_|says?_|knows?_|mend(ed|ing)?_|it_too_|(so|alike)_$)"
 )
 """Words that slow readers of a test's name, with an underscore at both ends."""
 

@@ -44,7 +44,7 @@ def test_every_guide_is_linked_from_the_start(start: Path) -> None:
     assert set(DOCS.glob("*.md")) - {DOCS / "index.md"} <= linked
 
 
-def test_guides_link_into_the_reference_where_they_name_what_is_in_it() -> None:
+def test_guides_that_name_a_class_link_into_the_reference() -> None:
     """A page whose prose names a public class links to the reference. The page on the inside is left out."""
     classes = "|".join(name for name in runner.__all__ if inspect.isclass(getattr(runner, name)))
     unlinked = []
@@ -247,7 +247,7 @@ def members(thing: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | gri
             yield member
 
 
-def test_every_name_of_the_reference_and_each_member_says_what_it_is(documented: griffe.Module) -> None:
+def test_every_name_and_member_of_the_reference_has_a_docstring(documented: griffe.Module) -> None:
     silent = []
     for name in in_the_reference():
         thing = defined_as(documented, name)

@@ -29,14 +29,14 @@ def shown(name: str) -> Any:
     return made if "tasks" in vars(made) else type(name, (made, Plain), {"rollout": made.rollout})
 
 
-async def test_several_tries_of_a_turn() -> None:
+async def test_example_keeps_the_best_of_several_tries() -> None:
     words = iter(["the sky", "the sea", "the tree", "the end"] * 3)
     (trajectory,) = await play_all(shown("BestOfFour"), misspelling(lambda asked: next(words)))
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1)
     assert {turn.text for turn in trajectory.turns if not turn.left_out} == {"the sea"}
 
 
-async def test_branches_that_speak_at_the_same_time() -> None:
+async def test_example_plays_branches_at_the_same_time() -> None:
     trajectories = await play_all(shown("TwoWays"), misspelling(lambda asked: "It is said"))
     assert [trajectory.agent for trajectory in trajectories] == ["main", "brief", "long"]
 

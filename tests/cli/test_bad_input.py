@@ -210,7 +210,7 @@ ROWS += [pytest.param("real", *row, id=name) for name, row in OF_THE_ENGINE.item
 
 @pytest.mark.sample_cases(2)
 @pytest.mark.parametrize(("engine", "arguments", "kind", "said"), ROWS)
-def test_a_run_that_cannot_be_says_why_in_one_message(
+def test_impossible_run_is_refused_with_one_message(
     folder: Path, deltarunner: Command, engine: str, arguments: list[str], kind: str, said: list[str]
 ) -> None:
     code, out, err = deltarunner("run", *arguments, engine=engine)
@@ -223,7 +223,7 @@ def test_a_run_that_cannot_be_says_why_in_one_message(
 
 @pytest.mark.sample_cases(3)
 @pytest.mark.parametrize(("engine", "arguments", "kind", "said"), ROWS)
-def test_with_json_it_also_says_so_in_a_last_line_of_json(
+def test_json_option_adds_the_error_as_last_line(
     folder: Path, deltarunner: Command, engine: str, arguments: list[str], kind: str, said: list[str]
 ) -> None:
     code, out, err = deltarunner("run", *arguments, "--json", engine=engine)
@@ -235,7 +235,9 @@ def test_with_json_it_also_says_so_in_a_last_line_of_json(
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), OTHERS.values(), ids=OTHERS)
-def test_other_commands_say_it_too(deltarunner: Command, arguments: list[str], code: int, said: list[str]) -> None:
+def test_other_commands_print_an_error_without_a_traceback(
+    deltarunner: Command, arguments: list[str], code: int, said: list[str]
+) -> None:
     ended, out, err = deltarunner(*arguments)
     assert ended == code
     assert "Traceback" not in out + err

@@ -204,7 +204,7 @@ class Env(Good):
     assert sys.modules["mine"].CALLED
 
 
-def test_a_group_may_differ_by_what_its_model_says_and_be_compared(folder: Path) -> None:
+def test_group_whose_members_differ_has_no_finding(folder: Path) -> None:
     env = """
 class Env(Good):
     def setup(self):

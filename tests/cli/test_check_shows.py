@@ -90,7 +90,9 @@ def check(name: str) -> tuple[int, list[str]]:
         ("Prompt", "prompt() returned another prompt", "first 'Number "),
     ],
 )
-def test_both_results_that_differ_are_shown_from_where_they_do(folder: Path, name: str, cause: str, shape: str) -> None:
+def test_differing_results_are_shown_from_their_first_difference(
+    folder: Path, name: str, cause: str, shape: str
+) -> None:
     code, lines = check(name)
     (line,) = [line for line in lines if cause in line and "was repeated" in line]
     assert code == 3

@@ -106,7 +106,7 @@ def test_inexact_append_shows_a_reason_a_consequence_and_a_fix(check: Check, pub
     assert "appends that environments with tools make are not exact" in done.stdout
 
 
-def test_a_template_without_tools_says_so(check: Check, tmp_path: Path) -> None:
+def test_template_without_tools_is_reported(check: Check, tmp_path: Path) -> None:
     (tmp_path / "plain.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -182,7 +182,7 @@ def test_no_family_lacks_a_token_that_its_template_writes(name: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_says_which_tokens_of_its_template_are_letters() -> None:
+async def test_run_names_the_tokens_of_its_template_that_are_letters() -> None:
     made = model("qwen2.5")
     zephyr = ChatTemplate(made.template.text.replace("<|im_start|>", "<|turn|>"), name="turns")
     engine = ScriptedEngine(["yes"], tokenizer=made.tokenizer, template=zephyr, stop_ids=made.stop_ids)

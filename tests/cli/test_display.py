@@ -102,7 +102,7 @@ def drawn(stats: LiveStats, *, width: int, height: int = 30) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_the_live_view_says_what_runs_waits_failed_and_is_slowest() -> None:
+def test_live_view_shows_running_failed_and_slowest_episodes() -> None:
     lines = [line.strip() for line in drawn(FIGURES, width=120)]
     assert lines[0] == "calculator on smollm2-135m"
     for expected in (
@@ -319,7 +319,7 @@ class Starting(ScriptedEngine):
         return self
 
 
-def test_plain_lines_say_every_ten_seconds_what_the_start_does() -> None:
+def test_plain_lines_report_the_start_every_ten_seconds() -> None:
     said: list[str] = []
 
     class Kept(PlainReporter):

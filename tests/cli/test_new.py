@@ -152,7 +152,7 @@ def test_a_project_requires_deltarunner_from_where_it_was_installed(tmp_path: Pa
         ("no JSON", ""),
     ],
 )
-def test_an_installed_deltarunner_knows_where_it_came_from(
+def test_installed_deltarunner_has_the_source_of_its_installation(
     content: str | None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Installed:
@@ -182,7 +182,7 @@ def test_bytecode_cache_of_the_skeleton_is_not_written(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     "name", ["word-game", "word_game", "WordGame", "wordGame", "WORD-GAME", "Word-game"], ids=lambda name: str(name)
 )
-def test_the_names_follow_from_one_however_it_is_spelt(name: str) -> None:
+def test_names_do_not_depend_on_the_spelling_of_the_given_one(name: str) -> None:
     assert Names.of(name) == Names("word-game", "word_game", "WordGame")
 
 
@@ -215,7 +215,7 @@ def test_digits_belong_to_the_word_before_them() -> None:
         ("tests", "there is a module tests already"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused_with_the_reason(name: str, message: str, tmp_path: Path) -> None:
+def test_invalid_name_is_refused_with_the_reason(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=re.escape(message)) as refused:
         Names.of(name)
     assert len(str(refused.value).splitlines()) == 1

@@ -138,7 +138,7 @@ def test_a_module_that_cannot_be_loaded_is_named(folder: Path, command: str, sou
         ("Awaited", "tasks() returned <coroutine object Awaited.tasks"),
     ],
 )
-def test_tasks_that_cannot_be_had_are_a_task_error(folder: Path, command: str, name: str, said: str) -> None:
+def test_tasks_that_cannot_be_loaded_are_a_task_error(folder: Path, command: str, name: str, said: str) -> None:
     refused = deltarunner(command, f"mine.py:{name}")
     assert refused.exit_code == 4, refused.output
     assert said in refused.output

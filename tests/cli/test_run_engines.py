@@ -57,7 +57,7 @@ def test_options_that_conflict_with_workers_are_refused(folder: Path, options: d
     assert not Path("runs").exists()
 
 
-def test_without_ray_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_ray_name_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(BadOption, match=re.escape("--workers needs Ray: pip install 'deltarunner[ray]'")):
         play(environment="mine.py:Greeting", workers="2")
@@ -82,13 +82,13 @@ def test_ray_client_is_refused_from_the_environment_too(folder: Path, monkeypatc
         play(environment="mine.py:Greeting", workers="2")
 
 
-def test_an_address_that_is_none_is_refused_with_what_one_looks_like(folder: Path) -> None:
+def test_address_without_a_cluster_is_refused_with_an_example(folder: Path) -> None:
     require_ray()
     with pytest.raises(BadOption, match=r"no cluster of Ray at 'nowhere'.*'auto' on a machine of a running cluster"):
         play(environment="mine.py:Greeting", workers="2", cluster="nowhere")
 
 
-def test_a_head_on_loopback_alone_is_refused_with_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_on_loopback_alone_is_refused_with_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_ray()
 
     def init(**_: Any) -> None:

@@ -54,7 +54,7 @@ def test_the_sizes_of_the_engine_are_among_the_settings(tmp_path: Path) -> None:
     assert "pipeline" not in shown
 
 
-def test_solved_share_counts_failed_episodes_and_says_so(tmp_path: Path) -> None:
+def test_solved_share_counts_failed_episodes_as_not_solved(tmp_path: Path) -> None:
     class Half(Plain):
         def tasks(self) -> list[Task]:
             return tasks(4)

@@ -33,7 +33,7 @@ def checked(tmp_path: Path, text: str, *options: str) -> Result:
     return CliRunner().invoke(app, ["check-template", str(file), *options])
 
 
-def test_check_template_says_that_schemas_are_fitted(tmp_path: Path) -> None:
+def test_check_template_reports_fitted_schemas(tmp_path: Path) -> None:
     result = checked(tmp_path, with_tools_by(TYPES))
     assert "fitted" in result.output
     assert "is not shown" not in result.output
@@ -41,7 +41,7 @@ def test_check_template_says_that_schemas_are_fitted(tmp_path: Path) -> None:
     assert document["arguments"] == {"fitted": True, "unseen": []}
 
 
-def test_check_template_says_that_schemas_are_as_they_were_written(tmp_path: Path) -> None:
+def test_check_template_reports_schemas_that_stay_as_written(tmp_path: Path) -> None:
     assert "as they are" in checked(tmp_path, HERMES).output
 
 
@@ -61,7 +61,7 @@ async def test_a_run_names_what_its_template_does_not_show() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_whose_template_shows_everything_says_nothing_of_it() -> None:
+async def test_run_whose_template_shows_everything_reports_nothing() -> None:
     for text in (HERMES, with_tools_by(TYPES)):
         async with Run(Trip, ScriptedEngine("Done.", template=ChatTemplate(text, name="own"))) as run:
             assert not [fault for fault in run.summary.faults if "does not show" in fault]

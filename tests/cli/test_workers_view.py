@@ -148,7 +148,7 @@ def test_worker_lines_fit_the_terminal(fleet: FleetStats, width: int) -> None:
     assert all(f"7 {why.value}" in " ".join(lines) for why in IdleReason)
 
 
-def test_in_few_columns_a_row_says_what_is_wrong_with_its_worker() -> None:
+def test_row_in_few_columns_names_the_problem_of_its_worker() -> None:
     assert [" ".join(row.split()) for row in rows(drawn(FEW, width=60))][2:] == [
         "2 63/64 weights 12, 6 s for main: engine",
         "3 61/64 340 s for search()",
@@ -159,7 +159,7 @@ def test_in_few_columns_a_row_says_what_is_wrong_with_its_worker() -> None:
 
 
 @pytest.mark.parametrize("height", range(1, 30))
-def test_in_few_lines_how_many_workers_there_are_is_what_stays(height: int) -> None:
+def test_number_of_workers_is_shown_at_any_height(height: int) -> None:
     for fleet in (FEW, many(), FleetStats(most=8, few=True, absent={IdleReason.RESTING: 8})):
         lines = drawn(fleet, height=height)
         assert any(f"{len(fleet.workers)} of {fleet.most} workers" in line for line in lines)
@@ -171,7 +171,7 @@ def test_a_long_name_of_a_node_loses_its_middle() -> None:
     assert " rayc…up-abcde " in row
 
 
-def test_a_name_cannot_say_anything_to_the_terminal() -> None:
+def test_name_of_a_node_sends_no_control_codes_to_the_terminal() -> None:
     fleet = FleetStats(workers=(worker(0, node="a\x1b[2J", version="b\x1b[2J", oldest="c\x1b[2J\nd"),), most=1)
     assert "\x1b[2J" not in "\n".join(drawn(fleet))
     assert "\x1b[2J" not in ", ".join(in_words(replace(FIGURES, fleet=fleet)))

@@ -49,7 +49,9 @@ def by_hand(name: str, played: ProgramEpisode, home: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.client(each)) for each in FURTHER])
-async def test_a_program_plays_by_what_is_shown_for_it(name: str, tmp_path: Path, demo_model_folder: Path) -> None:
+async def test_program_plays_with_the_printed_exports_and_command(
+    name: str, tmp_path: Path, demo_model_folder: Path
+) -> None:
     program = PROGRAMS[name]
     engine = respelling(in_order(*program.says()), demo_model_folder)
     played = ProgramEpisode(tmp_path / "work", tmp_path / "run.db")

@@ -26,7 +26,7 @@ def test_each_client_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("client", PLAYED, ids=lambda client: client.name)
-def test_a_row_has_what_was_tested_and_how_it_is_asked(client: Client) -> None:
+def test_row_has_the_tested_version_the_form_and_the_command(client: Client) -> None:
     _, tested, form, command, _ = ROWS[client.name]
     assert tested == client.tested
     assert f"`{client.form}`" in form
@@ -34,12 +34,12 @@ def test_a_row_has_what_was_tested_and_how_it_is_asked(client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({program.client for program in PROGRAMS.values()}))
-def test_a_row_has_what_is_changed(name: str) -> None:
+def test_row_has_the_tolerated_changes(name: str) -> None:
     documented = set(re.findall(r"`(\w+)`", ROWS[name][4])) & {each.value for each in Tolerated}
     assert documented == set().union(*(each.tolerated for each in PROGRAMS.values() if each.client == name))
 
 
-def test_the_versions_that_are_installed_are_those_that_were_tested() -> None:
+def test_installed_versions_are_the_tested_ones() -> None:
     tested = {client.name: client.tested for client in PLAYED if client.name in INSTALLS}
     assert set(INSTALLS) == set(tested)
     for name, version in tested.items():

@@ -9,7 +9,7 @@ import pytest
 from tests.clients.installing import CLIENTS
 
 
-def test_npm_clients_without_node_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npm_clients_without_node_name_the_command_for_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     # No installed client has this version.
     missing = {name: replace(client, packages=("none==0",)).missing for name, client in CLIENTS.items()}

@@ -37,7 +37,7 @@ def shape(body: Mapping[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", programs())
-async def test_a_program_sends_what_is_recorded_of_it(name: str, tmp_path: Path) -> None:
+async def test_program_sends_the_recorded_requests(name: str, tmp_path: Path) -> None:
     played, sent = await SCENARIOS[name].play(tmp_path)
     known = recorded(name)
     assert [shape(each.body) for each in sent] == [shape(each.body) for each in known], played.in_words()
@@ -45,5 +45,5 @@ async def test_a_program_sends_what_is_recorded_of_it(name: str, tmp_path: Path)
     assert found == [each.found for each in known], played.in_words()
 
 
-def test_everything_that_is_to_be_recorded_is() -> None:
+def test_every_scenario_has_a_recording() -> None:
     assert sorted(SCENARIOS) == NAMES, f"python -m tests.clients.recording writes the missing recordings in {FOLDER}"

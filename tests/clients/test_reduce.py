@@ -152,7 +152,7 @@ def test_name_joined_from_two_names_is_still_joined_after_reduction() -> None:
     assert f'"{tool["name"]}__{tool["tools"][0]["name"]}"' in request["says"]
 
 
-def test_filler_begins_alike_at_any_length_and_no_two_are_alike() -> None:
+def test_fillers_differ_by_number_and_shorter_ones_are_prefixes() -> None:
     for number in (0, 1, 19, 20, 21, 400, 8000):
         assert all(filler(number, 90).startswith(filler(number, length)) for length in range(90))
     assert len({filler(number, 4) for number in range(8000)}) > 7900

@@ -43,7 +43,7 @@ def test_every_tensor_comes_back_as_it_was(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neither_way_copies_what_lies_together(dtype: str) -> None:
+def test_contiguous_tensor_is_copied_neither_there_nor_back(dtype: str) -> None:
     given = torch.ones(3, 4).to(getattr(torch, dtype))
     sent = as_arrays({"w": given})
     buffers: list[pickle.PickleBuffer] = []

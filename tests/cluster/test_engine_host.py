@@ -151,7 +151,7 @@ def test_removed_process_that_comes_back_gets_engine_dead() -> None:
     shared(play)
 
 
-def test_leaving_wakes_who_waits_for_news() -> None:
+def test_process_that_leaves_gets_an_empty_answer_to_its_wait() -> None:
     async def play(owner: HostedHere, guest: Guest) -> None:
         host = owner.host
         await host.greet("third")

@@ -171,7 +171,7 @@ def test_episode_goes_to_the_least_loaded_worker() -> None:
     assert where[:5].count(1) == 1, "a worker with 2 of 10 places gets one of five episodes"
 
 
-def test_workers_alike_take_turns() -> None:
+def test_equal_workers_get_one_episode_each() -> None:
     fleet = ready(4, 4, 4, 4)
     assert len(set(assigned(fleet, *(Assignment(group=n) for n in range(4))))) == 4
 

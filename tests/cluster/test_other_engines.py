@@ -52,7 +52,7 @@ async def test_workers_enter_other_agents_engines_and_the_driver_does_not() -> N
     assert not judge.running
 
 
-async def test_run_keeps_the_same_of_an_engine_elsewhere(tmp_path: Path) -> None:
+async def test_header_is_the_same_for_engines_on_workers(tmp_path: Path) -> None:
     def engines() -> Any:
         api = ChatEngine("a-model", base_url="http://127.0.0.1:1/v1", api_key="none")
         return {"judge": dice_engine(template="hermes", context=600), "jury": api}
@@ -96,7 +96,7 @@ async def test_failed_start_on_a_worker_ends_the_start_and_names_it() -> None:
             await played(Judged, engine, engines={"judge": Unread("Fine.")})
 
 
-async def test_workers_leave_them_with_the_run_also_where_it_does_not_begin(tmp_path: Path) -> None:
+async def test_workers_leave_other_engines_after_a_run_or_a_failed_start(tmp_path: Path) -> None:
     def fails(_: Any) -> Path:
         raise BadOption("no name for this run")
 
@@ -109,7 +109,7 @@ async def test_workers_leave_them_with_the_run_also_where_it_does_not_begin(tmp_
     assert len(ENTERED) == 4
 
 
-def test_a_worker_that_dies_while_they_start_is_replaced_and_all_play() -> None:
+def test_worker_that_dies_while_other_engines_start_is_replaced() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
 

@@ -64,12 +64,12 @@ def test_every_block_is_played_by_one_of_these_tests() -> None:
     assert sorted(BLOCKS) == sorted({*played, *blocks_with("update_weights(")})
 
 
-async def test_the_engines_that_it_shows_can_be_made(page: dict[str, Any]) -> None:
+async def test_engines_of_the_page_can_be_made(page: dict[str, Any]) -> None:
     for block in blocks_with("_parallel_size=8)"):
         await play(block, page)
 
 
-async def test_the_runs_that_it_shows_can_be_asked_for(page: dict[str, Any]) -> None:
+async def test_runs_of_the_page_can_be_requested(page: dict[str, Any]) -> None:
     for block in blocks_with("run("):
         await play(block, page)
     alone, on_a_cluster, with_a_judge = page["asked"]
@@ -86,7 +86,7 @@ async def test_examples_of_the_page_read_the_workers_of_a_fleet(
     assert re.match(r"\d \S+ 0/6 ", capsys.readouterr().out)
 
 
-async def test_its_trainer_trains(page: dict[str, Any]) -> None:
+async def test_trainer_of_the_page_trains(page: dict[str, Any]) -> None:
     versions: list[str] = []
 
     def collect(group: Any) -> bool:

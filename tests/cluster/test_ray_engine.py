@@ -20,7 +20,7 @@ def _ray() -> None:
 
 
 @pytest.mark.sample_units("on Ray")
-async def test_workers_share_one_engine_and_say_what_one_process_says() -> None:
+async def test_workers_share_one_engine_and_equal_one_process() -> None:
     alone = compared(await played(Judged, dice_engine(), group_size=2, engines={"judge": dice_engine()}))
     judge = RayEngine(dice_engine())
     shared = await played(Judged, RayEngines(dice_engine(), workers=2), group_size=2, engines={"judge": judge})

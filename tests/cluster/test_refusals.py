@@ -99,7 +99,7 @@ async def test_an_engine_that_was_entered_here_cannot_become_a_fleets() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, "2", (3, 2), (1, 2, 3), None, True])
-async def test_a_number_of_workers_that_cannot_be_is_refused(workers: Any) -> None:
+async def test_invalid_number_of_workers_is_refused(workers: Any) -> None:
     with pytest.raises(BadOption, match="workers"):
         async with fleet(workers):
             pass

@@ -206,7 +206,7 @@ class Said(PlainReporter):
         self.said.append(line)
 
 
-async def test_plain_lines_tell_of_a_lost_worker_and_it_is_the_last_fault() -> None:
+async def test_lost_worker_is_in_plain_lines_and_the_last_fault() -> None:
     reporter = Said()
     async with in_process() as launcher, Run(Waiting, fleet_of(launcher, (1, 2)), limits=LONG) as run:
         async with anyio.create_task_group() as watching:

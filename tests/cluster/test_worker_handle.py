@@ -31,7 +31,7 @@ async def test_worker_is_not_lost_while_the_driver_is_blocked(monkeypatch: pytes
         assert await answer_within(0.4, answer) == "here"
 
 
-async def test_a_worker_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_sends_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_handle, "SILENCE_STEP_SECONDS", 0.01)
     with pytest.raises(WorkerLost, match=r"^it has sent nothing for 0.05 s while it started$"):
         await answer_within(0.05, Answer(), " while it started")

@@ -25,7 +25,7 @@ ROWS = calls.recorded()
 THOUGHTS = thoughts.recorded()
 
 
-def test_the_page_is_what_the_records_say() -> None:
+def test_page_is_written_from_the_records() -> None:
     assert (DOCS / "tool-parsers.md").read_text(encoding="utf-8") == page(ROWS, THOUGHTS)
 
 

@@ -19,7 +19,7 @@ from tests.tokens.profiles import profile
 ROWS = turn_formats.recorded()
 
 
-def test_the_page_is_what_the_record_says() -> None:
+def test_page_is_written_from_the_record() -> None:
     assert (DOCS / "tool-formats.md").read_text(encoding="utf-8") == turn_formats.page(ROWS)
 
 
@@ -38,7 +38,7 @@ def test_the_page_of_models_has_the_counts_of_the_record() -> None:
     assert f"**{len(usable)} ({used:,} models) can be used**" in page
 
 
-def test_template_missing_in_another_count_raises_as_the_page_says() -> None:
+def test_template_missing_in_another_count_raises_as_documented() -> None:
     formats = {row.template for row in ROWS}
     assert formats - {entry.name for entry in shown.capable()} == {"microsoft-FrogMini-14B-2510"}
     (entry,) = (entry for entry in corpus() if entry.name == "microsoft-FrogMini-14B-2510")

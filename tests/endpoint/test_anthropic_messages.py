@@ -136,7 +136,7 @@ def test_a_call_that_cannot_be_read_is_none_and_the_ids_name_the_turn() -> None:
         ({"tool_calls": [ToolCall("t0", "", {}, "it cannot be read")]}, {}, ("end_turn", None)),
     ],
 )
-def test_stop_reason_and_stop_sequence_say_why_a_turn_ended(
+def test_stop_reason_and_stop_sequence_show_why_a_turn_ended(
     settings: dict[str, Any], asked: dict[str, Any], reason: tuple[str, str | None]
 ) -> None:
     calls = settings.pop("tool_calls", ())
@@ -162,7 +162,7 @@ def test_lone_surrogate_is_a_question_mark_and_large_number_stays() -> None:
         assert answer["content"][1]["input"] == {"much": 2**70, "half": "?"}
 
 
-def test_a_stream_is_kept_alive_by_pings_that_say_nothing() -> None:
+def test_pings_keep_a_stream_alive_and_change_no_message() -> None:
     sample = said(ORDERED)
     alive = writer().keep_alive
     assert rebuilt(alive + alive + streamed(sample)) == whole(sample)
@@ -198,7 +198,7 @@ def test_a_refusal_is_of_the_type_that_its_status_has(reason: Reason) -> None:
     assert "because" in str(raised.value)
 
 
-def test_types_of_refusals() -> None:
+def test_each_refusal_has_its_error_type() -> None:
     types = {reason: FORM.refusal(Refused(reason, ""))["error"]["type"] for reason in Reason}
     assert types == {
         Reason.INVALID: "invalid_request_error",
@@ -238,5 +238,5 @@ def test_a_refusal_in_mid_stream_is_an_error_to_the_client() -> None:
     assert "the engine died" in str(raised.value)
 
 
-def test_a_count_is_what_the_client_takes_for_one() -> None:
+def test_count_is_read_by_the_client() -> None:
     assert MessageTokensCount.model_validate(FORM.count(7)).input_tokens == 7

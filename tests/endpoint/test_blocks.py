@@ -73,7 +73,7 @@ async def test_several_blocks_of_an_episode_have_a_key_each() -> None:
     assert len(trajectory.turns) == 3
 
 
-async def test_serving_outside_of_rollout_says_where_it_belongs() -> None:
+async def test_serving_outside_of_rollout_names_the_right_place() -> None:
     said: list[str] = []
 
     async def try_it(served: Any) -> None:

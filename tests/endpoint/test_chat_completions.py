@@ -133,7 +133,7 @@ async def test_whole_answer_has_ids_logprobs_and_usage_of_the_turn() -> None:
     assert [each["logprob"] for each in rows] == pytest.approx(list(turn.logprobs))
 
 
-async def test_finish_reason_says_why_a_turn_ended() -> None:
+async def test_finish_reason_shows_why_a_turn_ended() -> None:
     ended: list[str] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -222,7 +222,7 @@ def test_schema_is_enforced_in_turns_without_tools() -> None:
         ({"a_field_of_tomorrow": {"x": 1}}, None),
     ],
 )
-def test_a_field_that_cannot_be_is_named_and_an_unknown_one_is_let_be(further: Any, named: str | None) -> None:
+def test_invalid_field_is_refused_by_name_and_an_unknown_one_accepted(further: Any, named: str | None) -> None:
     body = {**chat_body([user("x")]), **further}
     if named is None:
         ChatCompletions().read(body, {})
@@ -349,7 +349,7 @@ async def test_a_function_decides_which_threads_are_trained(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("history", ["append", "client"])
-async def test_the_model_sees_what_it_said_or_what_the_client_sends_of_it(history: str, tmp_path: Path) -> None:
+async def test_prompt_has_the_sampled_or_the_sent_reply_by_option(history: str, tmp_path: Path) -> None:
     """The client leaves out the reasoning, as many clients do."""
 
     async def loop(endpoint: Endpoint) -> None:

@@ -152,7 +152,7 @@ async def test_a_turn_whose_refusal_is_null_is_known() -> None:
     assert [each.verdict for each in trajectory.requests] == ["new", "append"]
 
 
-def test_a_function_without_a_type_is_one_as_vllm_has_it() -> None:
+def test_tool_without_a_type_is_read_as_a_function() -> None:
     assert read(tools=[{"function": RUN["function"]}, {"type": None, "function": RUN["function"]}]).tools == [RUN, RUN]
 
 

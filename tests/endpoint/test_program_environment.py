@@ -112,7 +112,7 @@ def test_options_of_programs_go_together(work: Path, further: Any, named: str) -
         ({"agent": "inside {prompt}", "wrap": "no-such-sandbox"}, "wrap='no-such-sandbox': the program"),
     ],
 )
-def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, named: str) -> None:
+def test_invalid_command_is_refused_before_anything_runs(given: Any, named: str) -> None:
     with pytest.raises(BadEnvironment, match=named):
         Program(**given)
 

@@ -278,7 +278,7 @@ async def test_program_that_fails_after_a_cut_turn_is_not_an_error(options: dict
     assert trajectory.reward is not None
 
 
-async def test_a_code_can_be_let_be() -> None:
+async def test_exit_code_is_ignored_without_a_check() -> None:
     async def loop(endpoint: Endpoint) -> None:
         finished = await endpoint.run(python("ask('One.'); sys.exit(3)"), check=False)
         assert (finished.returncode, finished.ok) == (3, False)
@@ -340,7 +340,7 @@ async def test_wrapping_command_is_put_before_the_program() -> None:
     ],
     ids=range(9),
 )
-async def test_a_program_or_folder_that_cannot_be_is_named(argv: Any, cwd: Any, named: str) -> None:
+async def test_invalid_program_or_folder_is_refused_by_name(argv: Any, cwd: Any, named: str) -> None:
     async def loop(endpoint: Endpoint) -> None:
         with pytest.raises(BadOption, match=named):
             await endpoint.run(argv, cwd=cwd)

@@ -185,7 +185,7 @@ async def test_broken_stream_in_codex_keeps_the_prompt() -> None:
     assert [segment.cause for segment in trajectory.segments] == ["start", "retry"]
 
 
-async def test_a_compaction_is_recorded_as_what_the_client_says_it_is() -> None:
+async def test_compaction_is_recorded_from_the_metadata_of_its_request() -> None:
     async def loop(episode: Any) -> None:
         headers = {
             kind: {"x-codex-turn-metadata": json.dumps({"request_kind": kind})} for kind in ("turn", "compaction")

@@ -136,7 +136,7 @@ def test_an_agents_own_id_goes_before_that_of_its_session(narrow: str, wide: str
     assert ask({wide: "session", narrow: ""}).chat_call.label == "session"
 
 
-def test_codex_says_who_asks_and_what_for() -> None:
+def test_metadata_of_codex_becomes_label_and_purpose() -> None:
     metadata = json.dumps({"thread_id": "t1", "agent_name": "main", "request_kind": "compaction"})
     read = ask({"x-codex-turn-metadata": metadata, "session-id": "s1", "user-agent": "codex"}).chat_call
     assert (read.label, read.purpose, read.client, read.form) == ("s1", "compaction", "codex", "responses")

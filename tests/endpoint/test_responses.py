@@ -180,7 +180,7 @@ def test_text_after_a_call_is_a_separate_message() -> None:
     assert as_messages(asked(output).messages) == [turn.as_message()]
 
 
-def test_a_turn_that_says_nothing_is_an_empty_message() -> None:
+def test_turn_without_text_is_an_empty_message() -> None:
     nothing: list[list[Part]] = [[], [ReasoningPiece("Hm.")]]
     for parts in nothing:
         case = TurnCase(turn_of(parts), parts, [])

@@ -89,7 +89,7 @@ def test_a_value_as_a_provider_takes_it_is_taken(form: str, name: str, value: fl
 @pytest.mark.parametrize(
     ("form", "name"), [("chat", "max_tokens"), ("chat", "max_completion_tokens"), ("responses", "max_output_tokens")]
 )
-def test_no_limit_of_tokens_may_be_written_as_minus_one(form: str, name: str) -> None:
+def test_limit_of_minus_one_token_means_no_limit(form: str, name: str) -> None:
     assert sampled(form, **{name: -1}) == {}
     assert sampled(form, **{name: 7.0}) == {"max_tokens": 7}
     for value in (0, -2, 1.5):
@@ -103,7 +103,7 @@ def test_the_smaller_of_two_limits_of_tokens_is_taken() -> None:
 
 
 @pytest.mark.parametrize("value", [None, [], ""])
-def test_no_stop_string_may_be_written_in_three_ways(value: Any) -> None:
+def test_null_and_empty_stop_mean_no_stop_string(value: Any) -> None:
     assert sampled("chat", stop=value) == {}
     assert sampled("responses", stop=value) == {}
     assert sampled("anthropic", stop_sequences=value) == {}

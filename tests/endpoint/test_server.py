@@ -348,7 +348,7 @@ async def test_an_endpoint_on_trio_is_refused_by_name(anyio_backend: str) -> Non
         await probed(lambda endpoint: anyio.lowlevel.checkpoint())
 
 
-async def test_without_its_library_an_endpoint_says_what_to_install(monkeypatch: Any) -> None:
+async def test_endpoint_without_its_library_names_what_to_install(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(AssertionError, match=r"pip install 'deltarunner\[serve\]'"):
         await probed(lambda endpoint: anyio.lowlevel.checkpoint())

@@ -211,7 +211,7 @@ async def test_stream_is_kept_alive_while_a_call_is_sampled(monkeypatch: Any) ->
     await served(loop, engine)
 
 
-async def test_with_a_paused_engine_what_was_sampled_so_far_has_arrived() -> None:
+async def test_ids_sampled_before_a_pause_have_arrived() -> None:
     engine = slow(between=20)
     texts: list[str] = []
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 PAGE = DOCS / "adapters.md"
 
 
-async def test_an_engine_that_can_have_none_says_so() -> None:
+async def test_engine_that_takes_no_adapters_refuses_calls_for_them() -> None:
     async with NotOurs(ScriptedEngine("Yes")) as engine:
         assert not engine.adapters
         with pytest.raises(BadControl, match="cannot be controlled"):
@@ -33,7 +33,7 @@ async def test_an_engine_that_can_have_none_says_so() -> None:
             await engine.remove_adapter("poet")
 
 
-async def test_removing_what_is_not_there_names_what_is(tmp_path: Path) -> None:
+async def test_removal_of_an_unknown_adapter_names_the_existing_ones(tmp_path: Path) -> None:
     async with ScriptedEngine("Yes") as engine:
         await engine.add_adapter("poet", tmp_path)
         assert dict(engine.adapters) == {"poet": tmp_path}
@@ -114,7 +114,7 @@ async def test_run_with_an_unknown_adapter_is_refused_at_the_start(
     assert not engine.calls
 
 
-async def test_a_run_may_take_the_adapter_of_its_class_away_or_have_it() -> None:
+async def test_run_may_remove_or_keep_the_adapter_of_its_class() -> None:
     for engine, sampling, version in (
         (ScriptedEngine("Yes", adapters=["poet"]), None, "scripted+poet@1"),
         (ScriptedEngine("Yes"), Sampling(adapter=None), "scripted"),

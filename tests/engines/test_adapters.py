@@ -263,7 +263,7 @@ async def test_a_name_that_could_be_misread_in_a_weight_version_is_refused(book:
         await book.add(name, "anywhere")
 
 
-async def test_an_engine_without_adapters_says_how_to_start_one(model: Path, folder: Path) -> None:
+async def test_engine_without_adapters_names_the_option_for_them(model: Path, folder: Path) -> None:
     book = adapters_of(FakeVllm(model, enabled=False))
     with pytest.raises(BadOption, match=r"VllmEngine\(enable_lora=True, max_lora_rank="):
         await book.add("poet", folder)
@@ -297,7 +297,7 @@ async def test_kernels_are_patched_once_before_the_first_adapter_on_cpu(
     assert vllm.masked == [True]
 
 
-async def test_an_engine_whose_kernels_cannot_be_mended_takes_no_adapter(
+async def test_engine_whose_kernels_cannot_be_patched_takes_no_adapter(
     book: VllmAdapters, vllm: FakeVllm, folder: Path
 ) -> None:
     vllm.fails = EngineError("no attribute 'patch_adapters'")
@@ -425,7 +425,7 @@ async def test_a_cancelled_addition_is_done_or_leaves_nothing(
     assert kept(book) == set(vllm.loaded.values())
 
 
-def test_an_unknown_adapter_is_refused_with_those_that_are_there() -> None:
+def test_unknown_adapter_is_refused_with_the_existing_ones() -> None:
     with pytest.raises(RequestRejected, match=r"episode/main/1: the engine has no adapter 'poet'; it has none"):
         Adapters().take("episode/main/1", "poet")
     with pytest.raises(RequestRejected, match=r"no adapter 'poet'; it has 'critic', 'judge'"):

@@ -89,7 +89,7 @@ async def test_control_impossible_in_this_state_raises_and_changes_nothing(
         assert engine.standstill.on is gate
 
 
-async def test_an_engine_without_weights_of_ours_says_so() -> None:
+async def test_engine_without_control_refuses_a_pause_by_name() -> None:
     engine = NotOurs(slow())
     with pytest.raises(BadControl, match=r"NotOurs cannot be controlled"):
         await engine.pause()

@@ -174,7 +174,7 @@ async def test_a_version_that_would_stand_for_an_adapter_is_refused() -> None:
             await engine.update_weights(None, version="run+lr@3")
 
 
-async def test_to_finish_or_prepare_twice_at_once_is_as_once() -> None:
+async def test_concurrent_calls_to_finish_or_prepare_count_as_one() -> None:
     async with recording("Yes") as engine:
         runtime = await controlled(engine)
         async with anyio.create_task_group() as tasks:

@@ -150,7 +150,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize(("scenario", "how"), SCENARIOS)
-async def test_cancelled_at_every_point_it_is_done_or_was_never_begun(
+async def test_call_cancelled_at_any_point_is_done_or_never_begun(
     scenario: Callable[[Engine, str], Awaitable[None]], how: str
 ) -> None:
     async with careful() as (engine, _):

@@ -81,7 +81,7 @@ async def test_fleet_ends_if_no_worker_passes_the_proof(kind: str) -> None:
         assert len(launcher.workers) == 2, "no worker is started again"
 
 
-async def test_fleet_says_that_weights_change_no_score(caplog: pytest.LogCaptureFixture) -> None:
+async def test_fleet_reports_weights_that_change_no_score(caplog: pytest.LogCaptureFixture) -> None:
     moved, unmoved = (WeightUpdate("2", 0.0, 0.0, 0.0, moved=each) for each in (True, False))
     async with fleet(2, dice_engine()) as (engine, _), engine:
         runtime: Any = engine.runtime

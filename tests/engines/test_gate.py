@@ -19,7 +19,7 @@ from tests.engines.gate_hall import Hall
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_never_more_than_its_places_are_inside() -> None:
+async def test_requests_inside_never_exceed_the_places() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(2, room=100), tasks)
         for number in range(5):
@@ -89,7 +89,7 @@ async def test_a_first_request_gets_in_when_no_session_is_live() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_closing_a_session_wakes_who_waits_for_room() -> None:
+async def test_closing_a_session_admits_requests_that_wait_for_room() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
         session = Session()

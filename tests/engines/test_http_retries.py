@@ -47,7 +47,7 @@ def test_only_failed_connections_and_busy_servers_are_asked_again(kind: FailureK
     assert Retries(RetryPolicy()).wait_after(HttpFailure(kind, "no"), 1) is None
 
 
-def test_a_request_is_sent_as_often_as_the_policy_says() -> None:
+def test_request_is_sent_as_often_as_the_policy_allows() -> None:
     retries = Retries(RetryPolicy(attempts=3))
     assert [retries.wait_after(BUSY, attempt) is None for attempt in (1, 2, 3)] == [False, False, True]
     assert retries.counts == {FailureKind.BUSY: 2}
@@ -106,14 +106,14 @@ def test_both_forms_of_retry_after_are_read(value: str | None, seconds: float | 
         (502, FailureKind.SERVER),
     ],
 )
-def test_a_status_says_what_became_of_a_request(status: int, kind: FailureKind) -> None:
+def test_status_determines_the_kind_of_failure(status: int, kind: FailureKind) -> None:
     assert kind_of_status(status) is kind
 
 
 @pytest.mark.parametrize(
     "given", [{"attempts": 0}, {"attempts": 1.5}, {"budget": -1}, {"first_seconds": -1}, {"longest_retry_after": "2"}]
 )
-def test_a_policy_that_cannot_be_is_refused_by_its_field(given: dict[str, object]) -> None:
+def test_invalid_policy_is_refused_by_its_field(given: dict[str, object]) -> None:
     with pytest.raises(BadOption, match=next(iter(given))):
         RetryPolicy(**given)  # type: ignore[arg-type]
 

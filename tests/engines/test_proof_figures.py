@@ -127,7 +127,7 @@ def test_rounding_in_the_proof_itself_is_not_a_missing_change() -> None:
     assert "only" in large.judged(drawn(4, SCORE_COUNT, 0.002))[1]
 
 
-def test_a_change_that_is_lost_in_the_noise_says_nothing() -> None:
+def test_change_lost_in_the_noise_is_not_judged() -> None:
     update = Update(1e-5, 0.0, dtype="float32", weights_dtype="bfloat16")
     assert update.judged(drawn(3, SCORE_COUNT, 0.02)) == (None, "")
 

@@ -59,7 +59,7 @@ class Model:
         ({"logprobs": ["x"] * 39}, "give one number for each id but the first"),
     ],
 )
-def test_a_proof_that_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+def test_invalid_proof_is_refused_by_name(change: dict[str, Any], said: str) -> None:
     with pytest.raises(BadWeights) as raised:
         WeightProof(**{"ids": IDS, "logprobs": [-1.0] * 39, **change})
     assert said in str(raised.value)

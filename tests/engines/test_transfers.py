@@ -75,7 +75,7 @@ async def test_failed_part_ends_a_relayed_transfer_with_an_error() -> None:
     assert errors == [f"the engine does not accept {step} for this transfer any more" for step in (LOAD, LOAD, FINISH)]
 
 
-async def test_an_engine_that_goes_away_lets_go_of_who_brings_something() -> None:
+async def test_sender_to_an_engine_that_left_gets_an_error() -> None:
     relay = relayed()
     async with anyio.create_task_group() as group:
         group.start_soon(relay.receive, Diary())
@@ -85,7 +85,7 @@ async def test_an_engine_that_goes_away_lets_go_of_who_brings_something() -> Non
         await relay.bring(LOAD, 1)
 
 
-async def test_an_engine_that_waits_for_what_is_given_up_fails() -> None:
+async def test_engine_that_waits_for_an_abandoned_transfer_fails() -> None:
     relay = relayed()
     async with anyio.create_task_group() as group:
         group.start_soon(relay.bring, START)

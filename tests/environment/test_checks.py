@@ -115,7 +115,7 @@ async def test_arguments_of_one_type_cause_no_warning() -> None:
     assert await warnings_of(Plain, of_family("Qwen3-Coder")) == []
 
 
-async def test_the_warning_is_shown_with_what_came_of_the_run() -> None:
+async def test_warning_is_shown_in_the_summary_of_the_run() -> None:
     from rich.console import Console
 
     async with Run(Putting, of_family("Qwen3-Coder")) as run:
@@ -237,14 +237,14 @@ NOT_ENFORCED = "parts of the schemas are not enforced during sampling, only chec
 @pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("settings", [{"tool_choice": "required"}, {"tool_choice": "tag"}, {"strict": True}], ids=str)
 @pytest.mark.parametrize("model", ["Qwen3", "GLM 4.6", "Gemma 4", "gpt-oss"])
-async def test_keyword_that_no_grammar_says_is_named_where_calls_are_held(model: str, settings: dict[str, Any]) -> None:
+async def test_unenforced_keyword_is_named_for_enforced_calls(model: str, settings: dict[str, Any]) -> None:
     said = await warnings_of(holding(UNIQUE, **settings), of_family(model))
     (warning,) = [each for each in said if "of the schemas are" in each]
     assert warning.startswith(f"{NOT_ENFORCED}: tag: uniqueItems of tags.")
     assert ("maxLength of tags[]" in warning) is (model == "Gemma 4")
 
 
-async def test_free_calls_are_not_warned_of_what_is_checked() -> None:
+async def test_checked_keyword_of_free_calls_causes_no_warning() -> None:
     assert await warnings_of(holding(UNIQUE), of_family("Qwen3")) == []
 
 

@@ -43,7 +43,7 @@ from tests.playing import play, play_all, tasks
 pytestmark = pytest.mark.anyio
 
 
-async def test_calculator() -> None:
+async def test_calculator_is_played_with_a_tool() -> None:
     class Calculator(Environment):
         """Answer arithmetic questions with a calculator."""
 
@@ -69,7 +69,7 @@ async def test_calculator() -> None:
     assert [t.reward for t in await play_all(Calculator, model)] == [1.0] * 3
 
 
-async def test_text_game() -> None:
+async def test_text_game_is_played_by_its_steps() -> None:
     class Maze(Environment):
         limits = Limits(turns=10)
 
@@ -91,7 +91,7 @@ async def test_text_game() -> None:
     assert (trajectory.reward, len(trajectory.turns)) == (1.0, 3)
 
 
-async def test_customer_service_with_a_simulated_user_and_a_database() -> None:
+async def test_customer_service_is_played_with_a_simulated_user() -> None:
     class Shop(Environment):
         def tasks(self) -> list[Task]:
             return [Task(id="refund", prompt="Hello", info={"wants": "a refund of order 7"})]
@@ -126,7 +126,7 @@ async def test_customer_service_with_a_simulated_user_and_a_database() -> None:
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1.0)
 
 
-async def test_code_execution_with_a_shared_limit() -> None:
+async def test_code_execution_stays_within_a_shared_limit() -> None:
     running, most = 0, 0
 
     class Code(Environment):
@@ -155,7 +155,7 @@ async def test_code_execution_with_a_shared_limit() -> None:
     assert most <= 2
 
 
-async def test_retrieval_over_one_index() -> None:
+async def test_retrieval_shares_one_index_among_episodes() -> None:
     built = 0
 
     class Search(Environment):
@@ -183,7 +183,7 @@ async def test_retrieval_over_one_index() -> None:
     assert ([t.reward for t in played], built) == ([1.0] * 3, 1)
 
 
-async def test_self_play_with_both_sides_trained() -> None:
+async def test_self_play_rewards_both_trained_sides() -> None:
     class Duel(Environment):
         def tasks(self) -> list[Task]:
             return [Task(id="duel", prompt="Say a number. The higher one wins.")]
@@ -201,7 +201,7 @@ async def test_self_play_with_both_sides_trained() -> None:
     assert (main.reward, other.reward) == (0.0, 1.0)
 
 
-async def test_group_reward_with_a_judge() -> None:
+async def test_group_reward_compares_the_scores_of_a_judge() -> None:
     class Jokes(Environment):
         def tasks(self) -> list[Task]:
             return [Task(id="joke", prompt="Tell a joke.")]
@@ -223,7 +223,7 @@ async def test_group_reward_with_a_judge() -> None:
     assert [t.rewards["best"] for t in by_index] == [0.0, 0.0, 1.0]
 
 
-async def test_changing_tools() -> None:
+async def test_environment_changes_tools_between_turns() -> None:
     class Doors(Environment):
         def tasks(self) -> list[Task]:
             return [Task(id="doors", prompt="Get out.")]
@@ -252,7 +252,7 @@ async def test_changing_tools() -> None:
     assert (trajectory.reward, len(trajectory.segments), trajectory.reason) == (1.0, 2, "out")
 
 
-async def test_compaction() -> None:
+async def test_long_conversation_is_compacted_to_its_context() -> None:
     class Long(Environment):
         limits = Limits(context=400)
 
@@ -289,7 +289,7 @@ class Walk:
         return self.at, float(self.at == self.goal), abs(self.at) == 2, False, {}
 
 
-async def test_gymnasium() -> None:
+async def test_gymnasium_environment_is_played_by_its_steps() -> None:
     class Gym(Environment):
         def tasks(self) -> list[Task]:
             return tasks(4)
@@ -356,7 +356,7 @@ async def connected() -> AsyncIterator[Server]:
         group.cancel_scope.cancel()
 
 
-async def test_tools_of_a_server_whose_session_is_opened_in_setup() -> None:
+async def test_session_opened_in_setup_brings_tools_of_its_server() -> None:
     class Served(Environment):
         def tasks(self) -> list[Task]:
             return [Task(id="sum", prompt="2 + 3?")]
@@ -401,7 +401,7 @@ async def test_remote_environment_is_stepped_over_a_connection() -> None:
 
 
 @pytest.mark.asyncio_alone
-async def test_an_agent_that_speaks_to_an_openai_endpoint() -> None:
+async def test_agent_plays_through_an_openai_endpoint() -> None:
     class Agent(Environment):
         def tasks(self) -> list[Task]:
             return tasks(4)
@@ -425,7 +425,7 @@ async def test_an_agent_that_speaks_to_an_openai_endpoint() -> None:
     assert [t.reward for t in played] == [1.0] * 4
 
 
-async def test_a_curriculum() -> None:
+async def test_curriculum_raises_its_level_by_results() -> None:
     class Levels:
         level = 0
 
@@ -454,7 +454,7 @@ class Exam(Task):
     value: int = 0
 
 
-async def test_ending_from_inside_a_tool() -> None:
+async def test_tool_ends_its_episode() -> None:
     class Submit(Environment[Exam]):
         tool_choice = "required"
         given: int | None = None

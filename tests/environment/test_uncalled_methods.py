@@ -81,7 +81,7 @@ class Steps(Plain):
         return None
 
 
-def test_a_step_beside_a_rollout_that_never_asks_it_is_named() -> None:
+def test_step_that_the_rollout_never_calls_is_named() -> None:
     class Both(Steps):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -142,7 +142,7 @@ def test_called_marked_or_unrelated_methods_are_not_reported() -> None:
     assert uncalled(Fine) == []
 
 
-def test_no_environment_that_comes_along_has_such_a_method() -> None:
+def test_bundled_environments_have_no_uncalled_method() -> None:
     for bundled in bundled_environments():
         kind = find_environment(bundled.name)
         # some classes need arguments, and none must be constructed for this
@@ -150,7 +150,7 @@ def test_no_environment_that_comes_along_has_such_a_method() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_says_it_before_the_first_episode() -> None:
+async def test_run_reports_uncalled_methods_before_the_first_episode() -> None:
     class Odd(Plain):
         def teardown(self) -> None:
             pass
@@ -160,7 +160,7 @@ async def test_a_run_says_it_before_the_first_episode() -> None:
         assert [t.outcome async for t in run]
 
 
-def test_check_names_it_once_as_a_warning(tmp_path: Path) -> None:
+def test_check_reports_an_uncalled_method_once_as_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "odd.py"
     file.write_text(
         "from runner import Environment, Task, reward\n"

@@ -325,7 +325,7 @@ class Branches(Plain):
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["prompt", "add"])
-async def test_a_conversation_that_begins_with_what_was_sampled_says_so(added: bool) -> None:
+async def test_sampled_text_in_a_first_prompt_is_recorded_as_reencoded(added: bool) -> None:
     said = Reply(ids=tuple(b"It is 78"))
     async with Run(Branches(train=True, added=added), recording([said, "Yes", "No"])) as run:
         main, branch = [t async for t in run]
@@ -346,7 +346,7 @@ async def test_untrained_or_unsampled_prompt_passes_assert_exact(train: bool, fe
     assert sum(run.summary.junction_causes.values()) == (not few_shot)
 
 
-async def test_a_run_file_with_such_a_conversation_proves_itself(tmp_path: Path) -> None:
+async def test_run_file_with_a_reencoded_conversation_is_verified(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     async with Run(Branches(train=True), recording(["It is 78", "Yes", "No"]), file=file) as run:
         assert len([t async for t in run]) == 2

@@ -61,7 +61,7 @@ PLAYED = tuple(name for name in READS_IDS if name != "kerzgrr-Monostich-2-base")
 
 
 @pytest.mark.whole
-def test_the_templates_that_read_ids_are_these() -> None:
+def test_templates_that_read_call_ids_are_the_listed_ones() -> None:
     capable = [entry for entry in corpus() if is_tool_capable(entry)]
     found = [entry.name for entry in capable if id_use(entry.renderer()) is not IdUse.UNREAD]
     assert tuple(found) == READS_IDS

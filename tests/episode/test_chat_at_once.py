@@ -161,7 +161,7 @@ async def test_request_in_flight_when_the_rollout_ends_is_cut_and_kept() -> None
     assert trajectory.requests[0].delivery is Delivery.CUT
 
 
-async def test_a_tool_of_the_usual_loop_may_ask_too() -> None:
+async def test_tool_of_the_usual_loop_may_ask_another_agent() -> None:
     class HandsOff(Plain):
         @tool
         async def ask(self) -> str:
@@ -173,7 +173,7 @@ async def test_a_tool_of_the_usual_loop_may_ask_too() -> None:
     assert trajectory.messages[2]["content"] == "I help."
 
 
-async def test_a_request_when_nothing_is_played_says_so() -> None:
+async def test_request_while_nothing_is_played_is_refused() -> None:
     class Asks(Plain):
         async def setup(self) -> None:
             with pytest.raises(EpisodeOver, match="t0#0 is not being played"):

@@ -79,7 +79,7 @@ async def test_generate_after_a_whole_turn_needs_a_message() -> None:
     assert (await talked(talk, "Yes")).outcome is Outcome.COMPLETED
 
 
-async def test_add_queues_and_one_bridge_takes_the_run_of_them() -> None:
+async def test_messages_added_in_a_row_share_one_bridge() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
         conversation.add("one")
@@ -164,7 +164,7 @@ def test_real_score_is_that_of_the_reply_when_sampled(float32_engine: PooledEngi
     float32_engine.home.call(main)
 
 
-async def test_replace_starts_a_segment_with_mask_0_throughout_and_says_why() -> None:
+async def test_replace_starts_a_segment_with_mask_0_and_its_cause() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
         conversation.replace([{"role": "user", "content": "In short."}, {"role": "assistant", "content": "Yes"}])

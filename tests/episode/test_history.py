@@ -103,7 +103,7 @@ async def test_refuse_is_token_error_where_no_exact_bridge_is_proven() -> None:
 
 
 @pytest.mark.parametrize("given", ["keep", 1, {"policy": "append"}])
-async def test_a_policy_that_there_is_not_is_refused_with_those_there_are(given: Any) -> None:
+async def test_unknown_policy_is_refused_with_the_known_ones(given: Any) -> None:
     with pytest.raises(BadOption, match="append, fork"):
         Run(Plain, recording(["x"]), history=given)
 
@@ -292,7 +292,7 @@ async def test_close_before_another_stop_is_not_part_of_the_text() -> None:
     assert second.junction.cause == "closed_before_stop"
 
 
-async def test_fork_says_who_closed_a_turn_that_was_cut() -> None:
+async def test_fork_records_how_a_cut_turn_was_closed() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(max_tokens=2))
         conversation.add("Continue.")

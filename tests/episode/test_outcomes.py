@@ -282,7 +282,7 @@ async def test_an_exception_after_end_is_still_the_environments_fault() -> None:
     assert "oops" in trajectory.error
 
 
-async def test_end_inside_a_tool_answers_what_is_being_answered_and_scores() -> None:
+async def test_episode_ended_inside_a_tool_has_all_results_and_a_score() -> None:
     class Submits(Plain):
         @tool
         def submit(self, value: int) -> str:
@@ -397,7 +397,7 @@ class Unreachable(Environment):
         return True
 
 
-async def test_an_environment_without_tasks_says_what_to_give() -> None:
+async def test_environment_without_tasks_is_refused_by_name() -> None:
     from runner import BadEnvironment
 
     with pytest.raises(BadEnvironment, match="Unreachable has no tasks"):

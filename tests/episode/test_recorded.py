@@ -111,7 +111,7 @@ def test_every_text_of_a_recording_of_a_tested_version_is_filler(name: str) -> N
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
-def test_a_word_that_is_none_of_the_wire_forms_is_found(value: Any) -> None:
+def test_word_that_belongs_to_no_wire_form_is_found(value: Any) -> None:
     assert [*strays([value])] != []
 
 
@@ -123,7 +123,7 @@ def test_a_recording_is_small() -> None:
 
 @pytest.mark.sample_cases(3)
 @pytest.mark.parametrize("name", NAMES)
-async def test_every_request_of_a_recording_is_found_to_be_what_it_was(name: str) -> None:
+async def test_every_replayed_request_has_its_recorded_verdict(name: str) -> None:
     requests = recorded(name)
     engine = misspelling(replies(requests), context=1_000_000)
     replayed = await replay(requests, engine)

@@ -145,13 +145,13 @@ async def test_a_turn_keeps_the_likeliest_ids_of_each_of_its_ids() -> None:
 
 
 @pytest.mark.parametrize("none", [0, None], ids=str)
-async def test_a_turn_that_asks_for_none_has_arrays_without_columns(none: Any) -> None:
+async def test_turn_without_likeliest_ids_has_arrays_without_columns(none: Any) -> None:
     turn = await said(recording("Yes"), logprobs=none)
     assert turn.top_ids.shape == turn.top_logprobs.shape == (len(turn.token_ids), 0)
     assert turn.log.top_logprobs == {}
 
 
-async def test_turns_of_one_conversation_keep_as_many_as_each_asked_for() -> None:
+async def test_turns_of_a_conversation_keep_their_own_numbers_of_top_ids() -> None:
     async def talk(conversation: Conversation) -> None:
         for count in (3, 0, 5):
             await conversation.generate(sampling=Sampling(logprobs=count))
@@ -167,7 +167,7 @@ async def test_ids_past_a_stop_string_have_no_likeliest_ids(chunks: Any) -> None
     assert turn.top_ids.shape == (7, 2)
 
 
-async def test_a_turn_that_failed_half_way_keeps_those_of_what_was_sampled() -> None:
+async def test_failed_turn_keeps_the_likeliest_ids_of_its_sampled_ids() -> None:
     engine = recording(Reply("a longer answer", fault=Fault.error(at=5)))
     trajectory = await play(Plain, engine, sampling=Sampling(logprobs=2), retries=0, breaker=1)
     assert trajectory.outcome is Outcome.ENGINE_ERROR

@@ -85,7 +85,7 @@ async def test_a_lost_turn_is_cut_once_the_engine_does_nothing_more() -> None:
     assert run.summary.retried == 0
 
 
-async def test_a_retry_says_of_what() -> None:
+async def test_retry_records_its_cause() -> None:
     run, _ = await played("silent", retries=2)
     assert run.summary.retried == 2
     assert dict(run.summary.retry_causes) == {"the engine sent nothing for 120 s": 2}

@@ -234,7 +234,7 @@ async def test_a_schema_a_regex_and_a_choice_reach_the_engine() -> None:
 
 
 @pytest.mark.parametrize("where", ["class", "turn"])
-async def test_keywords_that_no_grammar_says_are_named_once_a_run(where: str) -> None:
+async def test_unenforced_keywords_are_named_once_a_run(where: str) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 
     class Unique(Plain):

@@ -359,7 +359,7 @@ async def test_error_of_a_function_that_plays_the_model_is_raised() -> None:
 # --- texts
 
 
-async def test_texts_in_texts_out() -> None:
+async def test_texts_are_generated_from_texts() -> None:
     async with generating() as (generation, engine):
         assert await generation.generate_text({"prompts": ["hello", "grüße"]}) == {"texts": ["HELLO", "GRÜSSE"]}
         await generation.generate_text({"prompts": ["hello"]}, True)

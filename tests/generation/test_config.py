@@ -117,7 +117,7 @@ def test_invalid_configuration_is_refused_by_its_key_with_the_fix(config: Any, m
     ],
     ids=str,
 )
-def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_option_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadOption, match=message):
         Generation(ScriptedEngine("unused"), **options)
 

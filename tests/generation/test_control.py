@@ -123,7 +123,7 @@ async def test_batch_for_a_sleeping_engine_is_refused() -> None:
     assert engine.calls == []
 
 
-async def test_an_engine_that_cannot_be_controlled_says_so() -> None:
+async def test_engine_without_control_refuses_to_finish_generation() -> None:
     async with NotOurs(ScriptedEngine(loudly)) as engine, Generation(engine, COLOCATED) as generation:
         assert await generation.prepare_for_generation()
         with pytest.raises(BadControl, match="cannot be controlled"):

@@ -111,9 +111,7 @@ def test_a_length_that_no_row_can_have_is_found_and_the_row_is_named(
     ],
     ids=["padded on the left", "another padding", "a length that is too short", "many rows"],
 )
-def test_the_message_says_what_seems_to_have_happened(
-    ids: list[list[int]], lengths: list[int], pad: int, message: str
-) -> None:
+def test_message_names_the_likely_mistake(ids: list[list[int]], lengths: list[int], pad: int, message: str) -> None:
     batch = {"input_ids": array(ids), "input_lengths": array(lengths)}
     assert verify_right_padding(batch, pad, raise_error=False) == (False, message)
 

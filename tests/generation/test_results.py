@@ -232,7 +232,7 @@ async def test_dropped_results_abort_their_requests_without_a_block(leave: Any) 
         assert len(aborted) == len(engine.calls) - 1
 
 
-async def test_held_results_end_with_the_generation_and_say_so() -> None:
+async def test_held_results_end_with_the_generation_and_an_error() -> None:
     async with ScriptedEngine(loudly, faults=silent_but_first) as engine:
         async with Generation(engine) as generation:
             results = generation.generate_async(BATCH)
@@ -289,7 +289,7 @@ async def test_cancelled_anywhere_nothing_is_left_open(read: str) -> None:
 # --- entry
 
 
-async def test_outside_of_its_block_a_generation_says_how_to_write_it() -> None:
+async def test_generation_outside_of_its_block_names_the_fix() -> None:
     generation = Generation(ScriptedEngine(loudly))
     for call in (generation.generate_async, generation.generate_text_async):
         with pytest.raises(RuntimeError, match=r"write `async with Generation\(engine, config\) as generation:`"):

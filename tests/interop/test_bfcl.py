@@ -118,7 +118,7 @@ def test_names_of_arguments_are_not_run_as_code() -> None:
 
 
 @real
-def test_an_unknown_category_names_those_there_are() -> None:
+def test_unknown_category_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadOption, match="category='live': give base, miss_func, miss_param, long_context"):
         Bfcl("live")
 

@@ -44,7 +44,7 @@ async def test_only_legal_actions_can_be_sampled() -> None:
 
 
 @real
-async def test_a_text_that_is_not_an_action_is_answered_with_those_that_are() -> None:
+async def test_text_that_is_not_an_action_is_answered_with_the_actions() -> None:
     replies = ["jump", *PATH]
     played = await play_many_async(lake(choice=False), ScriptedEngine(replies))
     for each in played:

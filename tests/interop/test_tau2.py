@@ -155,7 +155,7 @@ def test_block_of_the_page_prints_tau2s_reward(capsys: pytest.CaptureFixture[str
         ({"split": "x"}, "airline has train, test, base"),
     ],
 )
-def test_an_unknown_domain_or_split_names_those_there_are(arguments: dict[str, Any], said: str) -> None:
+def test_unknown_domain_or_split_is_refused_with_the_known_ones(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(BadOption, match=said):
         Tau2(**arguments)
 

@@ -154,7 +154,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_three_steps_of_grpo_on_the_trainers_own_model(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_three_steps_of_grpo_train_the_trainers_own_model(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import GRPOTrainer
 

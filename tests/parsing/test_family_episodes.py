@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.sample_cases(5), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_two_rounds_with_parallel_calls_a_malformed_one_and_thoughts(name: str, tmp_path: Path) -> None:
+async def test_two_rounds_with_calls_of_every_kind_are_verified(name: str, tmp_path: Path) -> None:
     of = family(name)
     said = played(of.form, *of.stop_ids)
     path = tmp_path / "run.db"
@@ -47,7 +47,7 @@ def calling_many(of: Family) -> tuple[list[int], ScriptedEngine]:
 
 
 @pytest.mark.parametrize("name", sweeps.part(MANY, 3))
-async def test_an_episode_with_two_hundred_tools(name: str, tmp_path: Path) -> None:
+async def test_episode_with_two_hundred_tools_calls_the_right_ones(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     numbers, engine = calling_many(family(name))
     async with Run(ManyTools, engine, file=path, sampling=Sampling(max_tokens=4096)) as run:

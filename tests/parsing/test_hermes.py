@@ -93,7 +93,7 @@ def test_calls_after_a_malformed_one_are_read() -> None:
     assert [(call.name, call.error is None) for call in parsed.calls] == [("", False), ("add", True)]
 
 
-def test_no_calls_with_tool_choice_none_or_without_tools() -> None:
+def test_call_is_content_if_no_calls_are_allowed() -> None:
     text = bundled("hermes").render([ToolCall("", "add")])
     assert bundled("hermes").parse(text, tools=TOOLS, tool_choice="none") == ParsedText(text, "", [])
     assert bundled("hermes").parse(text, tools=[]) == ParsedText(text, "", [])

@@ -157,7 +157,7 @@ UNTYPED = [row.template for row in ROWS if CallLimitation.UNTYPED in row.traits]
 
 
 @pytest.mark.parametrize("name", sweeps.part(UNTYPED, 8))
-def test_untyped_template_renders_two_inputs_alike(name: str) -> None:
+def test_untyped_template_renders_a_number_like_its_text(name: str) -> None:
     number, text = (prober_of(name).turn(ProbeCall("look_up", {"query": value})) for value in (5, "5"))
     assert number == text != None  # noqa: E711  # one comparison checks both
 
@@ -167,7 +167,7 @@ SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallLimit
 
 
 @pytest.mark.parametrize("name", sweeps.part(SEVERAL, 8))
-def test_end_of_calls_in_a_string_renders_two_inputs_alike(name: str) -> None:
+def test_end_of_calls_in_a_string_renders_like_two_calls(name: str) -> None:
     # Some templates write strings that contain "<" in another form, so all strings here contain one.
     one, other = ProbeCall("look_up", {"query": "<zqone"}), ProbeCall("look_up", {"query": "<zqother"})
     both = prober_of(name).turn(one, other)

@@ -163,7 +163,7 @@ def test_errors_of_calls_name_the_problem(what: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["007", "1_2", "+49 30 1", "+49"])
-def test_possible_text_is_a_number_only_if_the_schema_says_so(text: str) -> None:
+def test_possible_text_stays_text_if_the_schema_has_no_type(text: str) -> None:
     (call,) = read(
         CODER, f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>", {}
     )

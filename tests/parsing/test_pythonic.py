@@ -151,7 +151,7 @@ def test_complete_calls_of_a_truncated_turn_are_read() -> None:
     assert second.error == "the value of b: it is missing"
 
 
-def test_no_calls_with_tool_choice_none_or_without_tools() -> None:
+def test_call_is_content_if_no_calls_are_allowed() -> None:
     text = "[add(a=1, b=2)]"
     assert parse(text, tool_choice="none") == ParsedText(text, "", [])
     assert parse(text, tools=[]) == ParsedText(text, "", [])

@@ -39,7 +39,7 @@ def test_only_names_sampled_as_one_id_stay_whole(said: list[tuple[str, bool]]) -
     assert spelling.restored(spelling.text) == text
 
 
-def test_streamed_text_is_broken_up_and_restored_alike() -> None:
+def test_streamed_text_is_broken_up_and_restored_exactly() -> None:
     text = "a\ufdd0 <tool_call>b\ufdd0\ufdd0"
     spelling = SpelledTokenStream(TOKENS)
     broken = "".join(spelling.feed(piece, -1) for piece in text)

@@ -193,7 +193,7 @@ async def test_better_file_lost_tasks_and_settings_are_named(tmp_path: Path) -> 
         assert words in text
 
 
-async def test_undecided_comparison_says_how_many_tasks_would_decide(tmp_path: Path) -> None:
+async def test_undecided_comparison_estimates_how_many_tasks_would_decide(tmp_path: Path) -> None:
     first, second = await two(tmp_path, 10, losing=1)
     reward = compare(first, second).differences[0]
     assert reward.decision is Decision.UNDECIDED

@@ -80,7 +80,7 @@ def test_page_names_no_address_of_another_place(page: Path) -> None:
     assert "http" not in text.replace("http-equiv", "")
 
 
-async def test_file_without_episodes_has_a_page_that_says_so(tmp_path: Path) -> None:
+async def test_file_without_episodes_has_a_page_with_a_note(tmp_path: Path) -> None:
     path = await store(tmp_path / "empty.db", [])
     assert "The file has no episodes yet." in report(path).read_text()
 

@@ -82,11 +82,11 @@ async def test_wrong_conditions_are_refused_in_words(file: Path, options: list[s
     assert "completed" not in result.stdout  # refused before a table is printed
 
 
-async def test_choice_of_no_episode_says_so(file: Path) -> None:
+async def test_condition_that_matches_no_episode_is_reported(file: Path) -> None:
     assert "No episode is chosen." in show(file, "--where", "reward > 5")
 
 
-async def test_fail_under_ends_with_exit_code_4_and_says_why(file: Path) -> None:
+async def test_fail_under_ends_with_exit_code_4_and_the_reason(file: Path) -> None:
     assert "reward is 0.4375, below 0.8" in show(file, "--fail-under", "reward=0.8", code=4)
     show(file, "--fail-under", "reward=0.4", "--fail-under", "pass@1=0.2", "--fail-under", "correct=0.1")
     assert "pass^1 is 0.2, below 0.5" in show(file, "--fail-under", "pass^1=0.5", code=4)

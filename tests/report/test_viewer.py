@@ -204,7 +204,7 @@ async def test_folder_lists_its_files_and_names_damaged_ones(sums: Path, tmp_pat
         assert (cut.status, "it is damaged" in cut.text) == (500, True)
 
 
-def test_results_that_cannot_be_computed_say_why(sums: Path, tmp_path: Path) -> None:
+def test_results_that_cannot_be_computed_show_the_reason(sums: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.db"
     shutil.copy(sums, damaged)
     with closing(sqlite3.connect(damaged)) as connection:

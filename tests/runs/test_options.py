@@ -77,7 +77,7 @@ def test_an_index_that_no_group_has_is_refused(indices: list[Any], said: str) ->
         RunOptions(group_size=2, indices=indices)
 
 
-def test_an_option_that_there_is_not_is_a_mistake_of_the_call() -> None:
+def test_unknown_option_is_a_type_error() -> None:
     options: Any = {"groupsize": 4}
     with pytest.raises(TypeError, match="groupsize"):
         Run(Plain, ScriptedEngine("Yes"), **options)

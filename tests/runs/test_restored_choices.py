@@ -79,7 +79,7 @@ async def test_resumed_run_keeps_its_dtype_on_another_machine(tmp_path: Path, em
     assert other.happened == ["resumes in bfloat16", "starts in bfloat16"]
 
 
-async def test_engines_of_agents_keep_theirs(tmp_path: Path) -> None:
+async def test_engines_of_agents_keep_their_own_dtypes(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     await played(Choosing("bfloat16"), file, engines={"judge": Choosing("float16")})
     main, judge = Choosing(), Choosing()
@@ -149,13 +149,13 @@ def test_new_file_takes_the_dtype_of_the_machine(tmp_path: Path, monkeypatch: py
 # --- engines that contain other engines
 
 
-def test_engines_around_others_pass_it_on() -> None:
+def test_wrapping_engine_passes_restored_choices_on() -> None:
     inner = VllmEngine("a-model", **FORCING)
     force(inner, [[1]]).go_on_with({"kind": "vllm", "dtype": "float16"})
     assert inner._kept_dtype == "float16"
 
 
-def test_workers_get_it_too() -> None:
+def test_workers_receive_restored_choices() -> None:
     inner = VllmEngine("a-model")
     fleet = FleetEngine(inner, launcher=None, workers=2)  # type: ignore[arg-type]  # nothing is launched
     fleet.go_on_with({"kind": "vllm", "dtype": "bfloat16"})

@@ -413,7 +413,7 @@ async def test_run_enters_and_leaves_only_engines_not_running() -> None:
     ("option", "said"),
     [({"group_size": 0}, "group_size=0"), ({"retries": -1}, "retries=-1"), ({"breaker": 0}, "breaker=0")],
 )
-def test_options_that_cannot_be_are_refused_by_name(option: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused_by_name(option: dict[str, Any], said: str) -> None:
     with pytest.raises(BadOption, match=said):
         Run(Plain, ScriptedEngine("Yes"), **option)
 

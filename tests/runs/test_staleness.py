@@ -178,7 +178,7 @@ async def test_a_group_reward_never_sees_an_episode_that_is_too_old() -> None:
 
 
 @pytest.mark.parametrize("lag", [-1, 1.5, True, "2"], ids=str)
-def test_a_lag_that_cannot_be_is_refused(lag: Any) -> None:
+def test_invalid_lag_is_refused(lag: Any) -> None:
     with pytest.raises(BadOption, match=r"max_version_lag=.*whole number of at least 0"):
         Run(Plain, recording("Yes"), max_version_lag=lag)
 

@@ -246,7 +246,7 @@ async def test_processes_that_share_visits_have_other_seeds(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("number", "of", "skip"), [(2, 2, 0), (-1, 2, 0), (0, 0, 0), (0, 1, -1), ("a", 2, 0)])
-async def test_shares_that_cannot_be_are_refused(number: Any, of: int, skip: int) -> None:
+async def test_invalid_shares_are_refused(number: Any, of: int, skip: int) -> None:
     async with Player(Plain, recording("Yes")) as player:
         with pytest.raises(BadOption, match=r"share_visits\(.*: give a whole number"):
             player.share_visits(number, of, skip=skip)

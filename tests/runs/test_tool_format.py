@@ -283,7 +283,7 @@ async def test_an_unknown_name_is_refused_before_an_engine_starts() -> None:
             pass
 
 
-def test_the_command_line_refuses_it_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_refuses_an_unknown_tool_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = RunSettings(environment="calculator", tool_format="vllm:hermess")
     with pytest.raises(BadOption, match="Did you mean 'hermes'"):
@@ -291,7 +291,7 @@ def test_the_command_line_refuses_it_alike(tmp_path: Path, monkeypatch: pytest.M
     assert CliRunner().invoke(app, ["run", "calculator", "--tool-format", "hermes"]).exit_code == BadOption.exit_code
 
 
-def test_the_command_line_plays_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_plays_with_a_tool_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = RunSettings(environment=f"{Library.__module__}:Library", tool_format="vllm:qwen3_coder")
     assert command.run_command(settings, lambda _: retrained()) == 0

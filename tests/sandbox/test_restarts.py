@@ -70,7 +70,7 @@ async def test_restored_programs_are_those_of_the_image(engine: str) -> None:
 
 
 @pytest.mark.whole
-async def test_libraries_are_not_those_of_the_image_after_it(engine: str) -> None:
+async def test_libraries_after_a_restart_are_not_those_of_the_image(engine: str) -> None:
     async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
         library = (await sandbox.exec(sh("ls /lib/*/libtinfo.so.6"))).stdout.strip()
         refused = await sandbox.exec(sh(f"echo x >>{library}"), user="model")

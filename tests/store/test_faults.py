@@ -281,7 +281,7 @@ async def test_a_file_whose_run_ended_before_it_began_is_begun(tmp_path: Path) -
         assert len(run_file) == 0
 
 
-def test_a_copy_without_the_log_of_writes_says_what_is_missing(tmp_path: Path) -> None:
+def test_copy_without_the_log_of_writes_names_the_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     process = announcer(path, 50, 8)
     assert process.stdout is not None

@@ -49,12 +49,12 @@ NO_SECRETS = [
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_names_of_secrets(name: str) -> None:
+def test_names_of_secrets_are_recognized(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize("name", sorted({*NO_SECRETS} - {"token_ids"}))
-def test_names_of_no_secrets(name: str) -> None:
+def test_other_names_are_not_taken_for_secrets(name: str) -> None:
     assert not is_secret_name(name)
 
 
@@ -163,7 +163,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_consequences_of_changes(old: dict[str, Any], new: dict[str, Any], change: str) -> None:
+def test_each_change_is_described_with_its_consequence(old: dict[str, Any], new: dict[str, Any], change: str) -> None:
     (found,) = changes(old, new)
     assert found.startswith(change)
 
@@ -273,7 +273,7 @@ def test_header_describes_every_vocabulary() -> None:
         assert engine["stop_ids"] == [257]
 
 
-def test_the_clock_of_a_run_prints_as_the_one_in_its_file_does() -> None:
+def test_clock_of_a_file_prints_like_the_clock_of_its_run() -> None:
     begun = header_of(ServerProbe(), now=datetime(2026, 3, 1, 12, tzinfo=ZoneInfo("America/New_York")))
     stored = Header.from_json(begun.to_json())
     assert begun.clock.strftime("%c %Z") == stored.clock.strftime("%c %Z")

@@ -226,7 +226,7 @@ def test_filters_choose_the_same_in_every_form(
         (["--min-reward", "nan"], "give a finite number"),
     ],
 )
-def test_filter_that_cannot_be_is_refused_by_name(mixed: Path, options: list[str], said: str) -> None:
+def test_invalid_filter_is_refused_by_name(mixed: Path, options: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["export", str(mixed), *options], env={"COLUMNS": "300"})
     assert (done.exit_code, said in done.output) == (2, True), done.output
     assert not mixed.with_suffix(".jsonl").exists()

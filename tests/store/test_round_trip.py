@@ -188,7 +188,7 @@ def test_arrays_are_little_endian_on_every_machine() -> None:
     assert unpack("i", pack(array("i", [7, 2**31 - 1]))) == array("i", [7, 2**31 - 1])
 
 
-def test_sources_are_runs() -> None:
+def test_sources_are_grouped_into_runs_of_equal_values() -> None:
     assert list(source_spans(array("b", [0, 0, 2, 2, 2, 1, 2]))) == [(0, 2), (2, 3), (1, 1), (2, 1)]
     assert list(source_spans(array("b"))) == []
     assert list(source_spans(array("b", [10, 10]))) == [(10, 2)]  # a regular expression would read 10 as a newline

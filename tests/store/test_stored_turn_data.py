@@ -96,7 +96,7 @@ def test_damage_is_named(path: Path) -> None:
         _ = read(path).turns[0].top_ids
 
 
-def test_a_run_that_asks_for_none_stores_none(tmp_path: Path) -> None:
+def test_run_without_likeliest_ids_stores_none(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     write(path, [played("plain")])
     with closing(sqlite3.connect(path)) as connection:
@@ -104,7 +104,7 @@ def test_a_run_that_asks_for_none_stores_none(tmp_path: Path) -> None:
     assert read(path).segments[0].log.top_logprobs == {}
 
 
-def test_jsonl_has_those_of_each_turn(path: Path) -> None:
+def test_jsonl_has_the_likeliest_ids_of_each_turn(path: Path) -> None:
     stream = io.BytesIO()
     with RunFile(path) as run_file:
         export_jsonl(run_file, stream)
@@ -115,7 +115,7 @@ def test_jsonl_has_those_of_each_turn(path: Path) -> None:
     assert [len(row) for row in third["top_logprobs"]] == [3] * 4
 
 
-def test_parquet_has_a_list_for_each_id(path: Path, tmp_path: Path) -> None:
+def test_parquet_has_a_list_of_likeliest_ids_for_each_id(path: Path, tmp_path: Path) -> None:
     with RunFile(path) as run_file:
         export_parquet(run_file, tmp_path / "out.parquet")
     (row,) = parquet.read_table(tmp_path / "out.parquet").to_pylist()

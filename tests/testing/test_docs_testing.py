@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 PAGE = (DOCS / "testing.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(python|text)\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 TESTS = [text for language, text in BLOCKS if language == "python"]
-FAILING = next(text for text in TESTS if "one_reply_too_many" in text)
+FAILING = next(text for text in TESTS if "unused_reply_fails" in text)
 REAL = next(text for text in TESTS if "real_engine" in text)
 
 
@@ -61,7 +61,7 @@ def test_missing_recording_and_unused_engine_on_the_page(calculator: pytest.Pyte
     result = run(calculator, REAL, "-m", "not engine")
     result.assert_outcomes(failed=1, deselected=1)
     result.stdout.fnmatch_lines(
-        ["the recording *recordings/page.what_it_said_then.json does not exist: *--runner-record=once*"]
+        ["the recording *recordings/page.recorded_replies_play.json does not exist: *--runner-record=once*"]
     )
 
 

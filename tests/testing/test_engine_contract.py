@@ -126,6 +126,6 @@ def test_a_promise_that_is_broken_fails_by_its_name(breaks: Callable[[Engine], E
         test(plays(breaks(broken)))
 
 
-def test_contract_class_without_an_engine_fixture_says_what_to_add() -> None:
+def test_contract_class_without_an_engine_fixture_names_the_fix() -> None:
     with pytest.raises(NotImplementedError, match="needs a fixture `engine` that returns your engine"):
         EngineContract.engine.__wrapped__(EngineContract())  # type: ignore[attr-defined]  # pytest sets this attribute

@@ -54,19 +54,19 @@ def pool(tests: Tests) -> Iterator[EnginePool]:
     pool.close()
 
 
-def test_a_plain_test_plays_on_it_again_and_again(pool: EnginePool) -> None:
+def test_plain_test_plays_several_times_on_one_pooled_engine(pool: EnginePool) -> None:
     engine = pool.engine()
     assert play(Sums, engine).text == play(Sums, engine).text == "stop"
     assert pool.engine() is engine
 
 
 @pytest.mark.anyio
-async def test_an_async_test_plays_on_it_from_any_loop(pool: EnginePool) -> None:
+async def test_async_test_plays_on_a_pooled_engine_from_any_loop(pool: EnginePool) -> None:
     assert (await play_async(Sums, pool.engine())).text == "stop"
 
 
 @pytest.mark.anyio
-async def test_on_the_tests_own_loop_it_says_what_to_write_instead(pool: EnginePool) -> None:
+async def test_pooled_engine_in_the_loop_of_a_test_names_the_fix(pool: EnginePool) -> None:
     from runner import Run
 
     with pytest.raises(BadOption, match=r"runs on a separate loop.*`await play_async\(environment, real_engine\(\)\)`"):
@@ -77,7 +77,7 @@ async def test_on_the_tests_own_loop_it_says_what_to_write_instead(pool: EngineP
             pass
 
 
-def test_another_one_takes_its_place_in_another_test(pool: EnginePool, tests: Tests) -> None:
+def test_engine_of_another_test_takes_the_place_of_the_first(pool: EnginePool, tests: Tests) -> None:
     first = pool.engine()
     tests.name = "another"
     second = pool.engine(says="3")
@@ -86,7 +86,7 @@ def test_another_one_takes_its_place_in_another_test(pool: EnginePool, tests: Te
     assert pool.engine(says="3") is second
 
 
-def test_two_in_one_test_are_refused(pool: EnginePool) -> None:
+def test_two_pooled_engines_in_one_test_are_refused(pool: EnginePool) -> None:
     pool.engine()
     with pytest.raises(
         BadOption, match=r"real_engine\(says='3'\): this test has real_engine\(\) already, and only one model"
@@ -104,7 +104,7 @@ def test_dead_engine_is_started_again(pool: EnginePool, tests: Tests) -> None:
     assert play(Sums, second).text == "stop"
 
 
-def test_a_virtual_clock_is_not_for_it(pool: EnginePool) -> None:
+def test_virtual_clock_is_refused_for_a_pooled_engine(pool: EnginePool) -> None:
     with pytest.raises(BadOption, match=r"play\(clock=\): a real engine needs real time"):
         play(Sums, pool.engine(), clock=VirtualClock())
 
@@ -122,13 +122,13 @@ def test_it(real_engine):
 """
 
 
-def test_without_marker_and_option_it_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+def test_unmarked_test_without_option_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
     result = run(pytester, TEST, "-rs", conftest=STAND_IN)
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*real_engine starts a model: mark the test with @pytest.mark.engine, or run*"])
 
 
-def test_the_marker_or_the_option_lets_it_run(pytester: pytest.Pytester) -> None:
+def test_marker_or_option_lets_the_test_run(pytester: pytest.Pytester) -> None:
     run(pytester, TEST, "--runner-engine", conftest=STAND_IN).assert_outcomes(passed=1)
     run(pytester, f"pytestmark = pytest.mark.engine\n{TEST}", conftest=STAND_IN).assert_outcomes(passed=1)
 

@@ -40,13 +40,13 @@ def test_a_thread_that_is_left_is_named(release: threading.Event) -> None:
         threading.Thread(target=release.wait, name="the hung one").start()
 
 
-def test_a_thread_that_is_about_to_end_may(release: threading.Event) -> None:
+def test_ending_thread_is_not_a_leak(release: threading.Event) -> None:
     with no_leaks(settle=60):
         threading.Thread(target=lambda: release.wait(0.1)).start()
     assert not release.is_set()
 
 
-def test_file_of_a_thread_that_is_about_to_end_may(tmp_path: Path, release: threading.Event) -> None:
+def test_file_of_an_ending_thread_is_not_a_leak(tmp_path: Path, release: threading.Event) -> None:
     opened = threading.Event()
 
     def read() -> None:

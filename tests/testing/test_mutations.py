@@ -91,7 +91,7 @@ def found(cls: type[Environment], *, fatal: bool = True) -> str:
 
 
 @pytest.mark.anyio
-async def test_without_a_mistake_nothing_is_found() -> None:
+async def test_episode_without_a_mistake_passes_every_check() -> None:
     engine = in_awkward_ids()
     with no_leaks(engine):
         async with LoopWatchdog() as watchdog:
@@ -101,7 +101,7 @@ async def test_without_a_mistake_nothing_is_found() -> None:
     assert trajectory.reward == 1
 
 
-def test_without_a_mistake_nothing_is_found_by_what_plays_it_often() -> None:
+def test_repeated_episodes_without_a_mistake_pass_every_check() -> None:
     assert play_cancelled(Adds, SAYS) > 10
     assert {trajectory.reward for trajectory in play_many(Adds, SAYS)} == {1}
     assert found(Adds) == found(Adds, fatal=False) == ""
@@ -110,14 +110,14 @@ def test_without_a_mistake_nothing_is_found_by_what_plays_it_often() -> None:
 # --- in the runner
 
 
-def test_a_mask_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = TokenLog.mask
     monkeypatch.setattr(TokenLog, "mask", lambda log: array("b", [0, *mask(log)[:-1]]))
     with pytest.raises(AssertionError, match=r"t-0#0 main: the loss mask is wrong at \[\d+, .*\n  before: .*assistant"):
         play(Adds, SAYS)
 
 
-def test_sources_that_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_are_off_by_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     append = TokenLog.append_sampled
 
     def one_early(log: TokenLog, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
@@ -159,7 +159,7 @@ def test_prompt_rendered_again_raises_with_both_prompts(monkeypatch: pytest.Monk
         play(Adds, engine)
 
 
-def test_answers_in_the_order_in_which_tools_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_in_the_order_of_finished_tools_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def last_first(*arguments: Any, **options: Any) -> list[Message]:
         return (await answer_calls(*arguments, **options))[::-1]
 
@@ -168,7 +168,7 @@ def test_answers_in_the_order_in_which_tools_finished(monkeypatch: pytest.Monkey
         play(Adds, SAYS)
 
 
-def test_a_failed_episode_that_gets_a_reward_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_of_zero_for_a_failed_episode_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(Adds):
         def step(self, turn: Turn) -> str | None:
             raise ZeroDivisionError
@@ -202,7 +202,7 @@ def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.Monk
         play(Adds, SAYS)
 
 
-def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_whose_text_differs_from_its_ids_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = turns._parse
 
     async def in_capitals(spot: Any, node: TurnNode, sampled: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.Monkey
 # --- in an environment: the model's prompt
 
 
-def test_a_tool_result_that_is_dropped() -> None:
+def test_dropped_tool_result_is_found() -> None:
     class Drops(Adds):
         def sent(self, reply: list[Message]) -> list[Message]:
             return reply[:1]
@@ -230,7 +230,7 @@ def test_a_tool_result_that_is_dropped() -> None:
         play(Drops, SAYS)
 
 
-def test_a_call_that_is_answered_twice() -> None:
+def test_call_that_is_answered_twice_is_found() -> None:
     class Repeats(Adds):
         def sent(self, reply: list[Message]) -> list[Message]:
             return [reply[0], *reply]
@@ -242,7 +242,7 @@ def test_a_call_that_is_answered_twice() -> None:
 # --- in an environment: shared state and randomness
 
 
-def test_state_that_leaks_from_one_episode_to_the_next() -> None:
+def test_state_that_leaks_between_episodes_is_found() -> None:
     class Remembers(Adds):
         seen: list[str] = []  # noqa: RUF012  # the mistake
 
@@ -259,7 +259,7 @@ def test_state_that_leaks_from_one_episode_to_the_next() -> None:
     assert "new() returned another value in 1 of 4 episodes when played after other episodes: they share" in text
 
 
-def test_random_numbers_without_a_seed() -> None:
+def test_random_numbers_without_a_seed_are_found() -> None:
     class Throws(Adds):
         @tool
         def throw(self) -> float:
@@ -283,7 +283,7 @@ class Blocks(Adds):
 
 
 @pytest.mark.anyio
-async def test_a_tool_that_blocks_the_event_loop() -> None:
+async def test_tool_that_blocks_the_event_loop_is_found() -> None:
     async with LoopWatchdog() as watchdog:
         await play_async(Blocks, SAYS)
     with pytest.raises(
@@ -292,7 +292,7 @@ async def test_a_tool_that_blocks_the_event_loop() -> None:
         watchdog.check()
 
 
-def test_a_tool_that_swallows_its_cancellation() -> None:
+def test_tool_that_swallows_its_cancellation_is_found() -> None:
     class Pays(Adds):
         @tool
         async def add(self, a: int, b: int) -> int:
@@ -309,7 +309,7 @@ def test_a_tool_that_swallows_its_cancellation() -> None:
         play_cancelled(Pays, [call("add", a=1, b=2), *SAYS[1:]])
 
 
-def test_a_rollout_that_swallows_its_cancellation() -> None:
+def test_rollout_that_swallows_its_cancellation_is_found() -> None:
     class Retries(Adds):
         async def rollout(self, conversation: Conversation) -> None:
             with contextlib.suppress(BaseException):
@@ -320,7 +320,7 @@ def test_a_rollout_that_swallows_its_cancellation() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # raised in plays of `check` that do not look for leaks
-def test_a_file_that_only_the_garbage_collector_closes() -> None:
+def test_file_that_only_the_garbage_collector_closes_is_found() -> None:
     class Reads(Adds):
         @tool
         def read(self) -> str:
@@ -333,7 +333,7 @@ def test_a_file_that_only_the_garbage_collector_closes() -> None:
     assert re.search(unclosed, found(Reads, fatal=False))
 
 
-def test_a_file_that_is_left_open() -> None:
+def test_file_that_is_left_open_is_found() -> None:
     with contextlib.ExitStack() as opened:
 
         class LeavesFile(Adds):
@@ -350,7 +350,7 @@ def assert_is_found_open(cls: type[Environment]) -> None:
     assert "still open after close(): self.log (file" in found(cls)
 
 
-def test_a_thread_that_is_left_running() -> None:
+def test_thread_that_is_left_running_is_found() -> None:
     over = threading.Event()
 
     class LeavesThread(Adds):
@@ -372,7 +372,7 @@ class LeavesTask(Adds):
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
-async def test_a_task_that_is_left_running() -> None:
+async def test_task_that_is_left_running_is_found() -> None:
     with pytest.raises(Leaked, match="leaked: task 'heart'"), no_leaks():
         await play_async(LeavesTask, SAYS)
     for task in asyncio.all_tasks():
@@ -404,7 +404,7 @@ def test_none(no_leaks, environment):
 """
 
 
-def test_a_task_that_the_end_of_a_plain_test_cuts(pytester: pytest.Pytester) -> None:
+def test_task_that_the_end_of_a_plain_test_cuts_is_found(pytester: pytest.Pytester) -> None:
     result = run(pytester, LEAVE_TASKS)
     result.assert_outcomes(passed=4, errors=2)
     result.stdout.fnmatch_lines(["leaked: task 'heart' of LeavesTask.beat()"])

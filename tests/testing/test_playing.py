@@ -88,13 +88,13 @@ def test_tasks_may_come_from_async_code_or_a_file(tmp_path: Path) -> None:
     assert [trajectory.task.id for trajectory in play_many(Sums, "stop", tasks=tmp_path / "tasks.jsonl")] == ["z"]
 
 
-def test_a_file_that_holds_the_episode_says_so(tmp_path: Path) -> None:
+def test_file_that_has_the_episode_already_is_refused(tmp_path: Path) -> None:
     assert play(Sums, "stop", file=tmp_path / "run.db").text == "stop"
     with pytest.raises(BadOption, match=r"the file already contains this episode\. Give another file"):
         play(Sums, "stop", file=tmp_path / "run.db")
 
 
-def test_an_environment_without_tasks_says_how_to_give_one() -> None:
+def test_environment_without_tasks_names_the_fix() -> None:
     class Empty(Sums):
         def tasks(self) -> list[Task]:
             return []
@@ -193,7 +193,7 @@ def test_each_of_several_trained_agents_can_be_had() -> None:
         play(Two, says, agent="third")
 
 
-def test_a_missing_reply_says_what_was_asked() -> None:
+def test_missing_reply_shows_the_request() -> None:
     with pytest.raises(
         AssertionError,
         match=r"^b#0/main/1: .*no reply is left for this call \(1 used so far\)\. Add one .*1\..*assistant",
@@ -205,22 +205,22 @@ def test_retry_after_engine_failure_uses_the_next_reply() -> None:
     assert play(Sums, [Reply("1", fault=Fault.error(at=1)), "3", "stop"]).reward == 1
 
 
-def test_many_come_back_by_task_and_index() -> None:
+def test_play_many_returns_trajectories_by_task_and_index() -> None:
     played = play_many(Sums, ["1", "2", "stop"], group_size=2)
     assert [trajectory.id for trajectory in played] == ["b#0", "b#1", "a#0", "a#1", "c#0", "c#1"]
     assert {trajectory.reward for trajectory in played} == {1}
 
 
-def test_many_play_as_many_tasks_as_asked_for() -> None:
+def test_play_many_plays_the_given_number_of_tasks() -> None:
     assert [trajectory.task.id for trajectory in play_many(Sums, "stop", tasks=2)] == ["b", "a"]
 
 
-def test_many_of_one_queue_are_played_one_after_another() -> None:
+def test_play_many_with_one_queue_plays_one_after_another() -> None:
     engine = QueuedEngine().say("3", "stop", "stop", "1", "stop")
     assert [trajectory.reward for trajectory in play_many(Sums, engine)] == [1, 0, 0]
 
 
-def test_many_say_which_reply_no_episode_came_to() -> None:
+def test_play_many_names_a_reply_that_no_episode_used() -> None:
     with pytest.raises(AssertionError, match=r"3 replies were given, but no episode used more than 2; .*'more'"):
         play_many(Sums, ["1", "stop", "more"])
     with pytest.raises(AssertionError, match=r"2 replies were given for judge, but no episode used more than 0"):
@@ -234,7 +234,7 @@ def test_an_engine_of_ones_own_is_left_alone() -> None:
 
 
 @pytest.mark.anyio
-async def test_in_a_loop_there_are_doors_of_their_own() -> None:
+async def test_plain_functions_in_a_loop_name_their_async_forms() -> None:
     assert (await play_async(Sums, ["3", "stop"])).reward == 1
     assert len(await play_many_async(Sums, "stop")) == 3
     for play_function in (play, play_many):

@@ -39,7 +39,7 @@ def test_the_plugin_loads_pytest_and_the_standard_library_only() -> None:
     assert others == []
 
 
-def test_without_autoloading_it_is_named_on_the_command_line(
+def test_plugin_is_loaded_by_name_without_autoloading(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -48,7 +48,7 @@ def test_without_autoloading_it_is_named_on_the_command_line(
     )
 
 
-def test_named_and_autoloaded_it_is_one_plugin(pytester: pytest.Pytester) -> None:
+def test_plugin_that_is_named_and_autoloaded_is_loaded_once(pytester: pytest.Pytester) -> None:
     run_apart(pytester, ONE, "-p", "runner.pytest_plugin").assert_outcomes(passed=1)
 
 
@@ -72,7 +72,7 @@ def test_plugin_works_in_xdist_workers(pytester: pytest.Pytester) -> None:
     run_apart(pytester, again, "-n", "2").assert_outcomes(passed=4)
 
 
-def test_its_markers_are_registered(pytester: pytest.Pytester) -> None:
+def test_markers_of_the_plugin_are_registered(pytester: pytest.Pytester) -> None:
     test = """
 @pytest.mark.engine
 @pytest.mark.scripted_engine(context=64)
@@ -82,7 +82,7 @@ def test_one(scripted_engine):
     run(pytester, test, "--strict-markers").assert_outcomes(passed=1)
 
 
-def test_none_of_its_fixtures_comes_unasked_or_chooses_the_event_loop(pytester: pytest.Pytester) -> None:
+def test_plugin_uses_no_fixture_and_chooses_no_loop_by_itself(pytester: pytest.Pytester) -> None:
     test = """
 import sniffio
 

@@ -126,19 +126,19 @@ def test_impossible_reply_is_refused_at_the_line_of_the_call(mistake: Any, messa
     assert not [entry for entry in caught.traceback.filter(caught) if "/runner/" in str(entry.path)]
 
 
-def test_a_cut_in_what_a_function_says_is_refused_when_it_is_said(scripted_engine: QueuedEngine) -> None:
+def test_impossible_cut_of_a_functions_reply_fails_at_its_turn(scripted_engine: QueuedEngine) -> None:
     scripted_engine.say(lambda asked: "abc", chunks=Inside("x"))
     with pytest.raises(AssertionError, match=r"^t#0/main/0: inside\('x'\): 'x' does not occur"):
         play(Talks, scripted_engine)
 
 
-def test_a_fault_befalls_the_reply_that_it_was_given_with(scripted_engine: QueuedEngine) -> None:
+def test_fault_happens_to_the_reply_that_it_was_given_with(scripted_engine: QueuedEngine) -> None:
     scripted_engine.say("lost", fault=Fault.error(at=1)).say("kept")
     trajectory = play(Talks, scripted_engine)
     assert (trajectory.text, trajectory.attempt) == ("kept", 1)
 
 
-def test_an_awkward_vocabulary_gets_words_that_it_would_not_spell_so() -> None:
+def test_reply_in_an_awkward_vocabulary_has_ids_unlike_its_encoding() -> None:
     tokenizer = AwkwardTokenizer()
     engine = QueuedEngine(tokenizer=tokenizer).say("It is the end ...", "assistant")
     trajectory = play(Talks, engine)
@@ -200,7 +200,7 @@ def anyio_backend():
         ("chunks=0", "chunks=0: give a size of at least 1*"),
     ],
 )
-def test_settings_that_cannot_be_are_one_message(pytester: pytest.Pytester, mark: str, message: str) -> None:
+def test_invalid_settings_are_one_message(pytester: pytest.Pytester, mark: str, message: str) -> None:
     result = run(pytester, f"@pytest.mark.scripted_engine({mark})\ndef test_it(scripted_engine): pass")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([message])

@@ -89,7 +89,7 @@ def test_a_prompt_that_changed_is_shown_token_by_token(recording: Path) -> None:
     assert lines[6].index("^") == lines[4].index("276")
 
 
-def test_ids_are_aligned_where_some_were_put_in() -> None:
+def test_ids_are_aligned_around_inserted_ones() -> None:
     tokenizer = PlainTokenizer()
     shown = token_diff(tokenizer.encode("abcxyz"), tokenizer.encode("abc12xyz"), tokenizer).splitlines()
     recorded, now, marks = shown[3:]
@@ -97,12 +97,12 @@ def test_ids_are_aligned_where_some_were_put_in() -> None:
     assert marks.count("^^^^^^") == 2
 
 
-def test_one_that_is_the_beginning_of_the_other_is_shown_too() -> None:
+def test_ids_added_at_the_end_are_shown() -> None:
     tokenizer = PlainTokenizer()
     assert "99:'c'" in token_diff(tokenizer.encode("ab"), tokenizer.encode("abc"), tokenizer)
 
 
-def test_a_turn_too_many_says_that_all_were_said(recording: Path) -> None:
+def test_turn_after_the_last_recorded_one_is_refused(recording: Path) -> None:
     engine = replay(recording)
     play(Sums, engine)
     with pytest.raises(
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_trusted_is_refused(recording: Path, before: str, 
     assert "--runner-record=rewrite" in str(caught.value)
 
 
-def test_a_missing_file_says_how_it_is_made(tmp_path: Path) -> None:
+def test_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match=r"the recording .*none\.json does not exist: run pytest with --runner-record=once"
     ):
@@ -171,7 +171,7 @@ def test_replay_with_another_task_fails(recording: Path) -> None:
 # --- the fixture
 
 
-def test_without_a_recording_the_test_fails_and_says_how_to_make_it(pytester: pytest.Pytester) -> None:
+def test_missing_recording_fails_the_test_and_names_the_command(pytester: pytest.Pytester) -> None:
     result = run(pytester, TEST)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
@@ -223,7 +223,7 @@ def test_object_that_is_not_an_engine_cannot_be_recorded(pytester: pytest.Pytest
     result.stdout.fnmatch_lines(["recorded_engine(5): give an engine to record, or a function that returns one."])
 
 
-def test_an_option_that_there_is_not_lists_those_there_are(pytester: pytest.Pytester) -> None:
+def test_unknown_option_is_refused_with_the_known_ones(pytester: pytest.Pytester) -> None:
     result = run(pytester, TEST, "--runner-record=twice")
     result.stderr.fnmatch_lines(["*--runner-record: invalid choice: 'twice' (choose from *none*once*rewrite*)"])
 

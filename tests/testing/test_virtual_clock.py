@@ -178,7 +178,9 @@ def backends(request: pytest.FixtureRequest) -> tuple[VirtualClock, object]:
     return clock, getattr(clock, f"{request.param}_backend")
 
 
-def test_async_tests_run_by_it_on_either_loop(backends: tuple[VirtualClock, tuple[str, dict[str, object]]]) -> None:
+def test_async_tests_run_by_a_virtual_clock_on_either_loop(
+    backends: tuple[VirtualClock, tuple[str, dict[str, object]]]
+) -> None:
     clock, (backend, options) = backends
 
     async def waits() -> float:

@@ -72,7 +72,7 @@ class Echo(Environment):
 
 
 @pytest.mark.parametrize("template", ["pythonic", "hermes"])
-def test_whole_episodes_are_exact_in_the_awkward_one(template: str) -> None:
+def test_whole_episodes_are_exact_in_an_awkward_vocabulary(template: str) -> None:
     engine = QueuedEngine(tokenizer=AwkwardTokenizer(["<tool_call>"]), template=template)
     engine.say(call("echo", text="the assistant"), "It is the end\n", Reply("cut in", finish="length"), "\n[ the end")
     trajectory = play(Echo, engine)
@@ -82,6 +82,6 @@ def test_whole_episodes_are_exact_in_the_awkward_one(template: str) -> None:
 
 @settings(deadline=None)
 @given(awkward_text(), chunkings())
-def test_an_episode_is_exact_whatever_is_said_in_whatever_pieces(text: str, chunks: object) -> None:
+def test_any_text_in_any_pieces_is_played_exactly(text: str, chunks: object) -> None:
     engine = QueuedEngine(tokenizer=AWKWARD, chunks=chunks).say(text).always("end")
     play(Echo, engine)

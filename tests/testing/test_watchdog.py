@@ -60,7 +60,7 @@ async def test_any_block_can_be_watched() -> None:
 
 
 @pytest.mark.anyio
-async def test_no_time_at_all_is_none() -> None:
+async def test_limit_of_zero_seconds_is_refused() -> None:
     with pytest.raises(BadOption, match=r"loop_watchdog\.seconds = 0: give a number"):
         async with LoopWatchdog(0):
             pass

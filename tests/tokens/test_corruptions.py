@@ -94,7 +94,7 @@ def test_a_stop_that_opens_the_wrong_role_is_refused_by_name(name: str, stop: st
 
 
 @pytest.mark.anyio
-async def test_a_stop_that_opens_the_wrong_role_forks_and_says_so() -> None:
+async def test_stop_that_opens_the_wrong_role_forks_with_its_cause() -> None:
     made = model("glm-4.5")
     engine = speaking("glm-4.5", [Reply("\n<think></think>\n42", stop=made.id("<|observation|>")), "\nYes"])
     trajectory = await talked(twice, engine)

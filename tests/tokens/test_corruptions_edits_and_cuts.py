@@ -228,7 +228,7 @@ async def test_a_turn_cut_right_before_its_stop_gets_one_close(name: str) -> Non
 
 
 @pytest.mark.anyio
-async def test_an_episode_whose_tokens_end_at_a_turns_end_says_no_more() -> None:
+async def test_episode_whose_tokens_end_with_a_turn_samples_no_further_id() -> None:
     made = model("qwen3")
     engine = speaking("qwen3", [QWEN_CALL, "42"])
     size = len(made.sampled(QWEN_CALL, "<|im_end|>"))

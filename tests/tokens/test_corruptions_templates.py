@@ -172,7 +172,7 @@ def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_run_follows_a_moving_system_message_and_says_so() -> None:
+async def test_run_follows_a_moving_system_message_and_reports_it() -> None:
     class Brief(Plain):
         system_prompt = "Be brief."
 

@@ -202,7 +202,7 @@ async def test_a_turn_cut_inside_a_character_keeps_its_bytes_at_every_cut() -> N
 @pytest.mark.sample_cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS_CALLS)
-def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> None:
+def test_control_text_in_a_tool_result_becomes_no_control_id(name: str) -> None:
     # tinker #886: contents became control ids in 29 of 29 families.
     made = model(name)
     stop = {"glm-4.5": "<|observation|>", "glm-4.6": "<|observation|>", "gpt-oss": "<|call|>"}.get(name)
@@ -229,7 +229,7 @@ ALWAYS = pytest.param("gpt-oss", marks=pytest.mark.sample_cases(1))
 
 
 @pytest.mark.parametrize("name", [*sorted({*FAMILIES} - TOOLS_MOVE - {"gpt-oss"}), ALWAYS])
-def test_control_text_in_what_a_user_says_becomes_no_control_id(name: str) -> None:
+def test_control_text_in_a_user_message_becomes_no_control_id(name: str) -> None:
     # tinker #886
     made = model(name)
     stop = "<|user|>" if name.startswith("glm") else FAMILIES[name].stops[0]

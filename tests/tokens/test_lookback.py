@@ -362,7 +362,7 @@ SHOWS_ARGUMENTS = "{{ m.content }}{% for call in m.tool_calls %}{{ call.function
         (chatml(body=SHOWS_ARGUMENTS + "{{ 'A' if m.tool_calls[0].function.arguments | length > 1 }}"), TOOL, True),
     ],
 )
-def test_words_of_every_shape_are_proven_with_words_of_that_shape(text: str, shape: TurnShape, matter: bool) -> None:
+def test_words_that_matter_are_found_for_turns_of_each_shape(text: str, shape: TurnShape, matter: bool) -> None:
     assert Proofs(ChatTemplate(text, name="inline").renderer()).words_matter(shape, [ADD]) is matter
 
 

@@ -39,14 +39,14 @@ def test_published_case_before_the_first_turn_takes_the_template() -> None:
     assert not replaced.result.refused
 
 
-def test_published_a_prefix_without_eos_is_refused() -> None:
+def test_published_prefix_without_eos_is_refused() -> None:
     replaced = replace_prefix_tokens([7, 2], [9, 9, 9], [9, 9, 9, 2, 10], EOS_ID)
     assert replaced.result is PrefixResult.NO_EOS
     assert replaced.ids is None
     assert replaced.explanation == "none of [2] is in template_prefix_token_ids"
 
 
-def test_published_of_two_eos_in_the_prefix_the_last_one_counts() -> None:
+def test_published_last_of_two_eos_in_the_prefix_counts() -> None:
     replaced = replace_prefix_tokens([100, 2], [9, 2, 9, 2], [9, 2, 9, 2, 77, 88], EOS_ID)
     assert replaced == joined([100, 2, 77, 88])
 
@@ -69,17 +69,17 @@ def test_published_case_of_stripped_reasoning_keeps_it() -> None:
         pytest.param([100, 101], [9, 2], [9, 2, 77], [2, 11], [100, 101, 2, 77], id="a cut turn gets the template's"),
     ],
 )
-def test_published_several_ids_may_close_a_turn(
+def test_published_ids_that_close_a_turn_may_be_several(
     model: list[int], prefix: list[int], everything: list[int], eos: int | list[int], expected: list[int]
 ) -> None:
     assert replace_prefix_tokens(model, prefix, everything, eos) == joined(expected)
 
 
-def test_published_an_eos_that_the_whole_lacks_is_refused() -> None:
+def test_published_eos_that_the_whole_lacks_is_refused() -> None:
     assert replace_prefix_tokens([100, 2], [9, 2], [9, 77], EOS_ID).result is PrefixResult.HISTORY_SHRUNK
 
 
-def test_published_a_stop_within_a_tool_loop_counts_where_it_is_given() -> None:
+def test_published_stop_within_a_tool_loop_counts_where_it_is_given() -> None:
     model = [2, 105, 20, 106, 105, 30, 48, 31, 49, 50]
     prefix = [*model, 107]
     everything = [*model, 107, 51, 106, 105, 40]
@@ -227,7 +227,7 @@ def test_two_eos_in_the_prefix_are_a_turn_without_ids() -> None:
     assert replaced.result is PrefixResult.TURN_WITHOUT_IDS
 
 
-def test_the_mask_of_a_token_log_says_what_was_sampled() -> None:
+def test_mask_of_a_token_log_marks_the_sampled_ids() -> None:
     log = TokenLog()
     log.append_prompt([11, 12, 13, 40, 41], Source.PROMPT)
     log.append_sampled([220, 17, 2], None)

@@ -171,7 +171,7 @@ def test_ordinary_content_is_known_to_be_harmless(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_control_token_cut_by_the_border_of_content_is_none(name: str) -> None:
+def test_control_text_cut_by_the_border_of_content_gets_no_control_id(name: str) -> None:
     tokenizer = named(name)
     for token in control(name)[:20]:
         for at in range(1, len(token)):
@@ -200,13 +200,13 @@ def test_empty_content_cuts_no_control_token() -> None:
 
 @pytest.mark.parametrize("spans", [[(3, 2)], [(0, 3), (2, 4)], [(4, 5), (0, 1)], [(0, 99)], [(-1, 2)]], ids=str)
 @pytest.mark.parametrize("name", ["bytes", "qwen"])
-def test_spans_that_are_none_are_refused(name: str, spans: list[tuple[int, int]]) -> None:
+def test_invalid_spans_are_refused(name: str, spans: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="sorted, disjoint and within 13 characters"):
         named(name).encode("<|im_end|> b<", spans)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_plain_encoding_is_what_it_was(name: str) -> None:
+def test_safe_encoding_leaves_later_plain_encoding_unchanged(name: str) -> None:
     tokenizer = named(name)
     token = control(name)[1]
     before = tokenizer.encode(f"a {token} b")

@@ -392,7 +392,7 @@ def test_references_that_lead_nowhere_are_found() -> None:
 
 
 @pytest.mark.parametrize("schema", [True, {}, {"type": "object"}, {"enum": []}, {"anyOf": []}, {"type": []}])
-def test_schemas_that_say_little_are_shown_without_a_fault(schema: Any) -> None:
+def test_schemas_with_little_content_are_shown_without_a_fault(schema: Any) -> None:
     made = renderer(TYPES)
     assert "given" in shown(made, tool_with(schema))
     unseen_of(made.render_tool, tool_with(schema))

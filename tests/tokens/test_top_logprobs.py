@@ -32,7 +32,7 @@ def test_a_part_is_a_copy() -> None:
     assert top.id_rows().tolist() == three().id_rows().tolist()
 
 
-def test_fewer_of_each_position_are_the_likeliest_of_them() -> None:
+def test_narrowing_keeps_the_likeliest_ids_of_each_position() -> None:
     assert three().narrowed(1).id_rows().tolist() == [[8], [2], [4]]
 
 

@@ -238,7 +238,7 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def test_a_tool_without_parameters() -> None:
+def test_tool_without_parameters_has_an_empty_schema() -> None:
     assert Tool(nothing).parameters == {"type": "object", "properties": {}}
     assert Tool(nothing).arguments({}) == {}
     assert "return" not in Tool(nothing).as_openai()["function"]
@@ -401,7 +401,7 @@ PARAMETERS = {
 }
 
 
-def test_tool_with_an_explicit_schema() -> None:
+def test_explicit_schema_is_shown_and_checks_arguments() -> None:
     def call(**arguments: Any) -> dict[str, Any]:
         return arguments
 

@@ -37,7 +37,7 @@ def lacking(value: float, **fields: Any) -> Trajectory:
 
 
 @NOT_FINITE
-def test_row_is_not_trained_and_counted_by_its_reason(value: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_row_without_finite_logprobs_is_counted_and_not_trained(value: float, caplog: pytest.LogCaptureFixture) -> None:
     counts = InexactRows()
     for _ in range(2):
         (row,) = sample_rows(lacking(value), advantages=1.0, counts=counts)
@@ -55,7 +55,7 @@ def test_failed_episode_keeps_its_own_reason(value: float) -> None:
 
 
 @NOT_FINITE
-def test_trainer_that_computes_its_own_trains_on_such_ids(value: float) -> None:
+def test_trainer_that_computes_its_own_logprobs_trains_on_all_ids(value: float) -> None:
     counts = InexactRows()
     (row,) = sample_rows(lacking(value), needs_logprobs=False, counts=counts)
     assert (row.failed, row.reward, row.mask.sum()) == ("", 1.0, 3)
@@ -98,7 +98,7 @@ def test_exports_of_run_files_have_null_in_its_place(value: float, tmp_path: Pat
 
 
 @NOT_FINITE
-def test_asynchronous_trainer_gets_no_sample_of_it(value: float) -> None:
+def test_asynchronous_trainer_gets_no_sample_without_logprobs(value: float) -> None:
     with BackgroundPlayer(Plain, ScriptedEngine("Yes")) as player:
         worker = RolloutWorker(player, tasks=tasks(1))
         good = [made([prompt(1), said(2)], id=f"t0#{number}", reward=float(number)) for number in (1, 2)]
@@ -117,7 +117,7 @@ class Lacking(Rewarded):
             turn.log.logprobs[turn.start] = math.nan
 
 
-def test_trl_leaves_the_row_out_if_it_uses_the_values() -> None:
+def test_trl_omits_a_row_without_logprobs_if_it_uses_them() -> None:
     engine = recording("Yes")
     trainer = Trainer(engine)
     trainer.args = SimpleNamespace(use_vllm=True, temperature=1.0)
@@ -130,7 +130,7 @@ def test_trl_leaves_the_row_out_if_it_uses_the_values() -> None:
             rollout_func(player, tasks=tasks(3), failed="raise")(["t0"], trainer)
 
 
-def test_trl_gets_no_values_if_it_computes_its_own() -> None:
+def test_trl_gets_no_logprobs_if_it_computes_its_own() -> None:
     engine = recording("Yes")
     with BackgroundPlayer(Lacking, engine) as player:
         output = rollout_func(player, tasks=tasks(3))(["t0", "t1"], Trainer(engine))
@@ -138,7 +138,7 @@ def test_trl_gets_no_values_if_it_computes_its_own() -> None:
     assert all(map(sum, output["env_mask"]))
 
 
-def test_engine_without_any_is_refused_if_trl_uses_them() -> None:
+def test_engine_without_logprobs_is_refused_if_trl_uses_them() -> None:
     engine = recording("Yes", logprobs=False)
     trainer = Trainer(engine)
     trainer.args = SimpleNamespace(use_vllm=True, temperature=1.0)

@@ -297,7 +297,7 @@ def test_run_file_is_sent_to_the_command_for_run_files(tmp_path: Path) -> None:
         list(read_traces(tmp_path / "none"))
 
 
-def test_columns_and_rows_are_read_alike(tmp_path: Path) -> None:
+def test_columns_and_rows_are_read_as_the_same_calls(tmp_path: Path) -> None:
     rows = [{"prompt_ids": [1], "completion_ids": [2, n], "env_mask": [1, 0]} for n in range(3)]
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "columns.json").write_text(json.dumps({name: [row[name] for row in rows] for name in rows[0]}))

@@ -33,7 +33,7 @@ rewards_and_groups = (
     ],
     ids=["grpo", "rloo", "dr_grpo"],
 )
-def test_a_group_by_hand(rule: AdvantageRule, expected: list[float]) -> None:
+def test_advantages_of_a_group_equal_those_by_hand(rule: AdvantageRule, expected: list[float]) -> None:
     rewards, groups = np.array([0, 0, 0, 1], np.float32), np.array([7, 7, 7, 7], np.int32)
     given = rule(rewards, groups)
     np.testing.assert_allclose(given, expected, rtol=1e-6)

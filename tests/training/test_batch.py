@@ -44,7 +44,7 @@ def two() -> list[Group]:
     return [group(plain, forked)]
 
 
-def test_a_padded_batch_by_hand() -> None:
+def test_padded_batch_equals_one_made_by_hand() -> None:
     batch = TrainingBatch.padded(two(), pad_id=0, advantages=dr_grpo)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 8, 0, 0, 0, 0], [9, 10, 0, 0, 0, 0, 0]]
     assert batch.attention_mask.tolist() == [[True] * 7, [True] * 3 + [False] * 4, [True] * 2 + [False] * 5]
@@ -66,7 +66,7 @@ def test_a_padded_batch_by_hand() -> None:
     assert (len(batch), batch.trained, batch.exact, batch.constrained) == (3, 5, True, 0)
 
 
-def test_a_packed_batch_by_hand() -> None:
+def test_packed_batch_equals_one_made_by_hand() -> None:
     batch = TrainingBatch.packed(two(), length=10, pad_id=0)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 1, 2, 8], [9, 10, 0, 0, 0, 0, 0, 0, 0, 0]]
     assert batch.segment_ids.tolist() == [[1] * 7 + [2] * 3, [3] * 2 + [0] * 8]
@@ -96,7 +96,7 @@ def test_sequences_may_have_a_fixed_length_or_a_multiple() -> None:
     assert TrainingBatch.padded(two(), pad_id=0, multiple_of=8).input_ids.shape == (3, 8)
 
 
-def test_a_batch_says_that_the_ratio_is_not_exact_and_why() -> None:
+def test_batch_has_the_reason_of_an_inexact_ratio() -> None:
     sampling = Sampling(top_p=0.9, temperature=0.5).over(Sampling.defaults())
     batch = TrainingBatch.padded([made([prompt(1), said(2, 3)], sampling=sampling)], pad_id=0)
     assert (batch.exact, batch.inexact_reason) == (False, "top_p=0.9 (1 turn)")

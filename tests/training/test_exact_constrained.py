@@ -159,7 +159,7 @@ class Forms(Environment):
         return len(self.episode.turns) == len(self.turns)
 
 
-def test_turns_of_every_form_in_one_conversation_have_them_too(float32_engine: Any, compare: Compare) -> None:
+def test_turns_of_every_form_in_one_conversation_have_equal_logprobs(float32_engine: Any, compare: Compare) -> None:
     sampling = Sampling(temperature=0.7, max_tokens=40)
     episodes = [play(Forms, float32_engine, sampling=sampling, seed=seed) for seed in range(sweeps.times(2, 1))]
     for episode in episodes:

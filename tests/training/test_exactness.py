@@ -135,7 +135,7 @@ def test_ids_that_were_sampled_under_a_grammar_are_counted() -> None:
 
 
 @pytest.mark.anyio
-async def test_every_turn_of_a_run_says_how_it_was_sampled() -> None:
+async def test_every_turn_of_a_run_records_its_sampling() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
         conversation.add("Again?")

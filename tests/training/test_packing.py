@@ -21,7 +21,7 @@ layouts: st.SearchStrategy[Layout] = st.one_of(
 )
 
 
-def test_padded_rows_by_hand() -> None:
+def test_padded_rows_have_the_layout_made_by_hand() -> None:
     layout = Layout.padded([2, 3])
     assert layout.segment_ids().tolist() == [[1, 1, 0], [2, 2, 2]]
     assert layout.position_ids().tolist() == [[0, 1, 0], [0, 1, 2]]
@@ -29,7 +29,7 @@ def test_padded_rows_by_hand() -> None:
     assert filled.tolist() == [[7, 8, -1], [4, 5, 6]]
 
 
-def test_packed_rows_by_hand() -> None:
+def test_packed_rows_have_the_layout_made_by_hand() -> None:
     # In order of length: 5 opens a sequence, 3 fits into it, 3 opens another, and 2 and 1 fit into that one.
     layout = Layout.packed([3, 5, 2, 3, 1], length=8)
     assert layout.segment_ids().tolist() == [[2, 2, 2, 2, 2, 1, 1, 1], [4, 4, 4, 3, 3, 5, 0, 0]]

@@ -156,7 +156,7 @@ def test_experts_stand_at_their_ids_in_every_layout(number: int) -> None:
     assert (experts[~batch.attention_mask] == -1).all()
 
 
-def test_batch_without_experts_says_so() -> None:
+def test_experts_of_a_batch_without_any_are_refused() -> None:
     with pytest.raises(BadBatch, match="no turn has routed experts"):
         TrainingBatch.padded([episodes()], pad_id=0).routed_experts()
 

@@ -73,11 +73,11 @@ def test_gradients_stay_the_same_under_checkpointing(block: int) -> None:
     assert largest_difference(expected, checkpointed) < EXACT_TOLERANCE
 
 
-def test_a_model_that_attends_so_sees_trees(rows: Rows, block: int) -> None:
+def test_model_with_tree_attention_computes_trees_exactly(rows: Rows, block: int) -> None:
     assert tree_difference(llama(attention=TREE_ATTENTION), TokenTree.of(rows)) < EXACT_TOLERANCE
 
 
-def test_under_autocast_it_is_as_close_as_sdpa(block: int) -> None:
+def test_tree_attention_under_autocast_is_as_close_as_sdpa(block: int) -> None:
     tree = TokenTree.of(GROUPS["a group"])
     with torch.no_grad():
         exact = tree_logits(llama(dtype="float32"), tree)

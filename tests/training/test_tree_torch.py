@@ -208,7 +208,7 @@ def test_model_that_changes_logits_after_the_head_is_refused() -> None:
         tree_head_logprobs(small("Granite", logits_scaling=2.0), tree, unmasked(tree))
 
 
-def test_a_wrapper_that_has_to_see_the_pass_is_not_gone_past() -> None:
+def test_wrapper_that_needs_the_forward_pass_is_not_bypassed() -> None:
     wrapper, tree = torch.nn.Module(), TokenTree.of(GROUPS["a group"])
     wrapper.module = llama()
     with pytest.raises(

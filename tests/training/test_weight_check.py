@@ -415,7 +415,7 @@ def test_rows_after_a_wrong_one_are_those_of_a_new_engine(
     assert verdicts == [*[TensorVerdict.RIGHT] * 2, TensorVerdict.WRONG, *[TensorVerdict.RIGHT] * 9]
 
 
-def test_tiny_model_of_a_quantized_one_says_that_it_is_not(
+def test_tiny_model_of_a_quantized_one_notes_its_plain_weights(
     small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_llama.config.to_dict() | {"quantization_config": {"quant_method": "awq", "bits": 4}}

@@ -142,7 +142,7 @@ def test_the_file_that_is_damaged_below_has_every_kind_of_turn(path: Path) -> No
     assert trajectory.segments[-1].unseen == 1
 
 
-def test_json_counts_and_says_that_it_is_verified(path: Path) -> None:
+def test_json_has_the_counts_and_the_verdict(path: Path) -> None:
     report = verdict(path)
     assert (report["verified"], report["trajectories"], report["differing"], report["exit_code"]) == (True, 9, 0, 0)
     assert (report["difference"], report["error"]) == (None, None)
@@ -267,7 +267,7 @@ def test_a_model_that_has_moved_is_named_with_the_option(path: Path) -> None:
     assert re.search(r"no model folder 'nowhere/'.* give its folder: --model FOLDER", result.stderr)
 
 
-def test_help_and_a_missing_argument() -> None:
+def test_help_names_an_option_and_a_missing_argument_is_refused() -> None:
     assert "--model" in CliRunner().invoke(app, ["verify", "--help"]).output
     assert CliRunner().invoke(app, ["verify"]).exit_code == 2
 

@@ -120,7 +120,7 @@ async def test_a_resumed_run_shows_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_file_of_schemas_as_written_is_verified_so_and_not_resumed(tmp_path: Path) -> None:
+async def test_file_of_schemas_as_written_is_verified_and_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     await play(path, NAMES[0], most=1)
     with RunFile(path) as run_file:

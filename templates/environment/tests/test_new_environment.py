@@ -21,7 +21,7 @@ def test_a_tool_is_an_ordinary_method():
         environment.find_letter("ea")
 
 
-def test_who_asks_and_then_guesses_right_is_rewarded():
+def test_question_and_right_guess_are_rewarded():
     trajectory = play(NewEnvironment, [ASK, "Heron!"], task=HERON)
     assert trajectory.outcome is Outcome.COMPLETED
     assert trajectory.messages[-2]["content"] == "[3]"  # the tool's result
@@ -37,13 +37,13 @@ def test_a_wrong_guess_is_answered_and_the_next_one_counts():
 
 
 @pytest.mark.parametrize("guesses", [1, 3])
-def test_the_game_is_over_after_so_many_guesses(guesses):
+def test_game_ends_at_the_limit_of_guesses(guesses):
     trajectory = play(NewEnvironment(guesses=guesses), lambda asked: "raven", task=HERON)
     assert len(trajectory.turns) == guesses
     assert trajectory.reward == 0
 
 
-def test_bad_arguments_are_told_to_the_model_and_the_game_goes_on():
+def test_bad_arguments_are_reported_and_the_game_continues():
     trajectory = play(NewEnvironment, [call("find_letter", letter="he"), "heron"], task=HERON)
     assert "Ask about one letter." in trajectory.messages[-2]["content"]
     assert trajectory.reward == pytest.approx(1.1)
@@ -58,12 +58,12 @@ def test_a_group_plays_the_same_task():
     assert len({trajectory.messages[1]["content"] for trajectory in group}) == 1  # the words in the same order
 
 
-def test_no_word_is_found_by_saying_the_same_all_the_time():
+def test_constant_guess_finds_only_its_own_word():
     played = play_many(NewEnvironment, "heron")
     assert [trajectory.rewards["found"] for trajectory in played] == [word == "heron" for word in WORDS]
 
 
-def test_the_model_sees_exactly_what_it_said(scripted_engine):
+def test_each_prompt_extends_the_previous_one(scripted_engine):
     scripted_engine.say(ASK, "raven", "heron")
     play(NewEnvironment, scripted_engine, task=HERON)
     first, second, third = scripted_engine.prompts
@@ -80,7 +80,7 @@ def test_ids_are_kept_where_encoding_them_again_would_change_them(awkward_tokeni
 
 @settings(deadline=None, max_examples=20)
 @given(tool_calls(NewEnvironment().bound_tools()), awkward_text())
-def test_whatever_is_called_and_said_no_episode_fails(asks, says):
+def test_no_call_or_text_makes_an_episode_fail(asks, says):
     assert not play(NewEnvironment, lambda asked: says if asked.turn else asks, task=RAVEN).outcome.failed
 
 
@@ -89,5 +89,5 @@ def test_nothing_blocks_and_nothing_is_left_open(scripted_engine, loop_watchdog,
     play(NewEnvironment, scripted_engine, task=HERON)
 
 
-def test_it_can_be_cancelled_wherever_it_waits():
+def test_episode_can_be_cancelled_at_every_wait():
     assert play_cancelled(NewEnvironment, [ASK, "heron"], task=HERON) > 10

@@ -61,7 +61,7 @@ async def test_reasoning_and_tool_calls_arrive_as_events() -> None:
     assert [event.call.name for event in events if isinstance(event, ToolCalled)] == ["add"]
 
 
-async def test_leaving_a_streamed_turn_cuts_it_there() -> None:
+async def test_streamed_turn_that_is_left_is_cut_at_its_last_piece() -> None:
     async def talk(conversation: Conversation) -> None:
         async with conversation.stream() as said:
             async for _ in said:

@@ -111,7 +111,7 @@ async def test_a_server_that_does_not_begin_in_time_is_asked_again() -> None:
         assert engine.retries.counts == {FailureKind.TIMEOUT: 1}
 
 
-async def test_nothing_is_asked_again_once_something_was_said() -> None:
+async def test_request_is_not_repeated_after_its_first_piece() -> None:
     for said in (Says("A long answer", cut_after=3), Says("A long answer", error_after=3)):
         async with asked(said) as (api, engine):
             with pytest.raises(EngineError):
@@ -148,7 +148,7 @@ async def test_openai_s_client_asks_nothing_again_by_itself() -> None:
         assert len(api.bodies) == 1
 
 
-async def test_a_server_that_says_so_is_not_asked_again() -> None:
+async def test_request_is_not_repeated_if_the_server_forbids_it() -> None:
     async with asked("Yes", troubles=[refuses(503, x_should_retry="false")]) as (api, engine):
         with pytest.raises(EngineError):
             await hear(engine)

@@ -44,7 +44,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_a_run_file_has_what_was_said_and_what_it_took(tmp_path: Path) -> None:
+async def test_run_file_has_replies_and_usage(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     async with serving(adds) as api:
         trajectories = await played(Adding, asking(api), file=file)
@@ -92,7 +92,7 @@ async def test_verify_checks_turns_of_messages(tmp_path: Path) -> None:
     assert "no message has its content" in result.output
 
 
-async def test_verify_looks_at_the_ids_of_the_others_too(tmp_path: Path) -> None:
+async def test_verify_checks_the_ids_of_agents_beside_an_api(tmp_path: Path) -> None:
     class Judged(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -108,7 +108,7 @@ async def test_verify_looks_at_the_ids_of_the_others_too(tmp_path: Path) -> None
     assert "1 trajectory of chat APIs" in result.output
 
 
-async def test_the_summary_adds_up_what_it_took_and_who_answered() -> None:
+async def test_summary_adds_up_usage_and_names_models() -> None:
     reported = {
         "prompt_tokens": 20,
         "completion_tokens": 9,
@@ -131,7 +131,7 @@ async def test_the_summary_adds_up_what_it_took_and_who_answered() -> None:
     assert_nothing_open(run.engine)
 
 
-def test_the_command_line_evaluates_an_api_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_evaluates_an_api_and_shows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DELTARUNNER_API_KEY", "sk-secret-0123456789")
     results: dict[str, Any] = {}

@@ -203,7 +203,7 @@ def test_rate_limit_without_retry_after_backs_off() -> None:
     in_trio(test)
 
 
-def test_a_smaller_gate_lets_in_who_waits_once_it_grows() -> None:
+def test_gate_that_grows_again_admits_waiting_requests() -> None:
     async def test() -> None:
         gate = AdmissionGate(4, 1 << 40)
         gate.resize(1)
@@ -310,7 +310,7 @@ def test_cancelled_run_leaves_no_request_waiting(monkeypatch: pytest.MonkeyPatch
         VirtualClock().run(play)
 
 
-def test_the_display_says_that_a_server_is_asked_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_display_shows_that_a_server_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> str:
         async with Run(Plain, ChatEngine("m", base_url="http://standing/v1", places=8), tasks=tasks(20)) as run:
             async for _ in run:

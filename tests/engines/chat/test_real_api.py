@@ -85,7 +85,7 @@ async def test_run_against_a_real_server_is_resumed_and_stored(server: ModelServ
     assert "trajectories of chat APIs" in result.output
 
 
-async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
+async def test_greedy_server_repeats_its_answers(server: ModelServer) -> None:
     async def once() -> list[Any]:
         played = await play_many_async(
             Calculator(questions=sweeps.times(2, 1)),

@@ -105,7 +105,7 @@ def test_a_schema_is_sent_as_a_response_format() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_each_field_that_a_server_does_not_know_can_be_left_out(name: str) -> None:
+def test_each_field_can_be_left_out_for_a_server_without_it(name: str) -> None:
     options: Any = {
         "tools": TOOLS,
         "schema": {},
@@ -175,7 +175,7 @@ def test_invalid_engine_option_is_refused_by_its_name() -> None:
 # --- answers
 
 
-def test_the_stand_in_streams_what_openai_s_own_types_say() -> None:
+def test_stand_in_streams_chunks_of_openai_s_own_types() -> None:
     said = Says("Yes", "Hm", (("add", '{"a": 1}'),))
     for chunk in Api(lambda _: said).chunks(said, {"stream_options": {}}):
         ChatCompletionChunk.model_validate(chunk)

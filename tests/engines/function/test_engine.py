@@ -206,7 +206,7 @@ async def test_leaving_a_turn_cancels_its_call_and_waits_for_its_clean_up() -> N
 
 
 @pytest.mark.asyncio_alone
-async def test_cancelled_once_so_asyncio_clean_up_needs_no_shield() -> None:
+async def test_cancellation_comes_once_and_clean_up_needs_no_shield() -> None:
     cleaned: list[str] = []
 
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
@@ -415,7 +415,7 @@ async def test_grammar_calls_are_refused_before_an_episode(environment: Any) -> 
         await play(over(say_hello), environment=environment)
 
 
-async def test_an_adapter_is_one_of_those_that_the_function_knows() -> None:
+async def test_adapter_must_be_one_of_those_given_for_the_function() -> None:
     asked: list[str | None] = []
 
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:

@@ -145,7 +145,7 @@ async def test_numbers_of_other_libraries_are_taken() -> None:
     assert (list(delta.token_ids), delta.logprobs) == ([72, STOP], FIRST)
 
 
-async def test_a_function_without_async_is_refused_by_what_it_gave() -> None:
+async def test_function_without_async_is_refused_by_its_type_of_answer() -> None:
     def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
         return stop([72])
 

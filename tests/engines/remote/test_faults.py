@@ -71,7 +71,7 @@ async def test_missing_endpoint_at_the_start_has_the_fix(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_server_says_by_itself_how_it_is_spoken_to(tmp_path: Path, dialect: str) -> None:
+async def test_dialect_of_a_server_is_found_without_an_option(tmp_path: Path, dialect: str) -> None:
     async with (
         serve(tmp_path, dialect=ServerDialect(dialect)) as server,
         remote(server, tmp_path, dialect=None) as engine,
@@ -292,7 +292,7 @@ async def test_refusal_ends_the_run_at_its_first_episode(tmp_path: Path, status:
         assert run.summary.retried == 0
 
 
-async def test_a_server_that_disappears_ends_the_run_and_says_so(tmp_path: Path) -> None:
+async def test_server_that_disappears_ends_the_run_by_name(tmp_path: Path) -> None:
     async def vanishes(request: web.Request) -> web.StreamResponse | None:
         await server.vanish()
         return await hangs_up(request)

@@ -96,7 +96,9 @@ async def test_server_and_local_engine_sample_equal_ids(
     assert {name: each["finish"][0] for name, each in near.items()}["at least"] is FinishReason.LENGTH
 
 
-async def test_server_and_local_engine_score_ids_alike(model_server: ModelServer, float32_engine: PooledEngine) -> None:
+async def test_server_and_local_engine_compute_equal_scores(
+    model_server: ModelServer, float32_engine: PooledEngine
+) -> None:
     async with remote(model_server) as engine:
         far = await engine.score(PROMPT, start=3)
     async with remote(model_server, dialect=ServerDialect.COMPLETIONS) as engine:
@@ -125,7 +127,7 @@ async def test_a_folder_of_another_vocabulary_is_refused(model_server: ModelServ
         await RemoteEngine(model_server.url, byte_model(tmp_path / "other")).__aenter__()
 
 
-async def test_a_schema_that_the_server_cannot_say_fails_its_request_alone(model_server: ModelServer) -> None:
+async def test_schema_that_the_server_refuses_fails_its_request_alone(model_server: ModelServer) -> None:
     async with remote(model_server) as engine:
         with pytest.raises(RequestRejected, match=r"episode/main/0: .* refuses the request: .*nothing of the kind"):
             await said(engine, wanted(constraint=Constraint(ConstraintKind.JSON, '{"type": "nothing of the kind"}')))

@@ -49,7 +49,7 @@ async def test_concurrent_conversations_read_the_list_from_its_start() -> None:
     assert answers == [[reply + END for reply in replies]] * 64
 
 
-async def test_a_list_that_is_exhausted_rejects_and_says_so() -> None:
+async def test_exhausted_list_rejects_the_request_with_its_length() -> None:
     async with ScriptedEngine(["one"]) as engine:
         with pytest.raises(RequestRejected, match=r"list of 1 replies is exhausted.* number 2"):
             await converse(engine, 2)
@@ -179,7 +179,7 @@ def test_value_that_is_not_a_reply_is_refused_at_construction(nothing: Any) -> N
     [{"context": 1}, {"places": 0}, {"room": 0}, {"tick": -1}, {"chunks": 0}, {"chunks": ()}, {"chunks": "words"}],
     ids=repr,
 )
-def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, Any]) -> None:
+def test_invalid_setting_is_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(BadOption, match=next(iter(settings))):
         ScriptedEngine("x", **settings)
 
@@ -224,7 +224,7 @@ async def test_the_stop_id_is_one_that_the_request_names() -> None:
         assert (await say(engine, request(stop_ids=()))).ids == [97, STOP]
 
 
-async def test_forced_ids_are_sampled_whatever_the_script_says() -> None:
+async def test_forced_ids_override_the_script() -> None:
     async with ScriptedEngine(["never"]) as engine:
         said = await say(engine, request(extra={"force": [5, 6, STOP]}))
         assert (said.ids, said.end) == ([5, 6, STOP], (FinishReason.STOP, STOP))

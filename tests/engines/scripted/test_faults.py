@@ -196,7 +196,7 @@ async def test_a_cancellation_passes_through_the_engine_and_nothing_stays() -> N
         assert not engine.running
 
 
-async def test_closing_the_engine_fails_who_is_still_in_flight() -> None:
+async def test_closing_the_engine_fails_requests_in_flight() -> None:
     errors: list[EngineDead] = []
     async with anyio.create_task_group() as tasks, ScriptedEngine(Reply("abc", fault=Fault.stall(1))) as engine:
         tasks.start_soon(listen_to, engine, [], errors, engine.session())

@@ -102,7 +102,7 @@ async def test_an_open_run_file_serves_as_well_as_its_path(tmp_path: Path) -> No
 
 
 @pytest.mark.anyio
-async def test_a_prompt_that_was_not_recorded_is_rejected_and_says_so(tmp_path: Path) -> None:
+async def test_unrecorded_prompt_is_rejected_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "recorded.db"
     async with Run(Sums, ScriptedEngine(["no call"]), file=path) as first:
         assert len([trajectory async for trajectory in first]) == 4

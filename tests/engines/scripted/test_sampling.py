@@ -40,7 +40,7 @@ async def test_a_stop_id_inside_a_reply_does_not_come_before_min_tokens() -> Non
     assert said.ids == [97, 97, 97, STOP]
 
 
-async def test_max_tokens_cut_what_is_said_again() -> None:
+async def test_max_tokens_cut_a_repeated_reply() -> None:
     said = await answer("abc", sampled(min_tokens=5, max_tokens=5))
     assert (said.text, said.end) == ("abcab", (FinishReason.LENGTH, None))
 
@@ -50,7 +50,7 @@ async def test_a_turn_that_was_cut_stays_as_it_stands() -> None:
     assert (said.text, said.end) == ("abc", (FinishReason.LENGTH, None))
 
 
-async def test_a_reply_that_says_nothing_cannot_be_said_again() -> None:
+async def test_reply_without_ids_cannot_be_repeated_up_to_min_tokens() -> None:
     with pytest.raises(RequestRejected, match=r"min_tokens=2\).* has no ids to repeat.*Give it a text"):
         await answer("", sampled(min_tokens=2))
 

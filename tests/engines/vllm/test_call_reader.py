@@ -213,7 +213,7 @@ def test_a_parser_that_cannot_read_here_is_refused_by_name(name: str, says: str)
         VllmCallReader(f"vllm:{name}", ByteTokenizer())
 
 
-def test_without_vllm_the_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_of_a_missing_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     call_reader._parser_class.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadModel, match=r"vLLM.* is not installed: pip install 'deltarunner\[cpu\]'"):

@@ -130,7 +130,7 @@ def test_killed_engine_leaves_nothing_and_others_are_untouched(folder: Path, sta
         assert of_another.exists()
 
 
-def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path) -> None:
+def test_cleanup_process_keeps_memory_while_an_engine_process_lives(folder: Path) -> None:
     with owner_of(folder) as (owner, (memory, _)):
         (cleanup,) = cleanup_processes(folder)
         children = psutil.Process(owner.pid).children(recursive=True)
@@ -216,7 +216,7 @@ def test_stop_frees_shared_memory_of_a_dead_core(monkeypatch: pytest.MonkeyPatch
     cleanup.wait(WATCHDOG_SECONDS)
 
 
-def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
+def test_engine_starts_without_a_cleanup_process_and_logs_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none(_: Path) -> Any:

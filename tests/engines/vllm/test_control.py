@@ -192,7 +192,7 @@ def assert_stamped(trajectory: Trajectory) -> None:
         assert all(one.end == two.start for one, two in itertools.pairwise(spans))
 
 
-def test_a_run_goes_through_all_of_it_and_loses_nothing(
+def test_run_loses_nothing_under_all_control_calls(
     on_engine: Any, small_model_folder: Path, other_weights: Path
 ) -> None:
     async def scenario(engine: VllmEngine) -> None:

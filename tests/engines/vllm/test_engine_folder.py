@@ -49,7 +49,7 @@ def test_socket_path_fits_for_any_parent_folder(length: int, around: Path, monke
         folder.remove()
 
 
-def test_others_find_it_wherever_they_stand(around: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_absolute_for_a_relative_socket_folder(around: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(around.parent)
     monkeypatch.setenv(SOCKETS, around.name)
     folder = EngineFolder()

@@ -279,7 +279,7 @@ async def test_controls_that_belong_to_the_owner_are_refused(owners_llm: Any) ->
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.sample_units("unusual engines", 7, unit="of an external owner")
-async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(owners_llm: Any) -> None:
+async def test_shutdown_by_the_owner_ends_our_turns_by_name(owners_llm: Any) -> None:
     async with VllmEngine.over(owners_llm, template="pythonic") as engine:
         async with engine.stream(asked(max_tokens=900)) as stream:
             await drain(stream, [], 3)

@@ -155,7 +155,7 @@ async def test_weights_with_which_a_rank_computes_nan_end_the_engine(caplog: pyt
         await runtime.load_and_compare((0.3, math.nan), "3", compares=True)
 
 
-async def test_infinity_that_stays_is_not_broken_and_no_movement() -> None:
+async def test_unchanged_infinite_score_counts_as_equal() -> None:
     engine = Ranks(2)
     engine.value = -math.inf  # a model that excludes ids
     own = engine.own_scores()

@@ -31,7 +31,7 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "2", None])
-def test_a_size_that_cannot_be_is_refused_where_it_is_given(name: str, size: object) -> None:
+def test_invalid_size_is_refused_where_it_is_given(name: str, size: object) -> None:
     with pytest.raises(BadOption, match=rf"VllmEngine\({name}=.*\): give a whole number of at least 1"):
         VllmEngine(**{name: size})  # type: ignore[arg-type]
 
@@ -142,7 +142,7 @@ def test_stale_tensors_of_a_worker_are_found_among_frozen_ones(
     assert stale_tensors(changed) == kept
 
 
-def test_worker_knows_which_of_its_tensors_changed() -> None:
+def test_worker_reports_which_of_its_tensors_changed() -> None:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)).to(torch.bfloat16)

@@ -67,7 +67,7 @@ def test_a_process_with_nothing_to_fear_ends_by_itself_only(parent: str | None) 
 
 
 @pytest.mark.parametrize("parent", [None, parent_watch.own_process_name()], ids=["not ours", "the parent itself"])
-def test_no_thread_where_there_is_nothing_to_watch(parent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_starts_where_there_is_nothing_to_watch(parent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(parent_watch.PARENT, raising=False)
     if parent is not None:
         monkeypatch.setenv(parent_watch.PARENT, parent)
@@ -104,6 +104,6 @@ def test_importing_the_watch_is_light() -> None:
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
-def test_vllm_knows_the_watch_by_its_name(group: str) -> None:
+def test_entry_point_of_the_watch_is_installed(group: str) -> None:
     (entry_point,) = entry_points(group=group, name=parent_watch.ENTRY_POINT)
     assert entry_point.load() is parent_watch.watch_parent

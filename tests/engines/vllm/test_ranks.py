@@ -245,7 +245,7 @@ async def test_an_adapter_is_on_both_ranks(engine: VllmEngine, weights: Mapping[
     assert await ask_ranks(engine, "list_loras") == [[], []]
 
 
-async def test_a_seed_and_forced_ids_say_the_same_on_both_ranks(engine: VllmEngine) -> None:
+async def test_seed_and_forced_ids_sample_equal_ids_on_both_ranks(engine: VllmEngine) -> None:
     seeded = await said_by_both(engine, temperature=1.0, seed=7)
     assert seeded != await said_by_both(engine, temperature=1.0, seed=8)
     assert await said_by_both(engine, extra={"force": [11, 12, 13]}, max_tokens=3) == [11, 12, 13]

@@ -236,7 +236,7 @@ async def test_vllm_without_versions_gets_recorded_ones() -> None:
 
 
 @pytest.mark.parametrize(("kind", "stamped"), [(Llm, []), (NewLlm, ["version 1"])], ids=["before 0.32", "0.32"])
-async def test_an_update_does_it_all_in_the_one_order_that_is_right(kind: type[Llm], stamped: list[str]) -> None:
+async def test_update_makes_its_calls_in_the_right_order(kind: type[Llm], stamped: list[str]) -> None:
     llm = kind()
     engine = engine_of(llm)
     await engine.update_weights("folder")
@@ -485,7 +485,7 @@ async def test_a_profile_without_a_profiler_names_the_engine_argument() -> None:
     assert llm.asked == []
 
 
-async def test_devices_are_what_each_worker_says_of_itself() -> None:
+async def test_devices_are_those_that_the_workers_report() -> None:
     assert await engine_of(Llm()).devices() == ["GPU-1", "GPU-2"]
 
 

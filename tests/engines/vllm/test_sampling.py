@@ -159,7 +159,7 @@ async def test_top_ids_are_sorted_and_contain_the_greedy_id(
     assert (sums > 0.05).all()
 
 
-async def test_the_likeliest_ids_are_of_what_was_sampled_from(engine: VllmEngine) -> None:
+async def test_likeliest_ids_are_of_the_distribution_sampled_from(engine: VllmEngine) -> None:
     said = await ask(engine, logprobs=20, temperature=1.0, top_k=3)
     assert said.top is not None
     for token_id, logprob, ids, values in zip(
@@ -187,7 +187,7 @@ async def test_recorded_log_probabilities_are_those_after_bias_and_penalty(engin
     assert repeated.get(two, -math.inf) < free[two] - 0.5
 
 
-async def test_each_request_of_a_batch_gets_as_many_as_it_asked_for(engine: VllmEngine) -> None:
+async def test_each_request_of_a_batch_has_its_own_number_of_top_ids(engine: VllmEngine) -> None:
     counts = [0, 3, 20, 1, 0, 7]
     said: dict[int, Said] = {}
 
@@ -212,7 +212,7 @@ class Asks(Plain):
         await conversation.generate(sampling=Sampling(logprobs=4, min_tokens=3, stop=("e",)))
 
 
-async def test_a_run_keeps_them_exactly_and_verifies(engine: VllmEngine, tmp_path: Path) -> None:
+async def test_run_keeps_top_ids_exactly_and_verifies(engine: VllmEngine, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     async with Run(Asks, engine, file=path, sampling=Sampling(max_tokens=TURN_TOKENS, logprobs=2)) as run:
         (trajectory,) = [trajectory async for trajectory in run]

@@ -99,13 +99,13 @@ def test_workers_that_are_partly_on_other_machines_are_bound_by_vllm() -> None:
     assert BINDING not in settings.environment
 
 
-def test_an_older_vllm_is_not_given_what_it_does_not_know() -> None:
+def test_older_vllm_gets_no_unknown_argument() -> None:
     settings = choose_settings({}, cpu=False, known=KNOWN - {"logprobs_mode"})
     assert "logprobs_mode" not in settings.arguments
 
 
 @pytest.mark.parametrize("name", ["model", "stream_interval", "max_seqs"])
-def test_arguments_that_cannot_be_are_refused_by_name(name: str) -> None:
+def test_unusable_arguments_are_refused_by_name(name: str) -> None:
     with pytest.raises(BadOption, match=name):
         choose_settings({name: 1}, cpu=True, known=KNOWN)
 
@@ -179,7 +179,7 @@ def test_fields_of_sampling_go_to_vllm_by_their_names() -> None:
     assert {name: arguments[name] for name in fields} == fields
 
 
-def test_as_many_likeliest_ids_can_be_asked_for_as_a_sampling_takes() -> None:
+def test_engine_allows_as_many_top_ids_as_a_sampling() -> None:
     assert choose_settings({}, cpu=True, known=KNOWN | {"max_logprobs"}).arguments["max_logprobs"] == MAX_LOGPROBS
     own = choose_settings({"max_logprobs": 5}, cpu=True, known=KNOWN | {"max_logprobs"})
     assert own.arguments["max_logprobs"] == 5

@@ -81,7 +81,7 @@ def test_a_message_whose_note_was_lost_is_found(queues: tuple[Any, Any], monkeyp
 
 
 @pytest.mark.usefixtures("patched")
-def test_mending_twice_is_mending_once() -> None:
+def test_second_spin_wait_patch_changes_nothing() -> None:
     once = shm_broadcast.SpinCondition.wait
     spin_wait_patch.patch_spin_wait()
     assert shm_broadcast.SpinCondition.wait is once
@@ -89,9 +89,7 @@ def test_mending_twice_is_mending_once() -> None:
 
 @pytest.mark.parametrize("cpu", [True, False], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("parent", [None, "ours"], ids=["not ours", "ours"])
-def test_only_an_engine_of_ours_on_a_cpu_waits_so(
-    cpu: bool, parent: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_our_engines_on_a_cpu_are_patched(cpu: bool, parent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     patched: list[bool] = []
@@ -104,6 +102,6 @@ def test_only_an_engine_of_ours_on_a_cpu_waits_so(
     assert bool(patched) == (cpu and parent is not None)
 
 
-def test_vllm_knows_it_by_its_name() -> None:
+def test_entry_point_of_the_patch_is_installed() -> None:
     (entry_point,) = entry_points(group="vllm.general_plugins", name=spin_wait_patch.ENTRY_POINT)
     assert entry_point.load() is spin_wait_patch.patch_waiting_processes

@@ -80,7 +80,7 @@ def test_before_the_worker_of_vllm_is_imported_nothing_is_changed(
     assert MODULE not in sys.modules
 
 
-def test_an_engine_says_its_phase_only_while_it_starts(tmp_path: Path) -> None:
+def test_engine_has_a_phase_only_while_it_starts(tmp_path: Path) -> None:
     engine = VllmEngine("nothing")
     assert engine.start_phase == ""
     process = VllmProcess(ResolvedModel("nothing", "nothing", tmp_path), {})

@@ -213,7 +213,7 @@ async def test_a_folder_is_loaded_whole_from_its_one_file_or_its_shards(
     assert same(await load(weights, kind(saved(tmp_path / "two", without(UP), rest))), tensors())
 
 
-async def test_an_index_says_which_files_count(weights: VllmWeights, tmp_path: Path) -> None:
+async def test_index_determines_which_files_are_loaded(weights: VllmWeights, tmp_path: Path) -> None:
     folder = saved(tmp_path / "new", tensors(), index=index_of("model.safetensors"))
     save_file({NORM: torch.zeros(4)}, folder / "another.safetensors")
     assert same(await load(weights, folder), tensors())
