@@ -179,7 +179,7 @@ def backends(request: pytest.FixtureRequest) -> tuple[VirtualClock, object]:
 
 
 def test_async_tests_run_by_a_virtual_clock_on_either_loop(
-    backends: tuple[VirtualClock, tuple[str, dict[str, object]]]
+    backends: tuple[VirtualClock, tuple[str, dict[str, object]]],
 ) -> None:
     clock, (backend, options) = backends
 
