@@ -1,7 +1,6 @@
 """`python -m tests.conformance`: play the corpus and print the tables. `--write` saves them in docs/conformance.md.
 
-With `--formats`, the tables show how templates write calls and thoughts, for docs/tool-formats.md. With `--peers`, they
-show how vLLM's parsers read them, for docs/tool-parsers.md.
+With `--formats`, the tables show how templates write calls and thoughts, for docs/tool-formats.md.
 """
 
 from __future__ import annotations
@@ -9,9 +8,6 @@ from __future__ import annotations
 import argparse
 
 from tests.conformance import record, shown, turn_formats
-from tests.conformance.peers import calls, thoughts
-from tests.conformance.peers import page as peers_page
-from tests.conformance.peers.groups import learnt
 from tests.conformance.real import play_all
 from tests.conformance.report import faults, page
 from tests.conformance.sweep import sweep
@@ -19,7 +15,6 @@ from tests.repository import DOCS
 
 PAGE = DOCS / "conformance.md"
 FORMATS_PAGE = DOCS / "tool-formats.md"
-PEERS_PAGE = DOCS / "tool-parsers.md"
 
 
 def main() -> None:
@@ -27,13 +22,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}, and the record beside the tests")
     parser.add_argument("--processes", type=int, default=2, help="how many share the work")
     parser.add_argument("--formats", action="store_true", help="learn the formats of turns instead")
-    parser.add_argument(
-        "--peers", action="store_true", help="compare with vLLM's parsers of calls and thoughts instead"
-    )
     options = parser.parse_args()
-    if options.peers:
-        compare(options.processes, keep=options.write)
-        return
     if options.formats:
         rows = turn_formats.learn_all(options.processes)
         print(turn_formats.page(rows))
@@ -49,18 +38,6 @@ def main() -> None:
     if options.write:
         PAGE.write_text(text, encoding="utf-8")
         record.write(record.rows_of(outcomes, processes=options.processes))
-
-
-def compare(processes: int, *, keep: bool) -> None:
-    """Print the results of vLLM's parsers and of ours for all formats, and save them with `keep`."""
-    turns = learnt(processes)
-    of_calls, of_thoughts = calls.play_all(turns, processes), thoughts.play_all(turns, processes)
-    if keep:
-        calls.write(of_calls)
-        thoughts.write(of_thoughts)
-        peers_page.write_about({mark for _, turn in turns for mark in thoughts.single_marks(turn)})
-        PEERS_PAGE.write_text(peers_page.page(of_calls, of_thoughts), encoding="utf-8")
-    print(peers_page.page(of_calls, of_thoughts))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.tokens.template import ChatTemplate, Renderer
 
-__all__ = ["VARIABLES", "Entry", "control_tokens", "control_tokens_of", "corpus", "every_control_token", "is_special"]
+__all__ = ["VARIABLES", "Entry", "control_tokens", "corpus", "every_control_token", "is_special"]
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 """Variables of templates. The vocabulary for all templates has these four tokens."""
@@ -134,14 +134,9 @@ def _found(text: str) -> Iterator[re.Match[str]]:
 @functools.cache
 def every_control_token() -> tuple[str, ...]:
     """The control tokens of all templates together, sorted, including the tokens in `VARIABLES`."""
-    found = {token for entry in corpus() for token in control_tokens_of(entry)}
+    found = {token for entry in corpus() for token in control_tokens(_with_formatted(entry))}
     roles = {f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}  # written as '<|' + role + '|>'
     return tuple(sorted(found | roles | {*VARIABLES.values()} | {"<|endoftext|>"}))
-
-
-def control_tokens_of(entry: Entry) -> list[str]:
-    """The control tokens of one template, including tokens that it builds by string formatting."""
-    return control_tokens(_with_formatted(entry))
 
 
 def _with_formatted(entry: Entry) -> str:

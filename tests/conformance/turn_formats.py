@@ -26,7 +26,7 @@ from runner.tokens.tool_support import missing_tool_property
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import spread
 
-__all__ = ["RECORD", "Row", "learn", "learn_all", "page", "recorded", "table", "write"]
+__all__ = ["RECORD", "Row", "learn", "learn_all", "page", "recorded", "write"]
 
 RECORD = Path(__file__).with_name("turn_formats.txt")
 
@@ -191,7 +191,7 @@ def page(rows: Sequence[Row]) -> str:
         "A cell has the number of templates and, after the slash, the number of models that use them. An empty cell",
         "means 0.",
         "",
-        *table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "reasoning"], [
+        *_table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "reasoning"], [
             (family, *_counts([row for row in rows if entries[row.template].family == family], models))
             for family in families
         ] + [("all", *_counts(rows, models))]),
@@ -200,14 +200,14 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "`deltarunner check-template` prints the traits of a template.",
         "",
-        *table(["trait", "templates / models", "meaning"], [
+        *_table(["trait", "templates / models", "meaning"], [
             (trait, _share([row for row in rows if trait in row.traits], models), sentence)
             for trait, sentence in DESCRIPTIONS.items()
         ]),
         "",
         "## Refused templates by missing property",
         "",
-        *table(["missing property", "templates / models", "meaning"], [
+        *_table(["missing property", "templates / models", "meaning"], [
             (missing, _share([row for row in rows if row.missing == missing], models), MEANINGS[missing])
             for missing, _ in Counter(row.missing for row in rows if row.missing).most_common()
         ]),
@@ -216,7 +216,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "If the prompt has the opening mark, the model begins with its reasoning and writes only the closing mark.",
         "",
-        *table(["opening mark", "closing mark", "the opening mark is written by", "templates / models"], [
+        *_table(["opening mark", "closing mark", "the opening mark is written by", "templates / models"], [
             (*_cells(thought), _share([row for row in rows if row.thought == thought], models))
             for thought, _ in Counter(row.thought for row in rows if row.thought).most_common()
         ]),
@@ -243,7 +243,7 @@ def _count(rows: Sequence[Row], models: dict[str, int]) -> str:
     return f"{len(rows)} templates ({sum(models[row.template] for row in rows):,} models)"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a table."""
     lines: list[Sequence[object]] = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
