@@ -14,7 +14,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Final
 
-from runner.engines.vllm.start import import_of_vllm
+from runner.engines.vllm.start import contained_vllm
 
 __all__ = ["end_forking", "fork_engines"]
 
@@ -45,7 +45,7 @@ class ForkingContext(ForkServerContext):
 
 def fork_engines(*, forks: bool) -> None:
     """Choose how vLLM's processes start from now on in this process. Imports vLLM."""
-    with import_of_vllm():
+    with contained_vllm():
         from vllm.v1.engine import coordinator, utils
 
     if not isinstance(utils.get_mp_context, _ChosenContext):

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from envs.calculator import Calculator
 from runner import Concurrency, Limits, Run, Sampling, VllmEngine
 from runner.cli.quiet_output import quiet_output
-from runner.engines.vllm.start import import_of_vllm
+from runner.engines.vllm.start import contained_vllm
 from runner.models import load_language, resolve_model
 from runner.runs.event_loop import collector_settings, on_event_loop
 from tests.benchmarks.figures import Figure, main
@@ -94,8 +94,7 @@ def scripted_llm(folder: str, reply: Sequence[int], width: int, step_seconds: fl
         disable_log_stats=True,
     )
     core = ScriptedCore(reply, step_seconds)
-    # vLLM adds libraries to `LD_PRELOAD`, which all later processes would load; the block restores the variable.
-    with import_of_vllm(), patch("vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client", lambda **_: core):
+    with contained_vllm(), patch("vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client", lambda **_: core):
         return AsyncLLM.from_engine_args(arguments)
 
 

@@ -73,6 +73,13 @@ class OwnWorker(WeightWorker):
         self.model_runner.lora_manager._adapter_manager.modules[module] = layer
 
 
+class UnpatchedReloadWorker(WeightWorker):
+    """Worker that updates weights on a CPU by vLLM's own reload."""
+
+    def patch_cpu_worker(self) -> None:
+        """Leave out the patch of the reload, and with it the other ones."""
+
+
 class StepWorker(WeightWorker):
     """Worker that keeps the old products of weights which latent attention uses in steps, but not for a prompt."""
 

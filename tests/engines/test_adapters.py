@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.vllm.adapters import VllmAdapters
-from runner.engines.vllm.worker.cpu_patches import patch_lora_kernels
+from runner.engines.vllm.worker.cpu_patches import masks, patch_lora_kernels
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError, RequestRejected
 from runner.models import ResolvedModel
@@ -310,24 +310,39 @@ async def test_engine_whose_kernels_cannot_be_patched_takes_no_adapter(
     assert not kept(book)
 
 
-def test_kernels_for_cpus_leave_turns_without_an_adapter_alone() -> None:
-    import torch
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels of vLLM for CPUs, as they are used; unpatched again after the test."""
+    from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
+
+    for module in (lora_ops, punica_cpu):
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    return punica_cpu
+
+
+def test_unpatched_kernels_apply_an_adapter_to_every_turn(kernels: Any) -> None:
+    assert not masks(kernels), "vLLM has fixed it: remove the patch"
+
+
+def test_kernels_for_cpus_leave_turns_without_an_adapter_alone(kernels: Any) -> None:
+    import torch
 
     assert patch_lora_kernels()
     assert patch_lora_kernels()
     inputs, slots = torch.rand(4, 3), torch.rand(2, 1, 2, 3)
     indices = torch.tensor([1, -1, 0, -1])
     shrunk, expanded = torch.zeros(4, 2), torch.ones(4, 5)
-    punica_cpu.bgmv_shrink(inputs, slots, shrunk, indices, 0.5)
-    punica_cpu.bgmv_expand_slice(shrunk, slots.transpose(2, 3), expanded, indices, 1, 3, True)
+    kernels.bgmv_shrink(inputs, slots, shrunk, indices, 0.5)
+    kernels.bgmv_expand_slice(shrunk, slots.transpose(2, 3), expanded, indices, 1, 3, True)
     for row, slot in enumerate(indices.tolist()):
         wanted = torch.zeros(2) if slot < 0 else 0.5 * slots[slot, 0] @ inputs[row]
         assert torch.allclose(shrunk[row], wanted)
         added = torch.zeros(3) if slot < 0 else slots[slot, 0].T @ wanted
         assert torch.allclose(expanded[row], torch.nn.functional.pad(added, (1, 1)) + 1)
     expanded = torch.zeros(4, 2)
-    punica_cpu.sgmv_expand(
+    kernels.sgmv_expand(
         inputs, slots, expanded, torch.tensor([0, 3]), torch.tensor([3, 1]), torch.tensor([-1, 1]), 2, 3, 4, True
     )
     assert not expanded[:3].any()

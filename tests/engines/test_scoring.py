@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,26 @@ async def sampled(
     return prompt, ids, logprobs
 
 
+async def prompt_scores(engine: Engine, ids: Sequence[int], temperature: float) -> Sequence[float]:
+    """Return vLLM's log-probabilities of a prompt, in a request that samples at this temperature."""
+    how = replace(Sampling.defaults(), max_tokens=1, temperature=temperature)
+    async with engine.stream(GenerationRequest(name="score", prompt=ids, sampling=how, scores_prompt=True)) as deltas:
+        assert [delta async for delta in deltas]
+    assert deltas.prompt_logprobs is not None
+    return deltas.prompt_logprobs
+
+
 # --- the real engine
+
+
+@pytest.mark.engine
+def test_unpatched_prompt_scores_leave_the_temperature_out(float32_engine: PooledEngine) -> None:
+    async def main() -> None:
+        ids = float32_engine.tokenizer.encode(f"{PROMPT} Paris, of course")
+        plain, cooler = [await prompt_scores(float32_engine.inner, ids, each) for each in (1.0, 0.5)]
+        assert cooler == pytest.approx(plain, abs=TOLERANCE_NATS), "vLLM has fixed it: remove the patch"
+
+    float32_engine.home.call(main)
 
 
 @pytest.mark.engine

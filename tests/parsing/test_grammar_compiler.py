@@ -45,7 +45,7 @@ def test_grammars_that_only_differ_in_ids_stay_separate(name: str) -> None:
         assert let_through(compiler, grammar) == let_through(own(), grammar)
 
 
-def test_xgrammar_itself_confuses_such_grammars() -> None:
+def test_unpatched_xgrammar_confuses_such_grammars() -> None:
     compiler = own()
     first, second = (let_through(compiler, GRAMMARS["an id"](token_id)) for token_id in (5, 6))
     assert first == second, "it is fixed upstream: remove our patch"

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from runner.engines.vllm.start import import_of_vllm, require_vllm
+from runner.engines.vllm.start import contained_vllm, require_vllm
 from runner.errors import BadOption, one_line
 from runner.options import VLLM_FORMAT
 from runner.parsing.call_reader import CallsReading, ReadCall, Schemas
@@ -46,7 +46,7 @@ def named_reader(tool_format: str, tokenizer: Tokenizer) -> ExternalReader:
 def _parser_class(tool_format: str) -> Any:
     name = tool_format.removeprefix(VLLM_FORMAT)
     require_vllm()
-    with import_of_vllm():
+    with contained_vllm():
         try:
             from vllm.tool_parsers import ToolParserManager
         except ImportError as error:

@@ -6,7 +6,6 @@ scope. There the abort itself is cancelled, so the request would continue in the
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,12 +39,15 @@ from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker import turn_hold
 from runner.errors import BadControl, BadOption
+from runner.logs import logger_for
 from runner.models import DEMO_MODEL, absolute_paths, load_language, resolve_sent, sendable_template
 from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
 from runner.version import installed_version
 
 __all__ = ["VllmEngine"]
+
+_log = logger_for("engines")
 
 _STREAM_INTERVAL_IDS = 8
 """Default number of ids in a delta. At 1,000 streams an id costs 14 us with it, and 25 us with one id in a delta
@@ -186,7 +188,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             raise
         if process.dtype_reason:
             self.notes = (f"computing in {dtype_of(llm)}: {process.dtype_reason}",)
-            logging.getLogger("vllm").info("deltarunner is %s", self.notes[0])
+            _log.info("%s", self.notes[0])
         self.running, self.loop = True, current_token()
         return self
 

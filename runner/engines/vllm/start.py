@@ -35,10 +35,12 @@ from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import grammar_patch, parent_watch, spin_wait_patch
 from runner.engines.vllm.worker.start_phases import read_phase
 from runner.errors import BadInput, BadModel, BadOption, one_line
+from runner.logs import logger_for
 from runner.models import ResolvedModel
 
-__all__ = ["SOCKETS", "EngineFolder", "VllmProcess", "import_of_vllm", "require_vllm", "suppress_shutdown_warnings"]
+__all__ = ["SOCKETS", "EngineFolder", "VllmProcess", "contained_vllm", "require_vllm", "suppress_shutdown_warnings"]
 
+_log = logger_for("engines")
 
 SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 """Environment variable with the folder for vLLM's sockets."""
@@ -124,10 +126,11 @@ def require_vllm() -> None:
 
 
 @contextmanager
-def import_of_vllm() -> Iterator[None]:
-    """Suppress vLLM's warnings, and send its log to stderr, while vLLM is imported in this block.
+def contained_vllm() -> Iterator[None]:
+    """Contain what vLLM changes in this process while it is imported or configured in this block.
 
-    Blocks, and first waits until no other engine is starting.
+    Its warnings are suppressed, its log goes to stderr, and the variables with libraries to load are restored at the
+    end. Blocks, and first waits until no other engine is starting.
     """
     with _VARIABLES, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -243,7 +246,7 @@ class VllmProcess:
         try:
             self.cleanup = CleanupProcess(self.folder.path)
         except (OSError, subprocess.SubprocessError) as error:
-            logging.getLogger("vllm").warning("deltarunner cannot start its cleanup process: %s", error)
+            _log.warning("cannot start the cleanup process: %s", error)
         with _VARIABLES:
             self._others = _children()
             try:

@@ -1,11 +1,13 @@
 """The dtype in which an engine on a CPU computes if no dtype is given."""
 
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +232,42 @@ def test_the_package_and_the_engine_are_imported_without_torch() -> None:
     script = "import sys, runner.engines.vllm.engine, runner; runner.VllmEngine; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
     assert said.stdout == "False\n"
+
+
+# --- the choice in an engine's notes
+
+
+class StartedProcess:
+    """Stand-in for the process of vLLM, which has chosen a dtype."""
+
+    dtype_reason = "bfloat16 is slow on this processor"
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    async def start(self) -> Any:
+        return SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype="torch.float32")))
+
+
+@pytest.mark.anyio
+@pytest.mark.asyncio_alone
+async def test_chosen_dtype_is_in_the_log_of_deltarunner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def take_control(*_: object) -> None:
+        pass
+
+    engine_module = "runner.engines.vllm.engine"
+    monkeypatch.setattr(f"{engine_module}.VllmProcess", StartedProcess)
+    monkeypatch.setattr(f"{engine_module}.require_vllm", lambda: None)
+    monkeypatch.setattr(f"{engine_module}.resolve_sent", lambda *_: None)
+    monkeypatch.setattr(f"{engine_module}.load_language", lambda *_: (None, None, ()))
+    monkeypatch.setattr(VllmEngine, "_take_control", take_control)
+    caplog.set_level(logging.INFO, "deltarunner.engines")
+    engine = await VllmEngine("nothing").__aenter__()
+    note = "computing in float32: bfloat16 is slow on this processor"
+    assert engine.notes == (note,)
+    assert caplog.record_tuples == [("deltarunner.engines", logging.INFO, note)]
 
 
 # --- a run that is resumed

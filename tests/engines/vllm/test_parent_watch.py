@@ -4,13 +4,16 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runner.engines.vllm.cleanup_process import process_name
+from runner.engines.vllm.start import SOCKETS, contained_vllm
 from runner.engines.vllm.worker import parent_watch
 
 WATCHDOG_SECONDS = 600.0
@@ -74,6 +77,33 @@ def test_no_thread_starts_where_there_is_nothing_to_watch(parent: str | None, mo
     before = threading.enumerate()
     parent_watch.watch_parent()
     assert threading.enumerate() == before
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of vLLM that names the file by which workers connect; unpatched again after the test."""
+    pytest.importorskip("vllm")
+    with contained_vllm():
+        from vllm.utils import network_utils
+
+    monkeypatch.setattr(network_utils, "tempfile", network_utils.tempfile)
+    return network_utils
+
+
+@pytest.mark.engine
+def test_unpatched_file_store_is_in_the_folder_for_all_programs(
+    network: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SOCKETS, str(tmp_path))
+    place = network.get_file_store_init_method()
+    assert place.startswith(f"file://{tempfile.gettempdir()}/vllm"), "vLLM has fixed it: remove the patch"
+
+
+@pytest.mark.engine
+def test_patched_file_store_is_in_the_folder_of_the_engine(network: Any, tmp_path: Path) -> None:
+    parent_watch.patch_file_store(str(tmp_path))
+    assert network.get_file_store_init_method().startswith(f"file://{tmp_path}/vllm")
+    assert tempfile.gettempdir() != str(tmp_path), "only vLLM's own file is moved"
 
 
 def test_the_first_failure_of_a_process_is_noted_in_one_line(tmp_path: Path) -> None:

@@ -148,6 +148,23 @@ async def test_each_kind_of_tensor_arrives_on_a_cpu(kind: str, demo_model_folder
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.whole
+async def test_unpatched_reload_keeps_a_tied_output_layer(demo_model_folder: Path, tmp_path: Path) -> None:
+    import json
+
+    vocabulary = json.loads((demo_model_folder / "config.json").read_text())["vocab_size"]
+    model = _tiny("llama tied", vocabulary)
+    start = _save(model, tmp_path / "start", demo_model_folder)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4}
+    worker = "tests.engines.stale_worker.UnpatchedReloadWorker"
+    async with VllmEngine(str(start), template="hermes", worker_extension_cls=worker, **options) as engine:
+        assert list(_changed_kinds(model))
+        await engine.update_weights(model.state_dict())
+        assert await _largest_difference(engine, model) > 50 * TOLERANCE_NATS, "vLLM has fixed it: remove the patch"
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
 async def test_two_swapped_experts_hold_no_proof(demo_model_folder: Path, tmp_path: Path) -> None:
     import json
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.vllm.start import EngineFolder, VllmProcess, import_of_vllm
+from runner.engines.vllm.start import EngineFolder, VllmProcess, contained_vllm
 from runner.engines.vllm.worker import start_phases
-from runner.engines.vllm.worker.start_phases import PHASES, note_phases, read_phase
+from runner.engines.vllm.worker.start_phases import PHASES, patch_start_phases, read_phase
 from runner.models import ResolvedModel
 
 MODULE = "vllm.v1.worker.worker_base"
@@ -48,8 +48,8 @@ def test_each_phase_of_a_worker_is_noted(gpu: bool, tmp_path: Path, monkeypatch:
     kind, path = wrapper(), tmp_path / "phase"
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(WorkerWrapperBase=kind))
     monkeypatch.setattr(start_phases, "_on_gpu", lambda: gpu)
-    note_phases(path)
-    note_phases(path)
+    patch_start_phases(path)
+    patch_start_phases(path)
     worker = kind()
     assert read_phase(path) == ""
     assert worker.load_model() == "loaded"
@@ -68,7 +68,7 @@ def test_a_worker_of_an_engine_that_is_gone_starts_all_the_same(
     kind = wrapper()
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(WorkerWrapperBase=kind))
     monkeypatch.setattr(start_phases, "_on_gpu", lambda: False)
-    note_phases(tmp_path / "gone" / "phase")
+    patch_start_phases(tmp_path / "gone" / "phase")
     assert kind().load_model() == "loaded"
 
 
@@ -76,7 +76,7 @@ def test_before_the_worker_of_vllm_is_imported_nothing_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    note_phases(tmp_path / "phase")
+    patch_start_phases(tmp_path / "phase")
     assert MODULE not in sys.modules
 
 
@@ -95,8 +95,17 @@ def test_engine_has_a_phase_only_while_it_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+def test_unpatched_start_reports_only_a_connection_and_its_end() -> None:
+    with contained_vllm():
+        from vllm.v1.engine.utils import CoreEngineState
+
+    states = set(CoreEngineState.__members__)
+    assert states == {"NEW", "CONNECTED", "READY"}, "if the new state is a phase of the start, remove the patch"
+
+
+@pytest.mark.engine
 def test_phases_reach_the_worker_of_this_vllm_by_its_wrapper() -> None:
-    with import_of_vllm():
+    with contained_vllm():
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     assert "__getattr__" in vars(WorkerWrapperBase)

@@ -10,8 +10,11 @@ Patches of vLLM and xgrammar, the last version known to need each, when it can b
 | `cpu_patches.patch_rotary_embeddings` | rotary embeddings | vLLM 0.32 | the CPU kernel accepts [ids, heads, size] | `engines/vllm/test_rotary_patch.py` |
 | `cpu_patches.patch_routers` | routers | vLLM 0.32 | the CPU router uses its bias without expert groups | `engines/vllm/test_router_patch.py` |
 | `grammar_patch.patch_grammar_compiler` | grammars | xgrammar 0.2.8 | xgrammar's cache compares the token ids of rules | `parsing/test_grammar_compiler.py` |
+| `parent_watch.patch_file_store` | workers' file store | vLLM 0.32 | vLLM puts it into `VLLM_RPC_BASE_PATH` | `engines/vllm/test_parent_watch.py` |
 | `reload_patch.patch_reload` | reload on CPUs | vLLM 0.32 | issues 42821, 48284 and 48312 of vLLM are fixed | `engines/vllm/test_reload_patch.py` |
-| `scoring_patches.patch_prompt_scores` | prompt scores | vLLM 0.32 | prompt logits use the adapter of their own row | `engines/test_scoring.py` |
+| `scoring_patches.patch_prompt_scores` | prompt scores | vLLM 0.32 | prompt logits use the adapter of their own row | `engines/vllm/test_scoring_patches.py` |
 | `scoring_patches.patch_sampler` | sampler | vLLM 0.32 | vLLM scores given ids as if it had sampled them | `engines/test_scoring.py` |
 | `spin_wait_patch.patch_spin_wait` | polling | vLLM 0.32 | waiting processes sleep without polling first | `engines/vllm/test_spin_wait_patch.py` |
+| `start_phases.patch_start_phases` | starts of workers | vLLM 0.32 | vLLM reports the phases of its start | `engines/vllm/test_start_phases.py` |
+| `turn_hold.patch_engine_core_calls` | engine cores | vLLM 0.32 | a paused vLLM can score given ids | `engines/vllm/test_turn_hold.py` |
 """  # noqa: E501  # rows of a table

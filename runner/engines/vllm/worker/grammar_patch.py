@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from runner.engines.vllm.worker import parent_watch
-from runner.engines.vllm.worker.turn_hold import add_turn_hold
+from runner.engines.vllm.worker.turn_hold import patch_engine_core_calls
 from runner.parsing.grammar_compiler import TokenGrammarCompiler
 
 __all__ = ["ENTRY_POINT", "patch_engine_core", "patch_grammar_compiler"]
@@ -20,11 +20,14 @@ def patch_engine_core() -> None:
     """Patch an engine core that our engine started; called by vLLM through an entry point."""
     if not parent_watch.started_by_engine():
         return
-    try:
-        add_turn_hold()
-        patch_grammar_compiler()
-    except (ImportError, AttributeError) as error:  # another version of vLLM
-        logging.getLogger("vllm").warning("deltarunner cannot patch this vLLM's grammar compiler: %s", error)
+    for patch, patched in (
+        (patch_engine_core_calls, "engine cores to hold turns"),
+        (patch_grammar_compiler, "grammar compiler"),
+    ):
+        try:
+            patch()
+        except (ImportError, AttributeError) as error:  # another version of vLLM
+            logging.getLogger("vllm").warning("deltarunner cannot patch this vLLM's %s: %s", patched, error)
 
 
 def patch_grammar_compiler() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from runner.engines.vllm.cleanup_process import FOLDER, is_alive, process_name
-from runner.engines.vllm.worker.start_phases import note_phases
+from runner.engines.vllm.worker.start_phases import patch_start_phases
 
 __all__ = [
     "ENTRY_POINT",
@@ -27,6 +27,7 @@ __all__ = [
     "PARENT",
     "note_failure",
     "own_process_name",
+    "patch_file_store",
     "rank_named",
     "read_failure",
     "started_by_engine",
@@ -71,19 +72,19 @@ def watch_parent() -> None:
     if _THREAD not in (thread.name for thread in threading.enumerate()):
         threading.Thread(target=_exit_without, args=(parent,), name=_THREAD, daemon=True).start()
     folder = os.environ.get(FOLDER)
-    _meet_in(folder)
     if folder is not None:
-        note_phases(Path(folder) / "phase")
+        patch_file_store(folder)
+        patch_start_phases(Path(folder) / "phase")
     logger = logging.getLogger("vllm")
     path = os.environ.get(FAILURES)
     if path and not any(isinstance(handler, _FailureLogHandler) for handler in logger.handlers):
         logger.addHandler(_FailureLogHandler(path))
 
 
-def _meet_in(folder: str | None) -> None:
-    """Put the file by which the workers of a core connect into the engine's folder too."""
+def patch_file_store(folder: str) -> None:
+    """Patch this process to put the file by which the workers of a core connect into the engine's folder too."""
     network = sys.modules.get("vllm.utils.network_utils")  # the second call imports the module, which is used later
-    if folder is not None and hasattr(network, "tempfile"):
+    if hasattr(network, "tempfile"):
         vars(network)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
 
 

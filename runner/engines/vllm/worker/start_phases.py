@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["PHASES", "note_phases", "read_phase"]
+__all__ = ["PHASES", "patch_start_phases", "read_phase"]
 
 PHASES: Final = {
     "load_model": "loading the weights",
@@ -20,7 +20,7 @@ PHASES: Final = {
 _ON_CPU: Final = {"determine_available_memory": "measuring memory", "compile_or_warm_up_model": "warming up"}
 
 
-def note_phases(path: Path) -> None:
+def patch_start_phases(path: Path) -> None:
     """Patch vLLM's worker in this process to note its phases in a file; do nothing before the worker is imported.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["CAN_HOLD_TURNS", "HOLD_TURNS", "RETURN_TURNS", "add_turn_hold"]
+__all__ = ["CAN_HOLD_TURNS", "HOLD_TURNS", "RETURN_TURNS", "patch_engine_core_calls"]
 
 CAN_HOLD_TURNS: Final = "deltarunner_can_hold_turns"
 """Call that returns whether this vLLM's scheduler supports the other two."""
@@ -20,8 +20,8 @@ RETURN_TURNS: Final = "deltarunner_return_turns"
 """Call that pauses the engine core again and restores its turns."""
 
 
-def add_turn_hold() -> None:
-    """Add these calls to the engine cores of this process."""
+def patch_engine_core_calls() -> None:
+    """Patch the engine cores of this process to have these calls."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, CAN_HOLD_TURNS, _can_set_aside)
