@@ -23,7 +23,7 @@ help:
 	@echo "make screenshots  the pictures of the pages in docs/images; needs Chromium"
 	@echo "make docs    guides and reference as a site, in build/docs"
 	@echo "make release build the wheel and the source archive in dist, and check them; uploads nothing"
-	@echo "make constraints  write the versions that are installed to constraints.txt, which setup installs"
+	@echo "make constraints  write the newest versions to constraints.txt, from which setup installs; another 4.5 GB in build/"
 	@echo "make setup   only what the others need: .venv, dependencies, the demo model; setup-run and setup-train need less"
 	@echo "make clean   remove .venv and every cache; run files in runs/ stay"
 	@echo "PYTHON=python3.12 names another interpreter (3.11 to 3.13); ENGINE=gpu installs vLLM for GPUs"
@@ -98,9 +98,12 @@ release: setup
 	@$(BIN)/python -m build --outdir dist
 	@$(BIN)/twine check --strict dist/*
 
-constraints: setup
+# In an environment of its own: that of setup has the versions of constraints.txt.
+constraints:
+	@rm -rf build/constraints
+	@PYTHON="$(PYTHON)" .ci/setup cpu newest
 	@sed -n '/^#/p' constraints.txt >constraints.new
-	@$(BIN)/python -m pip freeze --exclude-editable --local | grep '==' | sed 's/+cpu$$//' >>constraints.new
+	@build/constraints/bin/python -m pip freeze --exclude-editable --local | grep '==' | sed 's/+cpu$$//' >>constraints.new
 	@mv constraints.new constraints.txt
 
 clean:

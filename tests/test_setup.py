@@ -13,13 +13,14 @@ import pytest
 from tests.repository import ROOT
 
 PYTHON = """#!/bin/sh
-# Stands for the interpreter of .venv: writes down what is installed.
+# Stands for the interpreter of an environment: writes down what is installed.
+installed=${0%/bin/python}/installed
 case "$*" in
-    *"pip install"*) echo "$*" | sed 's/.*--editable //' >>.venv/installed ;;
-    *demo_model*) echo "demo model" >>.venv/installed ;;
+    *"pip install"*) echo "$*" | sed 's/.*--editable //' >>"$installed" ;;
+    *demo_model*) echo "demo model" >>"$installed" ;;
 esac
 """
-
+NEWEST = "build/constraints"
 
 CONSTRAINT = " --constraint constraints.txt"
 
@@ -33,15 +34,16 @@ class Project:
         shutil.copy(ROOT / ".ci" / "setup", folder / ".ci")
         (folder / "pyproject.toml").write_text("one\n")
         (folder / "constraints.txt").write_text("numpy==2\n")
-        (folder / ".venv" / "bin").mkdir(parents=True)
-        python = folder / ".venv" / "bin" / "python"
-        python.write_text(PYTHON)
-        python.chmod(0o755)
-        (folder / ".venv" / ".setup").mkdir()
+        for environment in (".venv", NEWEST):
+            python = folder / environment / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.write_text(PYTHON)
+            python.chmod(0o755)
+            (folder / environment / ".setup").mkdir()
 
-    def setup(self, *arguments: str) -> list[str]:
-        """Run the set-up, and return the lines of what it would install."""
-        installed = self.folder / ".venv" / "installed"
+    def setup(self, *arguments: str, environment: str = ".venv") -> list[str]:
+        """Run the set-up, and return the lines of what it would install in an environment."""
+        installed = self.folder / environment / "installed"
         installed.unlink(missing_ok=True)
         self.done = subprocess.run(
             [self.folder / ".ci" / "setup", *arguments], capture_output=True, text=True, check=False, timeout=600
@@ -49,6 +51,14 @@ class Project:
         lines = installed.read_text().splitlines() if installed.exists() else []
         self.constrained = any(CONSTRAINT in line for line in lines)
         return [line.removesuffix(CONSTRAINT) for line in lines]
+
+
+def commands_of(*target: str) -> str:
+    """The commands of a target of the Makefile, which are not run."""
+    environment = {**os.environ, "MAKEFLAGS": ""}
+    return subprocess.run(
+        ["make", "-n", *target], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 @pytest.fixture
@@ -90,6 +100,12 @@ def test_setup_for_cpus_installs_the_versions_of_constraints(engine: str, constr
     assert project.constrained is constrained
 
 
+def test_newest_versions_are_installed_in_an_environment_of_their_own(project: Project) -> None:
+    assert project.setup("cpu", "newest", environment=NEWEST) == [".[cpu,dev]"]
+    assert not project.constrained
+    assert not (project.folder / ".venv" / "installed").exists()
+
+
 @pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
 def test_changed_dependencies_are_installed_by_the_requested_stage(file: str, project: Project) -> None:
     project.setup("cpu", "all")
@@ -118,7 +134,7 @@ def test_engines_for_two_devices_are_refused_by_any_stage(stage: str, project: P
 
 def test_an_unknown_stage_is_refused_by_name(project: Project) -> None:
     assert project.setup("cpu", "some") == []
-    assert "there is no stage 'some': run, train or all" in project.done.stderr
+    assert "there is no stage 'some': run, train, all or newest" in project.done.stderr
 
 
 def test_make_asks_for_the_stage_that_each_target_needs() -> None:
@@ -127,11 +143,11 @@ def test_make_asks_for_the_stage_that_each_target_needs() -> None:
     assert needs["run"] == "setup-run"
     assert needs["train"] == needs["train-proof"] == "setup-train"
     assert {needs[name] for name in ("check", "test-quick", "test-clients", "bench", "docs")} == {"setup"}
-    shown = subprocess.run(
-        ["make", "-n", "run", "ENGINE=gpu"],
-        cwd=ROOT,
-        env={**os.environ, "MAKEFLAGS": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert ".ci/setup gpu run" in shown.stdout
+    assert ".ci/setup gpu run" in commands_of("run", "ENGINE=gpu")
+
+
+def test_make_constraints_writes_the_newest_versions() -> None:
+    commands = commands_of("constraints")
+    assert ".ci/setup cpu newest" in commands
+    assert f"{NEWEST}/bin/python -m pip freeze" in commands
+    assert ".venv/" not in commands
