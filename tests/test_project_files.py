@@ -110,6 +110,18 @@ def test_workflow_installs_containers_before_its_tests(name: str) -> None:
     assert steps == ["sudo .ci/containers", f"make {name.removesuffix('.yml')}"]
 
 
+@pytest.mark.parametrize("name", ["docs.yml", "test.yml", "test-all.yml"])
+def test_workflow_restores_the_environment_of_the_same_versions(name: str) -> None:
+    workflow = (WORKFLOWS / name).read_text(encoding="utf-8")
+    cache = workflow.partition("      - uses: actions/cache@")[2].partition("      - ")[0]
+    assert "          path: .venv\n" in cache
+    assert "hashFiles('pyproject.toml', 'constraints.txt', '.ci/setup')" in cache
+
+
+def test_release_is_built_without_a_cache() -> None:
+    assert "actions/cache" not in (WORKFLOWS / "release.yml").read_text(encoding="utf-8")
+
+
 def test_changelog_entries_are_single_short_lines() -> None:
     lines = [line for line in text_of("CHANGELOG.md").splitlines()[3:] if line]
     assert [line for line in lines if len(line) >= MAX_ENTRY_CHARS or not line.startswith(("- ", "#"))] == []
