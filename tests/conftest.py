@@ -25,7 +25,7 @@ from hypothesis import settings
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
 from runner.testing.engine_pool import PooledEngine
-from tests import engine_starts, lanes, lasting, samples, sweeps
+from tests import engine_starts, lanes, lasting, samples, sweeps, variables
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
@@ -82,6 +82,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"sweeps: {config.option.sweeps}, --sweep-seed={config.option.sweep_seed}"
+
+
+# --- what a test must not change
+
+
+@pytest.fixture(autouse=True)
+def unchanged_variables() -> Iterator[None]:
+    """Assert that a test restores the environment variables that programs of later tests read."""
+    with variables.unchanged():
+        yield
 
 
 # --- on which event loop, and by which clock
