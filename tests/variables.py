@@ -1,6 +1,6 @@
 """Check that a test leaves environment variables that change other programs as it found them.
 
-Libraries set variables of their own when they are imported (such as `VLLM_*`, `TORCH*`, `RAY_*`); these are not checked.
+Variables that libraries set when they are imported, such as `VLLM_*`, `TORCH*` and `RAY_*`, are not checked.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ def changes_upstream(function: ast.FunctionDef) -> bool:
             case ast.Import():
                 names = [alias for alias in node.names if UPSTREAM.match(alias.name)]
                 upstream |= {alias.asname or alias.name.partition(".")[0] for alias in names}
+            case ast.For(target=ast.Name(name), iter=values) if is_upstream(values, upstream):
+                upstream.add(name)
             case ast.Assign(value=value):
                 for target in node.targets:
                     if isinstance(target, ast.Name) and is_upstream(value, upstream):
@@ -83,6 +85,7 @@ def test_every_patch_of_vllm_is_in_the_table() -> None:
         ("from vllm.v1 import Core\n Core.wait = ours", True),
         ("from vllm.v1 import Core\n setattr(Core, NAME, ours)", True),
         ("module = sys.modules.get('vllm.v1')\n kind = getattr(module, 'Core')\n kind.wait = ours", True),
+        ("from vllm import core, rest\n for module in (core, rest):\n  module.wait = ours", True),
         ("network = sys.modules.get('vllm.v1')\n vars(network)['tempfile'] = ours", True),
         ("from vllm.v1 import Core\n core = Core()\n given.wait = core", False),
         ("given.wait = ours\n setattr(given, NAME, ours)", False),
