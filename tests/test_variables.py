@@ -9,14 +9,18 @@ import pytest
 from tests.variables import unchanged
 
 
+def change_three() -> None:
+    os.environ["LD_PRELOAD"] = "first.so:second.so"
+    os.environ["TMPDIR"] = "/elsewhere"
+    del os.environ["HOME"]
+
+
 def test_variables_that_a_block_changes_are_named_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "first.so")
     monkeypatch.setenv("HOME", "/home/first")
     monkeypatch.delenv("TMPDIR", raising=False)
     with pytest.raises(AssertionError, match=r"variables changed: HOME, LD_PRELOAD, TMPDIR$"), unchanged():
-        os.environ["LD_PRELOAD"] = "first.so:second.so"
-        os.environ["TMPDIR"] = "/elsewhere"
-        del os.environ["HOME"]
+        change_three()
     assert (os.environ["LD_PRELOAD"], os.environ["HOME"]) == ("first.so", "/home/first")
     assert "TMPDIR" not in os.environ
 
