@@ -1,6 +1,7 @@
 """Check that a test leaves environment variables that change other programs as it found them.
 
-Variables that libraries set when they are imported, such as `VLLM_*`, `TORCH*` and `RAY_*`, are not checked.
+Variables that libraries set when they are imported, such as `VLLM_*`, `TORCH*`, `RAY_*` and `LD_LIBRARY_PATH` (vLLM on
+a CPU), are not checked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 __all__ = ["unchanged"]
 
 CHECKED: Final = re.compile(
-    r"LD_\w+|PYTHON(PATH|HOME|STARTUP|WARNINGS|HASHSEED|OPTIMIZE|DONTWRITEBYTECODE)|VIRTUAL_ENV"
+    r"LD_PRELOAD|PYTHON(PATH|HOME|STARTUP|WARNINGS|HASHSEED|OPTIMIZE|DONTWRITEBYTECODE)|VIRTUAL_ENV"
     r"|PATH|SHELL|HOME|TMPDIR|TEMP|TMP|XDG_\w+|LANG|LC_\w+|TERM|COLUMNS|LINES|NO_COLOR|FORCE_COLOR"
     r"|GIT_\w+|DOCKER_\w+|CONTAINER\w*|DELTARUNNER_\w+|\w+_PROXY|\w+_proxy"
 )
