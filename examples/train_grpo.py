@@ -37,7 +37,7 @@ from runner.training.tree_torch import tree_head_logprobs
 
 HELD_OUT_BASE = 1_000_000_000  # number of the first held-out question
 WARM_UP, CLIP_NORM, RATIO = 3, 1.0, (0.8, 1.25)  # steps; norm of the gradient; bounds of a ratio
-TURNS, NODES = 3, 4096  # turns of an episode: two calls and the answer; nodes of a token tree in 4 GB
+NODES = 4096  # nodes of a token tree in 4 GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,9 @@ class Settings:
     overlap: bool = False
     out: Path = Path("runs/trained")
     model: str = "smollm2-135m"
+    exact_reward: str = "exact"  # name of the reward that is 1 for a right answer, without partial credit
+    turns: int = 3  # of a training episode, instead of the environment's limit: two calls and the answer
+    context: int = 2048  # ids of a conversation at most
     tasks: int = 8
     group_size: int = 8
     held_out: int = 128
@@ -157,7 +160,9 @@ async def play(
         return groups
 
 
-async def evaluate(engine: VllmEngine, tasks: Sequence[Question], console: Console | None = None) -> dict[str, float]:
+async def evaluate(
+    engine: VllmEngine, tasks: Sequence[Question], exact_reward: str, console: Console | None = None
+) -> dict[str, float]:
     """Share of held-out questions with the right answer; a failed episode counts as wrong."""
     shares = {}
     for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
@@ -166,7 +171,7 @@ async def evaluate(engine: VllmEngine, tasks: Sequence[Question], console: Conso
             console.print(f"{len(tasks)} held-out questions, {name}")
             shown = PlainDisplay(console, name)
         groups = await play(engine, tasks, shown, sampling=Sampling(temperature=temperature))
-        shares[name] = sum(group.trajectories[0].rewards.get("exact") == 1 for group in groups) / len(tasks)
+        shares[name] = sum(group.trajectories[0].rewards.get(exact_reward) == 1 for group in groups) / len(tasks)
     return shares
 
 
@@ -189,7 +194,7 @@ class Loop:
     async def rollouts(self) -> list[Group]:
         """Play the episodes of the next step. Ids may be sampled at most one update before the current weights."""
         tasks, size = list(itertools.islice(self.tasks, self.settings.tasks)), self.settings.group_size
-        limits, seed = Limits(turns=TURNS), self.settings.seed
+        limits, seed = Limits(turns=self.settings.turns), self.settings.seed
         return await play(self.engine, tasks, group_size=size, seed=seed, limits=limits, max_version_lag=1)
 
     async def play_ahead(self, played: MemoryObjectSendStream[list[Group]]) -> None:
@@ -225,7 +230,7 @@ class Loop:
         return TrainingStep(
             number=len(self.progress.steps) + 1,
             reward=mean_of(groups),
-            exact=mean_of(groups, "exact"),
+            exact=mean_of(groups, self.settings.exact_reward),
             groups=sum(not group.flat for group in batch.rows.groups),
             ids=len(gaps),
             saving=Saving.of(batch.trees).ratio,
@@ -248,11 +253,11 @@ async def train(settings: Settings, engine: VllmEngine, console: Console) -> Tra
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=TREE_ATTENTION)
     dtype = getattr(torch, engine.describe()["dtype"])
     trainer = Trainer(model, GrammarMasks.of_engine(engine), settings, dtype)
-    before = await evaluate(engine, held_out, console)
+    before = await evaluate(engine, held_out, settings.exact_reward, console)
     with TrainingProgress(console) as progress:
         progress.say(f"held out, before: {before}")
         await Loop(settings, engine, trainer, progress, tasks).run()
-        after = await evaluate(engine, held_out, console)
+        after = await evaluate(engine, held_out, settings.exact_reward, console)
         progress.say(f"held out, after {progress.seconds:.0f} s of training: {after}")
     trainer.save(settings.out, engine.template.text)
     progress.say(f"play what it learnt: deltarunner run calculator --model {settings.out}")
@@ -267,7 +272,7 @@ def main(seed: int = 0, steps: int = 60, minutes: float = 8, overlap: bool = Fal
     async def started() -> None:
         with quiet_output(out / "engine.log") as terminal:
             console = Console(file=terminal.stdout)
-            engine = VllmEngine(settings.model, max_model_len=2048)
+            engine = VllmEngine(settings.model, max_model_len=settings.context)
             async with started_before(console, engine):
                 await train(settings, engine, console)
 

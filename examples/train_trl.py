@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from envs.calculator import Calculator, Question
 from examples.progress import TrainingProgress, TrainingRecord, TrainingStep
-from examples.train_grpo import CLIP_NORM, HELD_OUT_BASE, TURNS, WARM_UP, Settings, questions
+from examples.train_grpo import CLIP_NORM, HELD_OUT_BASE, WARM_UP, Settings, questions
 from runner import BackgroundPlayer, Limits, Sampling, VllmEngine
 from runner.models import resolve_model
 from runner.trainers.trl import episode_reward, rollout_func
@@ -37,7 +37,7 @@ from runner.training.tree_attention import TREE_ATTENTION
 from runner.training.tree_torch import tree_logits, tree_logprobs
 
 PLAIN_ROWS = 16  # episodes in one of TRL's own forward passes
-COMPLETION = TURNS * 48  # maximum number of ids of a completion
+COMPLETION = Settings.turns * 48  # maximum number of ids of a completion
 
 
 class OneTree(GRPOTrainer):  # type: ignore[misc]  # trl is not installed here
@@ -81,7 +81,7 @@ def row_of(ids: Any, prompt: int) -> TrainingRow:
 class HeldOut(Calculator):
     """The calculator; held-out questions are played greedily."""
 
-    limits = Limits(turns=TURNS)
+    limits = Limits(turns=Settings.turns)
 
     def setup(self) -> None:
         if int(self.task.id.rpartition("-")[2]) >= HELD_OUT_BASE:
@@ -173,7 +173,7 @@ def train(settings: Settings, console: Console, plain: bool = False) -> Training
     for frozen in (model.get_input_embeddings(), *model.base_model.layers[: settings.frozen_layers]):
         frozen.requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    engine = VllmEngine(settings.model, max_model_len=2048)
+    engine = VllmEngine(settings.model, max_model_len=settings.context)
     with (
         BackgroundPlayer(HeldOut, engine, group_size=settings.group_size, seed=settings.seed) as player,
         TrainingProgress(console) as progress,

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from envs.calculator import Calculator
 from examples.progress import HEAD, TrainingProgress, TrainingRecord, TrainingStep
-from runner import Group, Sampling, Task, VllmEngine
+from runner import Group, Limits, Sampling, Task, VllmEngine
 from runner.engines.base import GenerationRequest
 from runner.models import demo_model
 from runner.training.advantages import grpo
@@ -315,10 +315,9 @@ async def test_overlapping_updates_report_ratios_by_version(
     assert np.concatenate(gaps)[is_own].mean() < 0.1, "the engine sampled with the weights of its version"
 
 
-async def test_failed_held_out_question_counts_as_unanswered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rewards: list[dict[str, float | None]] = [{"exact": 1.0}, {"exact": 0.0}, {}, {"exact": None}]
+@pytest.mark.parametrize("name", ["exact", "solved"])
+async def test_failed_held_out_question_counts_as_unanswered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards: list[dict[str, float | None]] = [{name: 1.0}, {name: 0.0}, {}, {name: None}]
 
     async def played(*_: Any, **__: Any) -> list[Any]:
         return [SimpleNamespace(trajectories=[SimpleNamespace(rewards=each)]) for each in rewards]
@@ -326,7 +325,20 @@ async def test_failed_held_out_question_counts_as_unanswered(
     monkeypatch.setattr(train_grpo, "play", played)
     engine: Any = None
     asked = questions(replace(SMALL, held_out=4))[0]
-    assert await train_grpo.evaluate(engine, asked) == {"greedy": 0.25, "temperature 1": 0.25}
+    assert await train_grpo.evaluate(engine, asked, name) == {"greedy": 0.25, "temperature 1": 0.25}
+
+
+async def test_settings_limit_the_turns_of_training_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[Limits] = []
+
+    async def played(*_: Any, **options: Any) -> list[Any]:
+        limits.append(options["limits"])
+        return []
+
+    monkeypatch.setattr(train_grpo, "play", played)
+    none: Any = None
+    await Loop(replace(SMALL, turns=7), none, none, none, questions(SMALL)[1]).rollouts()
+    assert limits == [Limits(turns=7)]
 
 
 def test_proof_is_a_table_that_names_seeds_that_did_not_learn() -> None:
