@@ -106,11 +106,11 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
 
 
-def write_ahead(connection: sqlite3.Connection, *, durable: bool) -> None:
+def write_ahead(connection: sqlite3.Connection) -> None:
     """Turn on the write-ahead log (WAL), so that readers and the writer never block each other."""
     connection.execute("PRAGMA journal_mode = WAL")
-    # NORMAL survives the death of the process; FULL also waits until the disk has the commit.
-    connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+    # Commits survive the death of the process, and do not wait until the disk has them.
+    connection.execute("PRAGMA synchronous = NORMAL")
     # Four times SQLite's default, because each checkpoint waits for the disk.
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
 

@@ -144,9 +144,9 @@ EPISODES: Final = Table(
 
 SEGMENT: Final = (
     field("cause", "TEXT NOT NULL", "the cause of its beginning"),
-    field("unseen", "INTEGER NOT NULL", "the number of last messages that the model never saw"),
+    field("unseen", "INTEGER NOT NULL", "how many messages at the end the model never saw"),
     field("messages", "TEXT NOT NULL", "JSON: the messages that its ids represent", JSON),
-    field("shared", "INTEGER NOT NULL", "the number of first `ids` copied from its origin"),
+    field("shared", "INTEGER NOT NULL", "how many `ids` at the beginning were copied from the origin"),
     derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", "log.ids", Form(pack)),
     derived(
         "logprobs",

@@ -66,8 +66,6 @@ class RunWriter:
         header: the configuration of this run.
         task_class: the class of stored tasks, or the classes of several environments as `TaskDecoder` takes them.
         retry_failed: failed episodes in the file are superseded, and claimed again.
-        durable: commits also survive a power cut (`synchronous=FULL`); without it they survive any death of the
-            process, including `kill -9`.
 
     Raises (when it is entered):
         ConfigurationChanged: the file holds a run of another configuration; the message lists the differences.
@@ -82,7 +80,6 @@ class RunWriter:
         *,
         task_class: type[Task] | Mapping[str, type[Task]] = Task,
         retry_failed: bool = False,
-        durable: bool = False,
     ) -> None:
         self.path = path
         """The file; None if no trajectories are stored."""
@@ -97,7 +94,6 @@ class RunWriter:
         self._given = header
         self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
-        self._durable = durable
         self._opened = ExitStack()  # the stack closes in this order: task ids, thread, reader, file, lock
         self._reader: sqlite3.Connection | None = None
         self._claims: Claims
@@ -150,7 +146,7 @@ class RunWriter:
             self.resumed = tables_in(connection)
             if self.resumed:
                 self._compare(path, connection)  # the check precedes the first write, so a refused file stays unchanged
-            write_ahead(connection, durable=self._durable)
+            write_ahead(connection)
             if not self.resumed:
                 self._create(connection)
             else:  # the file may be older than this table

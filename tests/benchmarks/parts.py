@@ -66,7 +66,7 @@ def _storing(trajectories: list[Trajectory]) -> Iterator[Figure]:
 def _written(batch: StatementBatch) -> float:
     with TemporaryDirectory() as folder:
         connection = connect_writer(Path(folder) / "run.db")
-        write_ahead(connection, durable=False)
+        write_ahead(connection)
         with transaction(connection):
             for statement in schema_statements():
                 connection.execute(statement)
