@@ -324,7 +324,7 @@ class Limits(_LayeredOptions):
     seconds: float | None = UNSET
     """Seconds of play of an episode; 600 by default.
 
-    The time of sampling its agents counts; the time of waiting for a slot does not.
+    The time of sampling its agents counts; the time of waiting for a place in the engine does not.
     """
     setup_seconds: float | None = UNSET
     """Seconds for `setup()` and `prompt()`; 300 by default."""
@@ -373,7 +373,7 @@ class Concurrency:
     """Concurrency of a run. It never changes results."""
 
     episodes: int | None = None
-    """Maximum number of episodes that are alive at once; None by default, which is twice the engine's slots."""
+    """Maximum number of episodes that are alive at once; None by default, which is twice the engine's places."""
     threads: int = 64
     """Worker threads of the run for synchronous code; 64 by default."""
 

@@ -204,7 +204,7 @@ class Driver:
         async def bring_in(handle: WorkerHandle) -> None:
             await handle.process.send("hello")
             handle.placed, self._not_placed = True, ""
-            log.info("%s starts; %d were lost in its slot before it", handle.name, len(handle.slot.deaths))
+            log.info("%s starts; lost predecessors: %d", handle.name, len(handle.slot.deaths))
             steps.start_soon(until_lost, self._watch_start)
             await self._meet(handle)
             # Read heartbeats from here on, since calls to all workers include this worker.
@@ -226,7 +226,7 @@ class Driver:
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
         self._note_event(f"{handle.name} is lost: {error}{playing}")
         if handle.slot.state is WorkerSlotState.RESTING:
-            self._note_event(f"{len(handle.slot.deaths)} workers were lost in one slot within an hour: it stays empty")
+            self._note_event(f"{len(handle.slot.deaths)} successive workers were lost: the next starts within an hour")
         if isinstance(error, DeltarunnerError):
             self._fail_start(error)
         elif self.fleet.hopeless:

@@ -27,14 +27,14 @@ def test_loss_dismissal_and_successors_of_a_worker_are_logged(caplog: pytest.Log
     records = [record for record in caplog.records if record.name == "deltarunner.cluster"]
     plain = [re.sub(r" on [^ :]+|, with weights .*", "", record.getMessage()) for record in records]
     assert plain == [
-        "worker 0 starts; 0 were lost in its slot before it",
+        "worker 0 starts; lost predecessors: 0",
         "worker 0 plays",
         "worker 0 is lost: its process died",
-        "worker 1 starts; 1 were lost in its slot before it",
+        "worker 1 starts; lost predecessors: 1",
         "worker 1 plays",
         "worker 1 is dismissed: it hangs",
         "worker 1 is lost: it hangs",
-        "worker 2 starts; 2 were lost in its slot before it",
+        "worker 2 starts; lost predecessors: 2",
         "worker 2 plays",
     ]
     assert [record.levelname for record in records if record.levelno > logging.INFO] == ["WARNING"] * 3
