@@ -483,7 +483,8 @@ class ConsoleRun(Reporter):
             lines.append((f"{command} show {quoted(file)} {quoted(example)}", "one of them, to the last token"))
             if trains:
                 lines.append((f"{command} export {quoted(file)} --format parquet", "training data"))
-        lines.append((f"{command} list", "other environments; README.md: write your own"))
+        lines.append((f"{command} list", "other environments"))
+        lines.append((f"{command} new NAME", "a project for an environment of your own"))
         width = max(len(line) for line, _ in lines)
         for number, (line, what) in enumerate(lines):
             label = "" if number else "next"

@@ -131,6 +131,7 @@ def test_a_run_prints_its_files_summary_and_what_to_type_next(folder: Path) -> N
     ):
         assert expected in done.stdout
     assert re.search(r"show runs/Greeting-001\.db t-\d#0  ", done.stdout)
+    assert re.search(r"deltarunner new NAME +a project for an environment of your own\n", done.stdout)
     assert "printed by the environment" not in done.stdout
     assert "printed by the environment" in (folder / "runs" / "Greeting.log").read_text()
     with RunFile(folder / "runs" / "Greeting-001.db") as run_file:
