@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from runner import Run, ScriptedEngine
+from runner import Run, ScriptedEngine, Task
 from runner.engines.scripted.script import ModelCall, call
 from runner.training import TrainingTensors
 from tests.repository import ROOT
@@ -82,6 +82,28 @@ async def test_readme_training_step_changes_the_weights(weather: ModuleType) -> 
     (tensors,) = trained
     assert len(tensors.input_ids) == 8
     assert bool(tensors.advantages[tensors.loss_mask].ne(0).all())
+
+
+@pytest.mark.anyio
+async def test_next_readme_training_step_takes_the_next_eight_tasks(weather: ModuleType) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[3], "README.md", "exec"), names)
+    trained: list[TrainingTensors] = []
+
+    def optimise(tensors: TrainingTensors) -> dict[str, Any]:
+        trained.append(tensors)
+        return {}
+
+    def model(request: ModelCall) -> Any:
+        right = "Sunny, rainy or foggy." if request.episode.endswith("#0") else "It may be anything."
+        return [call("weather", city="Oslo")] if request.turn == 0 else right
+
+    engine = ScriptedEngine(model)
+    tasks = [Task(id=f"{number}", prompt="What is the weather?") for number in range(20)]
+    async with engine, Run(weather.Weather(), engine, tasks=tasks, group_size=2) as run:
+        for _ in range(3):
+            await names["step"](engine, run, optimise)
+    assert [len(tensors.input_ids) for tensors in trained] == [16, 16, 8]
 
 
 @pytest.mark.anyio
