@@ -16,7 +16,8 @@ import griffe
 import pytest
 
 import runner
-from runner import Concurrency, Environment, Outcome, Run, Sampling, ScriptedEngine, reward
+from runner import BackgroundPlayer, Concurrency, Environment, Outcome, Player, Run, Sampling, ScriptedEngine, reward
+from runner.environment.loading import bundled_environments, find_environment
 from runner.testing import Replies, call
 from tests import module_list
 from tests.benchmarks.__main__ import NAMES
@@ -107,6 +108,44 @@ async def test_task_with_own_fields_and_a_curriculum_play(tmp_path: Path) -> Non
         asked = [trajectory.task.prompt async for trajectory in run]
     assert asked[0] == "What is 10 + 1?"
     assert asked[-1] == "What is 199 + 1?", "the question is of the next level"
+
+
+@pytest.mark.anyio
+async def test_line_of_a_task_file_on_the_page_plays(tmp_path: Path) -> None:
+    (line,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "tasks.jsonl").write_text(line)
+    async with Run(defined("Sums", tmp_path), ScriptedEngine("2"), tasks=tmp_path / "tasks.jsonl") as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1), trajectory.error
+
+
+def test_limits_of_turns_on_the_page_are_those_of_the_environments() -> None:
+    sentence = PAGE.split("Some bundled environments limit the turns:")[1].split(". `--limit")[0]
+    shown: dict[str, int] = {}
+    for names, number in re.findall(r"(.*?)\b(\d+)", sentence, flags=re.DOTALL):
+        shown |= dict.fromkeys(re.findall(r"`(\w+)`", names), int(number))
+    names = [bundled.name for bundled in bundled_environments() if bundled.usable]
+    limits = {name: find_environment(name).limits.turns for name in names}
+    limits["terminal"] = find_environment("terminal")(image="debian").limits.turns
+    assert shown == {name: turns for name, turns in limits.items() if isinstance(turns, int)}
+
+
+@pytest.mark.parametrize(
+    ("page", "owners", "number"), [("testing.md", (runner.testing,), 4), ("trainers.md", (BackgroundPlayer, Player), 3)]
+)
+def test_signatures_on_a_page_are_those_of_the_code(page: str, owners: tuple[Any, ...], number: int) -> None:
+    shown = re.findall(r"`(\w+)(\([^`]*\*,[^`]*\))`", (DOCS / page).read_text(encoding="utf-8"))
+    assert len(shown) == number
+    for name, parameters in shown:
+        found = {signature_of(getattr(owner, name)) for owner in owners if hasattr(owner, name)}
+        assert found == {" ".join(parameters.split())}, name
+
+
+def signature_of(function: Any) -> str:
+    """Return the parameters of a function without `self` and types, as the pages show them."""
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    return str(inspect.Signature(plain)).replace("'", '"')
 
 
 @pytest.mark.anyio
