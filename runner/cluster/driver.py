@@ -220,7 +220,7 @@ class Driver:
         if not handle.placed and isinstance(error, WorkerLost):
             self._note_not_placed(handle, str(error))
             return
-        lost = self.fleet.lost(handle.slot, anyio.current_time())
+        lost = self.fleet.mark_lost(handle.slot, anyio.current_time())
         self.lost_count += 1
         self.launcher.forget(handle.number)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
@@ -233,7 +233,7 @@ class Driver:
             self._fail_start(EngineDead(f"workers die as they start: {error}"))
 
     def _note_not_placed(self, handle: WorkerHandle, why: str) -> None:
-        self.fleet.not_placed(handle.slot, anyio.current_time())
+        self.fleet.mark_unplaced(handle.slot, anyio.current_time())
         # Each reason is reported once, since starts are tried again and again while machines are missing.
         if why != self._not_placed:
             self._not_placed = why
@@ -327,7 +327,7 @@ class Driver:
             if self.snapshot.readable:
                 self.has_weights(handle, self.snapshot.version or handle.version)
             else:
-                self.fleet.waits(handle.slot)
+                self.fleet.mark_waiting(handle.slot)
                 self._note_event(f"{handle.name} waits for the next weights: a transfer brought the present ones")
         return True
 
@@ -495,6 +495,6 @@ class Driver:
         """Wait for a free slot, and return its worker."""
         return self._handles[await self._slot_queue.slot(assignment)]
 
-    def done(self, assignment: Assignment) -> None:
+    def release_slot(self, assignment: Assignment) -> None:
         """Release the slot of an episode that is over or no longer wanted."""
-        self._slot_queue.done(assignment)
+        self._slot_queue.remove(assignment)

@@ -157,11 +157,11 @@ class Fleet:
         """Mark the slot's worker as ready to play this many episodes at once."""
         slot.state, slot.width = WorkerSlotState.READY, width
 
-    def waits(self, slot: WorkerSlot) -> None:
+    def mark_waiting(self, slot: WorkerSlot) -> None:
         """Mark the slot's worker as unable to play before the next update of the weights."""
         slot.state = WorkerSlotState.WAITING
 
-    def lost(self, slot: WorkerSlot, now: float) -> list[Assignment]:
+    def mark_lost(self, slot: WorkerSlot, now: float) -> list[Assignment]:
         """Mark the slot's worker as gone, and return its episodes. Each may be added again."""
         lost = list(slot.assignments)
         for assignment in lost:
@@ -177,17 +177,17 @@ class Fleet:
             slot.free_at = now + BACK_OFF_SECONDS * 2 ** (len(slot.deaths) - 1)
         return lost
 
-    def not_placed(self, slot: WorkerSlot, now: float) -> None:
-        """Record that no machine had room for the slot's worker. The worker is tried again later."""
+    def mark_unplaced(self, slot: WorkerSlot, now: float) -> None:
+        """Mark the slot's worker as one for which no machine had room. It is tried again later."""
         slot.state, slot.free_at = WorkerSlotState.UNPLACED, now + UNPLACED_RETRY_SECONDS
 
     # --- episodes
 
-    def ask(self, assignment: Assignment) -> None:
-        """Add an episode; `give_out` assigns it."""
+    def add(self, assignment: Assignment) -> None:
+        """Add an episode that waits for a slot; `give_out` assigns it."""
         self._queue_of(assignment).append(assignment)
 
-    def done(self, assignment: Assignment) -> None:
+    def remove(self, assignment: Assignment) -> None:
         """Remove an episode that is over or no longer wanted. May be called twice."""
         if assignment.slot is not None:
             self._release_slot(assignment)
@@ -276,7 +276,7 @@ class SlotQueue:
     async def slot(self, assignment: Assignment) -> WorkerSlot:
         """Wait until a worker can play this episode, and return its slot."""
         while True:
-            self._fleet.ask(assignment)
+            self._fleet.add(assignment)
             event = self._assigned[assignment] = anyio.Event()
             try:
                 self.give_out()
@@ -292,7 +292,7 @@ class SlotQueue:
         for assignment in self._fleet.give_out():
             self._assigned[assignment].set()
 
-    def done(self, assignment: Assignment) -> None:
-        """Release the slot of an episode that is over or no longer wanted."""
-        self._fleet.done(assignment)
+    def remove(self, assignment: Assignment) -> None:
+        """Remove an episode that is over or no longer wanted, and assign its slot to a waiting one."""
+        self._fleet.remove(assignment)
         self.give_out()

@@ -121,7 +121,7 @@ class FleetAttempt:
             await self._handle.gone.wait()
             self._trajectories = self._lost(lost, self._handle)
         finally:
-            driver.done(self._assignment)
+            driver.release_slot(self._assignment)
         return self.trajectories()
 
     async def _play_on(self, handle: WorkerHandle) -> None:

@@ -59,7 +59,7 @@ class Books(RuleBasedStateMachine):
     def one_waits_for_weights(self, number: int) -> None:
         slot = self.fleet.slots[number]
         if slot.state is WorkerSlotState.STARTING:
-            self.fleet.waits(slot)
+            self.fleet.mark_waiting(slot)
             self.give_out()
 
     @rule(number=st.integers(0, 3))
@@ -67,19 +67,19 @@ class Books(RuleBasedStateMachine):
         slot = self.fleet.slots[number]
         if slot.state in (WorkerSlotState.STARTING, WorkerSlotState.WAITING, WorkerSlotState.READY):
             played = set(slot.assignments)
-            lost = self.fleet.lost(slot, self.now)
+            lost = self.fleet.mark_lost(slot, self.now)
             assert set(lost) == played
             for assignment in lost:
                 assert assignment.slot is None
                 assignment.again = True
-                self.fleet.ask(assignment)
+                self.fleet.add(assignment)
             self.give_out()
 
     @rule(number=st.integers(0, 3))
     def no_machine_takes_one(self, number: int) -> None:
         slot = self.fleet.slots[number]
         if slot.state is WorkerSlotState.STARTING:
-            self.fleet.not_placed(slot, self.now)
+            self.fleet.mark_unplaced(slot, self.now)
             assert self.starts[slot].pop() <= self.now
             assert slot.free_at > self.now
 
@@ -87,14 +87,14 @@ class Books(RuleBasedStateMachine):
     def one_is_asked_for(self, group: int, again: bool, last_chance: bool) -> Assignment:
         assignment = Assignment(group=group, again=again, last_chance=last_chance)
         self.asked[assignment] = None
-        self.fleet.ask(assignment)
+        self.fleet.add(assignment)
         self.give_out()
         return assignment
 
     @rule(assignment=consumes(assignments), twice=st.booleans())
     def one_is_over(self, assignment: Assignment, twice: bool) -> None:
         for _ in range(1 + twice):
-            self.fleet.done(assignment)
+            self.fleet.remove(assignment)
         del self.asked[assignment]
         self.give_out()
 
@@ -159,7 +159,7 @@ def ready(*widths: int, least: int = 1) -> Fleet:
 
 def assigned(fleet: Fleet, *assignments: Assignment) -> list[int]:
     for assignment in assignments:
-        fleet.ask(assignment)
+        fleet.add(assignment)
     fleet.give_out()
     return [assignment.slot.number for assignment in assignments if assignment.slot is not None]
 
@@ -194,7 +194,7 @@ def test_episodes_of_dead_workers_go_first_after_last_chances() -> None:
     order = []
     for _ in waiting:
         (now,) = fleet.slots[0].assignments
-        fleet.done(now)
+        fleet.remove(now)
         (given,) = fleet.give_out()
         order.append(waiting.index(given))
     assert order == [2, 1, 0]
@@ -211,12 +211,12 @@ def test_a_last_try_waits_for_a_worker_that_plays_nothing_else() -> None:
     )
     for assignment in [each for each in first if each.slot is kept_seat(fleet)]:
         assert assignment.slot is not None
-        fleet.done(assignment)
+        fleet.remove(assignment)
     assert fleet.give_out() == [last[0]]
     assert len(kept_seat(fleet).assignments) == 1
-    fleet.done(last[0])
+    fleet.remove(last[0])
     assert fleet.give_out() == [last[1]], "other episodes wait until no last try waits"
-    fleet.done(last[1])
+    fleet.remove(last[1])
     assert len(fleet.give_out()) == 4
     assert not any(slot.kept for slot in fleet.slots)
 
@@ -245,7 +245,7 @@ def test_a_worker_is_no_longer_kept_once_its_last_try_is_given_up() -> None:
     assigned(fleet, Assignment())
     last = Assignment(again=True, last_chance=True)
     assert assigned(fleet, last, fresh := Assignment()) == []
-    fleet.done(last)
+    fleet.remove(last)
     assert fleet.give_out() == [fresh]
 
 
@@ -255,13 +255,13 @@ def test_slot_waits_longer_after_each_death_and_rests_for_an_hour() -> None:
     now, waits = 0.0, []
     for _ in range(MAX_RESTARTS):
         assert fleet.to_start(now) == [slot]
-        fleet.lost(slot, now)
+        fleet.mark_lost(slot, now)
         waits.append(fleet.next_start() - now)
         assert not fleet.hopeless
         now = fleet.next_start()
     assert waits == [BACK_OFF_SECONDS * 2**n for n in range(MAX_RESTARTS)]
     fleet.to_start(now)
-    fleet.lost(slot, now)
+    fleet.mark_lost(slot, now)
     assert slot.state is WorkerSlotState.RESTING
     assert fleet.hopeless
     assert fleet.to_start(HOUR_SECONDS - 1) == []
@@ -273,7 +273,7 @@ def test_deaths_of_more_than_an_hour_ago_do_not_count() -> None:
     (slot,) = fleet.slots
     for hour in range(2 * MAX_RESTARTS + 2):
         assert fleet.to_start(2 * hour * HOUR_SECONDS) == [slot]
-        fleet.lost(slot, 2 * hour * HOUR_SECONDS)
+        fleet.mark_lost(slot, 2 * hour * HOUR_SECONDS)
         assert fleet.next_start() == 2 * hour * HOUR_SECONDS + BACK_OFF_SECONDS
 
 
@@ -285,19 +285,19 @@ def test_fleet_has_enough_workers_once_the_least_are_ready() -> None:
     assert not fleet.enough
     fleet.mark_ready(slots[2], 4)
     assert (fleet.enough, fleet.width) == (True, 8)
-    fleet.lost(slots[0], 0.0)
+    fleet.mark_lost(slots[0], 0.0)
     assert (fleet.enough, fleet.hopeless) == (False, False)
 
 
 def test_workers_that_wait_for_weights_count_while_one_plays() -> None:
     fleet = Fleet(2, 3)
     slots = fleet.to_start(0.0)
-    fleet.waits(slots[0])
-    fleet.waits(slots[1])
+    fleet.mark_waiting(slots[0])
+    fleet.mark_waiting(slots[1])
     assert (fleet.enough, fleet.width, len(fleet.waiting_for_weights)) == (False, 0, 2), "no worker would ever play"
     fleet.mark_ready(slots[2], 4)
     assert (fleet.enough, fleet.width, len(fleet.ready)) == (True, 4, 1)
-    fleet.lost(slots[0], 0.0)
+    fleet.mark_lost(slots[0], 0.0)
     assert fleet.enough
-    fleet.lost(slots[1], 0.0)
+    fleet.mark_lost(slots[1], 0.0)
     assert not fleet.enough
