@@ -17,10 +17,10 @@ from runner.errors import BadOption
 
 __all__ = [
     "FIRST_STEP_FACTOR",
-    "Asking",
     "Clock",
+    "ParallelRequest",
+    "PauseState",
     "Progress",
-    "Standstill",
     "Waiting",
     "WhileSampling",
     "a_clock_has_fired",
@@ -103,10 +103,10 @@ class Clock:
     Args:
         seconds: the limit.
         counts_sampling: True if the clock runs while an agent is sampled inside the block.
-        over_tasks: True for a scope of anyio, which also shields tasks that are started in the block.
+        over_tasks: True for anyio's own scope, whose cancellation and shield also reach tasks started in the block.
     """
 
-    __slots__ = ("_asking", "_holds", "_outer", "_remaining", "_still", "counts_sampling", "scope", "seconds")
+    __slots__ = ("_holds", "_outer", "_remaining", "_requests", "_still", "counts_sampling", "scope", "seconds")
 
     def __init__(
         self, seconds: float | None = None, *, counts_sampling: bool = False, over_tasks: bool = False
@@ -120,7 +120,7 @@ class Clock:
         self._remaining = math.inf
         # Several tasks under one clock may wait at the same time. The clock continues when the last one does.
         self._holds = 0
-        self._asking = 0
+        self._requests = 0
         self._still = False
         self._outer: tuple[Clock, ...] = ()
 
@@ -150,18 +150,18 @@ class Clock:
         self._holds -= 1
         self._settle()
 
-    def begin_asking(self) -> None:
+    def begin_request(self) -> None:
         """Count one more parallel request for a turn: the clock pauses only while all of them wait."""
-        self._asking += 1
+        self._requests += 1
         self._settle()
 
-    def end_asking(self) -> None:
-        """Undo one `begin_asking`."""
-        self._asking -= 1
+    def end_request(self) -> None:
+        """Undo one `begin_request`."""
+        self._requests -= 1
         self._settle()
 
     def _settle(self) -> None:
-        still = self._holds >= (self._asking or 1)
+        still = self._holds >= (self._requests or 1)
         if still is self._still:
             return
         self._still = still
@@ -234,7 +234,7 @@ class Waiting:
         self.over()
 
 
-class Asking:
+class ParallelRequest:
     """One of several parallel requests for turns, under clocks that pause only while all of them wait.
 
     If a clock paused while any request waits, it would never fire for a program with many threads. If it never paused,
@@ -246,11 +246,11 @@ class Asking:
     def __enter__(self) -> None:
         self._clocks = _running.get()
         for clock in self._clocks:
-            clock.begin_asking()
+            clock.begin_request()
 
     def __exit__(self, *_: object) -> None:
         for clock in self._clocks:
-            clock.end_asking()
+            clock.end_request()
 
 
 class WhileSampling:
@@ -268,7 +268,7 @@ class WhileSampling:
             clock.release()
 
 
-class Standstill:
+class PauseState:
     """Pauses the clocks of every task that waits for an object, such as an engine, that is paused."""
 
     __slots__ = ("_watched", "on")
@@ -298,23 +298,23 @@ class Standstill:
 
 
 class _Watched(Waiting):
-    """The block of `Standstill.watched`. It is a class, since a generator would take three times as long."""
+    """The block of `PauseState.watched`. It is a class, since a generator would take three times as long."""
 
-    __slots__ = ("_standstill",)
+    __slots__ = ("_pause_state",)
 
-    def __init__(self, standstill: Standstill) -> None:
+    def __init__(self, pause_state: PauseState) -> None:
         super().__init__()
-        self._standstill = standstill
+        self._pause_state = pause_state
 
     def __enter__(self) -> Self:
         self._clocks = _running.get()
-        self._standstill._watched[self] = None
-        if self._standstill.on:
+        self._pause_state._watched[self] = None
+        if self._pause_state.on:
             self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._standstill._watched[self]
+        del self._pause_state._watched[self]
         self.over()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from anyio.lowlevel import current_token
 
-from runner.concurrency.clocks import Progress, Standstill
+from runner.concurrency.clocks import PauseState, Progress
 from runner.engines.proofs import ProofFigures, ScoredPass, WeightProof
 from runner.engines.runtime import EngineRuntime
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
@@ -47,9 +47,9 @@ class Controllable:
         return self.runtime.cuts if self.runtime is not None else 0
 
     @property
-    def standstill(self) -> Standstill:
+    def pause_state(self) -> PauseState:
         """Holds the clocks of tasks that wait for this engine while the engine is paused."""
-        return self.runtime.standstill if self.runtime is not None else Standstill()
+        return self.runtime.pause_state if self.runtime is not None else PauseState()
 
     @property
     def progress(self) -> Progress | None:

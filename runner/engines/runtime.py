@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import anyio
 
 from runner.concurrency.cancellation import to_its_end
-from runner.concurrency.clocks import Progress, Standstill
+from runner.concurrency.clocks import PauseState, Progress
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.gate import AdmissionGate
 from runner.engines.proof_history import ProofHistory
@@ -61,7 +61,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Number of sampled ids that left the engine."""
         self.state = EngineState.RUNNING
         """State of the engine."""
-        self.standstill = Standstill()
+        self.pause_state = PauseState()
         """Holds the clocks of tasks that wait for the engine while it is paused."""
         self.progress: Progress | None = Progress()
         """Clocks of turns that wait for an id. Every engine step restarts all of them. None for an engine whose
@@ -174,14 +174,14 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.cuts += mode is PauseMode.ABORT
         try:
             if mode is not PauseMode.WAIT:  # with WAIT, turns and their clocks continue
-                self.standstill.begin()
+                self.pause_state.begin()
             await self.pause(mode)
         except BaseException:
             # set before the engine resumes, since `resume` may be called again after a failure
             self.state = EngineState.PAUSED
             await to_its_end(self._undo)
             raise
-        self.standstill.begin()
+        self.pause_state.begin()
         self.state = EngineState.PAUSED
 
     async def _undo(self) -> None:
@@ -193,7 +193,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Change from paused to running."""
         await self.resume()
         self.state = EngineState.RUNNING
-        self.standstill.end()
+        self.pause_state.end()
         self.gate.release()
 
     async def pause_by_caller(self, mode: PauseMode) -> None:

@@ -20,7 +20,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from runner.chat_requests import Again, ChatCall, ChatRequest, Delivery, Tolerated, Verdict
-from runner.concurrency.clocks import Asking
+from runner.concurrency.clocks import ParallelRequest
 from runner.concurrency.threads import Job
 from runner.episode.alignment import RequestAlignment, align
 from runner.episode.client_messages import as_taken, has_references, several_systems
@@ -219,7 +219,7 @@ class ChatService:
     async def _serve(self, request: _PendingRequest) -> None:
         request.error = self._is_over()  # this error remains if the task is cut
         try:
-            with request.scope, Asking():
+            with request.scope, ParallelRequest():
                 if request.scope.cancel_called:
                     return
                 request.turn, request.error = await self._answer(request), None

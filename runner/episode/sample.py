@@ -214,7 +214,7 @@ async def _sample_once(
                 waiting.over()
                 into.timings.queued += waiting.seconds
                 into.begin(*new)
-                with silence, engine.standstill.watched(), _shared(engine, silence):
+                with silence, engine.pause_state.watched(), _shared(engine, silence):
                     await _read(into, deltas, stops, silence, engine.progress)
                 ended = True
     except EngineError as error:

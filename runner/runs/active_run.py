@@ -55,7 +55,7 @@ def _is_idle(engine: BaseEngine) -> bool:
 
     A run that waits for this is not stuck.
     """
-    return engine.standstill.on or (isinstance(engine, PlayingEngine) and engine.is_deserted)
+    return engine.pause_state.on or (isinstance(engine, PlayingEngine) and engine.is_deserted)
 
 
 def _progress_of(stats: EngineStats) -> tuple[int, int]:

@@ -91,7 +91,7 @@ class ControlContract:
         async def require_running() -> None:
             if paused:  # the cancellation came after the pause was complete
                 await engine.resume()
-            assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
+            assert (engine.state, engine.pause_state.on) == (EngineState.RUNNING, False)
 
         async with engine.stream(under_test.request()):
             await cancel_everywhere(pause, check=require_running)

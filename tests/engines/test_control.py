@@ -86,7 +86,7 @@ async def test_control_impossible_in_this_state_raises_and_changes_nothing(
         with pytest.raises((BadControl, BadOption), match=said):
             await refused(engine)
         assert (engine.state, engine.weight_version, engine.runtime.gate._held) == (state, version, gate)
-        assert engine.standstill.on is gate
+        assert engine.pause_state.on is gate
 
 
 async def test_engine_without_control_refuses_a_pause_by_name() -> None:

@@ -84,7 +84,7 @@ async def test_native_cancellation_waits_for_the_end_of_a_load() -> None:
         engine.runtime.listeners.add(lambda: versions.append(engine.weight_version))
         await cancelled_at(runtime, "load", lambda: engine.update_weights(None))
         assert (engine.state, engine.weight_version, versions) == (EngineState.RUNNING, "1", ["1"])
-        assert not engine.standstill.on
+        assert not engine.pause_state.on
         await engine.pause()
         await engine.resume()
 
@@ -139,7 +139,7 @@ async def test_a_resume_that_is_cancelled_natively_is_done() -> None:
         runtime = await controlled(engine)
         await cancelled_at(runtime, "resume", engine.resume)
         assert engine.state is EngineState.RUNNING
-        assert not engine.standstill.on
+        assert not engine.pause_state.on
 
 
 async def test_call_awaited_to_its_end_returns_or_raises_as_usual() -> None:

@@ -102,7 +102,7 @@ async def test_weights_that_are_refused_leave_everything_as_it_was() -> None:
         async with saying(engine) as said:
             with pytest.raises(EngineError, match="check failed"):
                 await engine.update_weights(None)
-            assert not engine.standstill.on
+            assert not engine.pause_state.on
         assert said.finish is not None
         assert [span.version for span in said.finish.versions] == ["scripted"]
         assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "scripted")
@@ -161,7 +161,7 @@ async def test_call_cancelled_at_any_point_is_done_or_never_begun(
                 await scenario(engine, how)
 
         async def nothing_is_left() -> None:
-            assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
+            assert (engine.state, engine.pause_state.on) == (EngineState.RUNNING, False)
             assert (engine.stats().open, engine.stats().waiting) == (0, 0)
             ids, finish = await ask(engine)
             assert ids == undisturbed

@@ -10,7 +10,7 @@ import pytest
 import trio.testing
 
 from runner import Conversation, EpisodeOver, Limits, Outcome
-from runner.concurrency.clocks import Asking, Clock, Waiting
+from runner.concurrency.clocks import Clock, ParallelRequest, Waiting
 from runner.testing import Fault, Reply
 from tests.episode.client_recordings import RUN
 from tests.playing import Plain, assert_nothing_open, play_all, recording
@@ -28,12 +28,12 @@ def anyio_backend(clock: trio.testing.MockClock) -> tuple[str, dict[str, object]
 
 async def test_clock_stops_only_while_all_requests_wait(clock: trio.testing.MockClock) -> None:
     with Clock(10) as over:
-        with Asking():
+        with ParallelRequest():
             with Waiting():
                 clock.jump(100)
                 await anyio.lowlevel.checkpoint()
                 assert not over.fired, "the only client waits"
-            with Asking(), Waiting():
+            with ParallelRequest(), Waiting():
                 clock.jump(4)
                 await anyio.lowlevel.checkpoint()
                 assert over.scope.deadline < float("inf"), "one of two clients waits, and the other works"

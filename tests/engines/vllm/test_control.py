@@ -153,7 +153,7 @@ def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(on_engine: Any) 
             await engine.resume()
 
         async def goes_on() -> None:
-            assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
+            assert (engine.state, engine.pause_state.on) == (EngineState.RUNNING, False)
             assert not await engine.vllm.llm.is_paused()
 
         async with speaking(engine):
