@@ -125,7 +125,7 @@ def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> Reque
         # Only the named turn, its ancestors and its descendants are considered. Without a named turn, the content
         # alone decides.
         known = [each for each in point.answers if named is None or _in_line(each, named)]
-        proven = [each for each in known if _reasons(match, each)]
+        proven = [each for each in known if _reasoning_matches(match, each)]
         if proven:
             return max(proven, key=lambda each: (each.label == label, each.fits(label), each.number))
     return _parent(match, None, label) if named is not None else None
@@ -136,19 +136,19 @@ def _in_line(one: RequestNode, other: RequestNode) -> bool:
     return any(each is older for each in younger.path())
 
 
-def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
+def _reasoning_matches(match: HistoryMatch, request_node: RequestNode) -> bool:
     """Return True if no reasoning in the history differs from the reasoning of its turns. Reasoning may be missing."""
     turns = {id(each.answer_node): each for each in request_node.path()} if match.thoughts else {}
     for index in match.thoughts:
         turn = turns.get(id(match.points[index]))
-        if turn is not None and turn.node is not None and not _names(match.messages[index], turn):
+        if turn is not None and turn.node is not None and not _has_turn_id(match.messages[index], turn):
             known = turn.node.reply.get("reasoning_content", "")
             if match.messages[index].message["reasoning_content"].strip() != known.strip():
                 return False
     return True
 
 
-def _names(message: ReadMessage, turn: RequestNode) -> bool:
+def _has_turn_id(message: ReadMessage, turn: RequestNode) -> bool:
     """Return True if a message has an id of a turn. The id proves the turn, so the reasoning need not be equal."""
     return turn.node is not None and turn.node.turn.handle != "" and turn.node.turn.handle in message.handles
 
@@ -175,7 +175,7 @@ def _verdict(
     if edited is not None and (parent is not None or tools or not _offered(edited)):
         return RequestAlignment(match, Verdict.EDITED, edited)
     spoken = sum(message.role == "assistant" for message in rest)
-    begun = _begun(match, parent, depth, label)
+    begun = _deepest_request_without_answer(match, parent, depth, label)
     if spoken and (begun is not None or parent is not None):
         latest = _latest(begun, label) if begun is not None else None
         if begun is not None and latest is not None and spoken == _turns_between(begun, latest):
@@ -244,7 +244,9 @@ def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdic
     return Verdict.REWOUND if any(each is parent for each in latest.path()) else Verdict.BRANCH
 
 
-def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: str) -> RequestNode | None:
+def _deepest_request_without_answer(
+    match: HistoryMatch, parent: RequestNode | None, depth: int, label: str
+) -> RequestNode | None:
     """Return the deepest matched request after `parent` whose answer the client's history lacks, or None."""
     for point in reversed(match.points[depth:-1]):
         for each in reversed(point.requests):
