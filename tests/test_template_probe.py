@@ -215,6 +215,13 @@ def test_a_bos_is_missing_only_where_the_vocabulary_wants_one() -> None:
     assert profile("{{ bos_token }}" + PLAIN, bos_token="<begin>").bos == "written"
 
 
+@pytest.mark.parametrize("shown", ["%A", "%H"], ids=["weekday", "hour"])
+def test_clock_that_shows_one_part_of_the_time_is_found(shown: str) -> None:
+    template = ChatTemplate("{{ strftime_now('" + shown + "') }}" + PLAIN, name="tiny")
+    # The 3rd of May three years before, at 1 o'clock, has the same weekday and hour.
+    assert profile_of(usable_renderer(template, {}, datetime(2026, 4, 1, 1))).clock
+
+
 def test_a_profile_survives_json() -> None:
     found = profile(PLAIN)
     assert TemplateProfile.from_json(json.loads(json.dumps(found.as_json()))) == found

@@ -164,7 +164,7 @@ _KNOWN_BOS = (
 
 
 def _default_system(probe: ProbeRenderer) -> str:
-    """Return the text that is only before the first question, without control tokens and role names."""
+    """Return the text that is only before the first user message, without control tokens and role names."""
     first = (probe.text(QUESTION, asking=True) or "").partition(ASKED)[0]
     second = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED)
     opener = first_mismatch(first[::-1], second[::-1])
@@ -178,9 +178,13 @@ def _default_system(probe: ProbeRenderer) -> str:
 def _clock(probe: ProbeRenderer) -> bool:
     renderer = probe.renderer
     now = renderer.now
-    # The other time has another year, month, day, weekday and hour.
+    # The other time has another year, month, day, weekday and hour. One date has different weekdays in two years.
+    others = [
+        datetime(year, now.month % 12 + 1, now.day % 27 + 2, (now.hour + 1) % 24)
+        for year in (now.year - 3, now.year - 4)
+    ]
     other = renderer.template.renderer(
-        renderer.options, datetime(now.year - 3, now.month % 12 + 1, now.day % 27 + 2, 1)
+        renderer.options, next(each for each in others if each.weekday() != now.weekday())
     )
     return any(
         probe.text(QUESTION, tools=tools, asking=True) != ProbeRenderer(other).text(QUESTION, tools=tools, asking=True)
