@@ -25,6 +25,7 @@ from runner.cluster.protocol import EngineKnown, WorkerInfo, WorkerLost, WorkerP
 from runner.concurrency.clocks import FIRST_STEP_FACTOR, Progress
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
 from runner.engines.gate import Session, affinity_beside
+from runner.engines.state import NOT_RUNNING
 from runner.errors import DeltarunnerError, EngineDead, EngineError
 from runner.options import Constraint, Sampling
 
@@ -99,7 +100,7 @@ class HostedEngine(Engine):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.running = False
-        self._die("it was closed")
+        self._die(EngineDead("the engine was closed"))
         if self._process is not None:
             self._process.send("leave", self._name)
         # The task group receives no exception, since it would wrap an exception that leaves the block.
@@ -112,7 +113,7 @@ class HostedEngine(Engine):
                     if (stream := self._streams.get(number)) is not None:
                         stream.take_event(event)
         except (WorkerLost, DeltarunnerError) as error:
-            self._die(str(error))
+            self._die(error)
 
     async def _poll_stats(self) -> None:
         try:
@@ -120,7 +121,7 @@ class HostedEngine(Engine):
                 await self.refresh_stats()
                 await anyio.sleep(STATS_SECONDS)
         except (WorkerLost, DeltarunnerError) as error:
-            self._die(str(error))
+            self._die(error)
 
     async def refresh_stats(self) -> None:
         """Request the engine's statistics, for `stats`."""
@@ -129,9 +130,11 @@ class HostedEngine(Engine):
         if self._stats.steps != before:
             self._progress.note()
 
-    def _die(self, why: str) -> None:
+    def _die(self, error: Exception) -> None:
+        """Fail all requests, those in flight and later ones, with the first error."""
         if self._death is None:
-            self._death = EngineDead(f"the engine's process is gone: {why}")
+            gone = "the engine's process is gone: " if isinstance(error, WorkerLost) else ""
+            self._death = EngineDead(f"{gone}{error}")
             for stream in list(self._streams.values()):
                 stream.take_event(self._death)
 
@@ -139,7 +142,7 @@ class HostedEngine(Engine):
     def pid(self) -> int:
         """The process id of the engine, on its machine."""
         if self._info is None:
-            raise EngineDead("the engine is not running")
+            raise EngineDead(NOT_RUNNING)
         return self._info.pid
 
     # --- calls of a run
@@ -183,7 +186,7 @@ class HostedEngine(Engine):
         try:
             await self._process.send("call", "health")
         except WorkerLost as lost:
-            self._die(str(lost))
+            self._die(lost)
             self.require_alive()
 
     async def score(
@@ -200,7 +203,7 @@ class HostedEngine(Engine):
         try:
             scores: list[float] = await self._process.send("score", list(ids), named)
         except WorkerLost as lost:
-            self._die(str(lost))
+            self._die(lost)
             self.require_alive()
             raise
         return scores
@@ -208,7 +211,7 @@ class HostedEngine(Engine):
     def describe(self) -> dict[str, Any]:
         """The engine's description of itself, for the header of a run file."""
         if self._info is None:
-            raise EngineDead("the engine is not running")
+            raise EngineDead(NOT_RUNNING)
         return dict(self._info.description)
 
     def require_alive(self) -> None:
@@ -220,9 +223,9 @@ class HostedEngine(Engine):
         if self._death is not None:
             raise EngineDead(str(self._death)) from self._death
         if self._process is None:
-            raise EngineDead("the engine is not running")
+            raise EngineDead(NOT_RUNNING)
 
-    # --- its streams
+    # --- streams
 
     def begin(self, stream: HostedStream, request: GenerationRequest) -> int:
         """Send a request, and return its number. The host names the stream by this number."""

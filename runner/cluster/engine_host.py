@@ -162,7 +162,10 @@ class EngineHost(EngineProcess):
 
     def _note_request(self, client_name: str) -> _HostClient:
         if client_name not in self._clients:
-            raise EngineDead(f"it received no request of this process for {SILENT_SECONDS:g} s, and dropped it")
+            raise EngineDead(
+                f"the engine got no request from this client for {SILENT_SECONDS:g} s, and closed its connection: "
+                "enter it again."
+            )
         now = anyio.current_time()
         # At most two intervals count in one step, since this process receives no requests while it is suspended.
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)

@@ -22,7 +22,7 @@ from runner.engines.controllable import Controllable
 from runner.engines.gate import Session, affinity_beside
 from runner.engines.proofs import WeightProof
 from runner.engines.runtime import ModelRuntime
-from runner.engines.state import EngineState
+from runner.engines.state import NOT_RUNNING, EngineState
 from runner.errors import BadControl, BadOption, EngineDead, EngineError
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
@@ -423,7 +423,7 @@ class ModelEngine(Engine, Generic[RuntimeT]):
             EngineDead: the engine is not running.
         """
         if self.runtime is None:
-            raise EngineDead("the engine is not running")
+            raise EngineDead(NOT_RUNNING)
         return self.runtime
 
     def stats(self) -> EngineStats:

@@ -14,6 +14,7 @@ import anyio
 from runner.concurrency.clocks import Waiting
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
+from runner.engines.state import NOT_RUNNING
 from runner.errors import BadOption, EngineDead, EngineError, RequestRejected
 
 __all__ = ["ErrorTexts", "HttpRuntime", "RetriedStream", "server_address"]
@@ -146,7 +147,7 @@ class HttpRuntime(Generic[ServerT]):
 
     def stop(self) -> None:
         """End all use of the server; requests at the gate fail."""
-        self.death_error("the engine is not running")
+        self.death_error(NOT_RUNNING)
 
     def permanent_error(self, name: str, failure: HttpFailure, *, alone: bool) -> EngineError:
         """Return the error for a request that is not sent again.

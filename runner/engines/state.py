@@ -9,7 +9,10 @@ from typing import Any
 from runner.engines.proofs import ProofFigures, WeightProof
 from runner.errors import BadOption
 
-__all__ = ["SLEEP_TAGS", "CheckedUpdate", "EngineState", "PauseMode", "WeightUpdate"]
+__all__ = ["NOT_RUNNING", "SLEEP_TAGS", "CheckedUpdate", "EngineState", "PauseMode", "WeightUpdate"]
+
+NOT_RUNNING = "the engine is not running: use it as `async with engine`, or give it to a run."
+"""Error text of an engine that was not entered, or was left."""
 
 SLEEP_TAGS = ("weights", "kv_cache")
 """Parts of an engine's memory that can be woken separately."""

@@ -18,6 +18,7 @@ from runner.engines.chat.stream import ChatStream
 from runner.engines.chat.wire import FIELDS, RequestFormat, check_sampling
 from runner.engines.http_retries import FailureKind, Retries, RetryPolicy
 from runner.engines.message_engine import MessageEngine, MessageRequest
+from runner.engines.state import NOT_RUNNING
 from runner.errors import BadOption, EngineDead
 from runner.options import Sampling
 
@@ -139,7 +140,7 @@ class ChatEngine(MessageEngine):
     @property
     def _asked(self) -> ChatRuntime:
         if self._running is None:
-            raise EngineDead("the engine is not running")
+            raise EngineDead(NOT_RUNNING)
         return self._running
 
     def check_sampling(self, sampling: Sampling) -> None:

@@ -12,7 +12,7 @@ from runner.engines.adapters import Adapters
 from runner.engines.function.token_function import LogprobsKind, TokenFunction
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import ModelRuntime, OpenRequest
-from runner.engines.state import PauseMode
+from runner.engines.state import NOT_RUNNING, PauseMode
 from runner.errors import BadControl, EngineDead
 
 __all__ = ["FunctionAdapters", "FunctionRuntime"]
@@ -126,7 +126,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
 
     def require_alive(self) -> None:
         if self._stopped:
-            raise EngineDead("the engine is not running")
+            raise EngineDead(NOT_RUNNING)
         if self._death is not None:
             raise self.death_error(self._death)
 
@@ -141,7 +141,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         return copy
 
     async def stop(self) -> None:
-        """End every call; requests inside and at the gate fail."""
+        """End every call; requests in flight and at the gate fail."""
         self._stopped = True
         self.gate.fail(lambda: EngineDead("the engine was stopped"))
         for request in tuple(self.requests):

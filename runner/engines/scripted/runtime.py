@@ -1,4 +1,4 @@
-"""Runtime of a scripted engine: virtual time, requests inside, and control by the trainer."""
+"""Runtime of a scripted engine: virtual time, requests in flight, and control by the trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import ScoredPass, ScoresByPass
 from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.scripted.delivery_plan import DeliveryPlanner
-from runner.engines.state import PauseMode
+from runner.engines.state import NOT_RUNNING, PauseMode
 from runner.engines.transfers import RelayedTransfer, TransferStep
 from runner.errors import BadControl, EngineDead
 
@@ -111,7 +111,7 @@ class _DiscardingReceiver:
 
 
 class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
-    """State of a scripted engine; a request is inside until its last id was sent.
+    """State of a scripted engine. A request is in `requests` until its last id was sent or it is cut.
 
     It has no weights: it accepts anything as new weights, and only changes the version.
     """
@@ -213,12 +213,12 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
             raise self.dead()
 
     def die(self, message: str) -> None:
-        """Fail all requests inside and at the gate, and all later ones, with one cause."""
+        """Fail all requests in flight and at the gate, and all later ones, with one cause."""
         self._fail(f"The engine died: {message}", RuntimeError(message))
 
     def dead(self) -> EngineDead:
         """Return the error for one request of an engine that is not alive."""
-        error = EngineDead(self._death or "The engine is not running: use it as `async with engine`.")
+        error = EngineDead(self._death or NOT_RUNNING)
         error.__cause__ = self._cause
         return error
 

@@ -17,7 +17,7 @@ from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import MIN_SCORES, STEP_PLACES, ScoredPass, ScoresByPass, ids_in_steps
 from runner.engines.runtime import ModelRuntime, OpenRequest
-from runner.engines.state import PauseMode
+from runner.engines.state import NOT_RUNNING, PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.own_scores import OwnScores
 from runner.engines.vllm.parallel import call_all_workers, stale_tensors
@@ -51,7 +51,7 @@ class VllmRequest(OpenRequest, Protocol):
 
 
 class VllmRuntime(ModelRuntime[VllmRequest]):
-    """State of vLLM from start to stop. A request counts as inside until its stream is left."""
+    """State of vLLM from start to stop. A request is in flight until its stream is left."""
 
     adapters: VllmAdapters
     workers = 1
@@ -385,7 +385,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
 
     def require_alive(self) -> None:
         if self._stopped:
-            raise EngineDead("the engine is not running")
+            raise EngineDead(NOT_RUNNING)
         if not self.is_alive():
             raise self.death_error(None)
 
