@@ -122,7 +122,9 @@ def _json(value: Any, where: str) -> tuple[str, bytes]:
     try:
         return "application/json", orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise BadOption(f"{where}: it is not JSON ({error}).") from error
+        raise BadOption(
+            f"{where}: it is not JSON ({error}): give dicts, lists, strings, numbers, booleans or None."
+        ) from error
 
 
 def _image(value: Any, where: str) -> tuple[str, bytes]:
@@ -153,7 +155,7 @@ def _bytes(value: Any, where: str) -> bytes:
         with Path(value).open("rb") as file:
             return file.read(MAX_ATTACHMENT_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise BadOption(f"{where}: the file cannot be read ({error}).") from error
+        raise BadOption(f"{where}: the file cannot be read ({error}): give a readable path, or the bytes.") from error
 
 
 _READERS: Final = {

@@ -121,7 +121,7 @@ def write_project(names: Names, folder: Path) -> None:
         _write(names, unfinished)
         unfinished.rename(folder)
     except OSError as error:
-        raise StorageFailed(f"{folder} cannot be written: {error.strerror or error}.") from error
+        raise StorageFailed(f"{folder} cannot be written: {error.strerror or error}. Give another --folder.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

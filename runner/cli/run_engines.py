@@ -21,7 +21,7 @@ _WORKER_OPTIONS = {"worker_gpus": "gpus", "worker_cpus": "cpus", "stall_seconds"
 
 
 def agent_engines(settings: RunSettings) -> dict[str, BaseEngine]:
-    """The engines of agents, by name: `api:MODEL`, `api:MODEL@URL` or `MODEL@URL`.
+    """The engines by agent. Each is given as `api:MODEL`, `api:MODEL@URL` or `MODEL@URL`.
 
     Raises:
         BadOption: an engine cannot be read, or its package is missing.
@@ -76,7 +76,9 @@ def engine_with_workers(settings: RunSettings, make_engine: Callable[[RunSetting
     require_ray("--workers")
     engine = make_engine(settings)
     if not isinstance(engine, Engine):
-        raise BadOption(f"--workers {settings.workers}: {type(engine).__name__} does not return token ids.")
+        raise BadOption(
+            f"--workers {settings.workers}: {type(engine).__name__} does not return token ids: give one that does."
+        )
     given = {argument: getattr(settings, name) for name, argument in _WORKER_OPTIONS.items()}
     given = {argument: value for argument, value in given.items() if value is not None}
     return RayEngines(engine, workers=workers, address=settings.cluster, **given)

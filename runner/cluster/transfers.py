@@ -167,7 +167,10 @@ class FleetTransfers:
             if handle in driver.handles:
                 handle.dismiss("it started after the others had connected to their trainer, so it has older weights")
         if self._transfer_group.lost and self._having(version) < driver.fleet.least:
-            raise EngineError(f"{self._shares(version)}, of at least {driver.fleet.least}: {self._who_was_lost()}")
+            raise EngineError(
+                f"only {self._having(version)} of {len(driver.members)} workers have the weights {version!r}, and "
+                f"{driver.fleet.least} are needed: {self._who_was_lost()}"
+            )
         return updates
 
     def _lacking(self, version: str) -> list[WorkerHandle]:

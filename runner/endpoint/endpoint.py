@@ -213,7 +213,7 @@ class Endpoint:
             finished = await wait()
             group.cancel_scope.cancel()
         if finished is None:
-            raise EpisodeOver(f"the episode is over, and {name} did not end within {END_GRACE_SECONDS:g} s")
+            raise EpisodeOver(f"the episode is over: {name} did not end within {END_GRACE_SECONDS:g} s and was stopped")
         if check and not finished.ok and not self.over and not self._cut_short():
             raise finished.failure()
         return finished

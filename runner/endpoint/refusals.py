@@ -93,7 +93,7 @@ class Refused(Exception):
 
 def ended() -> Refused:
     """Return the refusal of requests to an episode that is over."""
-    return Refused(Reason.OVER, "the episode is over: it has ended.")
+    return Refused(Reason.OVER, "the episode has ended: send no more requests with this API key.")
 
 
 def refusal_of(error: Exception) -> Refused:

@@ -175,7 +175,7 @@ class WeightProof:
             )
         if len(self.ids) >= context:
             raise BadWeights(
-                f"WeightProof: {len(self.ids)} ids do not fit the engine's context of {context}; give fewer."
+                f"WeightProof: its {len(self.ids)} ids must be fewer than the engine's context of {context}."
             )
 
     def in_steps(self) -> WeightProof:

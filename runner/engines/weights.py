@@ -150,13 +150,15 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
     if not path.is_dir():
         if path.is_file():
             raise BadWeights(f"the weights {str(folder)!r} are a file: give the folder that holds it.")
-        raise BadWeights(f"the weights {str(folder)!r}: the folder does not exist.")
+        raise BadWeights(f"the weights {str(folder)!r}: the folder does not exist. Give an existing folder.")
     files, index = _files(path)
     forms: dict[str, TensorForm] = {}
     for file in files:
         for name, form in _read_header(file).items():
             if name in forms:
-                raise BadWeights(f"{path}: the tensor {name!r} is in {forms[name].file} and in {file.name}.")
+                raise BadWeights(
+                    f"{path}: the tensor {name!r} is in {forms[name].file} and in {file.name}. Remove one of the files."
+                )
             forms[name] = form
     for name, listed in index.items():
         if name not in forms:
@@ -191,7 +193,7 @@ def _read_index(file: Path) -> Mapping[str, str]:
         names = json.loads(file.read_bytes())["weight_map"]
         return {str(name): str(where) for name, where in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadWeights(f"{file} cannot be read as an index of safetensors: {error!r}.") from error
+        raise BadWeights(f"{file} cannot be read as an index of safetensors: {error!r}. Save it again.") from error
 
 
 def _read_header(file: Path) -> dict[str, TensorForm]:
@@ -206,7 +208,7 @@ def _read_header(file: Path) -> dict[str, TensorForm]:
             for name, entry in entries
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        raise BadWeights(f"{file} cannot be read as safetensors: {error}") from error
+        raise BadWeights(f"{file} cannot be read as safetensors: {error}. Save it again.") from error
 
 
 def _entries(file: Path) -> list[tuple[str, Any]]:
@@ -217,7 +219,9 @@ def _entries(file: Path) -> list[tuple[str, Any]]:
         if size < 8 or (size < 8 + length and length <= _HEADER_BYTES):
             raise BadWeights(f"{file} is truncated: it ends within its header, after {size} bytes. Save it again.")
         if length > _HEADER_BYTES:
-            raise BadWeights(f"{file} is not a safetensors file: its header would be {length} bytes long.")
+            raise BadWeights(
+                f"{file} is not a safetensors file: its header would be {length} bytes long. Save it again."
+            )
         header = json.loads(opened.read(length))
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     for name, entry in sorted(entries, key=lambda named: int(named[1]["data_offsets"][1])):

@@ -45,7 +45,9 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
     except DeltarunnerError:
         raise
     except (Exception, SystemExit) as error:
-        raise BadEnvironment(f"{name}() raised {describe_error(error)}") from error
+        raise BadEnvironment(
+            f"{name}() raised {describe_error(error)}: correct its __init__, or give an object of the class."
+        ) from error
 
 
 def check_playable(environment: Environment[Any]) -> None:

@@ -54,7 +54,9 @@ def _read_lines(path: Path, task_class: type[Task]) -> Iterator[tuple[int, Task]
                 if line.strip():
                     yield number, _task_of(line, build, f"{path}:{number}")
     except OSError as error:
-        raise BadTask(f"the task file {str(path)!r} cannot be read ({error.strerror or error}).") from error
+        raise BadTask(
+            f"the task file {str(path)!r} cannot be read ({error.strerror or error}): give a readable file."
+        ) from error
 
 
 def _without_bom(line: bytes, path: Path) -> bytes:

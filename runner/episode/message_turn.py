@@ -134,7 +134,8 @@ class MessageTurn:
         # Only the server counts tokens, and only for requests that it has answered.
         used = node.turn.usage.total_tokens if node is not None and not cursor.whole and node.turn.usage else 0
         if used >= conversation.context:
-            text = f"{conversation.episode.key.id}: {used} tokens do not fit the context of {conversation.context}"
+            room = f"no room for a turn in the context of {conversation.context}"
+            text = f"{conversation.episode.key.id}: {used} tokens leave {room}"
             conversation.refuse_prompt(text, prompt=used)
 
     def _history(self) -> Sequence[Message]:

@@ -136,7 +136,8 @@ class _Extending:
 
 def _refuse_too_long(conversation: ConversationState, prompt: PreparedPrompt) -> None:
     if len(prompt.ids) >= conversation.context:
-        text = f"{conversation.episode.key.id}: {len(prompt.ids)} ids do not fit the context of {conversation.context}"
+        room = f"no room for a turn in the context of {conversation.context}"
+        text = f"{conversation.episode.key.id}: {len(prompt.ids)} ids leave {room}"
         conversation.refuse_prompt(text, prompt=len(prompt.ids))
 
 

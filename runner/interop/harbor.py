@@ -273,7 +273,8 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
             return read(content)
         except ValueError as error:
             raise VerifierFailed(
-                f"{LOG_FOLDER}/{name}: {error}; the verifier wrote: {output_tail(str(done))}"
+                f"{LOG_FOLDER}/{name} holds no valid reward ({error}): correct the verifier. It wrote: "
+                f"{output_tail(str(done))}"
             ) from None
     raise VerifierFailed(f"the verifier wrote no reward into {LOG_FOLDER}: {output_tail(str(done))}")
 

@@ -306,7 +306,9 @@ def judge_of_option(score: str, cache: str) -> Judge:
         try:
             rubric = Path(rubric[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise BadOption(f"score={score!r:.80}: the rubric cannot be read ({error}).") from None
+            raise BadOption(
+                f"score={score!r:.80}: the rubric cannot be read ({error}): give a readable file."
+            ) from None
     if not rubric.strip():
         raise BadOption(
             f"score={score!r:.60}: give a rubric, such as judge:'1 if it is polite, else 0', or judge:@FILE."

@@ -124,7 +124,7 @@ class _FileRows(RowSource):
         self.name = str(path)
 
     def _error(self, error: OSError) -> BadTask:
-        return BadTask(f"the data set {self.name!r} cannot be read ({error.strerror or error}).")
+        return BadTask(f"the data set {self.name!r} cannot be read ({error.strerror or error}): give a readable file.")
 
 
 class _JsonRows(_FileRows):

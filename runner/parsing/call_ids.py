@@ -65,7 +65,7 @@ def _fitting(form: TurnFormat, call: ToolCallMessage, own: Collection[str], take
         if numbered["id"] not in taken and not (named and any(each.endswith(f":{number}") for each in taken)):
             taken.add(numbered["id"])
             return numbered
-    raise AssertionError("unreachable: numbers do not end")
+    raise AssertionError("unreachable: itertools.count() does not end")
 
 
 def _stays(form: TurnFormat, call: ToolCallMessage, own: Collection[str]) -> bool:

@@ -109,7 +109,7 @@ class ResponseTemplateReader:
             from transformers.utils.chat_parsing import ResponseParser
             from transformers.utils.chat_parsing.response_templates import load_response_template
         except ImportError:
-            raise NoParser("transformers, which reads by it, is not installed or is older than 5.19") from None
+            raise NoParser("it needs transformers 5.19 or newer, which is not installed: install it") from None
         try:
             return ResponseParser, load_response_template(dict(self.format.template))
         except (LookupError, TypeError, ValueError, AttributeError) as error:

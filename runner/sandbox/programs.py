@@ -36,6 +36,8 @@ FOLDER_BYTES: Final = 4 * 1024**3
 COPY_SECONDS: Final = 300.0
 """Time limit for a copy of a folder of programs."""
 
+_CHECK: Final = "Check that the container engine runs."
+
 _CONFIGURATION: Final = "{{.Image}} {{.Config.WorkingDir}}{{range .Config.Env}}\n{{.}}{{end}}"
 
 
@@ -51,7 +53,7 @@ async def restore_programs(client: ContainerClient, name: str) -> None:
     image, folders = await _folders(client, name)
     listed = await client.call("diff", name, most_bytes=DIFF_BYTES)
     if not listed.ok:
-        raise SandboxFailed(f"the changes of sandbox {name} cannot be listed: {listed.error}")
+        raise SandboxFailed(f"the changes of sandbox {name} cannot be listed: {listed.error}. {_CHECK}")
     lines = [(line[:1], line[2:]) for line in listed.text.splitlines() if line[:2] in ("A ", "C ", "D ")]
     # The parents of each changed path are listed too. A parent without listed paths below it was itself replaced.
     parents = {str(parent) for _, path in lines for parent in PurePosixPath(path).parents}
@@ -79,7 +81,7 @@ async def _folders(client: ContainerClient, name: str) -> tuple[str, list[str]]:
     """Return the image, and the folders of programs that are not below the working folder."""
     result = await client.call("container", "inspect", "--format", _CONFIGURATION, name)
     if not result.ok:
-        raise SandboxFailed(f"sandbox {name} cannot be inspected: {result.error}")
+        raise SandboxFailed(f"sandbox {name} cannot be inspected: {result.error}. {_CHECK}")
     first, *variables = result.text.splitlines()
     image, _, workdir = first.partition(" ")
     path = next((line[5:] for line in variables if line.startswith("PATH=")), "") or DEFAULT_PATH
@@ -114,7 +116,7 @@ async def _original(client: ContainerClient, image: str) -> AsyncIterator[str]:
             arguments = [f"--name={name}", own_label(), "--network=none", image, "true"]
             made = await client.call("create", *arguments)
         if not made.ok:
-            raise SandboxFailed(f"image {image!r:.40} cannot be opened: {made.error}")
+            raise SandboxFailed(f"image {image!r:.40} cannot be opened: {made.error}. {_CHECK}")
         yield name
     finally:
         await remove_container(client, name)

@@ -235,9 +235,10 @@ def _refuse_ids(ids: Sequence[int], request: GenerationRequest, vocabulary: int)
     stops = {*request.stop_ids, *request.sampling.stop_ids}
     end = next((index for index, token_id in enumerate(ids, 1) if token_id in stops), None)
     if end is None and len(ids) < longest:
+        cut = f", or play it with Sampling(max_tokens={len(ids)})" if ids else ""
         raise RequestRejected(
-            f"{name}: {len(ids)} ids are forced, but the turn may have {longest}: end them with a stop id "
-            f"({', '.join(map(str, sorted(stops)))}), or end the turn there with Sampling(max_tokens={len(ids)})."
+            f"{name}: {len(ids)} ids are forced, none is a stop id, and the turn continues to {longest} ids: add a "
+            f"stop id ({', '.join(map(str, sorted(stops)))}){cut}."
         )
     least = request.sampling.min_tokens
     if end is not None and end <= least:

@@ -78,7 +78,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
                 return
             rest = file.read()
     except OSError as error:
-        raise BadBatch(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise BadBatch(f"{path} cannot be read: {error.strerror or error}. Give a readable file.") from None
     if first:
         value = _required(path, f"line {number}" if not rest else "the document", first + rest)
         yield from ((f"item {n}", each) for n, each in enumerate(value)) if isinstance(value, list) else (("", value),)
@@ -164,7 +164,10 @@ class _Node:
         ids, sampled = ids_of(where, optional, "token_ids", vocabulary), bool(node.get("sampled"))
         mask = mask_of(where, optional, "mask", len(ids), counted(len(ids), "id"))
         if any(mask) and not sampled:
-            raise BadBatch(f"{where}: mask trains on a message that was not sampled.")
+            raise BadBatch(
+                f"{where}: mask is true for {counted(sum(mask), 'id')}, but sampled is false: set sampled to true, or "
+                "mask to false."
+            )
         logprobs = logprobs_of(where, optional, "logprobs", sum(mask)) if optional["logprobs"] else []
         tools = [_openai_tool(tool) for tool in node.get("tools") or ()]
         return cls(parent, sampled, _openai_message(node["message"]), ids, mask, logprobs, tools)

@@ -199,7 +199,7 @@ class _Rollouts:
         try:
             return self.tasks[text]
         except KeyError:
-            raise BadOption(f"the prompt {text!r:.80} of the data set has no task in tasks=.") from None
+            raise BadOption(f"the prompt {text!r:.80} of the data set has no task in tasks=: add one.") from None
 
     def _played(self, tasks: list[Task]) -> list[Trajectory]:
         """A trajectory of `main` for each task in this order; equal tasks in a row are one group."""

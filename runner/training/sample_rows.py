@@ -206,7 +206,10 @@ def sample_rows(
     choice = SegmentChoice.of(segments)
     limit = _Limit.of(length)
     if trajectory.turns and not any(turn.has_ids for turn in trajectory.turns):
-        raise BadBatch(f"{name_of(trajectory)} was run on a message engine: it has no token ids to train on.")
+        raise BadBatch(
+            f"{name_of(trajectory)} was run on a message engine: it has no token ids to train on. Play it on an engine "
+            "of token ids."
+        )
     credit = _by_turn(trajectory, advantages)
     table = version_table([trajectory])
     rows = _chosen(rows_of(trajectory, table), choice, trajectory)

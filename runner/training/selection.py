@@ -159,7 +159,7 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
         raise BadBatch("no groups were given: an iterator that was read before is empty.")
     for item in items:
         if not isinstance(item, Group | Trajectory):
-            raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory.")
+            raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory: give groups or trajectories.")
         if isinstance(item, Group) and not item.complete and not partial:
             scored = sum(not absence(trajectory) for trajectory in item.trajectories)
             raise BadBatch(

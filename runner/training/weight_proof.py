@@ -63,11 +63,11 @@ def weight_proof(
     try:
         import torch
     except ImportError:
-        raise BadModel("weight_proof() needs torch, which is not installed.") from None
+        raise BadModel("weight_proof() needs torch, which is not installed: pip install torch") from None
 
     first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
     if first is None:
-        raise BadModel(f"weight_proof(): {type(model).__name__} is not a torch model with parameters.")
+        raise BadModel(f"weight_proof(): {type(model).__name__} is not a torch model with parameters: give one.")
     weights_dtype = first.dtype if dtype is None else getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(weights_dtype, torch.dtype) or not weights_dtype.is_floating_point:
         raise BadModel(f"weight_proof(dtype={dtype!r}): torch has no such floating-point type.")
@@ -151,7 +151,7 @@ def _checked_ids(model: Any, ids: Sequence[int]) -> list[int]:
     wrong = next((each for each in plain if each < 0 or (count is not None and each >= count)), None)
     if wrong is not None:
         last = "" if count is None else f"; its ids are 0 to {count - 1}"
-        raise BadWeights(f"weight_proof(): the model does not have the id {wrong}{last}.")
+        raise BadWeights(f"weight_proof(): the model does not have the id {wrong}{last}. Give ids of this model.")
     return plain
 
 

@@ -85,7 +85,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "only over-long prompts": (
         ["mine.py:Long"],
         "TooManyFailures",
-        ["endless#0: 6019 ids do not fit the context of 2000"],
+        ["endless#0: 6019 ids leave no room for a turn in the context of 2000"],
     ),
     "a result below a threshold": (
         ["mine.py:Greeting", "--fail-under", "reward=2", "--fail-under", "pass@1=0"],

@@ -37,7 +37,7 @@ async def test_ended_episode_answers_nothing_further() -> None:
             for form in FORMS:
                 answer = await client.post(f"/{form}", json=ASKED)
                 assert (answer.status_code, answer.headers["x-should-retry"]) == (400, "false"), form
-                assert "episode is over" in answer.text
+                assert "the episode has ended" in answer.text
         assert await endpoint.wait() == {}
 
     (trajectory,) = await served(loop, ["Done.", "Never said."])

@@ -75,7 +75,7 @@ async def test_proof_of_another_vocabulary_is_refused_first() -> None:
 
 async def test_a_proof_longer_than_the_context_is_refused() -> None:
     async with ScriptedEngine("Yes", context=40) as engine:
-        with pytest.raises(BadWeights, match="40 ids do not fit the engine's context of 40"):
+        with pytest.raises(BadWeights, match="its 40 ids must be fewer than the engine's context of 40"):
             await engine.update_weights("any", proof=WeightProof(IDS, [-1.0] * 39))
 
 

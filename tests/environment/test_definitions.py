@@ -307,7 +307,7 @@ def test_constructor_that_raises_is_refused_with_its_cause() -> None:
         def __init__(self) -> None:
             len(5)  # type: ignore[arg-type]  # wrong on purpose
 
-    with pytest.raises(BadEnvironment, match=r"Unmade\(\) raised TypeError: object of type 'int' has no len"):
+    with pytest.raises(BadEnvironment, match=r"Unmade\(\) raised TypeError: .* correct its __init__"):
         Run(Unmade, ScriptedEngine("Yes"))
 
 

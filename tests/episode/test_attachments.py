@@ -122,7 +122,7 @@ async def test_show_has_attachments_after_their_turns(tmp_path: Path) -> None:
         ({"json": {1, 2}}, "it is not JSON"),
         ({"image": b"<svg onload=alert(1)>"}, "it is not a PNG, JPEG, GIF or WebP image"),
         ({"image": 3}, "give bytes or a path, got int"),
-        ({"file": "/nowhere/at/all"}, "the file cannot be read"),
+        ({"file": "/nowhere/at/all"}, "): give a readable path, or the bytes"),
         ({"text": "a" * (MAX_ATTACHMENT_BYTES + 1)}, f"at most {MAX_ATTACHMENT_BYTES:,} are kept"),
         ({"text": "a", "times": MAX_ATTACHMENTS + 1}, "1,000 attachments"),
         ({"text": "a" * MAX_ATTACHMENT_BYTES, "times": MAX_ATTACHED_BYTES // MAX_ATTACHMENT_BYTES + 1}, "would exceed"),

@@ -310,7 +310,7 @@ async def test_a_history_that_does_not_fit_ends_nothing() -> None:
 
     (trajectory,) = await asked(loop, ["one"], limits=Limits(context=1500))
     assert [request.delivery for request in trajectory.requests] == [Delivery.REFUSED] * 3 + [Delivery.DELIVERED]
-    assert "do not fit the context" in trajectory.requests[0].error
+    assert "leave no room for a turn in the context" in trajectory.requests[0].error
 
 
 @pytest.mark.parametrize("apart", [False, True])

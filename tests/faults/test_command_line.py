@@ -63,7 +63,12 @@ EXIT_CODES: dict[str, tuple[str, list[str], int, list[str]]] = {
         3,
         ["nknown environment 'calculater'", "Did you mean 'calculator'?"],
     ),
-    "failures": ("scripted", ["run", "mine.py:Long"], 10, ["endless#0: 6019 ids do not fit the context of 2000"]),
+    "failures": (
+        "scripted",
+        ["run", "mine.py:Long"],
+        10,
+        ["endless#0: 6019 ids leave no room for a turn in the context of 2000"],
+    ),
     "no model": ("real", ["run", "mine.py:Greeting", "--model", "./nowhere"], 5, ["nowhere", "smollm2-135m"]),
 }
 
@@ -89,7 +94,7 @@ def test_overlong_prompt_fails_alone_and_names_the_task(folder: Path) -> None:
         (long,) = run_file.rows(outcome=Outcome.CONTEXT_LIMIT)
         bad = run_file.trajectory(long)
     assert bad.reward is None
-    assert bad.error == "endless#0: 6019 ids do not fit the context of 2000"
+    assert bad.error == "endless#0: 6019 ids leave no room for a turn in the context of 2000"
 
 
 @pytest.mark.parametrize("what", ["another configuration", pytest.param("a newer version", marks=pytest.mark.whole)])

@@ -98,7 +98,7 @@ def test_response_template_that_fails_is_refused_with_the_case(response_template
 
 def test_response_template_needs_a_recent_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
-    assert "transformers, which reads by it, is not installed or is older than 5.19" in learnt(unlearnable()).why
+    assert "it needs transformers 5.19 or newer, which is not installed: install it" in learnt(unlearnable()).why
 
 
 def test_learnt_format_survives_a_json_round_trip() -> None:

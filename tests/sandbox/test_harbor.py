@@ -147,8 +147,8 @@ async def test_a_verifier_without_a_reward_is_an_error_of_the_task(tmp_path: Pat
     errors = {each.task.id: each for each in await played(tmp_path)}
     assert {each.outcome for each in errors.values()} == {Outcome.ENV_ERROR}
     assert "the verifier wrote no reward into /logs/verifier: the cause" in errors["none"].error
-    assert "reward.txt: it contains 'looks good', and not one finite number" in errors["prose"].error
-    assert "reward.txt: it contains 'NaN'" in errors["nan"].error
+    assert "reward.txt holds no valid reward (it contains 'looks good', and not one" in errors["prose"].error
+    assert "reward.txt holds no valid reward (it contains 'NaN'" in errors["nan"].error
     assert "none of its keys is 'reward': a, b" in errors["keys"].error
 
 

@@ -178,8 +178,8 @@ async def test_a_stop_id_before_min_tokens_cannot_be_forced() -> None:
 @pytest.mark.parametrize(
     ("ids", "constraint", "said"),
     [
-        ([1, 2, 3], None, r"e/main/0: 3 ids are forced, but the turn may have 8: end them with a stop id \(99, 257\)"),
-        ([], None, "0 ids are forced"),
+        ([1, 2, 3], None, r"3 ids are forced, none is a stop id, .* continues to 8 ids: add a stop id \(99, 257\), or"),
+        ([], None, r"0 ids are forced, .* continues to 8 ids: add a stop id \(99, 257\)\.$"),
         ([1, STOP_ID, 3], None, "the stop id 257 ends the turn after 2 ids, so the 1 ids after it"),
         ([1, 400, STOP_ID], None, "400 cannot be forced: the model's ids are 0 to"),
         ([-1, STOP_ID], None, "-1 cannot be forced"),

@@ -269,7 +269,7 @@ SAMPLED = {**NODE, "sampled": True, "mask": [True], "logprobs": [-1.0]}
         ({"nodes": [{}]}, "node 0 is {}: give an object with a message"),
         ({"nodes": [{**NODE, "parent": 0}]}, "node 0: parent is 0: give the number of an earlier node"),
         ({"nodes": [{**NODE, "mask": []}]}, "node 0: mask has 0 values for 1 id"),
-        ({"nodes": [{**NODE, "mask": [True]}]}, "node 0: mask trains on a message that was not sampled"),
+        ({"nodes": [{**NODE, "mask": [True]}]}, "node 0: mask is true for 1 id, but sampled is false"),
         ({"nodes": [{**SAMPLED, "logprobs": [-1, -1]}]}, "node 0: logprobs has 2 values for 1 sampled id"),
         ({"nodes": [{**SAMPLED, "token_ids": [900]}]}, r"node 0: token_ids\[0\] is 900: .* below 300"),
         ({"nodes": [{**SAMPLED, "token_ids": [], "mask": [], "logprobs": []}]}, "its client was of type eval"),

@@ -139,11 +139,15 @@ class RayLauncher:
     def _require_resources(self, there: Mapping[str, float]) -> None:
         for name, each in (("GPU", self._gpus), ("CPU", self._cpus)):
             if each * self.least > there.get(name, 0):
-                all_of_them = f"{self.least} workers of {each:g} {name} each need"
+                cluster = f"the cluster has {there.get(name, 0):g}"
+                if self.least == 1:
+                    raise BadOption(
+                        f"{self._who}: each worker needs {each:g} {name}, and {cluster}. Ask for less per worker, or "
+                        "add machines."
+                    )
                 raise BadOption(
-                    f"{self._who}: {f'1 worker of {each:g} {name} needs' if self.least == 1 else all_of_them} "
-                    f"{each * self.least:g}, and the cluster has {there.get(name, 0):g}. Give fewer workers, or more "
-                    "machines."
+                    f"{self._who}: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and "
+                    f"{cluster}. Give fewer workers, or add machines."
                 )
 
     def _require_a_machine(self, nodes: Sequence[Mapping[str, Any]]) -> None:

@@ -133,7 +133,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no safetensors": (lambda folder: written(folder, b"PK" * 100), ["model.safetensors is not a safetensors"]),
     "a broken header": (
         lambda folder: written(folder, (4).to_bytes(8, "little") + b"{{{{"),
-        ["model.safetensors cannot be read"],
+        ["model.safetensors cannot be read", "Save it again"],
     ),
     "a header of other things": (
         lambda folder: written(folder, (8).to_bytes(8, "little") + b'{"a": 1}'),
