@@ -27,46 +27,46 @@ EMPTY_RESULT: Final = "(empty)"
 
 
 def unknown_tool(name: str, known: Iterable[str]) -> str:
-    """The model called a tool that does not exist."""
+    """Text for a call of a tool that does not exist."""
     names = ", ".join(known)
     return f"There is no tool named {name}. " + (f"The tools are: {names}." if names else "There are no tools.")
 
 
 def wrong_arguments(name: str, problems: Sequence[str]) -> str:
-    """The model called a tool with arguments that do not fit; each problem is a clause without its full stop."""
+    """Text for a call whose arguments do not fit the tool; each problem is a clause without its full stop."""
     return f"Wrong arguments for {name}: {'; '.join(problems)}."
 
 
 def took_longer(name: str, seconds: float) -> str:
-    """The tool was still running at its deadline."""
+    """Text for a tool that was still running at its deadline."""
     return f"{name} took longer than {seconds:g} s."
 
 
 def tool_error(text: str) -> str:
-    """The tool raised `ToolError`: its own text."""
+    """Text for a tool that raised `ToolError`: the text of the error."""
     return text or "The tool failed."
 
 
 def malformed_call(error: str) -> str:
-    """The model opened a tool call that does not parse."""
+    """Text for a call that cannot be parsed."""
     return f"That tool call could not be read: {error}."
 
 
 def missing(path: str) -> str:
-    """A clause: an argument that is needed was not given."""
+    """Clause for an argument that is needed and was not given."""
     return f"{path} is missing"
 
 
 def not_a_parameter(path: str) -> str:
-    """A clause: an argument was given that the tool does not take."""
+    """Clause for an argument that the tool does not take."""
     return f"there is no {path}"
 
 
 def must_be(path: str, expected: Sequence[str], got: str) -> str:
-    """A clause: an argument does not have any of the allowed types."""
+    """Clause for an argument that has none of the allowed types."""
     return f"{path} must be {' or '.join(expected)}, got {got}"
 
 
 def not_finite() -> str:
-    """A clause: a number is infinite or NaN, which JSON cannot hold."""
+    """Clause for a number that is infinite or NaN, which JSON cannot hold."""
     return "numbers must be finite"

@@ -79,7 +79,7 @@ class ToolFormatCheck:
 
     @property
     def misreads(self) -> str:
-        """A clause about calls that are misread, or ""."""
+        """A clause about calls that are misread or cannot be checked; "" if all are read."""
         if self.checked is None:
             return "it cannot be checked: the template writes no call"
         if not self.checked.differences:

@@ -105,7 +105,7 @@ class EngineProcess:
         return known_of(cast("Engine", self.engine))
 
     async def end(self) -> None:
-        """Make `live` return."""
+        """End the engine: let `live` close it and return."""
         self._end.set()
 
 

@@ -1,4 +1,4 @@
-"""A run on a fleet: the order of its set-up on the workers, its player, and placeholders for engines of the workers."""
+"""A run on a fleet: its set-up on the workers, its player, and placeholders for engines that only workers have."""
 
 from __future__ import annotations
 

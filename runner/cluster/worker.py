@@ -112,7 +112,7 @@ class Worker(EngineProcess):
         return f"worker {self.number} on {socket.gethostname()}"
 
     async def end(self) -> None:
-        """Make `live` return; open runs end first."""
+        """End the worker: close its runs, and let `live` close the engine and return."""
         for number in list(self._runs):
             await self.close_run(number)
         await super().end()

@@ -238,7 +238,7 @@ class IdleThreads(list["WorkerThread"]):
         """End the idle threads now, and each working one after its work."""
         self.closed = True
         self.clear()
-        # A working thread cannot report its end, since the event loop may end or be blocked before that.
+        # A busy thread cannot report later that its work is done, since the loop may have ended or be blocked by then.
         for thread in self.members:
             thread.end()
 

@@ -69,12 +69,12 @@ _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 def chat_call_of(
     body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any], *, form: str, counting: bool = False
 ) -> ChatCall:
-    """Return the content of a request.
+    """Return the call that a request in Anthropic's form makes.
 
     Args:
         body: the request's body.
         headers: its headers.
-        seen: cache of read histories.
+        seen: cache of histories that were read for earlier requests.
         form: name of the wire form.
         counting: True if only the prompt is counted, so that `max_tokens` is not required.
 

@@ -56,7 +56,7 @@ class EpisodeRoute:
         self.max_requests = max_requests
         """Maximum number of requests in flight."""
         self.seen = defaultdict[str, HistoryCache[Any]](HistoryCache)
-        """Caches of read histories, by the name of their wire form."""
+        """Caches of histories that were read for earlier requests, by the name of their wire form."""
         self.in_flight = 0
         """Number of requests in flight."""
         self._scopes: set[anyio.CancelScope] = set()

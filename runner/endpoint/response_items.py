@@ -167,7 +167,7 @@ def read_items(items: Sequence[Mapping[str, Any]], seen: HistoryCache[ReadItems]
 
     Args:
         items: the items.
-        seen: cache of read histories.
+        seen: cache of histories that were read for earlier requests.
 
     Raises:
         Refused: an item cannot be used in a prompt; the message has its index.

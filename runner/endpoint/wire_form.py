@@ -101,7 +101,7 @@ class AnswerWriter(ABC):
     """Sent while there are no events."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
-        """Write an answer to a request.
+        """Begin the answer to a request.
 
         Args:
             request: the request.

@@ -335,7 +335,7 @@ class HistoryTree:
             return 1, message
         while end < min(len(messages), index + MAX_JOINED_MESSAGES) and messages[end].role == "assistant":
             end += 1
-        # If the turn is requested again, the last message is the new prompt.
+        # If the client lost the answer and requests the turn again, the part it received may be the last message.
         lost = [request_node for request_node in point.requests if request_node.lost]
         whole = joined(messages[index:end]) if end == len(messages) and lost else None
         if whole is not None and any(_is_part(whole, request_node) for request_node in lost):
@@ -370,7 +370,7 @@ class HistoryTree:
         return self.named(message.handles) is not None
 
     def _turn_named_by(self, message: ReadMessage) -> ReadMessage | None:
-        """Return the message of the turn that the ids of a message prove, if the two messages differ; else None."""
+        """Return our message of the turn that the ids name if only its form differs; None if unchanged or edited."""
         turn = self.named(message.handles) if message.role == "assistant" else None
         ours = turn.sent_answer if turn is not None else None
         if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):

@@ -99,7 +99,7 @@ class CallReader:
         """Return the calls at the start of an incomplete text, up to the first call that later text may change.
 
         Args:
-            text: output of the model so far, from the trigger.
+            text: output of the model so far, from the text that opens calls; with `begun`, from after a call.
             schemas: tools that may be called; None if they are unknown.
             begun: True if the text begins after a call and its separator.
         """

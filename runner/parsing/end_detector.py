@@ -30,7 +30,7 @@ class EndDetector:
         self._kept = ""  # possible beginning of a mark
 
     def feed(self, text: str) -> int | None:
-        """Return the position after an end in `text`, where the next piece has to begin; None if there is no end."""
+        """Return the position after the first end in `text`; feed the rest again from there. None without an end."""
         text, before = self._kept + text, len(self._kept)
         begun = partial_mark_length(text, self._marks)
         end = len(text) - begun

@@ -114,7 +114,7 @@ class EventCollector:
         self._blank = ""
 
     def _trimmed(self, text: str) -> str:
-        """Return `text` with the white space held back before it, and hold back the white space at its end."""
+        """Return the held white space and `text`, without the white space at its end, which is held back now."""
         body = text.rstrip()
         if not body:
             self._blank += text

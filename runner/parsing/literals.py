@@ -81,7 +81,7 @@ _KEY: Final = re.compile(r"[\w.$-]+")
 
 def after_space(text: str, at: int) -> int:
     """Return the position of the next character that is not white space."""
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # the pattern also matches the empty text
 
 
 class _LiteralReader:
@@ -125,7 +125,7 @@ class _LiteralReader:
         parts: list[str] = []
         while True:
             plain = _PLAIN[quote].match(self.text, at)
-            assert plain is not None  # it matches the empty text
+            assert plain is not None  # the pattern also matches the empty text
             parts.append(plain[0])
             at = plain.end()
             if at >= len(self.text):
@@ -139,7 +139,7 @@ class _LiteralReader:
         char = self.text[at : at + 1]
         if char in _HEX_DIGITS:
             wanted = _HEX_DIGITS[char]
-            digits = _HEX.match(self.text, at + 1, at + 1 + wanted)[0]  # type: ignore[index]  # it matches the empty text
+            digits = _HEX.match(self.text, at + 1, at + 1 + wanted)[0]  # type: ignore[index]  # as in `_string`
             after = at + 1 + wanted
             if len(digits) < wanted:
                 raise Unreadable(f"\\{char} in a string needs {wanted} hexadecimal digits after it, but has {digits!r}")

@@ -234,7 +234,7 @@ class TurnParser:
 
 
 class CallNumbers:
-    """Assigns ids to the calls of one turn, in order. An id from the model is kept, since results refer to it."""
+    """Assigns ids to the calls of one turn, in order. An id from the model is kept if it is valid and new."""
 
     def __init__(self, form: TurnFormat, before: int) -> None:
         """Begin a turn after `before` calls of its conversation."""
@@ -260,7 +260,7 @@ class CallNumbers:
             made = self._ids.format(number=number) if self._form is None else id_for(self._form, name, number)
             if made not in self._taken:
                 return made
-        raise AssertionError("unreachable: numbers do not end")
+        raise AssertionError("unreachable: itertools.count() does not end")
 
 
 def _schemas(tools: Sequence[Tool]) -> Schemas:

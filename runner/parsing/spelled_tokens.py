@@ -94,7 +94,7 @@ class SpelledTokenStream:
 
 
 def _broken(spelling: SpelledTokenStream, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text in pieces; the ids may continue after it."""
+    """Yield the text with spelled token names broken up, one piece per id; text of later ids is dropped."""
     decoder, left = IncrementalDecoder(tokenizer), len(text)
     for token_id in ids:
         piece = decoder.feed([token_id])

@@ -1,4 +1,4 @@
-"""Writes reports: one HTML file without any request, whose text is escaped and whose scripts are our own."""
+"""Writes reports: one HTML file that loads nothing, whose text is escaped and whose scripts are our own."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class CommitThread:
                 batch.write(self._connection)
             self.transactions += 1
         except sqlite3.OperationalError as error:
-            self._failed(packed, error)  # after a full disk or a lock, each commit would also fail alone
+            self._failed(packed, error)  # after a full disk or a lock, the commits would fail one by one too
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             self._failed(packed, error)
             # One of the commits cannot be stored, so each is committed alone.

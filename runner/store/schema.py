@@ -140,7 +140,7 @@ EPISODES: Final = Table(
     ),
 )
 
-# --- its segments
+# --- segments
 
 SEGMENT: Final = (
     field("cause", "TEXT NOT NULL", "the cause of its beginning"),
@@ -190,7 +190,7 @@ SEGMENTS: Final = Table(
     key="PRIMARY KEY (episode, number)",
 )
 
-# --- its turns
+# --- turns
 
 TURN: Final = (
     field("number", "INTEGER NOT NULL", "counts the turns of this agent from 0"),
@@ -316,7 +316,7 @@ SIDE_DATA: Final = Table(
     key="PRIMARY KEY (episode, position)",
 )
 
-# --- its requests
+# --- requests
 
 REQUEST: Final = (
     field("number", "INTEGER NOT NULL", "counts the requests of its episode from 0"),
@@ -360,7 +360,7 @@ REQUESTS: Final = Table(
     key="PRIMARY KEY (episode, number)",
 )
 
-# --- what its author attached
+# --- attachments
 
 ATTACHMENT: Final = (
     field("name", "TEXT NOT NULL", "its name for readers", TEXT),

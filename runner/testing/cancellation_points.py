@@ -195,7 +195,7 @@ class _CancelledRun:
         return lambda: self.coroutine.send(value)
 
     def _record_delivered(self, error: BaseException | None) -> None:
-        # The reason is checked, because scopes inside a shield have their own cancellations, and catch them.
+        # Only our own cancellation counts: scopes inside a shield also cancel, and catch that themselves.
         if isinstance(error, anyio.get_cancelled_exc_class()) and _REASON in str(error):
             self.delivered.append(error)
 

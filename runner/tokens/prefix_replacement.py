@@ -129,7 +129,7 @@ def _closes(ids: Sequence[int], eos: Collection[int]) -> list[int]:
 def _stopped_otherwise(
     model: list[int], prefix: list[int], eos: frozenset[int], stop_ids: frozenset[int]
 ) -> PrefixReplacement | None:
-    """Check that the model's ids end in a way that the template writes."""
+    """Return a refusal if the template does not end a turn as the model's ids end; else None."""
     if not eos.intersection(prefix):
         return _refused(PrefixResult.NO_EOS, f"none of {sorted(eos)} is in template_prefix_token_ids")
     if model[-1] in stop_ids - eos:
@@ -151,7 +151,7 @@ def _trailing(ids: list[int], eos: frozenset[int]) -> int:
 def _miscounted(
     model: list[int], prefix: list[int], everything: list[int], eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """Check that the three lists have the same number of turns."""
+    """Return a refusal if the numbers of turns in the three lists do not match; else None."""
     said = len(_closes(model, eos)) + (model[-1] not in eos)  # the template closes a turn that was cut
     closed, closed_in_all = len(_closes(prefix, eos)), len(_closes(everything, eos))
     counts = f"model_prefix_token_ids holds {said} turns by their EOS, template_prefix_token_ids {closed}"
@@ -166,7 +166,7 @@ def _miscounted(
 
 
 def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) -> PrefixReplacement | None:
-    """Check each turn of the prefix against the whole. A turn of the whole may only lack ids."""
+    """Return a refusal if a turn of the whole is not a subsequence of its turn in the prefix; else None."""
     turns = list(_turns(prefix, eos))
     for number, (turn, again) in enumerate(zip(turns, _turns(everything, eos), strict=False)):
         if turn == again or _is_subsequence(again, turn):
@@ -196,7 +196,7 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
 def _lost(
     model: list[int], sampled: Sequence[int], render: list[int], name: str, eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """Find the first position where `render` lacks ids that were not sampled. Sampled turns in between may differ."""
+    """Return a refusal if `render` lacks ids that were not sampled; else None. Sampled turns in between may differ."""
     position, cut = 0, False  # `cut` is True after a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):
         stretch = model[begin:end]
@@ -240,7 +240,7 @@ def _stretches(sampled: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _after(position: int, render: list[int], eos: frozenset[int], closes: int = 1) -> int:
-    """Return the position in `render` after the next EOS from `position`, or its end."""
+    """Return the position after the `closes`-th EOS from `position` on, or the end of `render` if there are fewer."""
     while closes and position < len(render):
         closes -= render[position] in eos
         position += 1

@@ -109,7 +109,10 @@ _KEYS: Mapping[str, frozenset[str]] = {
 
 
 def _beginning(history: Sequence[Message]) -> Sequence[Message]:
-    """Return the first question, after a system message if there is one; () if the messages are of another kind."""
+    """Return the first user message, with a system message before it; () if the history has no such beginning.
+
+    The beginning needs content in each message, no names, and a message after it.
+    """
     length = 2 if history[0]["role"] == "system" else 1
     begun = history[:length]
     if len(history) <= length or begun[-1]["role"] != "user":

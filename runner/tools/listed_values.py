@@ -21,7 +21,7 @@ class Contradiction(NamedTuple):
 
 
 def without_contradictions(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Contradiction]]:
-    """Return the schema, which `modern` converted, so that `enum` and `const` allow a value of its type.
+    """Return the schema, which `modern_schema` converted, so that `enum` and `const` allow a value of its type.
 
     If the type and all values contradict each other, the type is kept. Authors often write numbers in quotes, or text
     without quotes, so such values are converted to the type. Other values apply to the items if the type is a list;

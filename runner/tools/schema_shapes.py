@@ -51,7 +51,7 @@ class SchemaShapes:
     """Shapes of a 2020-12 schema and of all its subschemas."""
 
     def __init__(self, root: Any) -> None:
-        """Create the shapes of a schema that `modern` converted."""
+        """Create the shapes of a schema that `modern_schema` converted."""
         self.root = root
         self.whole: Conjunction = (SchemaPart(root),)
         self._texts: dict[int, tuple[Any, str]] = {}
@@ -152,7 +152,7 @@ class SchemaShapes:
         return any(each.values is None or not set(each.values) <= set(shape.named) for each in names)
 
     def _has_room(self, shape: ValueShape, above: frozenset[tuple[str, ...]]) -> bool:
-        """Return whether an object may have its minimum number of members."""
+        """Return whether an object of this shape can have as many members as its minimum requires."""
         unnamed = (shape.others, *(each for _, each in shape.of_patterns)) if self.allows_unnamed(shape) else ()
         if any(self.is_satisfiable(each, above) for each in unnamed):
             return True

@@ -213,7 +213,7 @@ def collect_tools(cls: type) -> dict[str, Tool]:
     Raises:
         BadEnvironment: a signature cannot be shown to a model, or two tools have the same name.
     """
-    # A dict keeps each name at its first position, since the order of tools is a part of every prompt.
+    # The order of tools is a part of every prompt, so an override keeps the position of the tool that it replaces.
     attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _mark_of(value)}
     tools: dict[str, Tool] = {}
     for name, value in vars(cls).items():

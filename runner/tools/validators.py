@@ -1,4 +1,4 @@
-"""Validators for JSON schemas that `modern` converted."""
+"""Validators for JSON schemas that `modern_schema` converted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def validator_of(schema: Any) -> Any:
 
 
 def any_matches(patterns: Iterable[str], name: str) -> bool:
-    """Return whether a name matches one of the keys of `patternProperties`, which `modern` translated to Python."""
+    """Return whether a name matches a key of `patternProperties`, which `modern_schema` translated to Python."""
     return any(matches(re.compile(pattern), name) for pattern in patterns)
 
 

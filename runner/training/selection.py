@@ -148,7 +148,7 @@ def name_of(trajectory: Trajectory) -> str:
 
 
 def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> Sequence[Group | Trajectory]:
-    """Check the items of a source."""
+    """Return the items of a source as a list, after a check of each."""
     if not isinstance(source, Iterable):
         raise BadBatch(
             f"a batch cannot be made from {type(source).__name__}: give a list of groups, such as "

@@ -343,7 +343,7 @@ CONNECTION: Final = Connection()
 
 
 def uploaded(who: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """Upload the local folders of a `runtime_env` to the cluster, as Ray does for a whole process.
+    """Upload the local folders of a `runtime_env` to the cluster, as `ray.init` does; return it with their addresses.
 
     Raises:
         BadOption: Ray does not take it.

@@ -40,7 +40,7 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
         self._sent = 0
         self._said = 0
 
-    # --- the way in
+    # --- begin
 
     async def __aenter__(self) -> Self:
         try:
@@ -140,7 +140,7 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
         counted = finish.usage.completion_tokens if finish.usage is not None else None
         self._runtime.sampled += max(0, (counted or 0) - self._said)
 
-    # --- its end
+    # --- end
 
     async def __aexit__(self, *_: object) -> None:
         await self._close()

@@ -74,7 +74,7 @@ class Answer:
             return await self._content.readany()
 
     async def finished(self) -> None:
-        """Read and drop the rest."""
+        """Read and drop the rest of the answer, and close it."""
         try:
             while await self.read():
                 pass

@@ -97,7 +97,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         if not self._last_version:
             self._stamps.mark(version, self.sent)
 
-    # --- the way in
+    # --- begin
 
     async def _begin(self) -> None:
         self._call = self._runtime.call(self.request, self._adapter)
@@ -208,7 +208,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         logprobs = piece.logprobs if self._exact or piece.processed else None
         return Delta(ids, logprobs, finish, piece.top, piece.side)
 
-    # --- its end
+    # --- end
 
     def _end(self) -> None:
         """Finish the turn at the end of the answer.

@@ -150,7 +150,7 @@ def _run(owner: str, folder: str) -> None:
         time.sleep(_SECONDS)
     # Python's resource tracker warns about missing entries, so it gets time to free its own entries first.
     time.sleep(_SECONDS)
-    # Children of the owner that started during the engine's start also have the variable. Memory that they use is kept.
+    # Other children that the owner started during the start have `FOLDER` too, so memory that a process uses is kept.
     used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
     for name in memory - used:
         Path(_FOLDER, name).unlink(missing_ok=True)

@@ -86,7 +86,7 @@ def _by_field(prober: FormatProber) -> Iterator[_Thought]:
 def _by_part(prober: FormatProber) -> Iterator[_Thought]:
     thought = _Thought(None)
     text = thought.render(prober, THOUGHT, ANSWERED)
-    # Some templates write the list of parts itself as text, which does not show reasoning.
+    # Some templates print the whole list as text. Then the thought appears, but not as reasoning.
     if text is not None and "type" not in text:
         yield thought
 

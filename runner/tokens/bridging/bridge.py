@@ -198,7 +198,7 @@ class Bridger:
         # A vocabulary may change white space. All other text after the words must be there, character by character.
         if not tail.after_call and real.endswith(tail.text):
             return
-        # SentencePiece writes a space after each control token, so the render is compared in that form.
+        # SentencePiece writes a space after each control token, so the render is also encoded and decoded here.
         if self.tokenizer.decode(self.tokenizer.encode(real)).endswith(text):
             return
         raise Unbridgeable(

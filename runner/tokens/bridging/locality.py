@@ -1,7 +1,7 @@
 """Locality: if a template is proven not to look back, the tail is rendered without the earlier history.
 
-The stand-in for a history is its beginning (a system message and the first question) and the turn itself. A proof from
-the template's source (`runner.tokens.lookback`) shows that the tail of the stand-in equals the tail of the whole
+The stand-in for a history is its beginning (a system message and the first user message) and the turn itself. A proof
+from the template's source (`runner.tokens.lookback`) shows that the tail of the stand-in equals the tail of the whole
 history, for all histories at once. Without a proof, the whole history is rendered at every turn. Decisions depend only
 on the conversation itself, not on other conversations or their order.
 """
@@ -160,7 +160,7 @@ class Locality:
         return kind
 
     def _hidden_message(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """Find a new message that the template does not show.
+        """Return a refusal if the template does not show a new message; else None.
 
         Each content is a marker here, since a short content such as "0" could occur at other places of the render too.
         """
@@ -173,7 +173,7 @@ class Locality:
         return None
 
     def _moved(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """Detect a template that prints tools or a system message again after the turn.
+        """Return a refusal if the template prints tools or a system message again after the turn; else None.
 
         Mistral-Nemo prints the tools before the last user message, so that they move with each new user message.
         """

@@ -34,7 +34,7 @@ class PromptRenderer:
     renderer: Renderer
     """The template with fixed options and clock."""
     generation_prompt: str
-    """The generation prompt, found with a plain question; "" if there is none."""
+    """The generation prompt, found after a user message; "" if there is none."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -76,9 +76,9 @@ class PromptRenderer:
     def check_asks(self, text: str, messages: Sequence[Message], render: RenderAsking) -> None:
         """Check that a render ends where the model's words begin.
 
-        The renders of most templates end with the generation prompt of a plain question. Otherwise, another generation
-        prompt may follow the last content. If neither is found, the text after the last content must begin like an
-        answer in the history, and not like a question.
+        The renders of most templates end with the generation prompt that follows a user message. Otherwise, another
+        generation prompt may follow the last content. If neither is found, the text after the last content must begin
+        like an answer in the history, and not like a user message.
 
         Args:
             text: the render, or the part of it that contains `messages`.
@@ -106,7 +106,7 @@ class PromptRenderer:
         )
 
     def asks_as_usual(self, text: str, last: Message) -> bool:
-        """Return True if the text ends with the generation prompt of a plain question, after the `last` message.
+        """Return True if the text ends with the generation prompt of a user message, after the `last` message.
 
         Raises:
             Unbridgeable: the text ends with this generation prompt twice.

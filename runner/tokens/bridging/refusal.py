@@ -29,7 +29,7 @@ class Property(enum.StrEnum):
 
 
 class Unbridgeable(Exception):
-    """There is no exact bridge."""
+    """No exact bridge: a property of the template, the vocabulary or the turn is missing."""
 
     def __init__(self, property: Property, explanation: str) -> None:
         super().__init__(f"{property}: {explanation}")

@@ -52,7 +52,7 @@ class TurnClosers:
 
     @cached_property
     def _first_openers(self) -> frozenset[int]:
-        """The control tokens before the first question, except a token that ends a user's text or a turn."""
+        """The control tokens before the first user message, except a token that ends a user's text or a turn."""
         with suppress(Unbridgeable):
             text = self._renderer.render([QUESTION], ()).partition(QUESTION["content"])[0]
             ids = self._tokenizer.control_ids.intersection(self._tokenizer.encode(text))
@@ -78,7 +78,8 @@ class TurnClosers:
             if tail.alone is not None:
                 opens = not self._holds(tail.alone, token_id)
             else:
-                opens = token_id in self._first_openers or not self._holds(self._before_question(turn, past), token_id)
+                before_user = self._before_user_message(turn, past)
+                opens = token_id in self._first_openers or not self._holds(before_user, token_id)
             if opens and self._holds(before, token_id):
                 return True
             second: Message = {**message, "content": words(1)[0]}
@@ -87,8 +88,8 @@ class TurnClosers:
             return self._holds(between, token_id) and not self._holds(after, token_id)
         return False
 
-    def _before_question(self, turn: Message, past: Sequence[Message]) -> str:
-        """Return the text between a turn and a question: the turn's end, and possibly the question's opener."""
+    def _before_user_message(self, turn: Message, past: Sequence[Message]) -> str:
+        """Return the text that the template writes between a turn and the next user message; "" if unknown."""
         with suppress(Unbridgeable):
             return self._tail(turn, AGAIN_ASKED, past=past).text.partition(AGAIN_ASKED["content"])[0]
         return ""

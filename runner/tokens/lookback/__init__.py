@@ -2,7 +2,7 @@
 
 This is an abstract interpretation of the template. It is rendered once, over abstract values (`values`): known values,
 symbols for values that are the same after every past, and unknown values that the past may decide. Between the first
-question and the last turn is a gap, with any number of messages of any role in any order (`positions`).
+user message and the last turn is a gap, with any number of messages of any role in any order (`positions`).
 
 - Every operation has a transfer function, which computes an abstract result from abstract operands (`operators`,
   `filters`). If all operands are known, jinja itself computes it.

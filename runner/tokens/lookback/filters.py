@@ -118,7 +118,8 @@ class TransferFunctions(Operators):
         """Return the value as JSON. The text after the end of the turn's words is known if all later parts are."""
         leaves = list(_leaves(value))
         ends = [index for index, leaf in enumerate(leaves) if may_hold_end(leaf)]
-        if len(ends) != 1 or "sort_keys" in keywords:  # sorting the keys changes the order of later parts
+        # With sorted keys, the parts do not come in the order of `leaves`.
+        if len(ends) != 1 or "sort_keys" in keywords:
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         leaf, *later = leaves[ends[0] :]
         if isinstance(leaf, LastArguments) and self._untyped(leaf.value):

@@ -84,7 +84,7 @@ class Operators:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
-        """Return the result of an operation without its own model. It depends on the past if an operand depends on it.
+        """Return a symbol for an operation without its own method; `Unknown` if an operand depends on the past.
 
         Raises:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.

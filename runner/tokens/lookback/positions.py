@@ -138,14 +138,14 @@ def mapped(values: GappedList | list[Value], change: Callable[[Value], Value]) -
 
 
 def loop_of_list(values: Sequence[Value], number: int) -> Loop:
-    """Return `loop` at an item of a fully known list."""
+    """Return jinja's `loop` object for an item of a fully known list."""
     left = len(values) - 1 - number
     neighbours = (_item(values, number - 1, "previtem"), _item(values, number + 1, "nextitem"))
     return _loop(number, left, len(values), (number == 0, left == 0), neighbours)
 
 
 def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> Loop:
-    """Return `loop` at one of the known items before the gap."""
+    """Return jinja's `loop` object for one of the known items before the gap."""
     last = False if whole.least_length > number + 1 else Unknown()
     following = ahead[number + 1] if number + 1 < len(ahead) else Unknown(may_end=True)
     neighbours = (_item(ahead, number - 1, "previtem"), following)
@@ -153,7 +153,7 @@ def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> L
 
 
 def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> Loop:
-    """Return `loop` at one of the known items after the gap."""
+    """Return jinja's `loop` object for one of the known items after the gap."""
     left = len(behind) - 1 - number
     first = False if number or whole.least_length > len(behind) else Unknown()
     previous = behind[number - 1] if number else Unknown(may_end=True)
@@ -170,7 +170,7 @@ def _loop(
     ends: tuple[Value, Value],
     neighbours: tuple[Value, Value],
 ) -> Loop:
-    """Return `loop` at an index, with `left` items after it."""
+    """Return jinja's `loop` object for the item at an index, with `left` items after it."""
     first, last = ends
     previous, following = neighbours
     return Loop(

@@ -47,7 +47,7 @@ class Proofs:
     """The template with fixed options and clock."""
 
     def past(self, shape: TurnShape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
-        """Return whether messages between the first question and the turn can change the text after the turn."""
+        """Return whether messages between the first user message and the turn can change the text after the turn."""
         symbols = Symbols()
         messages = [_last_turn(self.renderer, shape, symbols), *_new_messages(shape.new, symbols)]
         output, refuses = self._output(shape, messages, tools, symbols, asking=asking)

@@ -120,7 +120,7 @@ class TemplateProfile:
     bos: Bos
     """The treatment of the token that begins a text."""
     default_system: str
-    """The words before the first question without a system message, or ""."""
+    """The words before the first user message without a system message, or ""."""
     clock: bool
     """True if the text depends on the date."""
     options: tuple[str, ...]
@@ -194,8 +194,8 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         "have none, unlike those of servers that add it.",
     },
     "default_system": {
-        True: "The template writes this text before the first question; your system message replaces it or follows it.",
-        False: "Without a system message there is no text before the first question.",
+        True: "The template writes this text before the first user message; a system message replaces or follows it.",
+        False: "Without a system message there is no text before the first user message.",
     },
     "clock": {
         True: "The text contains the date. A run keeps the date of its start, so that no prompt changes at midnight.",

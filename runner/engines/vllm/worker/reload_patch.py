@@ -53,7 +53,7 @@ def _begin(model: Any) -> None:
 
 
 def _finish(model: Any, model_config: Any) -> None:
-    """Process the second model's weights as at the start, and copy the results into the first one.
+    """Finish the second model as vLLM does at its start, and copy the results into the running model.
 
     Raises:
         RuntimeError: the two models have different forms; nothing was copied.
