@@ -285,7 +285,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
         ("{{ raise_exception('Only in rhyme.') }}", TemplateFault.RAISES, "Only in rhyme."),
         ("{{ messages[0].parts[0] }}", TemplateFault.RAISES, "parts"),
         ("", TemplateFault.QUESTION_MISSING, "renders nothing:"),
-        ("Hello.", TemplateFault.QUESTION_MISSING, "nothing of a plain question"),
+        ("Hello.", TemplateFault.QUESTION_MISSING, "nothing of a user message"),
         (PLAIN + "<|im_start|>assistant\n", TemplateFault.OPENED_TWICE, "opens the assistant's turn twice"),
     ],
     ids=lambda value: value.value if isinstance(value, TemplateFault) else "",

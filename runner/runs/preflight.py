@@ -40,7 +40,7 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
     """Refuse an unusable template before it renders anything in this process.
 
     Raises:
-        BadTemplate: it does not compile, never ends, raises on a plain question, ...
+        BadTemplate: it does not compile, never ends, raises on a user message, ...
     """
     # imported here, so that importing Run does not import the template probe
     from runner.template_probe import is_bundled, probe

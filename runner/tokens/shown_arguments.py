@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 RenderTool: TypeAlias = Callable[[Mapping[str, Any]], "str | None"]
-"""Renders a question with a tool whose arguments have this schema; None if the template raises."""
+"""Renders a user message with a tool whose arguments have this schema; None if the template raises."""
 
 
 class ArgumentPart(enum.StrEnum):

@@ -189,7 +189,7 @@ class Renderer:
         return [_fitted_tool(written, _as_key(tool)) for tool in tools]
 
     def render_tool(self, parameters: Mapping[str, Any]) -> str | None:
-        """Render a question with a tool whose arguments have this schema; None if the template raises."""
+        """Render a user message with a tool whose arguments have this schema; None if the template raises."""
         function = {"name": TOOL, "description": "zqdescribedz", "parameters": parameters}
         try:
             return self.render([QUESTION], tools=[{"type": "function", "function": function}])
@@ -210,7 +210,7 @@ class Renderer:
         return "\n".join([self.template.text, *values, self.rendered()])
 
     def rendered(self) -> str:
-        """Return renders of a question, a call and its result, with tools and without; "" if the template raises."""
+        """Return renders of a user message, a call and its result, with tools and without; "" if the template raises."""
         parts: list[str] = []
         for tools in (TOOLS, []):
             with suppress(TemplateRaised):

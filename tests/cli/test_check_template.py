@@ -212,7 +212,7 @@ def test_options_are_given_to_the_template(check: Check, public: Callable[[str],
         ("{% for", "does_not_compile", "not valid jinja2"),
         ("{{ raise_exception('Only in rhyme.') }}", "raises", "Only in rhyme."),
         ("{{ sep_token.x }}", "variable_missing", "--template-option sep_token="),
-        ("Hello.", "question_not_shown", "nothing of a plain question"),
+        ("Hello.", "question_not_shown", "nothing of a user message"),
         ("{{ 'a' * 10**10 }}", "too_much_memory", "of memory"),
     ],
 )

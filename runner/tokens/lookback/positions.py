@@ -153,7 +153,7 @@ def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> L
 
 
 def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> Loop:
-    """Return jinja's `loop` object for one of the known items after the gap."""
+    """Return `loop` at one of the known items after the gap."""
     left = len(behind) - 1 - number
     first = False if number or whole.least_length > len(behind) else Unknown()
     previous = behind[number - 1] if number else Unknown(may_end=True)

@@ -80,7 +80,7 @@ class ProbeRenderer:
 
 
 def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
-    """Return the profile of a template that renders a plain question."""
+    """Return the profile of a template that renders a user message."""
     probe = ProbeRenderer(renderer)
     close, at_end, separator, openers = _closes(probe)
     return TemplateProfile(

@@ -1,4 +1,4 @@
-"""Checks that a chat template can be used: it compiles, renders a plain question, and opens the answer once."""
+"""Checks that a chat template can be used: it compiles, renders a user message, and opens the answer once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class TemplateFault(enum.StrEnum):
     ENDLESS = "never_ends"  # the template was still rendering at the time limit
     TOO_BIG = "too_much_memory"
     VARIABLE_MISSING = "variable_missing"  # the template needs a name that is not set
-    RAISES = "raises"  # the template raises on a plain question
-    QUESTION_MISSING = "question_not_shown"  # its render is empty, or does not contain the question
+    RAISES = "raises"  # the template raises on a user message
+    QUESTION_MISSING = "question_not_shown"  # its render is empty, or does not contain the user message
     OPENED_TWICE = "assistant_opened_twice"
     FAILED = "failed"  # the template fails with an unexpected error
 
@@ -42,7 +42,7 @@ class UnusableTemplate(BadTemplate):
 
 
 def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: datetime) -> Renderer:
-    """Return the renderer of a template that renders a plain question.
+    """Return the renderer of a template that renders a user message.
 
     Raises:
         UnusableTemplate: the template does not render it; the message has the fix.
@@ -56,7 +56,7 @@ def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: dat
     except TemplateRaised as error:
         raise _raised(renderer, error) from error
     if QUESTION["content"] not in text:
-        what = "nothing of a plain question" if text.strip() else "nothing"
+        what = "nothing of a user message" if text.strip() else "nothing"
         raise UnusableTemplate(
             TemplateFault.QUESTION_MISSING,
             f"template {template.name!r} renders {what}: it reads messages in another form than role and content as "
@@ -77,7 +77,7 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
             )
     return UnusableTemplate(
         TemplateFault.RAISES,
-        f"template {name!r} fails on a plain question, which every conversation begins with: {cause}",
+        f"template {name!r} fails on a user message without others, as conversations begin: {cause}",
     )
 
 
