@@ -37,7 +37,7 @@ from runner.training.tree_torch import tree_head_logprobs
 
 HELD_OUT_BASE = 1_000_000_000  # number of the first held-out question
 WARM_UP, CLIP_NORM, RATIO = 3, 1.0, (0.8, 1.25)  # steps; norm of the gradient; bounds of a ratio
-NODES = 4096  # nodes of a token tree in 4 GB
+MAX_NODES = 4096  # nodes of a token tree in 4 GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Trainer:
     def batch(self, groups: Sequence[Group]) -> Batch:
         """Return the batch of some groups, with GRPO's advantages. Groups with equal rewards are left out."""
         rows = Selection.of(groups, drop_flat=True)
-        trees = TokenTree.packs(rows.rows, nodes=NODES)
+        trees = TokenTree.packs(rows.rows, nodes=MAX_NODES)
         masks = [self.grammar.masks_for_terms(rows.rows, tree.terms) for tree in trees]
         return Batch(rows, trees, masks, grpo(rows.rewards, rows.group_of)[rows.trajectory_of])
 

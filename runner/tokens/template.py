@@ -210,7 +210,7 @@ class Renderer:
         return "\n".join([self.template.text, *values, self.rendered()])
 
     def rendered(self) -> str:
-        """Return renders of a user message, a call and its result, with tools and without; "" if the template raises."""
+        """Return renders of a user message, a call and its result, with and without tools; "" if it raises."""
         parts: list[str] = []
         for tools in (TOOLS, []):
             with suppress(TemplateRaised):

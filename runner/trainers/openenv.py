@@ -118,8 +118,8 @@ def _turn(trajectory: Trajectory, turn: Turn, *, trains: bool) -> dict[str, Any]
     name = f"{trajectory.id}/{turn.agent}/{turn.number}"
     if not turn.has_ids:
         raise BadBatch(
-                f"turn {name} was sampled by a message engine: it has no token ids. Play it on an engine of token ids."
-            )
+            f"turn {name} was sampled by a message engine: it has no token ids. Play it on an engine of token ids."
+        )
     logprobs = turn.logprobs.tolist()
     if not all(map(math.isfinite, logprobs)):
         raise BadBatch(f"turn {name} of {name_of(trajectory)} has no finite log-probabilities, which a trace needs.")

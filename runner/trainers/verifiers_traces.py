@@ -123,9 +123,9 @@ def _nodes(trajectory: Trajectory) -> tuple[list[dict[str, Any]], list[dict[str,
         turns = [turn for turn in trajectory.turns if turn.segment == number and turn.tokens]
         if any(not turn.has_ids for turn in turns):
             raise BadBatch(
-            f"{trajectory.id}: its turns were sampled by a message engine and have no token ids. Play it on an engine "
-            "of token ids."
-        )
+                f"{trajectory.id}: its turns were sampled by a message engine and have no token ids. Play it on an "
+                "engine of token ids."
+            )
         _add_path(nodes, calls, segment, turns, trained=trained)
     return nodes, calls
 
