@@ -72,17 +72,17 @@ async def started_before(console: Console, engine: BaseEngine) -> AsyncIterator[
     """Enter an engine, and print the phase of its start every ten seconds."""
     began = time.monotonic()
 
-    async def tell() -> None:
+    async def report() -> None:
         while True:
             phase = f": {engine.start_phase}" if engine.start_phase else ""
             console.print(Text(f"{as_time(time.monotonic() - began):>5}  starting the engine{phase}"), soft_wrap=True)
             await anyio.sleep(START_INTERVAL_SECONDS)
 
     async with AsyncExitStack() as stack:
-        async with anyio.create_task_group() as telling:
-            telling.start_soon(tell)
+        async with anyio.create_task_group() as reporting:
+            reporting.start_soon(report)
             await stack.enter_async_context(engine)
-            telling.cancel_scope.cancel()
+            reporting.cancel_scope.cancel()
         for note in engine.notes:
             console.print(Text(f"{as_time(time.monotonic() - began):>5}  {note}"), soft_wrap=True)
         yield

@@ -159,7 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=_turn)
-    lanes.tell(config, items)
+    lanes.write_groups(config, items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["scheduler", "tell"]
+__all__ = ["scheduler", "write_groups"]
 
 GROUPS = ("ray", "apart", "engine", "timing")
 """Markers of tests that stay together. The first marker that a test has is its group."""
@@ -27,7 +27,7 @@ BEGIN_FIRST = ("engine", "apart")
 """
 
 
-def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+def write_groups(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Write the groups to a file, in a process that gets its tests from another process."""
     if hasattr(config, "workerinput"):
         found = {item.nodeid: group for item in items if (group := _group(item))}

@@ -187,7 +187,7 @@ _ANOTHER = "another template: --template, checked with this command"
 _FIXES: Mapping[Property, str] = {
     Property.TEMPLATE_RENDERS: "append other messages here, or use " + _ANOTHER,
     Property.SENTINEL_SHOWN: "let the model make one call at a time (parallel_tool_calls=False), or use " + _ANOTHER,
-    Property.TURN_STAYS_BEHIND: "use " + _ANOTHER,
+    Property.TURN_STAYS_BEFORE: "use " + _ANOTHER,
     Property.TOOLS_STAY: "use one user message per episode, or a template that writes the tools first (mistral_nemo)",
     Property.SYSTEM_STAYS: "put the text in the first user message, or use one user message per episode",
     Property.CONTENT_LOCATED: "remove the control text from the content, or use History(content_safe=False)",

@@ -74,7 +74,7 @@ class ToolFormatCheck:
 
     @property
     def reads_all(self) -> bool:
-        """True if the format reads all test cases, apart from the limits that traits name."""
+        """True if the format reads all test cases, apart from the limitations."""
         return self.checked is not None and not self.checked.differences
 
     @property
@@ -90,8 +90,8 @@ class ToolFormatCheck:
     def lines(self) -> Iterator[tuple[str, str, str]]:
         """(label, text, explanation) of each line about the format."""
         yield "tool format", self.name, f"Parses calls instead of the learnt format. {self.misreads or _ALL}."
-        for trait in sorted(self.checked.limitations) if self.checked is not None else ():
-            yield f"  {trait}", "", DESCRIPTIONS[trait]
+        for limit in sorted(self.checked.limitations) if self.checked is not None else ():
+            yield f"  {limit}", "", DESCRIPTIONS[limit]
 
     def document(self) -> dict[str, Any]:
         checked = self.checked
@@ -99,7 +99,7 @@ class ToolFormatCheck:
             "name": self.name,
             "cases": checked.cases if checked else 0,
             "misread": [{"case": each.case.what, "why": each.why} for each in checked.differences] if checked else [],
-            "traits": {trait: DESCRIPTIONS[trait] for trait in sorted(checked.limitations)} if checked else {},
+            "limitations": {limit: DESCRIPTIONS[limit] for limit in sorted(checked.limitations)} if checked else {},
         }
 
 

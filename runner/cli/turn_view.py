@@ -22,8 +22,8 @@ def turn_lines(learnt: LearntFormat) -> Iterator[tuple[str, str, str]]:
         yield "calls", learnt.verdict.value, _VERDICTS[learnt.verdict.value]
         yield "  source", learnt.source.value, _SOURCES[learnt.source]
         yield from _call_lines(form.calls) if form.calls is not None else [_READ_ONLY]
-        for trait in learnt.limitations:
-            yield f"  {trait}", "", DESCRIPTIONS[trait]
+        for limit in learnt.limitations:
+            yield f"  {limit}", "", DESCRIPTIONS[limit]
     if form.reasoning is None:
         yield "reasoning", "none", "The template writes none; a turn that begins with <think> still has reasoning."
     else:
@@ -85,6 +85,6 @@ def turn_document(learnt: LearntFormat) -> dict[str, Any]:
     calls = learnt.format.calls
     return {
         **learnt.as_json(),
-        "traits": {trait: DESCRIPTIONS[trait] for trait in learnt.limitations},
+        "limitations": {limit: DESCRIPTIONS[limit] for limit in learnt.limitations},
         "enforceable": calls is not None and enforceable(calls) is None,
     }

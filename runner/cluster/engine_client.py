@@ -93,8 +93,8 @@ class HostedEngine(Engine):
         return self
 
     def _start_reading(self, group: TaskGroup, process: WorkerProcess) -> None:
-        group.start_soon(self._read_events, process, name="deltarunner hosted engine")
-        group.start_soon(self._poll_stats, name="deltarunner hosted engine's figures")
+        group.start_soon(self._read_events, process, name="deltarunner engine client")
+        group.start_soon(self._poll_stats, name="deltarunner engine client stats")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

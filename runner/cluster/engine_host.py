@@ -141,7 +141,7 @@ class _HostClient:
     """Streams that were cut before they began or after they ended, with the time of the cut."""
     sessions: dict[int, Session] = field(default_factory=dict)
 
-    def tell(self, number: int, event: StreamEvent) -> None:
+    def send(self, number: int, event: StreamEvent) -> None:
         if not self.buffer:
             self.some.set()
         self.buffer.put(number, event)
@@ -199,13 +199,13 @@ class EngineHost(EngineProcess):
                 stream = engine.stream(request)
                 try:
                     async with stream:
-                        client.tell(number, None)
+                        client.send(number, None)
                         async for delta in stream:
-                            client.tell(number, delta)
+                            client.send(number, delta)
                 finally:
-                    client.tell(number, Ended(list(stream.rest), stream.finish))
+                    client.send(number, Ended(list(stream.rest), stream.finish))
             except DeltarunnerError as error:
-                client.tell(number, error)
+                client.send(number, error)
         del client.streams[number]
 
     def _session(self, client: _HostClient, sent: SentRequest) -> Session | None:

@@ -184,7 +184,7 @@ class _Events:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._came: list[TurnProgress] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._silent = False
@@ -199,23 +199,23 @@ class _Events:
         if len(self._came) == 1:
             early = self._connection.written + WRITE_INTERVAL_SECONDS - time.monotonic()
             if early > 0:
-                self._due = self._loop.call_later(early, self._news.set)
+                self._due = self._loop.call_later(early, self._changed.set)
             else:
-                self._news.set()
+                self._changed.set()
 
     def close(self) -> None:
         """Close the queue: no further events follow."""
         self._closed = True
-        self._news.set()
+        self._changed.set()
 
     async def forward(self) -> None:
         """Write events until the queue is closed."""
-        connection, news = self._connection, self._news
+        connection, changed = self._connection, self._changed
         self._look()
         try:
             while True:
-                await news.wait()
-                news.clear()
+                await changed.wait()
+                changed.clear()
                 if self._closed:
                     return
                 written = self.taken() or (self._writer.keep_alive if self._silent else b"")
@@ -239,7 +239,7 @@ class _Events:
         silent = time.monotonic() - max(self._began, self._connection.written)
         if silent >= patience:
             self._silent = True
-            self._news.set()
+            self._changed.set()
         self._looking = self._loop.call_later(
             KEEP_ALIVE_SECONDS if self._silent else min(patience - silent, KEEP_ALIVE_SECONDS), self._look
         )

@@ -303,8 +303,8 @@ def logprob_rows(
     rows_of_ids = []
     for index, token_id in enumerate(token_ids):
         own = _token(text_of, token_id, 0.0 if logprobs is None else logprobs[index])
-        likeliest = zip(*(each[:count] for each in rows[index]), strict=True) if index < len(rows) else ()
-        own["top_logprobs"] = [_token(text_of, int(other), float(value)) for other, value in likeliest]
+        most_likely = zip(*(each[:count] for each in rows[index]), strict=True) if index < len(rows) else ()
+        own["top_logprobs"] = [_token(text_of, int(other), float(value)) for other, value in most_likely]
         rows_of_ids.append(own)
     return rows_of_ids
 

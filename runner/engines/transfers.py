@@ -81,7 +81,7 @@ class RelayedTransfer:
         self.announced = announced
         self.init = init
         self._steps: deque[_Step] = deque()
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
         self._over = False
 
     async def bring(self, step: TransferStep, part: Any = None) -> None:
@@ -93,7 +93,7 @@ class RelayedTransfer:
         brought = _Step(step, part)
         if not self._over:
             self._steps.append(brought)
-            self._news.set()
+            self._changed.set()
             await brought.over.wait()
         if not brought.taken:
             raise EngineError(f"the engine does not accept {step} for this transfer any more")
@@ -111,8 +111,8 @@ class RelayedTransfer:
                 while not self._steps:
                     if self._over:
                         raise EngineError("the transfer was closed before all weights arrived")
-                    self._news = anyio.Event()
-                    await self._news.wait()
+                    self._changed = anyio.Event()
+                    await self._changed.wait()
                 brought = self._steps[0]
                 step = brought.step
                 await receiver.step(step, brought.part)
@@ -125,6 +125,6 @@ class RelayedTransfer:
     def close(self) -> None:
         """End the transfer and wake both sides; idempotent."""
         self._over = True
-        self._news.set()
+        self._changed.set()
         for brought in self._steps:
             brought.over.set()

@@ -28,7 +28,7 @@ class OpenEpisodes(Environment):
 
     def __init__(
         self,
-        tell: Callable[[str, Endpoint, Path], None],
+        notify: Callable[[str, Endpoint, Path], None],
         train: bool | None = None,
         system_as_user: bool = False,
         overflow: str = "tell",
@@ -37,7 +37,7 @@ class OpenEpisodes(Environment):
         """Create the environment.
 
         Args:
-            tell: called for each new key with the episode's id, its endpoint, and the folder with settings of clients.
+            notify: called for each new key with the episode's id, its endpoint, and the folder of settings for clients.
             train: train all threads or none; None trains threads with tools.
             system_as_user: turn later system messages into user messages.
             overflow: if a history does not fit: "tell" returns an error to the client, "end" ends the episode.
@@ -48,7 +48,7 @@ class OpenEpisodes(Environment):
         """
         names = ("--overflow", "--sent-history")
         self._serving = serving_options(train, system_as_user, overflow, sent_history, names=names)
-        self.tell = tell
+        self.notify = notify
         self.reported: float | None = None
 
     def tasks(self) -> Iterator[Task]:
@@ -58,7 +58,7 @@ class OpenEpisodes(Environment):
     async def rollout(self, conversation: Conversation) -> None:
         """Serve until a request ends the episode."""
         async with self.episode.serve(**self._serving) as endpoint:
-            self.tell(self.episode.id, endpoint, await endpoint.home())
+            self.notify(self.episode.id, endpoint, await endpoint.home())
             self.reported = (await endpoint.wait()).get("reward")
 
     @reward

@@ -167,11 +167,11 @@ class TaskFeed:
             raise BadTask(f"finished() of the task source raised {describe_error(error)}") from error
 
     async def _notify(self, trajectory: Trajectory) -> None:
-        hear = self._source.finished
-        if self._own_task is None and not is_async(hear):
-            await self._workers.call(Job(lambda: hear(trajectory), "finished()"))
+        finished = self._source.finished
+        if self._own_task is None and not is_async(finished):
+            await self._workers.call(Job(lambda: finished(trajectory), "finished()"))
             return
-        result = hear(trajectory)
+        result = finished(trajectory)
         if inspect.isawaitable(result):
             await result
 

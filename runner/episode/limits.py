@@ -76,7 +76,7 @@ class EpisodeLimits:
         """Return the number of tokens that the counted conversations may still sample; None for no limit."""
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
-    async def let_speak(self, agent: str, *, counted: bool) -> None:
+    async def check_may_take_turn(self, agent: str, *, counted: bool) -> None:
         """Check that an agent may take a turn.
 
         Raises:

@@ -123,7 +123,7 @@ class EpisodeState:
         """Return True if an agent of this episode sampled this assistant message."""
         if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):
             return False
-        return any(_says(turn, message) for conversation in self.conversations.values() for turn in conversation.turns)
+        return any(_equal(turn, message) for conversation in self.conversations.values() for turn in conversation.turns)
 
 
 # These two blocks are classes and not generators, since every turn enters both, and a generator takes three times as
@@ -356,7 +356,7 @@ def _unsampled(cursor: Cursor) -> Segment:
     return Segment(cause=cause, tools=cursor.schemas(), origin=cursor.origin, messages=[*cursor.seen, *cursor.queued])
 
 
-def _says(turn: Turn, message: Message) -> bool:
+def _equal(turn: Turn, message: Message) -> bool:
     calls = message.get("tool_calls", [])
     return turn.text == message["content"] and calls == [
         call.as_message() for call in turn.tool_calls if call.error is None

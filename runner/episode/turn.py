@@ -61,7 +61,7 @@ async def take_turn(
         number: the turn's number, if it was reserved before.
         sinks: receivers of the turn's events while it is sampled.
     """
-    await conversation.episode.limits.let_speak(conversation.name, counted=conversation.counted)
+    await conversation.episode.limits.check_may_take_turn(conversation.name, counted=conversation.counted)
     numbered = conversation.number() if number is None else nullcontext(number)
     if isinstance(conversation.model, MessageModel):
         with numbered as number, conversation.session() as session:

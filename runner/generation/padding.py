@@ -87,8 +87,8 @@ def _check_lengths(ids: NDArray[Any], lengths: NDArray[Any], name: str) -> None:
 
 
 def _check_padding(ids: NDArray[Any], lengths: NDArray[Any], name: str, pad_value: int) -> None:
-    behind = np.arange(ids.shape[1]) >= lengths[:, None]
-    strange = behind & (ids != pad_value)
+    after = np.arange(ids.shape[1]) >= lengths[:, None]
+    strange = after & (ids != pad_value)
     wrong = np.flatnonzero(strange.any(axis=1))
     if not len(wrong):
         return

@@ -129,7 +129,7 @@ class RunningRows:
         # Only enough rows to keep the engine full have a task, so that ten thousand rows do not need a task each.
         self._width = min(len(rows), width_of(setting.engine))
         self._ready: deque[SampledRow] = deque()
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
         self._scope = anyio.CancelScope()
         self._failures: list[EngineError] = []
         self._fatal: Exception | None = None
@@ -145,7 +145,7 @@ class RunningRows:
                         workers.start_soon(self._work)
         finally:
             self.over.set()
-            self._tell()
+            self._notify()
 
     def __aiter__(self) -> Self:
         return self
@@ -162,7 +162,7 @@ class RunningRows:
         while not self._ready:
             if self.over.is_set():
                 raise self._ending()
-            await self._news.wait()
+            await self._changed.wait()
         self._missing -= 1
         return self._ready.popleft()
 
@@ -192,15 +192,15 @@ class RunningRows:
                 Exception
             ) as error:  # any error: it is raised to the reader of the rows, not to the owner of the task group
                 self._end(error)
-            self._tell()
+            self._notify()
 
     def _end(self, error: Exception) -> None:
         self._fatal = self._fatal or error
         self._scope.cancel()
 
-    def _tell(self) -> None:
-        news, self._news = self._news, anyio.Event()
-        news.set()
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
 
     def _ending(self) -> Exception:
         """The end of the iteration, or the error after the last row."""

@@ -10,7 +10,7 @@ __all__ = ["DESCRIPTIONS", "CallLimitation"]
 
 
 class CallLimitation(enum.StrEnum):
-    """A limitation of a call format whose calls can be read. Run files store it under the key `traits`."""
+    """A limitation of a call format whose calls can be read. Run files store its value."""
 
     UNTYPED = "untyped"
     CLOSING_IN_STRING = "closing_in_string"

@@ -174,13 +174,13 @@ def ambiguities(tools: Sequence[Tool]) -> Iterator[Ambiguity]:
             types = _read_from_strings(shapes.argument(name))
             if types:
                 yield Ambiguity(tool.name, name, types)
-        others = [s for one in shapes.arguments() if _says_others(one) for s in shapes.of(one.others)]
+        others = [s for one in shapes.arguments() if _has_additional(one) for s in shapes.of(one.others)]
         types = _read_from_strings(others)
         if types:
             yield Ambiguity(tool.name, "...", types)
 
 
-def _says_others(shape: ValueShape) -> bool:
+def _has_additional(shape: ValueShape) -> bool:
     return any(part.has_additional for part in shape.objects)
 
 

@@ -170,13 +170,13 @@ class Watcher:
     def ending(self, pid: int) -> Iterator[None]:
         """A block during which the watcher also ends this client, with all processes of its session."""
         with self.watching():
-            self._tell(f"+{pid}")
+            self._send(f"+{pid}")
             try:
                 yield
             finally:
-                self._tell(f"-{pid}")
+                self._send(f"-{pid}")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with self._lock, suppress(OSError):  # the watcher has been killed
             assert self._process is not None
             assert self._process.stdin is not None

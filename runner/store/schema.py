@@ -287,12 +287,12 @@ TURNS: Final = Table(
 
 TOP_LOGPROBS: Final = Table(
     "top_logprobs",
-    "the likeliest ids at the position of each sampled id of a turn, if `Sampling(logprobs=)` requested them",
+    "the most likely ids at the position of each sampled id of a turn, if `Sampling(logprobs=)` requested them",
     (
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("position", "INTEGER NOT NULL", "`turns.position`"),
         Column("count", "INTEGER NOT NULL", "the number of ids at each position"),
-        Column("ids", "BLOB NOT NULL", "int32, little-endian, `count` of each sampled id, the likeliest first"),
+        Column("ids", "BLOB NOT NULL", "int32, little-endian, `count` of each sampled id, the most likely first"),
         Column(
             "logprobs", "BLOB NOT NULL", "float32, little-endian, one for each of `ids`; -inf: could not be sampled"
         ),

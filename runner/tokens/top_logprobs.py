@@ -36,9 +36,9 @@ class TopLogprobs:
         """Return the `count` most likely ids of each row, which has the log-probabilities of one position by id."""
         top = cls(count)
         for row in rows:
-            likeliest = sorted(row.items(), key=lambda item: -item[1])[:count]
-            top.ids.extend(token_id for token_id, _ in likeliest)
-            top.logprobs.extend(logprob for _, logprob in likeliest)
+            most_likely = sorted(row.items(), key=lambda item: -item[1])[:count]
+            top.ids.extend(token_id for token_id, _ in most_likely)
+            top.logprobs.extend(logprob for _, logprob in most_likely)
         return top
 
     def extend(self, other: TopLogprobs) -> None:

@@ -95,7 +95,7 @@ def _mcp_text(value: Any) -> str | None:
         return None
     text = _joined(content)
     structured = _get(value, "structured_content", "structuredContent")
-    if structured is not _NOTHING and structured is not None and not _says(content, structured):
+    if structured is not _NOTHING and structured is not None and not _equals_structured(content, structured):
         text = "\n\n".join(filter(None, [text, result_text(structured)]))
     if is_error:
         raise ToolError(text or "the server gave no reason")
@@ -131,7 +131,7 @@ def _media(block: Any) -> str:
     return f"{kind if isinstance(kind, str) else 'of unknown type'}, {size:,} bytes"
 
 
-def _says(content: Sequence[Any], structured: Any) -> bool:
+def _equals_structured(content: Sequence[Any], structured: Any) -> bool:
     """Return whether the text equals the structured content. In it, servers wrap non-objects as `{"result": ...}`."""
     said = list(_values(content))
     wrapped = [structured["result"]] if isinstance(structured, Mapping) and list(structured) == ["result"] else []

@@ -41,7 +41,7 @@ _MISFITS: Final = (
     (
         "SELECT '' AS id FROM top_logprobs AS top WHERE NOT EXISTS "
         "(SELECT 1 FROM turns WHERE turns.episode = top.episode AND turns.position = top.position)",
-        "likeliest ids of no turn",
+        "most likely ids of no turn",
     ),
     (
         "SELECT '' AS id FROM side_data AS side WHERE NOT EXISTS "
@@ -52,7 +52,7 @@ _MISFITS: Final = (
         "SELECT episodes.id FROM top_logprobs AS top JOIN turns USING (episode, position) "
         "JOIN episodes ON episodes.key = turns.episode LEFT JOIN samplings ON samplings.key = turns.sampled "
         "WHERE json_extract(samplings.sampling, '$.logprobs') IS NOT top.count",
-        "likeliest ids of a turn that asked for none, or for another number",
+        "most likely ids of a turn that asked for none, or for another number",
     ),
     (
         "SELECT id FROM tasks AS task WHERE NOT EXISTS "

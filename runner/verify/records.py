@@ -159,11 +159,11 @@ class _Records:
         given = top is not None or not asked or turn.start == turn.end or self._engine.get("logprobs") is None
         if not given or (top is not None and top.count != asked):
             has = 0 if top is None else top.count
-            self._differ(Kind.LOGPROBS, "the number of likeliest ids differs from the requested number", has, asked)
+            self._differ(Kind.LOGPROBS, "the number of most likely ids differs from the requested number", has, asked)
         if top is None:
             return
         if len(top) != turn.end - turn.start:
-            self._differ(Kind.LOGPROBS, "its likeliest ids have other positions", len(top), turn.end - turn.start)
+            self._differ(Kind.LOGPROBS, "its most likely ids have other positions", len(top), turn.end - turn.start)
         ids, logprobs = top.id_rows(), top.logprob_rows().astype(float)
         total, own = np.exp(logprobs).sum(axis=1), np.array(turn.logprobs)[:, None]
         # `<=` is true for two minus infinities. Comparisons with NaN are false, so NaN counts as wrong.
@@ -173,7 +173,7 @@ class _Records:
         if len(wrong):
             self._compare.differ(
                 Kind.LOGPROBS,
-                "the likeliest ids of a position contradict each other or the sampled id",
+                "the most likely ids of a position contradict each other or the sampled id",
                 index=turn.start + int(wrong[0]),
                 stored=str(dict(zip(ids[wrong[0]].tolist(), logprobs[wrong[0]].tolist(), strict=True))),
             )

@@ -52,7 +52,7 @@ conversation without tools.
 The words of the results are:
 
 - *exact*: deltarunner reads all calls exactly, with any values.
-- *limited*: it reads calls exactly, apart from the limits that the [traits](#traits) of the template describe.
+- *limited*: it reads calls exactly, apart from the [limitations](#limitations) of the template.
 - *refused*: it cannot read the calls. An environment with tools is refused, and the error names the missing property.
 - *enforced*: the model can be forced to write a call (`tool_choice="required"`).
 - *strict*: the model may choose between text and a call. The arguments of its calls then always follow the schema of
@@ -85,7 +85,7 @@ class Row:
     """True if calls that the model begins by itself can be constrained to the schemas."""
     streamed: bool
     """True if reading every case of the battery piece by piece has the same result as reading it at once."""
-    traits: tuple[str, ...]
+    limitations: tuple[str, ...]
     missing: str
     thought: str
     """The opening mark of reasoning, the closing mark, and the author of the opening mark, with `BETWEEN_MARKS` between
@@ -113,13 +113,13 @@ class Row:
         """Return the row as one line of the record."""
         held = {"enforced": self.enforced, "strict": self.strict, "streamed": self.streamed}
         marks = " ".join(name if holds else "-" for name, holds in held.items())
-        return "\t".join([self.template, self.verdict, marks, ",".join(self.traits), self.missing, self.thought])
+        return "\t".join([self.template, self.verdict, marks, ",".join(self.limitations), self.missing, self.thought])
 
     @classmethod
     def read(cls, line: str) -> Self:
         """Return the row in a line of the record."""
-        template, verdict, marks, traits, missing, thought = line.rstrip("\n").split("\t")
-        listed = tuple(traits.split(",")) if traits else ()
+        template, verdict, marks, limitations, missing, thought = line.rstrip("\n").split("\t")
+        listed = tuple(limitations.split(",")) if limitations else ()
         held = ("enforced" in marks, "strict" in marks, "streamed" in marks)
         return cls(template, verdict, *held, listed, missing, thought)
 
@@ -196,13 +196,13 @@ def page(rows: Sequence[Row]) -> str:
             for family in families
         ] + [("all", *_counts(rows, models))]),
         "",
-        "## Traits",
+        "## Limitations",
         "",
-        "`deltarunner check-template` prints the traits of a template.",
+        "`deltarunner check-template` prints the limitations of a template.",
         "",
-        *_table(["trait", "templates / models", "meaning"], [
-            (trait, _share([row for row in rows if trait in row.traits], models), sentence)
-            for trait, sentence in DESCRIPTIONS.items()
+        *_table(["limitation", "templates / models", "meaning"], [
+            (limitation, _share([row for row in rows if limitation in row.limitations], models), sentence)
+            for limitation, sentence in DESCRIPTIONS.items()
         ]),
         "",
         "## Refused templates by missing property",

@@ -20,11 +20,11 @@ def limits_of(**limits: int) -> EpisodeLimits:
 async def test_agent_without_a_token_left_takes_no_turn() -> None:
     limits = limits_of(tokens=5)
     limits.tokens = 4
-    await limits.let_speak("main", counted=True)
+    await limits.check_may_take_turn("main", counted=True)
     limits.tokens = 5
-    await limits.let_speak("judge", counted=False)
+    await limits.check_may_take_turn("judge", counted=False)
     with pytest.raises(EpisodeOver):
-        await limits.let_speak("main", counted=True)
+        await limits.check_may_take_turn("main", counted=True)
     assert limits.silenced_by is not None
     assert (limits.silenced_by.outcome, limits.silenced_by.limit) == (Outcome.TOKEN_LIMIT, "tokens")
 

@@ -1,4 +1,4 @@
-"""The fields of Sampling in an episode: the end of a turn, the tokens that follow it, and its likeliest ids."""
+"""The fields of Sampling in an episode: the end of a turn, the tokens that follow it, and its most likely ids."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_id_outside_the_vocabulary_is_refused_before_a_run() -> None:
     assert engine.calls == []
 
 
-# --- the likeliest ids
+# --- the most likely ids
 
 
 async def test_a_turn_keeps_the_likeliest_ids_of_each_of_its_ids() -> None:

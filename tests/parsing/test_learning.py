@@ -153,7 +153,7 @@ def test_renders_of_exact_templates_are_read_exactly(name: str, data: st.DataObj
     assert reading.content == "" or name in OWN_INSTRUCTIONS
 
 
-UNTYPED = [row.template for row in ROWS if CallLimitation.UNTYPED in row.traits]
+UNTYPED = [row.template for row in ROWS if CallLimitation.UNTYPED in row.limitations]
 
 
 @pytest.mark.parametrize("name", sweeps.part(UNTYPED, 8))
@@ -162,8 +162,8 @@ def test_untyped_template_renders_a_number_like_its_text(name: str) -> None:
     assert number == text != None  # noqa: E711  # one comparison checks both
 
 
-CLOSING = [row.template for row in ROWS if CallLimitation.CLOSING_IN_STRING in row.traits]
-SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallLimitation.ONE_CALL not in row.traits]
+CLOSING = [row.template for row in ROWS if CallLimitation.CLOSING_IN_STRING in row.limitations]
+SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallLimitation.ONE_CALL not in row.limitations]
 
 
 @pytest.mark.parametrize("name", sweeps.part(SEVERAL, 8))

@@ -30,7 +30,7 @@ INFINITE = float("inf")
 
 
 def asked(*counts: int) -> Trajectory:
-    """Return an episode whose turns requested this number of likeliest ids for each of their 4 ids."""
+    """Return an episode whose turns requested this number of most likely ids for each of their 4 ids."""
     trajectory = played("asked", turns=len(counts))
     for turn, count in zip(trajectory.turns, counts, strict=True):
         turn.sampling = Sampling(logprobs=count, logit_bias={7: 0.5}, bad_words=("moon",)).over(Sampling.defaults())

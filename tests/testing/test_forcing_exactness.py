@@ -396,7 +396,7 @@ async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: V
         assert logprobs == pytest.approx(teacher([*wanted.prompt, *ids])[len(wanted.prompt) :], abs=TOLERANCE_NATS)
     ids, _ = together["partly"]
     assert ids[:3] == [700, 701, 702]
-    # After the forced ids the model is free, and samples its likeliest id each time.
+    # After the forced ids the model is free, and samples its most likely id each time.
     prefix = replace(request("partly", 9), prompt=[*partly.prompt, 700, 701, 702])
     assert (await sampled(forcible, prefix))[0] == ids[3:]
 

@@ -229,7 +229,7 @@ def test_unknown_option_is_refused_with_the_known_ones(pytester: pytest.Pytester
 
 
 def test_the_likeliest_ids_are_recorded_where_they_were_asked_for(tmp_path: Path) -> None:
-    path, sampling = tmp_path / "likeliest.json", Sampling(logprobs=3)
+    path, sampling = tmp_path / "most_likely.json", Sampling(logprobs=3)
     engine = record(QueuedEngine().say("1", "stop"))
     before = play(Sums, engine, sampling=sampling)
     engine.save(path)

@@ -1,4 +1,4 @@
-"""The likeliest ids of some positions, in flat arrays."""
+"""The most likely ids of some positions, in flat arrays."""
 
 from __future__ import annotations
 

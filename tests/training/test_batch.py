@@ -368,10 +368,10 @@ def test_the_page_names_every_array() -> None:
     assert unnamed == ["lengths"]
 
 
-# --- the likeliest ids
+# --- the most likely ids
 
 
-def _likeliest(batch: TrainingBatch, count: int) -> None:
+def _check_most_likely(batch: TrainingBatch, count: int) -> None:
     ids, logprobs = batch.top_logprobs(count)
     assert ids.shape == logprobs.shape == (*batch.input_ids.shape, count)
     assert (ids[~batch.loss_mask] == -1).all()
@@ -393,7 +393,7 @@ async def test_the_likeliest_ids_stand_where_theirs_were_sampled() -> None:
     for batch in (TrainingBatch.padded(groups, pad_id=0), TrainingBatch.packed(groups, pad_id=0, length=400)):
         assert batch.trained
         for count in (1, 3):
-            _likeliest(batch, count)
+            _check_most_likely(batch, count)
         with pytest.raises(BadBatch, match=r"t0#0/main/\d has 3 most likely .*Sampling\(logprobs=4\)"):
             batch.top_logprobs(4)
 

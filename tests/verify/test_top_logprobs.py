@@ -1,4 +1,4 @@
-"""Changes of likeliest ids and side data in a run file are found."""
+"""Changes of most likely ids and side data in a run file are found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def play(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("likeliest") / "run.db"
+    path = tmp_path_factory.mktemp("most likely") / "run.db"
     anyio.run(play, path)
     return path
 
@@ -58,7 +58,7 @@ CHANGES = {
     "of no turn": (
         "INSERT INTO top_logprobs SELECT episode, position + ?, count, ids, logprobs FROM top_logprobs",
         70,
-        "likeliest ids of no turn",
+        "most likely ids of no turn",
     ),
     "of a turn that asked for none": (
         "UPDATE samplings SET sampling = json_set(sampling, '$.logprobs', ?)",

@@ -282,7 +282,7 @@ async def _exit_reason(error: BaseException) -> str:
 
 
 def _exit_reason_key(actor: str) -> bytes:
-    return f"deltarunner-last-words-{actor}".encode()
+    return f"deltarunner-exit-reason-{actor}".encode()
 
 
 class Raised:

@@ -134,11 +134,11 @@ class ChatEngine(MessageEngine):
 
     async def __aexit__(self, *_: object) -> None:
         self.running = False
-        self._asked.stop()
+        self._open_runtime.stop()
         await self._open.aclose()
 
     @property
-    def _asked(self) -> ChatRuntime:
+    def _open_runtime(self) -> ChatRuntime:
         if self._running is None:
             raise EngineDead(NOT_RUNNING)
         return self._running
@@ -152,7 +152,7 @@ class ChatEngine(MessageEngine):
         check_sampling(sampling, self._format.leave_out)
 
     def stream(self, request: MessageRequest) -> ChatStream:
-        return ChatStream(self._asked, request)
+        return ChatStream(self._open_runtime, request)
 
     def close_session(self, session: Session) -> None:
         """Remove the conversation; idempotent."""
@@ -162,7 +162,7 @@ class ChatEngine(MessageEngine):
 
     def stats(self) -> EngineStats:
         """Return the counts of this engine's requests, and the current limit of concurrent requests."""
-        runtime = self._asked
+        runtime = self._open_runtime
         return EngineStats(
             open=runtime.asking,
             running=runtime.asking,
@@ -177,7 +177,7 @@ class ChatEngine(MessageEngine):
 
     def is_alive(self) -> bool:
         """Return whether requests can be answered, as far as is known."""
-        return self.running and self._asked.is_alive()
+        return self.running and self._open_runtime.is_alive()
 
     async def health(self) -> None:
         """Return when the server answers a request for its list of models. Failed requests are retried.
@@ -185,10 +185,10 @@ class ChatEngine(MessageEngine):
         Raises:
             EngineDead: the server does not answer, or refused earlier requests.
         """
-        await self._asked.health()
+        await self._open_runtime.health()
 
     def describe(self) -> dict[str, Any]:
-        server, request_format = self._asked.server, self._format
+        server, request_format = self._open_runtime.server, self._format
         return {
             "kind": "chat",
             "takes": "messages",

@@ -126,9 +126,9 @@ class OutputReader:
         wanted = self._sampling.logprobs
         rows = list(given or ())
         if len(rows) != count:
-            self._refuse(f"gave the likeliest ids of {len(rows)} positions of {count}", "give them in `top`, for each")
+            self._refuse(f"gave the most likely ids of {len(rows)} positions of {count}", "give `top` for each")
         if any(len(row) < wanted for row in rows):
-            self._refuse(f"gave {min(map(len, rows))} of the likeliest ids of a position", f"{wanted} are wanted")
+            self._refuse(f"gave {min(map(len, rows))} of the most likely ids of a position", f"{wanted} are wanted")
         return TopLogprobs.of(rows, wanted)
 
     def _masks(self, given: Sequence[Sequence[int]] | None, ids: Sequence[int]) -> SamplingMasks | None:

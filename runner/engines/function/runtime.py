@@ -68,7 +68,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         """Running calls. A call that ignores its cancellation outlives its request."""
         self._stopped = False
         self._death: EngineDead | None = None
-        self._news: anyio.Event | None = None
+        self._changed: anyio.Event | None = None
 
     # --- control by the trainer
 
@@ -82,14 +82,14 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             for request in tuple(self.requests):
                 request.cut()
         while self.open_requests:
-            self._news = self._news or anyio.Event()
-            await self._news.wait()
+            self._changed = self._changed or anyio.Event()
+            await self._changed.wait()
 
     def ended(self) -> None:
         """Wake waiting tasks after a call ended or a request left."""
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     async def resume(self) -> None:
         """Do nothing: `pause` closed only the gate, and `release` opens it."""
@@ -148,10 +148,10 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             request.fail(EngineDead("the engine was stopped"))
         with anyio.CancelScope(shield=True):
             while self.calls:
-                self._news = self._news or anyio.Event()
-                news = self._news
+                self._changed = self._changed or anyio.Event()
+                changed = self._changed
                 with anyio.move_on_after(_AGAIN_SECONDS) as patience:
-                    await news.wait()
+                    await changed.wait()
                 if patience.cancelled_caught:
                     for call in tuple(self.calls):
                         call.cut()

@@ -89,7 +89,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._call: _CancellableCall | None = None
         self._cut = False
         self._over = anyio.Event()
-        self._news: anyio.Event | None = None
+        self._changed: anyio.Event | None = None
         self._deltas: deque[Delta] = deque()
         self._last: Delta | None = None
         """Delta with the finish. It is held back until the call ends, since further output would be an error."""
@@ -133,7 +133,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._settle()
             self._runtime.calls.pop(self, None)
             self._over.set()
-            self._tell()
+            self._notify()
 
     async def _ask(self) -> None:
         request = self.request
@@ -172,7 +172,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._last = replace(delta, finish=finish)
         elif len(delta.token_ids):
             self._deltas.append(delta)
-            self._tell()
+            self._notify()
 
     def _settle(self) -> None:
         """Set the finish of the turn if it is not set yet. The call has ended, or its time to end is over."""
@@ -197,7 +197,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         """End the turn with an error, since the engine is dead."""
         self._fail(error)
         self.cut()
-        self._tell()
+        self._notify()
 
     def _fail(self, error: EngineError, *, cause: Exception | None = None) -> None:
         if self._end is None:
@@ -205,11 +205,11 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._failure = error
             self._end = Finish(FinishReason.ERROR, stop=str(error), versions=self._stamps.spans(self.sent))
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._runtime.ended()
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     # --- reading
 
@@ -220,8 +220,8 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             if self._failure is not None:
                 self.finish = self._end
                 raise self._failure
-            self._news = self._news or anyio.Event()
-            await self._news.wait()
+            self._changed = self._changed or anyio.Event()
+            await self._changed.wait()
             # If the function yields an id at each step of the loop, this task never waits, and asyncio cannot cancel
             # it.
             await checkpoint_if_cancelled()

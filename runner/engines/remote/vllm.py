@@ -130,7 +130,7 @@ class _VllmReader:
         return Piece(
             ids,
             [_logprob(each) for each in logprobs],
-            _likeliest(list(rows), self._count) if self._count else None,
+            _top_logprobs(list(rows), self._count) if self._count else None,
             _reason(choice["finish_reason"]),
             choice["stop_reason"],
             None if spans is None else [VersionSpan(span["version"], span["start"], span["end"]) for span in spans],
@@ -218,7 +218,7 @@ def _decoded_array(text: str) -> Any:
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
-def _likeliest(rows: Sequence[_Row], count: int) -> TopLogprobs:
+def _top_logprobs(rows: Sequence[_Row], count: int) -> TopLogprobs:
     if any(len(row) < count for row in rows):
         raise ValueError(f"fewer than the {count} most likely ids")
     return TopLogprobs.of(rows, count)

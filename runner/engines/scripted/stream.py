@@ -71,7 +71,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         self._arrived = 0  # number of deltas that arrived
         self._read = 0  # number of these deltas that were read
         self._failure: EngineDead | None = None
-        self._news: anyio.Event | None = None  # created only if the reader has to wait
+        self._changed: anyio.Event | None = None  # created only if the reader has to wait
 
     async def _begin(self) -> None:
         self._delivery = await self._plan()
@@ -116,8 +116,8 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
             if self._arrived:
                 # Without this checkpoint, asyncio would not cancel a reader that is woken at every tick.
                 await checkpoint_if_cancelled()
-            self._news = anyio.Event()
-            await self._news.wait()
+            self._changed = anyio.Event()
+            await self._changed.wait()
         return self._next()
 
     def advance(self) -> int | None:
@@ -191,9 +191,9 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         self.sent = sent
 
     def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 def _session_of(request: GenerationRequest) -> ScriptedSession:

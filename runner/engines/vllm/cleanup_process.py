@@ -40,9 +40,9 @@ class CleanupProcess:
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-P", "-S", __file__, process_name(os.getpid()), str(folder)]
-        hears, tells = os.pipe()
-        self._pipe = os.fdopen(tells, "wb", buffering=0)
-        with open(hears, "rb") as stdin:
+        read_end, write_end = os.pipe()
+        self._pipe = os.fdopen(write_end, "wb", buffering=0)
+        with open(read_end, "rb") as stdin:
             # This process ends at once; its child is the cleanup process.
             subprocess.run(
                 command,
@@ -56,14 +56,14 @@ class CleanupProcess:
 
     def engine_started(self) -> None:
         """Report that all processes of the engine run; before that the cleanup process scans for new ones."""
-        self._tell(_RUNS)
+        self._send(_RUNS)
 
     def dismiss(self) -> None:
         """Report that the engine ended and left nothing; idempotent."""
-        self._tell(_ENDED)
+        self._send(_ENDED)
         self._pipe.close()
 
-    def _tell(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         with suppress(BrokenPipeError, ValueError):  # the cleanup process was killed or dismissed
             self._pipe.write(word)
 
@@ -131,11 +131,11 @@ def release(names: Iterable[str]) -> None:
 
 def _run(owner: str, folder: str) -> None:
     processes, memory = set[str](), set[str]()
-    starts = hears = True
+    starts = is_open = True
     while is_alive(owner):
         if starts:
             _scan(owner, folder, processes, memory)
-        if not hears:  # the owner closed the pipe, but may still run
+        if not is_open:  # the owner closed the pipe, but may still run
             time.sleep(_SECONDS)
         elif select.select([0], [], [], _SECONDS)[0]:
             word = os.read(0, 1)
@@ -144,7 +144,7 @@ def _run(owner: str, folder: str) -> None:
             if word == _RUNS:
                 _scan(owner, folder, processes, memory)
                 starts = False
-            hears = bool(word)
+            is_open = bool(word)
     give_up = time.monotonic() + _ORPHAN_SECONDS
     while any(map(is_alive, processes)) and time.monotonic() < give_up:
         time.sleep(_SECONDS)

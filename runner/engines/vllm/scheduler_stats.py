@@ -111,16 +111,16 @@ class SchedulerStats:
             self.prefix_queries += cache.queries
             self.prefix_hits += cache.hits
         self.rate.add(sampled)
-        self.tell()
+        self.notify()
 
     def clear(self) -> None:
         """Reset the counts after all requests were ended, since a scheduler without steps does not report that."""
         for counts in (self._running, self._queued):
             counts.update(dict.fromkeys(counts, 0))
         self._usage = dict.fromkeys(self._usage, 0.0)
-        self.tell()
+        self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake the tasks in `wait_for_step`."""
         if self._changed is not None:
             self._changed.set()
@@ -155,7 +155,7 @@ class SchedulerStats:
                     moved = None if hasattr(scheduler_stats, "iteration_details") else True
                     count.record(named.get("engine_idx", 0), scheduler_stats, sampled, read, computed=moved)
                 else:
-                    count.tell()
+                    count.notify()
 
             def log(self) -> None: ...
             def log_engine_initialized(self) -> None: ...

@@ -60,7 +60,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
 
     def _leave(self) -> None:
         super()._leave()
-        self._runtime.process.stats.tell()
+        self._runtime.process.stats.notify()
 
     async def __anext__(self) -> Delta:
         if self.finish is not None:

@@ -103,8 +103,8 @@ def text_of(prober: FormatProber, form: CallFormat, case: FormatCase) -> str:
     if written not in rendered:
         raise Unwritable("it is not written like other calls")
     before = f"{case.content}{form.after_content}" if case.content and form.after_content is not None else ""
-    behind = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
-    return before + written + behind
+    after = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
+    return before + written + after
 
 
 def misread(reading: CallsReading | TurnReading, case: FormatCase) -> str:

@@ -72,7 +72,7 @@ class _Thought:
         parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
         return prober.turn(*calls, thought={"content": parts}, followed=followed)
 
-    def behind(self, answer: str) -> str:
+    def text_after(self, answer: str) -> str:
         """Return the text after the reasoning in a render."""
         return CALL.name if self.with_call else answer
 
@@ -124,11 +124,11 @@ def _dropped(prober: FormatProber, thought: _Thought) -> bool:
 
 def _learnt(prober: FormatProber, thought: _Thought) -> ReasoningFormat | None:
     text = thought.render(prober, THOUGHT, ANSWERED)
-    behind = thought.behind(ANSWERED)
-    if text is None or not 0 <= text.find(THOUGHT) < text.rfind(behind):
+    after = thought.text_after(ANSWERED)
+    if text is None or not 0 <= text.find(THOUGHT) < text.rfind(after):
         return None if not thought.open else _inline_format(prober, thought)
     front, _, rest = text.partition(THOUGHT)
-    close = _close(prober, rest[: rest.rfind(behind)])
+    close = _close(prober, rest[: rest.rfind(after)])
     if not close:
         return None
     opening = _opening(prober, front, close)

@@ -66,8 +66,8 @@ class TaggedLearner:
         parts = list(_between(text, words))
         if len(parts) != len(words) or parts[1] != parts[3]:
             raise UnlearnableFormat(FormatRequirement.SEPARABLE, "the begin and end of a call's arguments are unclear")
-        head, open_integer, separator, _, behind = parts
-        tail, none = _ends(prober, behind)
+        head, open_integer, separator, _, after = parts
+        tail, none = _ends(prober, after)
         styles = _styles(prober, head, separator, open_integer)
         backwards = ProbeCall(NAME, dict(reversed(list(INTEGERS.arguments.items()))))
         return cls(TaggedArguments(head, separator, tail, none, styles, sorted_keys=prober.turn(backwards) == text))
@@ -122,14 +122,14 @@ _SAID: Final[Mapping[ValueType, str]] = {
 }
 
 
-def _ends(prober: FormatProber, behind: str) -> tuple[str, str | None]:
+def _ends(prober: FormatProber, after: str) -> tuple[str, str | None]:
     """Return the text after the last value, and the text that replaces the arguments in a call without any."""
     text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
     without = text.partition(NAME)[2]
-    shared = prober.cut_points.common_suffix([behind, without])
-    return behind[: len(behind) - len(shared)], without[: len(without) - len(shared)]
+    shared = prober.cut_points.common_suffix([after, without])
+    return after[: len(after) - len(shared)], without[: len(without) - len(shared)]
 
 
 def _styles(prober: FormatProber, head: str, separator: str, open_integer: str) -> dict[ValueType, ValueStyle]:

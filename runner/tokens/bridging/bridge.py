@@ -160,7 +160,7 @@ class Bridger:
             raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
         text = self.tokenizer.decode(start.ids)
         if tail.holds_marker(text) or self._repeats(tail):
-            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats the turn's words after its end")
+            raise Unbridgeable(Property.TURN_STAYS_BEFORE, "the template repeats the turn's words after its end")
         if tail.real is not None:
             self._check_real(
                 tail, tail.real, tail.text if thinking else self._with_close(tail, tail_ids.ids, start.ids)
@@ -202,7 +202,7 @@ class Bridger:
         if self.tokenizer.decode(self.tokenizer.encode(real)).endswith(text):
             return
         raise Unbridgeable(
-            Property.TURN_STAYS_BEHIND,
+            Property.TURN_STAYS_BEFORE,
             f"what template {self.renderer.template.name!r} writes after a turn depends on its words: "
             f"{real[-80:]!r} where {text[-80:]!r} was expected",
         )
@@ -362,7 +362,7 @@ class Bridger:
 
 
 def _words_after_end() -> Unbridgeable:
-    return Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
+    return Unbridgeable(Property.TURN_STAYS_BEFORE, "the template writes words of the turn after its end")
 
 
 # Control text in these roles may become control ids: the author writes system messages, and a model's turn sampled

@@ -88,17 +88,17 @@ class PromptRenderer:
         if self.asks_as_usual(text, messages[-1]):
             return
         end = Rendering(text, messages, lambda new: render(new, True)).end_of_last()
-        behind = text[end:]
-        self._check_doubled(behind)
+        after = text[end:]
+        self._check_doubled(after)
         if end <= first_mismatch(text, render(messages, False)) < len(text):
             return
         # No generation prompt follows. The text may still begin an answer in the form of the history.
-        answer = _behind(messages, ANSWER, render)
-        if behind.startswith(answer.rstrip()):
+        answer = _text_after(messages, ANSWER, render)
+        if after.startswith(answer.rstrip()):
             return
         with suppress(Unbridgeable):
-            question = _behind(messages, QUESTION, render)
-            if first_mismatch(behind, answer) > first_mismatch(answer, question):
+            question = _text_after(messages, QUESTION, render)
+            if first_mismatch(after, answer) > first_mismatch(answer, question):
                 return
         raise Unbridgeable(
             Property.PROMPTS_ANSWER,
@@ -119,8 +119,8 @@ class PromptRenderer:
             self._refuse_doubled(asked)
         return True
 
-    def _check_doubled(self, behind: str) -> None:
-        last = behind[-_DOUBLED_OPENER_CHARS:]
+    def _check_doubled(self, after: str) -> None:
+        last = after[-_DOUBLED_OPENER_CHARS:]
         for length in range(len(last) // 2, _MIN_OPENER_CHARS, -1):
             if last[-length:] == last[-2 * length : -length] and last[-length:].strip():
                 self._refuse_doubled(last[-length:])
@@ -130,7 +130,7 @@ class PromptRenderer:
         raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {opener!r}")
 
 
-def _behind(messages: Sequence[Message], last: Message, render: RenderAsking) -> str:
+def _text_after(messages: Sequence[Message], last: Message, render: RenderAsking) -> str:
     """Return the text between the last content of `messages` and the content of a further message."""
     text = render([*messages, last], False)
     before = text[: max(0, text.rfind(last["content"]))]

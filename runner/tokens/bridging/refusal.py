@@ -12,7 +12,7 @@ class Property(enum.StrEnum):
 
     TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
     SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show its text or calls
-    TURN_STAYS_BEHIND = "marker_in_tail"  # the model's words would occur again after the turn
+    TURN_STAYS_BEFORE = "marker_in_tail"  # the model's words would occur again after the turn
     TOOLS_STAY = "tools_move"  # tools are printed after the turn, so the prompt has them at the wrong place
     # the system message is printed after the turn, so the prompt has it at the wrong place
     SYSTEM_STAYS = "system_moves"

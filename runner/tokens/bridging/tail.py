@@ -280,7 +280,7 @@ class Tail:
         return between if found and shown else None
 
     def _further(self, further: Further, new: Sequence[Message]) -> str:
-        return self._behind(self._history_for(further), new, generation_prompt=further.asking)
+        return self._text_after(self._history_for(further), new, generation_prompt=further.asking)
 
     def _history_for(self, further: Further) -> Sequence[Message]:
         """Return the messages before the new ones: the stand-in if it is proven to have the same result."""
@@ -290,9 +290,9 @@ class Tail:
         return [*self._answered.history[:-1], self._history[-1]]
 
     def _text(self, new: Sequence[Message], *, generation_prompt: bool = True) -> str:
-        return self._behind(self._history, new, generation_prompt=generation_prompt)
+        return self._text_after(self._history, new, generation_prompt=generation_prompt)
 
-    def _behind(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
+    def _text_after(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
         text = self._renderer.render([*history, *new], self._answered.tools, generation_prompt=generation_prompt)
         # The text after the last sentinel counts, since a template may write the words more than once.
         before, found, tail = text.rpartition(_sentinel(self._stem))

@@ -83,8 +83,8 @@ class TurnClosers:
             if opens and self._holds(before, token_id):
                 return True
             second: Message = {**message, "content": words(1)[0]}
-            behind = self._tail(turn, message, second, past=past).text.partition(message["content"])[2]
-            between, _, after = behind.partition(second["content"])
+            rest = self._tail(turn, message, second, past=past).text.partition(message["content"])[2]
+            between, _, after = rest.partition(second["content"])
             return self._holds(between, token_id) and not self._holds(after, token_id)
         return False
 

@@ -25,7 +25,7 @@ from runner.tokens.lookback.values import (
     Unknown,
     UnknownCount,
     Value,
-    behind_end,
+    after_end,
     concatenated,
     is_concrete,
     is_independent,
@@ -212,14 +212,14 @@ class TransferFunctions(Operators):
         if isinstance(rest, str) and all(map(is_concrete, arguments)) and value.has_end:
             match name:
                 case "strip" | "rstrip" if not _has_letters(arguments):
-                    return behind_end(rest.rstrip(*arguments), before)
+                    return after_end(rest.rstrip(*arguments), before)
                 case "lower":
-                    return behind_end(rest.lower(), before)
+                    return after_end(rest.lower(), before)
                 case "replace" if _is_no_word(arguments[0]):
-                    return behind_end(rest.replace(*arguments), before)
+                    return after_end(rest.replace(*arguments), before)
                 case "split" if len(arguments) == 1 and _is_no_word(arguments[0]):
                     pieces = rest.split(*arguments)
-                    last = behind_end(pieces[0], before) if len(pieces) == 1 else pieces[-1]
+                    last = after_end(pieces[0], before) if len(pieces) == 1 else pieces[-1]
                     return SplitText(last, independent=value.before is not None)
         elif name in ("strip", "rstrip") and is_independent(rest) and all(map(is_independent, arguments)):
             return Text((MAYBE_END, self._symbols.of("rstrip", rest, *arguments, text=True)))

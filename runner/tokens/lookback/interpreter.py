@@ -306,7 +306,7 @@ class Interpreter(Evaluator):
                 finally:
                     self._conditions.pop()
             self._state = self._join(ends)
-            if self._state.knows_as_much_as(before):
+            if self._state.lost_nothing_since(before):
                 return
         raise NotFollowed("a loop that reaches no fixpoint")
 

@@ -97,10 +97,10 @@ def _joined_text(condition: Condition, one: Value, other: Value, symbols: Symbol
     if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.may_end for each in both):
         return Unknown(may_end=True, text=True)
     # One text is marked, or both are marked in different ways, so the words may end anywhere before the rest.
-    return Text((MAYBE_END, *_parts(join(condition, _behind_mark(one), _behind_mark(other), symbols))))
+    return Text((MAYBE_END, *_parts(join(condition, _after_mark(one), _after_mark(other), symbols))))
 
 
-def _behind_mark(text: Value) -> Value:
+def _after_mark(text: Value) -> Value:
     """Return the text after the mark; "" if the text is unknown and no words end in it."""
     if isinstance(text, Text) and text.is_marked:
         return text.rest
@@ -136,7 +136,7 @@ class State:
                 return scope[name]
         return jinja2.Undefined(name=name)
 
-    def knows_as_much_as(self, before: Self) -> bool:
+    def lost_nothing_since(self, before: Self) -> bool:
         """Return True if a pass from `before` to this state lost no information, so that the fixpoint is reached."""
         one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
         return same(one, other, unknowns_alike=True)

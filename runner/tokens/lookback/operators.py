@@ -33,7 +33,7 @@ from runner.tokens.lookback.values import (
     Text,
     Unknown,
     Value,
-    behind_end,
+    after_end,
     concatenated,
     has_effects,
     is_concrete,
@@ -270,7 +270,7 @@ class Operators:
         """Return a text with the end of the turn's words, without its last characters."""
         rest, before = value.rest, None if value.before is None else (stop, value.before)
         if isinstance(rest, str) and len(rest) >= -stop:
-            return behind_end(rest[:stop], before)
+            return after_end(rest[:stop], before)
         if stop == -1 and is_independent(rest) and self.truth(rest) is True:
             return Text((END, self.of("slice", rest, stop, text=True)), before)
         return Unknown(may_end=True, text=True)

@@ -58,26 +58,26 @@ class Proofs:
     def words_matter(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
         """Return True if the turn's words may change the text after them, or after the first answer to the calls."""
         # A call without arguments has no position for a mark, so nothing can be proven about it.
-        return shape.bare or not self._same_behind_words(shape, tools, given=False)
+        return shape.bare or not self._same_after_words(shape, tools, given=False)
 
     def past_matters_to_words(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
         """Return True if earlier messages may change the text after some words of the turn, if not after the sentinel.
 
         `past` covers the render with the sentinel, in which no turn is empty or blank.
         """
-        return not self._same_behind_words(shape, tools, given=True)
+        return not self._same_after_words(shape, tools, given=True)
 
-    def _same_behind_words(self, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
+    def _same_after_words(self, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
         """Return True if the text after the turn's words is equal after every past and, unless `given`, for all words.
 
         The proof is like the proof in `past`, but with any words that the shape allows in place of the sentinel.
         """
         places = ["argument", "first"] if shape.calls and shape.new else ["content"]
         return not (shape.calls and not shape.new) and all(
-            self._same_behind(place, shape, tools, given=given) for place in places
+            self._same_after(place, shape, tools, given=given) for place in places
         )
 
-    def _same_behind(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
+    def _same_after(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
         """Return True if the text is fixed after a place: the turn's content, its last argument, or the first result.
 
         The text of a call precedes the result, so it is checked too.

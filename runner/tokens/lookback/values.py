@@ -31,7 +31,7 @@ __all__ = [
     "Unknown",
     "UnknownCount",
     "Value",
-    "behind_end",
+    "after_end",
     "concatenated",
     "has_effects",
     "is_concrete",
@@ -414,7 +414,7 @@ def concatenated(*texts: Value) -> Value:
     return _normal(parts, before)
 
 
-def behind_end(rest: Value, before: Any) -> Value:
+def after_end(rest: Value, before: Any) -> Value:
     """Return a text in which `rest` directly follows the turn's words."""
     return concatenated(Text((END,), before), rest)
 

@@ -251,12 +251,12 @@ def _opening_results(probe: ProbeRenderer) -> Iterable[str]:
 
 def _separator(followed: str, close: str, alone: str, opener: str) -> str:
     """Return the text between the close and the opener of a message."""
-    behind = followed.partition(close)[2] if close else followed
+    after = followed.partition(close)[2] if close else followed
     left = alone.partition(close)[2] if close and close in alone else ""
-    if left and not left.strip() and behind.startswith(left):
+    if left and not left.strip() and after.startswith(left):
         return left
-    shared = first_mismatch(behind[::-1], opener[::-1])
-    rest = behind[: len(behind) - shared]
+    shared = first_mismatch(after[::-1], opener[::-1])
+    rest = after[: len(after) - shared]
     return rest if not special_tokens(rest) and rest.strip() == "" else ""
 
 

@@ -106,7 +106,7 @@ async def test_empty_stream_is_refused_as_ended_without_a_finish() -> None:
 
 @pytest.mark.parametrize(
     ("top", "message"),
-    [(None, "the likeliest ids of 0 positions of 2"), ([{72: -0.5}, {STOP: -0.5}], "gave 1 of the likeliest ids")],
+    [(None, "the most likely ids of 0 positions of 2"), ([{72: -0.5}, {STOP: -0.5}], "gave 1 of the most likely ids")],
     ids=["none", "too few"],
 )
 async def test_likeliest_ids_that_were_asked_for_have_to_come(top: Any, message: str) -> None:

@@ -292,7 +292,7 @@ class Loopback:
         if self.dialect is ServerDialect.SGLANG:
             return int(body["top_logprobs_num"])
         asked = int(parameters["logprobs"])
-        # vLLM counts the sampled id, which is first, and leaves out the last of the likeliest ids.
+        # vLLM counts the sampled id, which is first, and leaves out the last of the most likely ids.
         return max(0, asked - 1) if "token_ids" in body else asked
 
     def _writer(self, asked: GenerationRequest) -> Callable[[Delta], list[dict[str, Any]]]:
@@ -302,15 +302,15 @@ class Loopback:
 
 
 def _tops(delta: Delta) -> list[list[tuple[int, float]]]:
-    """Return the likeliest ids of each position, after the sampled id, as vLLM's engine does."""
+    """Return the most likely ids of each position, after the sampled id, as vLLM's engine does."""
     rows = (
         [] if delta.top is None else zip(delta.top.id_rows().tolist(), delta.top.logprob_rows().tolist(), strict=True)
     )
-    likeliest = [list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows] or [[] for _ in delta.token_ids]
+    most_likely = [list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows] or [[] for _ in delta.token_ids]
     sampled = zip(delta.token_ids, delta.logprobs or (), strict=True)
     return [
         [one, *(other for other in others if other[0] != one[0])]
-        for one, others in zip(sampled, likeliest, strict=True)
+        for one, others in zip(sampled, most_likely, strict=True)
     ]
 
 

@@ -64,7 +64,7 @@ async def test_a_request_for_ids_means_to_vllm_what_was_asked(tmp_path: Path, co
     request = generate_request.model_validate(body)
     assert (request.token_ids, request.stream, request.model) == ([72, 105], True, "scripted")
     assert set(body["sampling_params"]) <= {*type(request.sampling_params).__struct_fields__}
-    # One more likeliest id, since vLLM counts the sampled id.
+    # One id more, since vLLM counts the sampled id.
     expected = {**EVERYTHING, "logprobs": 4, "bad_words": ["no"]}
     for name in expected.keys() - {"stop_ids", "seed"}:
         assert getattr(request.sampling_params, name) == expected[name], name

@@ -49,14 +49,14 @@ async def said(engine: Engine, request: GenerationRequest) -> dict[str, Any]:
     return {
         "ids": [token_id for delta in deltas for token_id in delta.token_ids],
         "logprobs": [logprob for delta in deltas for logprob in delta.logprobs or ()],
-        "top": [row for delta in deltas if delta.top is not None for row in likeliest(delta.top)],
+        "top": [row for delta in deltas if delta.top is not None for row in most_likely(delta.top)],
         "finish": (stream.finish.reason, stream.finish.stop),
         "versions": [(span.start, span.end) for span in stream.finish.versions],
     }
 
 
-def likeliest(top: TopLogprobs) -> list[list[int]]:
-    """The likeliest ids of each position, without ids that could not be sampled, whose order is arbitrary."""
+def most_likely(top: TopLogprobs) -> list[list[int]]:
+    """The most likely ids of each position, without ids that could not be sampled, whose order is arbitrary."""
     rows = zip(top.id_rows().tolist(), top.logprob_rows().tolist(), strict=True)
     return [[each for each, logprob in zip(*row, strict=True) if math.isfinite(logprob)] for row in rows]
 

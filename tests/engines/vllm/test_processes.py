@@ -160,8 +160,8 @@ def test_ctrl_c_spares_the_engine_and_kill_9_leaves_nothing(
     assert any(path.is_socket() for path in folder.iterdir())
     runner.kill()
     runner.wait()
-    keepers = [process for process in psutil.process_iter() if str(folder) in _command(process)]
-    assert_gone([*processes, *keepers])
+    cleanup_processes = [process for process in psutil.process_iter() if str(folder) in _command(process)]
+    assert_gone([*processes, *cleanup_processes])
     assert not folder.exists()
 
 

@@ -35,7 +35,7 @@ class Collector:
     def __init__(self) -> None:
         self.request_id = "r"
         self.output: Any = None
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
 
     def send(self, *ids: int, finish: str | None = None) -> None:
         held = self.output.outputs[0].token_ids if self.output is not None else []
@@ -46,15 +46,15 @@ class Collector:
             stop_reason=None,
         )
         self.output = SimpleNamespace(outputs=[completion], finished=finish is not None, num_cached_tokens=0)
-        self.tell()
+        self.notify()
 
     def fail(self, error: Exception) -> None:
         self.output = error
-        self.tell()
+        self.notify()
 
-    def tell(self) -> None:
-        self._news.set()
-        self._news = anyio.Event()
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def get_nowait(self) -> Any:
         output, self.output = self.output, None
@@ -64,7 +64,7 @@ class Collector:
 
     async def get(self) -> Any:
         while self.output is None:
-            await self._news.wait()
+            await self._changed.wait()
         return self.get_nowait()
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The fields of Sampling on the real engine: each has its effect, and the likeliest ids belong to the sampled ids."""
+"""The fields of Sampling on the real engine: each has its effect, and the most likely ids belong to the sampled ids."""
 
 import collections
 import dataclasses
@@ -204,7 +204,7 @@ async def test_each_request_of_a_batch_has_its_own_number_of_top_ids(engine: Vll
 
 
 class Asks(Plain):
-    """Environment with two turns: one continues after its EOS, and one records its likeliest ids."""
+    """Environment with two turns: one continues after its EOS, and one records its most likely ids."""
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(ignore_eos=True, logit_bias={EOS_ID: 12.0}))

@@ -99,13 +99,13 @@ async def test_news_come_with_a_step_and_with_a_request_that_was_left() -> None:
         await count.wait_for_step()
         open_counts.append(count.open)
 
-    tellers: list[Callable[[], None]] = [lambda: count.record(0, stats(3)), count.tell, count.clear]
-    for tell in tellers:
+    notifiers: list[Callable[[], None]] = [lambda: count.record(0, stats(3)), count.notify, count.clear]
+    for notify in notifiers:
         async with anyio.create_task_group() as group:
             group.start_soon(listen)
             group.start_soon(listen)
             await anyio.wait_all_tasks_blocked()
-            tell()
+            notify()
     assert open_counts == [4, 4, 4, 4, 0, 0]
     with anyio.fail_after(300):
         await count.until_idle()
