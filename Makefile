@@ -3,7 +3,7 @@
 PYTHON ?=
 ENGINE ?= cpu
 BIN := .venv/bin
-# Modules stay compiled whatever the shell says: tests start hundreds of processes, and each would compile all of them.
+# Modules stay compiled whatever the shell sets: tests start hundreds of processes, and each would compile all of them.
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help

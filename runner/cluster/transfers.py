@@ -452,7 +452,7 @@ class FleetTransfers:
         lost = "; ".join(f"{handle.name} was lost ({why})" for handle, why in self._transfer_group.lost.items())
         return (
             f"{lost}. Call update_weights again, with a trainer that connects to the workers again: "
-            "`len(await engines.devices())` says how many ranks they have."
+            "`len(await engines.devices())` returns how many ranks they have."
         )
 
     def _broken_off(self) -> EngineError:

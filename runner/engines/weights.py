@@ -162,7 +162,7 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
             forms[name] = form
     for name, listed in index.items():
         if name not in forms:
-            raise BadWeights(f"{path / listed} has no tensor {name!r}, which the index says it holds.")
+            raise BadWeights(f"{path / listed} has no tensor {name!r} that the index lists.")
     return WeightFolder(path, files, forms)
 
 
@@ -173,7 +173,7 @@ def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
         index = _read_index(folder / index_name)
         for name, file in index.items():
             if not (folder / file).is_file():
-                raise BadWeights(f"{folder / file} is missing: {index_name} says that it holds the tensor {name!r}.")
+                raise BadWeights(f"{folder / file} is missing: {index_name} lists the tensor {name!r} there.")
         if index:
             return tuple(folder / file for file in sorted(set(index.values()))), index
         if found:
