@@ -105,9 +105,9 @@ class FleetEngine(PlayingEngine):
         self.running = False
         await self._exit.__aexit__(kind, error, traceback)
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:
+    def restore_choices(self, described: Mapping[str, Any]) -> None:
         """Make every worker's engine use the choices of the run that is resumed."""
-        self.engine.go_on_with(described)
+        self.engine.restore_choices(described)
 
     @property
     def driver(self) -> Driver:

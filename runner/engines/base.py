@@ -234,7 +234,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Current phase of the engine's start, for people; empty if unknown, and at other times."""
         return ""
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:  # most engines have nothing to restore
+    def restore_choices(self, described: Mapping[str, Any]) -> None:  # most engines have nothing to restore
         """Restore the automatic choices that the engine made in a resumed run; called before the engine is entered.
 
         Args:

@@ -49,8 +49,8 @@ class WrappedEngine(Engine):
     def start_phase(self) -> str:
         return self.inner.start_phase
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:
-        self.inner.go_on_with(described)
+    def restore_choices(self, described: Mapping[str, Any]) -> None:
+        self.inner.restore_choices(described)
 
     async def __aenter__(self) -> Self:
         await self.inner.__aenter__()

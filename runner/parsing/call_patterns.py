@@ -235,7 +235,7 @@ class CallPatterns:
         return close != between and close.startswith(between)
 
     @cached_property
-    def close_may_go_on(self) -> bool:
+    def close_may_continue(self) -> bool:
         """True if the separator between two calls begins with their close; the text after the close is then needed."""
         return self.between is not None and without_space(self.format.between or "").startswith(
             without_space(self.format.close)

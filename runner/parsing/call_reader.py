@@ -264,7 +264,7 @@ class CallReader:
 
     def _closed(self, text: str, at: int, call: ReadCall, whole: bool) -> int:
         """Return the position after the close of the last call, which ends at `at`."""
-        if not whole and self.patterns.close_may_go_on:
+        if not whole and self.patterns.close_may_continue:
             raise Undecided
         closed = self.patterns.close.match(text, at)
         end = closed.end() if closed is not None else self._unclosed(text, at) if whole else None

@@ -98,10 +98,10 @@ def restore_choices(stored: Header, engine: BaseEngine, engines: Mapping[str, Ba
         engine: the run's engine.
         engines: the engines of single agents, by agent.
     """
-    engine.go_on_with(stored.engine)
+    engine.restore_choices(stored.engine)
     for agent, other in engines.items():
         if other is not engine and agent in stored.engines:
-            other.go_on_with(stored.engines[agent])
+            other.restore_choices(stored.engines[agent])
 
 
 def describe_configuration(environment: Environment[Any], options: RunOptions, *, now: datetime) -> Header:

@@ -133,7 +133,7 @@ def _verifiers_calls(trace: Any, vocabulary: int | None) -> list[TracedCall]:
     version = trace.get("version", VERIFIERS_VERSION)
     if version != VERIFIERS_VERSION:
         raise BadBatch(f"the trace has version {version!r:.30}, and only version {VERIFIERS_VERSION} can be read.")
-    nodes = [_Node.read(number, node, vocabulary) for number, node in enumerate(list_of("trace", trace, "nodes"))]
+    nodes = [_TraceNode.read(number, node, vocabulary) for number, node in enumerate(list_of("trace", trace, "nodes"))]
     calls = [_call_of(nodes, number) for number, node in enumerate(nodes) if node.sampled]
     if calls and not any(node.ids for node in nodes):
         raise BadBatch("the trace has no token ids: its client was of type eval. Play it with a client of type train.")
@@ -141,7 +141,7 @@ def _verifiers_calls(trace: Any, vocabulary: int | None) -> list[TracedCall]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _TraceNode:
     """One message of a trace of verifiers."""
 
     parent: int | None
@@ -153,7 +153,7 @@ class _Node:
     tools: list[Mapping[str, Any]]
 
     @classmethod
-    def read(cls, number: int, node: Any, vocabulary: int | None) -> _Node:
+    def read(cls, number: int, node: Any, vocabulary: int | None) -> _TraceNode:
         where = f"node {number}"
         if not isinstance(node, Mapping) or not isinstance(node.get("message"), Mapping):
             raise BadBatch(f"{where} is {node!r:.40}: give an object with a message.")
@@ -173,8 +173,8 @@ class _Node:
         return cls(parent, sampled, _openai_message(node["message"]), ids, mask, logprobs, tools)
 
 
-def _call_of(nodes: Sequence[_Node], number: int) -> TracedCall:
-    node, before = nodes[number], list[_Node]()
+def _call_of(nodes: Sequence[_TraceNode], number: int) -> TracedCall:
+    node, before = nodes[number], list[_TraceNode]()
     parent = node.parent
     while parent is not None:
         before.append(nodes[parent])

@@ -44,7 +44,7 @@ class Choosing(ScriptedEngine):
         super().__init__("hi")
         self.dtype, self.happened = machine, list[str]()
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:
+    def restore_choices(self, described: Mapping[str, Any]) -> None:
         self.dtype = described.get("dtype", "the model's")
         self.happened.append(f"resumes in {self.dtype}")
 
@@ -89,7 +89,7 @@ async def test_engines_of_agents_keep_their_own_dtypes(tmp_path: Path) -> None:
 
 async def test_an_engine_that_runs_already_in_another_dtype_is_refused(tmp_path: Path) -> None:
     class Fixed(Choosing):
-        def go_on_with(self, described: Mapping[str, Any]) -> None:
+        def restore_choices(self, described: Mapping[str, Any]) -> None:
             """Do nothing, since the engine has already started."""
 
     file = tmp_path / "run.db"
@@ -151,12 +151,12 @@ def test_new_file_takes_the_dtype_of_the_machine(tmp_path: Path, monkeypatch: py
 
 def test_wrapping_engine_passes_restored_choices_on() -> None:
     inner = VllmEngine("a-model", **FORCING)
-    force(inner, [[1]]).go_on_with({"kind": "vllm", "dtype": "float16"})
+    force(inner, [[1]]).restore_choices({"kind": "vllm", "dtype": "float16"})
     assert inner._kept_dtype == "float16"
 
 
 def test_workers_receive_restored_choices() -> None:
     inner = VllmEngine("a-model")
     fleet = FleetEngine(inner, launcher=None, workers=2)  # type: ignore[arg-type]  # nothing is launched
-    fleet.go_on_with({"kind": "vllm", "dtype": "bfloat16"})
+    fleet.restore_choices({"kind": "vllm", "dtype": "bfloat16"})
     assert inner.__getstate__()["_kept_dtype"] == "bfloat16"

@@ -326,7 +326,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         except Exception as error:  # vLLM raises its own error for a death that it has just detected
             raise self.vllm.death_error(error) from error
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:
+    def restore_choices(self, described: Mapping[str, Any]) -> None:
         """Use the dtype of a resumed run if none was given; before the engine is entered."""
         if described.get("kind") == "vllm" and not self.running:
             self._kept_dtype = described.get("dtype", "auto")  # old runs without the entry used vLLM's choice

@@ -133,7 +133,7 @@ function segmentTokens(segment, vocabulary, about) {
       if (segment.gap && each === segment.gap[0]) {
         const within = turnOf(place);
         drawn.append(make("p", "warn", `${segment.gap[1]} ids are left out here.`));
-        if (within && within[1] !== place) drawn.append(make("span", "chip", `turn ${within[0]} goes on`));
+        if (within && within[1] !== place) drawn.append(make("span", "chip", `turn ${within[0]} continues`));
       }
       if (turn) drawn.append(make("span", "chip", `turn ${turn[0]}${turn[3] ? ": " + turn[3] : ""}`));
       const shown = make("i", source + (typeof logprob === "number" ? " " + level(logprob) : ""), text === undefined ? ` ${id}` : visible(text) || "\u2205");

@@ -50,10 +50,10 @@ def test_bad_arguments_are_reported_and_the_game_continues():
 
 
 def test_a_group_plays_the_same_task():
-    def says(asked):
+    def reply(asked):
         return "heron" if asked.episode.endswith("#2") else "raven"
 
-    group = play_many(NewEnvironment, says, tasks=1, group_size=4)
+    group = play_many(NewEnvironment, reply, tasks=1, group_size=4)
     assert [trajectory.rewards["found"] for trajectory in group] == [0, 0, 1, 0]
     assert len({trajectory.messages[1]["content"] for trajectory in group}) == 1  # the words in the same order
 

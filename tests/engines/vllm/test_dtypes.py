@@ -284,7 +284,7 @@ async def test_chosen_dtype_is_in_the_log_of_deltarunner(
 )
 def test_an_engine_keeps_the_dtype_of_a_run_that_is_resumed(described: dict[str, Any], kept: str | None) -> None:
     engine = VllmEngine("nothing")
-    engine.go_on_with(described)
+    engine.restore_choices(described)
     assert engine._kept_dtype == kept
     assert engine.__getstate__()["_kept_dtype"] == kept, "workers get the dtype too"
 
