@@ -162,7 +162,7 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
             forms[name] = form
     for name, listed in index.items():
         if name not in forms:
-            raise BadWeights(f"{path / listed} has no tensor {name!r} that the index lists.")
+            raise BadWeights(f"{path / listed} has no tensor {name!r}, which the index lists there.")
     return WeightFolder(path, files, forms)
 
 
