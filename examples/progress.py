@@ -170,11 +170,11 @@ class TrainingRecord:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Load the record that `save` wrote."""
-        told = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        stored = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         return cls(
-            title=told["title"],
-            steps=tuple(TrainingStep(**step) for step in told["steps"]),
-            held_out={name: (before, after) for name, (before, after) in told["held_out"].items()},
+            title=stored["title"],
+            steps=tuple(TrainingStep(**step) for step in stored["steps"]),
+            held_out={name: (before, after) for name, (before, after) in stored["held_out"].items()},
         )
 
 

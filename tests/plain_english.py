@@ -3,10 +3,12 @@
 A part is a package or a module of `runner/`, another folder, or a file at the top of the repository. Each has a
 budget of faults, which may only fall: the check also fails where a part has fewer faults than its budget.
 
-- A docstring, and a paragraph of a page, does not begin with a subordinate clause (What, Whether, Whoever, Those, ...).
+- A docstring, a comment, and a paragraph or a list item of a page, does not begin with a subordinate clause (What,
+  Whether, Whoever, Those, ...).
 - Docstrings, comments, strings and pages avoid the words in `AVOIDED`.
-- Docstrings and comments of `runner/` do not personify code by the words in `PERSONIFIED`.
+- Pages, and docstrings, comments and strings of `runner/`, do not personify code by the words in `PERSONIFIED`.
 - A numeric constant of a module or a class ends in a unit or in its role.
+- Names of modules, and names that they bind, are neither old nor unclear (`tests/old_names.py`), except in `tests/`.
 - A class name occurs once in `runner/`, with and without an underscore.
 - The name of a test has at most `MAX_TEST_NAME_CHARS` characters after `test_`.
 - The name of a test contains no word of `UNCLEAR_IN_NAMES`, and does not begin with one of `HEADLESS_NAME`.
@@ -21,10 +23,12 @@ import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from tests.old_names import unclear_names
 
 ROOT: Final = Path(__file__).parent.parent
 
@@ -32,10 +36,11 @@ CODE: Final = ("runner", "envs", "examples", "templates", "tests")
 """Folders whose modules all rules apply to."""
 PAGES: Final = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "Makefile", "pyproject.toml"),
-    *("docs", ".ci", ".github", "templates"),
+    *("mkdocs.yml", ".pre-commit-config.yaml", "CITATION.cff", "constraints.txt"),
+    *("docs", ".ci", ".github", "templates", "runner/report/templates"),
 )
-"""Other text, which only the rule about words applies to: files, and folders with their files."""
-PAGE_SUFFIXES: Final = ("", ".md", ".toml", ".yml")
+"""Other text, which only the rules about words and beginnings apply to: files, and folders with their files."""
+PAGE_SUFFIXES: Final = ("", ".md", ".toml", ".yml", ".yaml", ".cff", ".txt", ".jinja", ".js", ".css")
 
 AVOIDED: Final = {
     r"\bwhoever\b": "the caller, the client, ...",
@@ -52,12 +57,16 @@ AVOIDED: Final = {
     r"\bgoes on\b|\bgo on\b|\bwent on\b": "continues",
     r"\bstands? still\b|\bstood still\b": "is paused",
     r"\bmeanwhile\b": "during X",
+    r"\blikeliest\b": "most likely",
     r"\bon its own account\b|\bof old\b|\bnought\b|\bthereof\b|\bwherein\b|\bhitherto\b": "say it plainly",
 }
 """Pattern of a word that slows readers, and what to write instead."""
 
-PERSONIFIED: Final = {r"\b(says?|knows?)\b(?!:)": "contains, reports, has, is known"}
-"""Pattern of a word that personifies code; checked in docstrings and comments of `runner/` only."""
+PERSONIFIED: Final = {r"\b(says?|knows?)\b(?![:=(])": "contains, reports, has, is known"}
+"""Pattern of a word that personifies code; checked in pages, and in docstrings and comments of `runner/`."""
+
+PERSONIFIED_IN_STRINGS: Final = {r"\b(says|knows)\b(?![:=(])": "returns, lists, names"}
+"""The same for strings of `runner/`. Some contain words of a model, such as "I do not know."."""
 
 MAX_TEST_NAME_CHARS: Final = 60
 
@@ -80,13 +89,21 @@ ANY_AVOIDED: Final = re.compile("|".join(AVOIDED), re.IGNORECASE)
 
 ANY_PERSONIFIED: Final = re.compile("|".join(PERSONIFIED), re.IGNORECASE)
 
+PERSONIFIED_STRING: Final = re.compile("|".join(PERSONIFIED_IN_STRINGS), re.IGNORECASE)
+
 CODE_SPAN: Final = re.compile(r"`[^`]*`")
+CODE_OF_PAGE: Final = re.compile(r"^ *```.*?^ *```|`(?:[^`\n]|\n(?! *\n))*`", re.MULTILINE | re.DOTALL)
+"""A code block or a code span, which may continue on the next line."""
 PLACEHOLDER: Final = re.compile(r"\{[^{}]*\}")
 """A placeholder of `str.format`, whose name is not prose."""
 
 HEADLESS_PARAGRAPH: Final = re.compile(r"(What|Whatever|Whether|Whose|Which|Those|That)\b(?!.*\?)")
 """Beginning of a paragraph without a subject: "When" and "How" may begin a sentence or a heading there."""
 HEADLESS: Final = re.compile(r"(What|Whatever|Whether|Whoever|Who|Whose|Which|Those|That|How|Where|When|Why|Because)\b")
+HEADLESS_COMMENT: Final = re.compile(
+    r"#[ :]*(what(ever)?|whether|who(ever|se)|which(ever)?|those|that)\b(?!.*\?)", re.IGNORECASE
+)
+LIST_ITEM: Final = re.compile(r" *([-*]|\d+\.) +(\[.\] +)?")
 UNITS: Final = re.compile(
     r"(_(SECONDS|MS|NS|US|BYTES|KIB|MIB|GIB|SIZE|IDS|TOKENS|CHARS|CHARACTERS|LINES|ROWS|COUNT|DEPTH|LENGTH|WIDTH|HEIGHT"
     r"|COLUMNS|VERSION|LIMIT|PORT|RATIO|SHARE|FACTOR|RATE|BITS|CODE|STATUS|LEVEL|TOLERANCE|PERCENT|NATS|EPISODES"
@@ -94,14 +111,15 @@ UNITS: Final = re.compile(
     r"|^_?(MAX|MIN|DEFAULT)_"
 )
 
-BUDGET: Final[dict[str, tuple[int, int, int]]] = {
-    "tests": (0, 17, 0),
-    "tokens": (0, 1, 0),  # the text of a probe of templates
-    "training": (0, 1, 0),  # the text of a proof, whose ids must not change
+RULES: Final = ("headless texts", "avoided words", "constants", "names")
+"""The rules whose faults are counted, in the order of their numbers."""
+
+BUDGET: Final[dict[str, tuple[int, ...]]] = {
+    "tests": (0, 17, 0, 0),
+    "tokens": (0, 1, 0, 0),  # the text of a probe of templates
+    "training": (0, 1, 0, 0),  # the text of a proof, whose ids must not change
 }
-"""Headless docstrings, avoided words and constants without a unit, by part. A part that is not listed has a budget of
-0.
-"""
+"""Faults of each rule, by part. A part that is not listed has a budget of 0."""
 
 ALLOWED_TWICE: Final = frozenset({"Verdict"})
 """Class names that may occur twice: both are public, in `runner` and in `runner.training`."""
@@ -122,22 +140,49 @@ def faults_of(path: Path) -> Iterator[Fault]:
     if path.suffix == ".py":
         yield from faults_of_module(source, path.relative_to(ROOT).as_posix())
         return
-    name = path.relative_to(ROOT).as_posix()
-    yield from avoided_words(enumerate(source.splitlines(), 1), name)
+    name, lines = path.relative_to(ROOT).as_posix(), source.splitlines()
+    yield from avoided_words(enumerate(lines, 1), name)
+    yield from avoided_words(enumerate(without_code(source).splitlines(), 1), name, PERSONIFIED, ANY_PERSONIFIED)
     if path.suffix == ".md":
         for number, line in paragraphs(source):
             if HEADLESS_PARAGRAPH.match(line):
                 yield Fault(0, f"{name}:{number}", line[:100])
+    else:
+        found = ((number, re.search(r"(?<!\S)#", line)) for number, line in enumerate(lines, 1))
+        yield from headless_comments(source, ((number, begin.start()) for number, begin in found if begin), name)
+
+
+def without_code(page: str) -> str:
+    """Return a page without its code, with as many lines."""
+    return CODE_OF_PAGE.sub(lambda code: "\n" * code[0].count("\n"), page)
 
 
 def paragraphs(page: str) -> Iterator[tuple[int, str]]:
-    """First lines of the paragraphs of a page, outside of code, with their numbers."""
+    """First lines of the paragraphs and list items of a page, outside of code, with their numbers."""
     is_code, before = False, ""
     for number, line in enumerate(page.splitlines(), 1):
         is_code ^= line.lstrip().startswith("```")
-        if line and not is_code and not before.strip():
-            yield number, line
+        item = LIST_ITEM.match(line)
+        if line and not is_code and (item or not before.strip()):
+            yield number, line[item.end() :] if item else line
         before = line
+
+
+def headless_comments(source: str, begins: Iterable[tuple[int, int]], name: str) -> Iterator[Fault]:
+    """Find the comments that begin with a subordinate clause. A comment below another one continues it.
+
+    Args:
+        source: the text of the file.
+        begins: the line of each comment, counted from 1, and the column of its #.
+        name: the name of the file.
+    """
+    lines, before = source.splitlines(), 0
+    for number, column in begins:
+        line = lines[number - 1]
+        continues = before == number - 1 and not line[:column].strip()
+        if not continues and HEADLESS_COMMENT.match(line, column):
+            yield Fault(0, f"{name}:{number}", line[column:][:100])
+        before = number
 
 
 def faults_of_module(source: str, name: str) -> Iterator[Fault]:
@@ -155,9 +200,16 @@ def faults_of_module(source: str, name: str) -> Iterator[Fault]:
                     yield Fault(2, f"{name}:{line}", constant)
     yield from avoided_words(strings(tree), name)
     yield from avoided_words(comments(source, ANY_AVOIDED), name)
+    if HEADLESS_COMMENT.search(source):
+        yield from headless_comments(source, (token.start for token in comment_tokens(source)), name)
     if name.startswith("runner/"):
         yield from avoided_words(docstrings(tree), name, PERSONIFIED, ANY_PERSONIFIED)
         yield from avoided_words(comments(source, ANY_PERSONIFIED), name, PERSONIFIED, ANY_PERSONIFIED)
+        if PERSONIFIED_STRING.search(source):
+            texts = strings(tree, with_docstrings=False)
+            yield from avoided_words(texts, name, PERSONIFIED_IN_STRINGS, PERSONIFIED_STRING)
+    if not name.startswith("tests/"):
+        yield from (Fault(3, where, text) for where, text in unclear_names(tree, name))
 
 
 def avoided_words(
@@ -184,12 +236,14 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno + offset, CODE_SPAN.sub("", line)
 
 
-def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def strings(tree: ast.AST, *, with_docstrings: bool = True) -> Iterator[tuple[int, str]]:
     """Lines of the literal text of strings, from the syntax tree: the tokens of f-strings differ between Pythons."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
         match node:
+            case ast.Expr(value=ast.Constant()) if not with_docstrings:
+                continue
             case ast.Constant(value=str(text)):
                 parts = [text]
             case ast.JoinedStr(values=values):
@@ -205,9 +259,15 @@ def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def comments(source: str, any_word: re.Pattern[str]) -> Iterator[tuple[int, str]]:
     """Comments with their lines. A module that has none of these words after a # is skipped."""
     if any(any_word.search(line) for line in source.splitlines() if "#" in line):
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string
+        for token in comment_tokens(source):
+            yield token.start[0], token.string
+
+
+def comment_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    """The comments of a module as tokens."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token
 
 
 def numeric_constants(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
@@ -308,12 +368,12 @@ def main() -> int:
 
     failed = False
     for part, faults in sorted(found.items()):
-        counts = tuple(sum(fault.rule == rule for fault in faults) for rule in range(3))
-        budget = BUDGET.get(part, (0, 0, 0))
+        counts = tuple(sum(fault.rule == rule for fault in faults) for rule in range(len(RULES)))
+        budget = BUDGET.get(part, (0,) * len(RULES))
         failed |= counts != budget
         over = any(count > limit for count, limit in zip(counts, budget, strict=True))
         if over or options.verbose:
-            print(f"{part}: headless docstrings, avoided words, constants: {counts}, budget {budget}")
+            print(f"{part}: {', '.join(RULES)}: {counts}, budget {budget}")
             places = sorted(faults, key=lambda fault: fault.rule)
             printed = places if options.verbose else places[:MAX_PLACES]
             for fault in printed:

@@ -117,8 +117,8 @@ class EngineRuntime(ABC, Generic[RequestT]):
         For ids that an adapter sampled, its newer versions count too.
         """
         newest = len(self.versions) - 1
-        behind = newest - self._ages.get(base_and_adapter(version)[0], newest)
-        return behind + self.adapters.lag(version)
+        missed = newest - self._ages.get(base_and_adapter(version)[0], newest)
+        return missed + self.adapters.lag(version)
 
     def new_version(self, version: str | None) -> str:
         """Return the name of the next weights: the given one, or the next number.

@@ -261,9 +261,9 @@ class SchemaRules:
             for pattern, each in shape.of_patterns
             if self._shapes.is_satisfiable(each)
         ]
-        says = any(part.has_additional for part in shape.objects)
+        has_additional = any(part.has_additional for part in shape.objects)
         bare = not closed and not named and not shape.of_patterns
-        open_ended = (says or bare or shape.least > named) and self._shapes.is_satisfiable(shape.others)
+        open_ended = (has_additional or bare or shape.least > named) and self._shapes.is_satisfiable(shape.others)
         pairs: list[str] = []
         if open_ended:
             written = self.value(shape.others, depth + 1, inner)

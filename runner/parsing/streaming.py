@@ -159,11 +159,11 @@ class TurnStream(StateReader):
         self._state = self._content
         return rest
 
-    def _hold(self, text: str, mark: str, tell: Callable[[str], None]) -> None:
+    def _hold(self, text: str, mark: str, add: Callable[[str], None]) -> None:
         """Emit `text`, except for a suffix that may be the beginning of the mark."""
         begun = 0 if self._ended or not mark else partial_mark_length(text, (mark,))
         self._held = text[len(text) - begun :]
-        tell(text[: len(text) - begun])
+        add(text[: len(text) - begun])
 
 
 END_LENGTH: Final = 300

@@ -93,12 +93,12 @@ def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> ValueShape
                 (SchemaPart(get("additionalProperties", True)),),
                 "additionalProperties" in schema,
             )
-            says = any(key in schema for key in ("properties", "patternProperties", "additionalProperties"))
+            has_object = any(key in schema for key in ("properties", "patternProperties", "additionalProperties"))
             return ValueShape(
                 kind,
                 least=get("minProperties", 0),
                 most=get("maxProperties"),
-                objects=(part_of_object,) if says else (),
+                objects=(part_of_object,) if has_object else (),
                 required=tuple(get("required", ())),
                 names=(SchemaPart(schema["propertyNames"]),) if "propertyNames" in schema else (),
             )

@@ -18,6 +18,7 @@ from runner.cli import check_template as command
 from runner.cli.app import app
 from runner.errors import BadModel
 from runner.models import resolve_model, stop_ids
+from runner.parsing.limitations import DESCRIPTIONS, CallLimitation
 from runner.template_probe import UnusableTemplate, in_process, request_of
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.bridging.refusal import Property
@@ -133,6 +134,13 @@ def test_json_has_every_property_verdict_and_id(check: Check, public: Callable[[
     assert {verdict["kind"] for verdict in report["appends"] if verdict["rewrites"]} >= {"user after reasoning"}
     assert [passage["source"] for passage in report["example"]] == ["prompt", "sampled", "bridge", "sampled", "bridge"]
     assert report["error"] is None
+
+
+def test_json_describes_the_limitations_of_the_calls(check: Check, public: Callable[[str], str]) -> None:
+    report = document(check(public("DeepHat-DeepHat-V1-7B"), "--json", "--tool-format", "vllm:hermes"))
+    named = [CallLimitation.BARE, CallLimitation.CONTENT_DROPPED]
+    assert report["turn"]["limitations"] == {name: DESCRIPTIONS[name] for name in named}
+    assert report["tool_format"]["limitations"].keys() <= DESCRIPTIONS.keys()
 
 
 def test_a_models_own_vocabulary_and_stops_are_used(check: Check, demo_model_folder: Path) -> None:

@@ -275,19 +275,19 @@ class Interpreter(Evaluator):
             self._run_to_fixpoint(node, [Unknown(may_end=may_hold_end(values), text=text, nonempty=text)], Loop({}))
 
     def _run_over_gap(self, node: nodes.For, values: GappedList) -> None:
-        ahead, behind = values.first_items, values.last_items
+        before, after = values.first_items, values.last_items
         if values.backwards:
-            ahead, behind = behind[::-1], ahead[::-1]
-        for number, value in enumerate(ahead):
-            self._pass(node, value, loop_before_gap(values, ahead, number))
+            before, after = after[::-1], before[::-1]
+        for number, value in enumerate(before):
+            self._pass(node, value, loop_before_gap(values, before, number))
         # Any message may occur in any pass, so a message of each role is tried.
         between: list[Value] = [Unknown(may_end=True)]
         if values.messages:
             between = [PastMessage(role, self._null_content) for role in ("system", "user", "assistant", "tool")]
-        known = ({"first": False} if ahead else {}) | ({"last": False} if behind else {})
+        known = ({"first": False} if before else {}) | ({"last": False} if after else {})
         self._run_to_fixpoint(node, between, Loop(known))
-        for number, value in enumerate(behind):
-            self._pass(node, value, loop_after_gap(values, behind, number))
+        for number, value in enumerate(after):
+            self._pass(node, value, loop_after_gap(values, after, number))
 
     def _run_to_fixpoint(self, node: nodes.For, values: Sequence[Value], loop: Loop) -> None:
         """Run any number of passes, including none, each over any of `values`, until a pass changes nothing."""

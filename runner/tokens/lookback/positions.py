@@ -152,14 +152,14 @@ def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> L
     return _loop(number, whole.length - number - 1, whole.length, (number == 0, last), neighbours)
 
 
-def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> Loop:
+def loop_after_gap(whole: GappedList, after: Sequence[Value], number: int) -> Loop:
     """Return `loop` at one of the known items after the gap."""
-    left = len(behind) - 1 - number
-    first = False if number or whole.least_length > len(behind) else Unknown()
-    previous = behind[number - 1] if number else Unknown(may_end=True)
+    left = len(after) - 1 - number
+    first = False if number or whole.least_length > len(after) else Unknown()
+    previous = after[number - 1] if number else Unknown(may_end=True)
     if number == 0 and whole.messages and not whole.backwards and whole.least_before:
         previous = PastMessage(null_content=True)
-    neighbours = (previous, _item(behind, number + 1, "nextitem"))
+    neighbours = (previous, _item(after, number + 1, "nextitem"))
     return _loop(whole.length - left - 1, left, whole.length, (first, left == 0), neighbours)
 
 

@@ -80,8 +80,8 @@ def test_ids_are_kept_where_encoding_them_again_would_change_them(awkward_tokeni
 
 @settings(deadline=None, max_examples=20)
 @given(tool_calls(NewEnvironment().bound_tools()), awkward_text())
-def test_no_call_or_text_makes_an_episode_fail(asks, says):
-    assert not play(NewEnvironment, lambda asked: says if asked.turn else asks, task=RAVEN).outcome.failed
+def test_no_call_or_text_makes_an_episode_fail(asks, replies):
+    assert not play(NewEnvironment, lambda asked: replies if asked.turn else asks, task=RAVEN).outcome.failed
 
 
 def test_nothing_blocks_and_nothing_is_left_open(scripted_engine, loop_watchdog, no_leaks):
