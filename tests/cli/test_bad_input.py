@@ -116,7 +116,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "an unknown setting": (["mine.py:Greeting", "--set", "cuont=3"], "BadOption", ["cuont", "Did you mean 'count'?"]),
     "a setting without value": (["mine.py:Greeting", "--set", "count"], "BadOption", ["write --set name=value"]),
     "a negative temperature": (["mine.py:Greeting", "--temperature", "-1"], "BadOption", ["of at least 0"]),
-    "too many log-probabilities": (["mine.py:Greeting", "--logprobs", "21"], "BadOption", ["logprobs=21", "at most 20"]),
+    "too many logprobs": (["mine.py:Greeting", "--logprobs", "21"], "BadOption", ["logprobs=21", "at most 20"]),
     "a bias of no number": (
         ["mine.py:Greeting", "--logit-bias", "7=much"],
         "BadOption",

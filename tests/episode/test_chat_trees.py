@@ -1,4 +1,4 @@
-"""Random trees of requests, compared with a simple model of the turn tree: paths are exact, and ids are trained once."""
+"""Random trees of requests, compared with a model of the turn tree: paths are exact, and ids are trained once."""
 
 from __future__ import annotations
 
