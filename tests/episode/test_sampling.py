@@ -135,7 +135,7 @@ async def test_id_outside_the_vocabulary_is_refused_before_a_run() -> None:
 # --- the most likely ids
 
 
-async def test_a_turn_keeps_the_likeliest_ids_of_each_of_its_ids() -> None:
+async def test_a_turn_keeps_the_most_likely_ids_of_each_of_its_ids() -> None:
     rows = [{52: -0.1, 50: -2.5}, {50: -0.2, 52: -3.0}]
     turn = await said(recording(Reply(ids=[52, 50], logprobs=[-0.1, -0.2], top_logprobs=rows)), logprobs=2)
     assert turn.top_ids.shape == turn.top_logprobs.shape == (3, 2)
@@ -162,7 +162,7 @@ async def test_turns_of_a_conversation_keep_their_own_numbers_of_top_ids() -> No
 
 
 @pytest.mark.parametrize("chunks", [1, 4, "whole"], ids=str)
-async def test_ids_past_a_stop_string_have_no_likeliest_ids(chunks: Any) -> None:
+async def test_ids_past_a_stop_string_have_no_most_likely_ids(chunks: Any) -> None:
     turn = await said(recording("one END two", chunks=chunks), stop=("END",), logprobs=2)
     assert turn.top_ids.shape == (7, 2)
 

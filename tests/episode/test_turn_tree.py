@@ -110,7 +110,7 @@ async def test_unseen_messages_of_an_earlier_turn_are_last() -> None:
     assert trajectory.outcome is Outcome.COMPLETED
 
 
-async def test_stored_forest_follows_from_messages_and_ids(tmp_path: Path) -> None:
+async def test_stored_turn_tree_follows_from_messages_and_ids(tmp_path: Path) -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(max_tokens=4))
         cut = conversation.messages

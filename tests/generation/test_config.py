@@ -61,7 +61,7 @@ def test_everything_has_a_default() -> None:
     assert (settings.colocated, settings.seed) == (False, None)
 
 
-def test_greedy_takes_the_likeliest_id_and_keeps_the_rest() -> None:
+def test_greedy_takes_the_most_likely_id_and_keeps_the_rest() -> None:
     greedy = GenerationSettings.read(NEMO).greedy
     assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0, 1, 1)
     assert (greedy.max_tokens, greedy.stop) == (512, ("</answer>",))

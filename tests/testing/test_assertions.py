@@ -146,7 +146,7 @@ async def test_without_an_engine_the_seam_is_shown_as_ids(played: tuple[Trajecto
         assert_exact(trajectory)
 
 
-async def test_likeliest_ids_of_another_length_are_found() -> None:
+async def test_most_likely_ids_of_another_length_are_found() -> None:
     engine = ScriptedEngine([call("add", a=1, b=2), "It is 3", "Yes"], record=True)
     async with Run(Adds, engine, sampling=Sampling(logprobs=2)) as run:
         (trajectory,) = [t async for t in run]

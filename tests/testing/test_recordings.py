@@ -228,7 +228,7 @@ def test_unknown_option_is_refused_with_the_known_ones(pytester: pytest.Pytester
     result.stderr.fnmatch_lines(["*--runner-record: invalid choice: 'twice' (choose from *none*once*rewrite*)"])
 
 
-def test_the_likeliest_ids_are_recorded_where_they_were_asked_for(tmp_path: Path) -> None:
+def test_most_likely_ids_are_recorded_if_requested(tmp_path: Path) -> None:
     path, sampling = tmp_path / "most_likely.json", Sampling(logprobs=3)
     engine = record(QueuedEngine().say("1", "stop"))
     before = play(Sums, engine, sampling=sampling)

@@ -15,7 +15,7 @@ def three() -> TopLogprobs:
     return TopLogprobs.of([{7: -2.0, 8: -1.0, 9: -3.0}, {1: -0.5, 2: -0.25, 3: -9.0}, {4: -1.0, 5: -2.0, 6: -3.0}], 2)
 
 
-def test_rows_are_sorted_and_cut_to_the_likeliest() -> None:
+def test_rows_are_sorted_and_cut_to_the_most_likely_ids() -> None:
     top = three()
     assert len(top) == 3
     assert top.id_rows().tolist() == [[8, 7], [2, 1], [4, 5]]

@@ -383,7 +383,7 @@ def _check_most_likely(batch: TrainingBatch, count: int) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_likeliest_ids_stand_where_theirs_were_sampled() -> None:
+async def test_most_likely_ids_have_the_places_of_their_sampled_ids() -> None:
     class Retries(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await retrying(conversation)
@@ -398,7 +398,7 @@ async def test_the_likeliest_ids_stand_where_theirs_were_sampled() -> None:
             batch.top_logprobs(4)
 
 
-def test_a_batch_without_likeliest_ids_names_the_turn_and_the_fix() -> None:
+def test_batch_without_most_likely_ids_names_the_turn_and_the_fix() -> None:
     batch = TrainingBatch.padded(two(), pad_id=0)
     with pytest.raises(BadBatch, match=r"t0#0/main/0 has 0 most likely ids .*sample it with Sampling\(logprobs=2\)"):
         batch.top_logprobs(2)

@@ -109,7 +109,7 @@ async def test_empty_stream_is_refused_as_ended_without_a_finish() -> None:
     [(None, "the most likely ids of 0 positions of 2"), ([{72: -0.5}, {STOP: -0.5}], "gave 1 of the most likely ids")],
     ids=["none", "too few"],
 )
-async def test_likeliest_ids_that_were_asked_for_have_to_come(top: Any, message: str) -> None:
+async def test_missing_most_likely_ids_are_refused(top: Any, message: str) -> None:
     sampling = Sampling(logprobs=2, max_tokens=4).over(Sampling.defaults())
     asked = GenerationRequest(name="episode/main/0", prompt=[72], sampling=sampling, stop_ids=(STOP,))
     with pytest.raises(EngineError, match=message):

@@ -112,7 +112,7 @@ async def test_a_stop_string_ends_a_turn_here_and_closes_the_connection(tmp_path
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_the_likeliest_ids_are_as_many_as_were_asked_for(tmp_path: Path, dialect: ServerDialect) -> None:
+async def test_most_likely_ids_have_the_requested_number(tmp_path: Path, dialect: ServerDialect) -> None:
     rows = [{70: -0.5, 71: -1.0, 72: -2.0, 73: -3.0}, {70: -0.1, 71: -4.0, 72: -math.inf, 73: -math.inf}]
     # The second sampled id is not among the most likely.
     reply = Reply(ids=[70, 80], logprobs=[-0.5, -6.0], top_logprobs=rows, finish="length")

@@ -94,7 +94,7 @@ async def test_synthetic_top_ids_fit_the_given_log_probabilities(chunks: Any) ->
             assert logprob <= values[-1]
 
 
-async def test_likeliest_ids_are_read_from_the_reply() -> None:
+async def test_most_likely_ids_are_read_from_the_reply() -> None:
     rows = [{52: -0.1, 50: -2.5, 51: -math.inf}, {50: -0.2, 52: -3.0, 51: -2.0}]
     reply = Reply(ids=[52, 50], logprobs=[-0.1, -0.2], top_logprobs=rows)
     ids, logprobs = tops(await answer(reply, sampled(logprobs=2)))
@@ -103,13 +103,13 @@ async def test_likeliest_ids_are_read_from_the_reply() -> None:
     assert len(ids) == 3  # the reply has no row for the stop id, so its row is invented
 
 
-async def test_reply_with_too_few_likeliest_ids_is_refused() -> None:
+async def test_reply_with_too_few_most_likely_ids_is_refused() -> None:
     reply = Reply(ids=[52], top_logprobs=[{52: -0.1}])
     with pytest.raises(RequestRejected, match=r"\(logprobs=2\) asks for 2 most likely.* have 1\. Ask for fewer"):
         await answer(reply, sampled(logprobs=2))
 
 
-async def test_likeliest_ids_are_absent_unless_requested() -> None:
+async def test_most_likely_ids_are_absent_unless_requested() -> None:
     assert all(delta.top is None for delta in (await answer("abc", sampled())).deltas)
     none = await answer("abc", sampled(logprobs=3), logprobs=False)
     assert all(delta.top is None and delta.logprobs is None for delta in none.deltas)

@@ -163,7 +163,7 @@ def test_shared_memory_in_use_by_another_process_is_kept(folder: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.skipif(os.fsencode("\udcff") != b"\xff", reason="file names of this system are not bytes")
-def test_names_of_any_bytes_do_not_end_a_keeper(tmp_path: Path) -> None:
+def test_names_of_any_bytes_do_not_end_a_cleanup_process(tmp_path: Path) -> None:
     folder = tmp_path / "of an engine \udcff"
     folder.mkdir()
     with owner_of(folder) as (owner, (memory, _)):
