@@ -115,11 +115,13 @@ RULES: Final = ("headless texts", "avoided words", "constants", "names")
 """The rules whose faults are counted, in the order of their numbers."""
 
 BUDGET: Final[dict[str, tuple[int, ...]]] = {
-    "tests": (0, 17, 0, 0),
-    "tokens": (0, 1, 0, 0),  # the text of a probe of templates
+    "tests": (0, 13, 0, 0),
     "training": (0, 1, 0, 0),  # the text of a proof, whose ids must not change
 }
 """Faults of each rule, by part. A part that is not listed has a budget of 0."""
+
+WORD_LISTS: Final = frozenset({"tests/old_names.py", "tests/plain_english.py"})
+"""Modules of this check, whose strings are the avoided words."""
 
 ALLOWED_TWICE: Final = frozenset({"Verdict"})
 """Class names that may occur twice: both are public, in `runner` and in `runner.training`."""
@@ -198,8 +200,9 @@ def faults_of_module(source: str, name: str) -> Iterator[Fault]:
             for constant, line in numeric_constants(node.body):
                 if not UNITS.search(constant):
                     yield Fault(2, f"{name}:{line}", constant)
-    yield from avoided_words(strings(tree), name)
-    yield from avoided_words(comments(source, ANY_AVOIDED), name)
+    if name not in WORD_LISTS:
+        yield from avoided_words(strings(tree), name)
+        yield from avoided_words(comments(source, ANY_AVOIDED), name)
     if HEADLESS_COMMENT.search(source):
         yield from headless_comments(source, (token.start for token in comment_tokens(source)), name)
     if name.startswith("runner/"):

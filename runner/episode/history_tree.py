@@ -298,7 +298,7 @@ class HistoryTree:
 
         If a recently matched history is a prefix of this one, only the rest is compared.
         """
-        before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
+        before = next((each for each in reversed(self._recent) if each.is_reusable_in(messages)), None)
         match, calls = (
             (HistoryMatch(), AnsweredCalls()) if before is None else (before.match.copied(), before.calls.copied())
         )
@@ -418,8 +418,8 @@ class HistoryTree:
                     match.tolerated.add(Tolerated.REORDERED)
             begin = None
             if message is not None and message.role == "assistant":
-                goes_on = index > 0 and messages[index - 1].role == "assistant"
-                spoke = [*spoke[1 - MAX_JOINED_MESSAGES :], message] if goes_on else [message]
+                joined = index > 0 and messages[index - 1].role == "assistant"
+                spoke = [*spoke[1 - MAX_JOINED_MESSAGES :], message] if joined else [message]
         return messages
 
     def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
@@ -446,7 +446,7 @@ class _MatchedHistory:
     match: HistoryMatch
     calls: AnsweredCalls
 
-    def goes_on_in(self, messages: Sequence[ReadMessage]) -> bool:
+    def is_reusable_in(self, messages: Sequence[ReadMessage]) -> bool:
         """Return True if this history is a prefix of `messages`, and the rest can be read independently.
 
         The rest is not independent if a client sent a turn, or the results of its calls, as several messages, some of

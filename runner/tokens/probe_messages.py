@@ -17,12 +17,12 @@ __all__ = [
     "ANSWERED",
     "ASKED",
     "CALL",
+    "INSTRUCTED",
     "KEY",
     "QUESTION",
     "RETURNED",
     "SYSTEM",
     "THOUGHT",
-    "TOLD",
     "TOOL",
     "TOOLS",
     "VALUE",
@@ -40,13 +40,13 @@ View: TypeAlias = Mapping[str, Any]
 # Each word begins and ends with letters that no word of a language begins or ends with. No word is part of another
 # word. The words have no signs, since templates escape signs inside JSON.
 ASKED, ANSWERED, AGAIN = "zqquestionz", "zqanswerz", "zqagainz"
-THOUGHT, TOLD, RETURNED = "zqthoughtz", "zqtoldz", "zqreturnedz"
+THOUGHT, INSTRUCTED, RETURNED = "zqthoughtz", "zqtoldz", "zqreturnedz"
 TOOL, KEY, VALUE = "zqtoolz", "zqkeyz", "zqvaluez"
 
 QUESTION: Final[Message] = {"role": "user", "content": ASKED}
 AGAIN_ASKED: Final[Message] = {"role": "user", "content": AGAIN}
 ANSWER: Final[Message] = {"role": "assistant", "content": ANSWERED}
-SYSTEM: Final[Message] = {"role": "system", "content": TOLD}
+SYSTEM: Final[Message] = {"role": "system", "content": INSTRUCTED}
 
 
 def tool_named(name: str) -> dict[str, Any]:

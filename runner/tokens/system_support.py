@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from runner.messages import Message
-from runner.tokens.probe_messages import AGAIN, AGAIN_ASKED, ASKED, CALL, QUESTION, SYSTEM, TOLD, TOOLS, result
+from runner.tokens.probe_messages import AGAIN, AGAIN_ASKED, ASKED, CALL, INSTRUCTED, QUESTION, SYSTEM, TOOLS, result
 from runner.tokens.template import Renderer, TemplateRaised
 
 __all__ = ["TAKES_ALL", "SystemSupport", "system_support"]
@@ -35,10 +35,10 @@ TAKES_ALL: Final = SystemSupport(one=True, several=True, user_rows=True)
 
 def system_support(renderer: Renderer) -> SystemSupport:
     """Return a template's support for system messages, found by rendering with and without tools."""
-    one = {tools: _shows(renderer, [SYSTEM, QUESTION], [TOLD, ASKED], tools) for tools in (False, True)}
+    one = {tools: _shows(renderer, [SYSTEM, QUESTION], [INSTRUCTED, ASKED], tools) for tools in (False, True)}
     # A template that shows no system message together with tools does not show a second one either.
     several = any(one.values()) and all(
-        _shows(renderer, [SYSTEM, *_MORE, QUESTION], [TOLD, *_FURTHER, ASKED], tools)
+        _shows(renderer, [SYSTEM, *_MORE, QUESTION], [INSTRUCTED, *_FURTHER, ASKED], tools)
         for tools, shown in one.items()
         if shown
     )
@@ -55,7 +55,7 @@ def _lasts(renderer: Renderer) -> bool:
         text = renderer.render([SYSTEM, QUESTION, CALL, result()], tools=TOOLS)
     except TemplateRaised:
         return True
-    return TOLD in text or ASKED not in text
+    return INSTRUCTED in text or ASKED not in text
 
 
 def _shows(renderer: Renderer, messages: Sequence[Message], words: Sequence[str], tools: bool) -> bool:

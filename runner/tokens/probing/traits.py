@@ -21,12 +21,12 @@ from runner.tokens.probe_messages import (
     ANSWERED,
     ASKED,
     CALL,
+    INSTRUCTED,
     KEY,
     QUESTION,
     RETURNED,
     SYSTEM,
     THOUGHT,
-    TOLD,
     TOOL,
     TOOLS,
     VALUE,
@@ -128,7 +128,7 @@ def _changes_text(renderer: Renderer, name: str) -> bool:
     before = {**renderer.options}
     before.pop(name, None)
     texts: set[tuple[str | None, ...]] = set()
-    for options in (before, *({**before, name: value} for value in (True, False, TOLD))):
+    for options in (before, *({**before, name: value} for value in (True, False, INSTRUCTED))):
         probe = ProbeRenderer(renderer.template.renderer(options, renderer.now))
         texts.add(tuple(probe.text(*messages, tools=True, asking=True) for messages in VARIED))
     return len(texts) > 1
@@ -343,18 +343,18 @@ def _system_position(probe: ProbeRenderer) -> SystemPosition:
     text = probe.text(SYSTEM, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
     if text is None:
         return SystemPosition.REFUSED
-    if TOLD not in text:
+    if INSTRUCTED not in text:
         return SystemPosition.DROPPED
-    return SystemPosition.MOVES if 0 <= text.find(ANSWERED) < text.index(TOLD) else SystemPosition.FIRST
+    return SystemPosition.MOVES if 0 <= text.find(ANSWERED) < text.index(INSTRUCTED) else SystemPosition.FIRST
 
 
 def _system_mid_run(probe: ProbeRenderer) -> SystemMidRun:
     text = probe.text(QUESTION, ANSWER, SYSTEM, AGAIN_ASKED, asking=True)
     if text is None:
         return SystemMidRun.REFUSED
-    if TOLD not in text:
+    if INSTRUCTED not in text:
         return SystemMidRun.DROPPED
-    return SystemMidRun.KEPT if text.index(TOLD) > text.find(ANSWERED) else SystemMidRun.MOVED
+    return SystemMidRun.KEPT if text.index(INSTRUCTED) > text.find(ANSWERED) else SystemMidRun.MOVED
 
 
 def _trimmed(probe: ProbeRenderer) -> tuple[str, ...]:
@@ -362,7 +362,7 @@ def _trimmed(probe: ProbeRenderer) -> tuple[str, ...]:
         return {**message, "content": f" \n {word} \n "}
 
     conversations: Mapping[str, tuple[str, Sequence[View]]] = {
-        "system": (TOLD, [padded(SYSTEM, TOLD), QUESTION]),
+        "system": (INSTRUCTED, [padded(SYSTEM, INSTRUCTED), QUESTION]),
         "user": (ASKED, [padded(QUESTION, ASKED)]),
         "assistant": (ANSWERED, [QUESTION, padded(ANSWER, ANSWERED), AGAIN_ASKED]),
         "tool": (RETURNED, [QUESTION, CALL, padded(result(), RETURNED)]),
