@@ -178,7 +178,7 @@ def headless_comments(source: str, begins: Iterable[tuple[int, int]], name: str)
         begins: the line of each comment, counted from 1, and the column of its #.
         name: the name of the file.
     """
-    lines, before = source.splitlines(), 0
+    lines, before = source.splitlines(), -1
     for number, column in begins:
         line = lines[number - 1]
         continues = before == number - 1 and not line[:column].strip()
