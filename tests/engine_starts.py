@@ -14,6 +14,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Final
 
+import psutil
+
 from runner.engines.vllm.start import contained_vllm
 
 __all__ = ["end_forking", "fork_engines"]
@@ -54,8 +56,13 @@ def fork_engines(*, forks: bool) -> None:
 
 
 def end_forking() -> None:
-    """End the process that forks, since other tests look for processes that are left."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # private; without this call it ends with this process
+    """End the process that forks, since other tests look for processes that are left.
+
+    It stays if an engine that it started still runs: it would wait for this engine, which a fixture of the module has.
+    """
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # private
+    if pid is not None and not psutil.Process(pid).children():
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # private; without this call it ends with this process
 
 
 class _ChosenContext:

@@ -126,7 +126,8 @@ def test_limits_of_turns_on_the_page_are_those_of_the_environments() -> None:
         shown |= dict.fromkeys(re.findall(r"`(\w+)`", names), int(number))
     names = [bundled.name for bundled in bundled_environments() if bundled.usable]
     limits = {name: find_environment(name).limits.turns for name in names}
-    limits["terminal"] = find_environment("terminal")(image="debian").limits.turns
+    terminal: Any = find_environment("terminal")
+    limits["terminal"] = terminal(image="debian").limits.turns
     assert shown == {name: turns for name, turns in limits.items() if isinstance(turns, int)}
 
 
