@@ -95,7 +95,7 @@ async def test_text_of_one_episode_changes_no_token_of_another(text: str, tmp_pa
         ("{% for m in messages %}", "not valid jinja2"),
         ("{{ raise_exception('not today') }}", "not today"),
         ("{{ missing_name.of.this }}", "missing_name"),
-        ("no words of anybody", "question"),
+        ("no words of anybody", "user message"),
     ],
 )
 async def test_unusable_template_is_refused_before_sampling(text: str, says: str) -> None:
