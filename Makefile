@@ -14,7 +14,7 @@ help:
 	@echo "make check   format, lint, layers, plain English and types: some seconds"
 	@echo "make test-quick  the quick tests, without an engine, while you work: under 3 minutes"
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 13 minutes on two cores"
-	@echo "make test-all  the same with whole sweeps, both event loops, wheels, the site and test-interop: some 80 minutes, before a release"
+	@echo "make test-all  the same with whole sweeps, both event loops, wheels, the site and test-interop: some 75 minutes, before a release"
 	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.8 GB at its first time"
 	@echo "make test-interop  data sets and games of other projects play, with the real packages"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof trains three times"
