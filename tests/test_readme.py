@@ -58,15 +58,26 @@ def test_the_scripts_of_the_readme_run(
     assert "1.0" in printed
 
 
-@pytest.mark.anyio
-async def test_readme_training_step_changes_the_weights(weather: ModuleType) -> None:
+def training_step() -> Any:
+    """Return the function `step` of the README."""
     names: dict[str, Any] = {}
     exec(compile(BLOCKS[3], "README.md", "exec"), names)
-    trained: list[TrainingTensors] = []
+    return names["step"]
+
+
+def weights_after(trained: list[TrainingTensors]) -> Any:
+    """Return an optimizer that only records its tensors in `trained`."""
 
     def optimise(tensors: TrainingTensors) -> dict[str, Any]:
         trained.append(tensors)
         return {}
+
+    return optimise
+
+
+@pytest.mark.anyio
+async def test_readme_training_step_changes_the_weights(weather: ModuleType) -> None:
+    step, trained = training_step(), list[TrainingTensors]()
 
     def model(request: ModelCall) -> Any:
         first, correct = request.turn == 0, request.episode.endswith("#0")
@@ -77,7 +88,7 @@ async def test_readme_training_step_changes_the_weights(weather: ModuleType) -> 
     engine = ScriptedEngine(model)
     async with engine:
         async with Run(weather.Weather(), engine, group_size=2) as run:
-            await names["step"](engine, run, optimise)
+            await step(engine, run, weights_after(trained))
         assert engine.weight_version == "1"
     (tensors,) = trained
     assert len(tensors.input_ids) == 8
@@ -86,13 +97,7 @@ async def test_readme_training_step_changes_the_weights(weather: ModuleType) -> 
 
 @pytest.mark.anyio
 async def test_next_readme_training_step_takes_the_next_eight_tasks(weather: ModuleType) -> None:
-    names: dict[str, Any] = {}
-    exec(compile(BLOCKS[3], "README.md", "exec"), names)
-    trained: list[TrainingTensors] = []
-
-    def optimise(tensors: TrainingTensors) -> dict[str, Any]:
-        trained.append(tensors)
-        return {}
+    step, trained = training_step(), list[TrainingTensors]()
 
     def model(request: ModelCall) -> Any:
         right = "Sunny, rainy or foggy." if request.episode.endswith("#0") else "It may be anything."
@@ -102,16 +107,15 @@ async def test_next_readme_training_step_takes_the_next_eight_tasks(weather: Mod
     tasks = [Task(id=f"{number}", prompt="What is the weather?") for number in range(20)]
     async with engine, Run(weather.Weather(), engine, tasks=tasks, group_size=2) as run:
         for _ in range(3):
-            await names["step"](engine, run, optimise)
+            await step(engine, run, weights_after(trained))
     assert [len(tensors.input_ids) for tensors in trained] == [16, 16, 8]
 
 
 @pytest.mark.anyio
 async def test_the_step_of_the_readme_is_skipped_where_every_group_is_flat(weather: ModuleType) -> None:
-    names: dict[str, Any] = {}
-    exec(compile(BLOCKS[3], "README.md", "exec"), names)
+    step = training_step()
     engine = ScriptedEngine("It may be anything.")
     async with engine:
         async with Run(weather.Weather(), engine, group_size=2) as run:
-            await names["step"](engine, run, lambda tensors: pytest.fail("there is nothing to train on"))
+            await step(engine, run, lambda tensors: pytest.fail("there is nothing to train on"))
         assert engine.weight_version == "scripted"

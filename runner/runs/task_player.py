@@ -11,7 +11,7 @@ import anyio
 from typing_extensions import Unpack
 
 from runner import checked
-from runner.concurrency.clocks import on_asyncio
+from runner.concurrency.clocks import require_asyncio
 from runner.engines.base import BaseEngine
 from runner.environment.environment import Environment
 from runner.environment.task_checks import TaskChecks
@@ -74,8 +74,7 @@ class Player:
         """
         if self._host is not None:
             raise RuntimeError("a player can be started only once: make another Player(...)")
-        if not on_asyncio():
-            raise RuntimeError("a player works on asyncio's event loop only")
+        require_asyncio("a player")
         # The run has a plain task, which no caller owns, so that start and aclose may be called from different tasks.
         self._host = asyncio.get_running_loop().create_task(self._live(), name="deltarunner player")
         try:

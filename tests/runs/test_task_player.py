@@ -339,3 +339,9 @@ async def test_a_thousand_unread_results_block_nothing() -> None:
         calls = [asyncio.create_task(player.play(task)) for task in tasks(1000)]
         played: list[list[Trajectory]] = await asyncio.gather(*calls)
     assert len({t.id for each in played for t in each}) == 1000
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_player_on_trio_is_refused_by_name(anyio_backend: str) -> None:
+    with pytest.raises(BadOption, match="a player works on asyncio alone, and this is trio: run on asyncio"):
+        await Player(Plain, recording("Yes")).start()
