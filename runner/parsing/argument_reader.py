@@ -1,4 +1,4 @@
-"""Reads the arguments of one call: an object, or tagged keys and values. The tool's schema decides the types."""
+"""Reader of the arguments of one call: an object, or tagged keys and values. The tool's schema decides the types."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TaggedArgumentReader:
     """Names of arguments with characters that usually end a name, such as `page[size]`."""
 
     def for_schema(self, schema: Mapping[str, Any]) -> TaggedArgumentReader:
-        """Return the reader that also accepts the unusual names of a tool's arguments; cached."""
+        """Return the reader for a tool's schema. It also accepts argument names with unusual characters (`names`)."""
         found = {name for shape in shapes_for(schema).arguments() for name in shape.named if _is_unusual(name)}
         if not found:
             return self
@@ -143,7 +143,7 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """Read an unquoted value, up to the first match of a text that may follow a value."""
+        """Return an unquoted value, which ends at the first text that may follow a value, and the position after it."""
         style = styles[0]
         followed, alone = self._after[style.close]
         found = followed.search(text, start)
@@ -205,7 +205,10 @@ class TaggedArgumentReader:
 
     @cached_property
     def _after(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """Patterns of the end of an unquoted value, by the close of its style: with and without the following text."""
+        """Two patterns of the end of an unquoted value, by the close of its style.
+
+        The first also matches the text that follows in a complete call; the second matches only the end.
+        """
         form = self.format
         patterns: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {}
         for close in {style.close for style in form.styles.values() if isinstance(style.notation, AS_TEXT)}:
@@ -303,7 +306,9 @@ def _decoded(notation: Notation, text: str) -> str:
 
 
 def as_typed(text: str, types: Set[str]) -> Any:
-    """Return the value of an unquoted text. If strings and other types fit, a literal is not read as a string.
+    """Return the value of an unquoted text.
+
+    A literal, such as `5`, is a string only if strings are allowed and its own type is not. Other text is a string.
 
     Args:
         text: the text.

@@ -47,7 +47,7 @@ class NoGrammar(Exception):
 
 
 class ArgumentRules:
-    """Writes the rules for the arguments of each tool of one grammar."""
+    """Writer of the rules for the arguments of each tool of one grammar."""
 
     def __init__(self, rules: Rules, form: CallFormat) -> None:
         self._rules = rules
@@ -59,7 +59,7 @@ class ArgumentRules:
         """Return an expression for the arguments of a tool with this schema, given as JSON text.
 
         Raises:
-            NoGrammar: the format cannot write these arguments.
+            NoGrammar: the format cannot write these arguments, or no arguments satisfy the schema.
         """
         shapes = shapes_of(parameters)
         why = shapes.why_uncallable()
@@ -106,7 +106,7 @@ class _TaggedRules:
         if rest is None and len(fields) < self.shape.least:
             raise NoGrammar(
                 GrammarRequirement.TYPES_WRITTEN,
-                f"{self.tool} needs {self.shape.least} arguments, and its chat template can write {len(fields)}",
+                f"{self.tool} needs {self.shape.least} arguments, and the chat template can write {len(fields)}",
             )
         members = ordered_fields(
             self.rules,
@@ -130,7 +130,7 @@ class _TaggedRules:
     def _without_arguments(self) -> NoGrammar:
         return NoGrammar(
             GrammarRequirement.NONE_WRITTEN,
-            f"{self.tool} takes no arguments, and its chat template has no way to write a call without any",
+            f"{self.tool} takes no arguments, and the chat template has no way to write a call without any",
         )
 
     def _listed(self, arguments: Mapping[str, Any]) -> str:
@@ -151,7 +151,7 @@ class _TaggedRules:
     def _unwritable(self, key: str) -> NoGrammar:
         return NoGrammar(
             GrammarRequirement.TYPES_WRITTEN,
-            f"the argument {key} of {self.tool} has a type that its chat template cannot write",
+            f"the argument {key} of {self.tool} has a type that the chat template cannot write",
         )
 
     def _fields(self) -> Iterator[Field]:
@@ -163,7 +163,10 @@ class _TaggedRules:
                 raise self._unwritable(key)
 
     def _rest(self, named: int) -> Rest | None:
-        """Return a rule for unnamed arguments, if the schema describes them, or requires more than those it names."""
+        """Return a rule for arguments that the schema does not name, or None.
+
+        A rule is needed if the schema describes such arguments, or requires more than the `named` ones.
+        """
         others = [each for _, each in self.shape.of_patterns]
         if any(part.has_additional for part in self.shape.objects) or self.shape.least > named:
             others.append(self.shape.others)
@@ -189,7 +192,7 @@ class _TaggedRules:
         return text_but(["", *self.shape.named], self.rules, literal, lambda each: [character_class(each)], every)
 
     def _values(self, shapes: Sequence[ValueShape], path: str) -> list[str]:
-        """Return an expression for each form of a value after its key; empty if there is none."""
+        """Return an expression for each form of a value after its key; an empty list if no form can be written."""
         found: dict[tuple[str, str], list[str]] = {}
         # An unquoted string that ends at a tag may contain any text, so it includes all other types.
         ordered = sorted(shapes, key=lambda shape: shape.kind != "string" or shape.values is not None)
@@ -229,7 +232,7 @@ class _TaggedRules:
 
 
 def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
-    """Return the texts that end an unquoted string, so that the string must not contain them.
+    """Return the texts that end an unquoted string, and that the string must not contain; () if strings have quotes.
 
     If a tag follows every value, only this tag is returned. Otherwise, the texts are the separator between values and
     the text after the last value.
@@ -247,7 +250,7 @@ def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
         return ()
     ends = [style.close + each for each in _after_values(form, arguments)]
     if not all(ends):
-        raise NoGrammar(GrammarRequirement.STRINGS_END, "its chat template writes no text that ends a string")
+        raise NoGrammar(GrammarRequirement.STRINGS_END, "the chat template writes no text that ends a string")
     marks = _CUT_POINTS.split(ends[0].lstrip())  # empty if the end is only white space
     if marks and _CUT_POINTS.is_tag(marks[0]) and all(end.lstrip().startswith(marks[0]) for end in ends):
         return (marks[0],)
@@ -268,7 +271,10 @@ def _dialect(notation: Any) -> NotationDialect:
 
 
 def _by_style(shape: ValueShape) -> Iterator[tuple[ValueType, ValueShape]]:
-    """Yield the types that a template distinguishes, each with its values. Numbers without a point are integers."""
+    """Yield each type that a template writes in its own style, with the part of the shape that has this type.
+
+    Numbers without a point are integers.
+    """
     if shape.kind != "number":
         yield shape.kind, shape
     elif shape.values is not None:

@@ -37,11 +37,11 @@ def constraint(
     control_tokens: Mapping[str, int] = NO_TOKENS,
     stops: Collection[str] = (),
 ) -> Constraint | None:
-    """Return the constraint for `tool_choice` in a turn of this format; None if there is nothing to enforce.
+    """Return the constraint for `tool_choice` in a turn of this format; None if nothing is enforced.
 
     "required" and a tool's name allow only calls. "auto" allows any text, and constrains each call to a tool and its
-    schema, for strict arguments. A format without a trigger does not support "auto", since the beginning of a call is
-    unknown.
+    schema, for strict arguments. In a format without a trigger, "auto" is not constrained, since the beginning of a
+    call is unknown.
 
     A turn may have several calls only if `parallel` is true and every allowed tool is parallel. A tool that cannot be
     called in this format is left out if another tool remains. If no tool remains, "auto" is not constrained.
@@ -56,7 +56,8 @@ def constraint(
         stops: control tokens that end a turn; the grammar ends before the first one.
 
     Raises:
-        BadOption: a call is required, and no tool is allowed or can be called.
+        BadOption: a call is required, and no tool is allowed or can be called; or the format writes a stop token inside
+            of a call, or no text that ends a string.
     """
     allowed = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
     if tool_choice == "none" or (tool_choice == "auto" and not (form.trigger and allowed)):
@@ -65,7 +66,10 @@ def constraint(
         names = ", ".join(tool.name for tool in tools) or "none"
         raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
     if _holds(stops, *_texts_before_close(form, thought)):
-        raise BadOption(f"tool_choice={tool_choice!r}: the chat template writes a stop token inside of a call.")
+        raise BadOption(
+            f"tool_choice={tool_choice!r}: the chat template writes a stop token inside of a call: give another "
+            "template (--template hermes)."
+        )
     form = _ended(form, stops)
     signatures = tuple((tool.name, tool.parameters_text) for tool in allowed)
     many = parallel and all(tool.parallel for tool in allowed)
@@ -77,7 +81,9 @@ def constraint(
     except NoGrammar as error:
         if tool_choice == "auto" and error.requirement is not GrammarRequirement.STRINGS_END:
             return None  # without a grammar, the model receives the error of each call
-        raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
+        raise BadOption(
+            f"tool_choice={tool_choice!r}: {error}. Change the tool, or give another template (--template hermes)."
+        ) from None
 
 
 def _ended(form: CallFormat, stops: Collection[str]) -> CallFormat:
@@ -108,17 +114,19 @@ def harmony_constraint(
 ) -> Constraint | None:
     """Return the constraint for `tool_choice`: one message of any text, such as the reasoning, then the call.
 
+    The result is None if nothing is enforced.
+
     Raises:
-        BadOption: a call is required, and the tool does not exist.
+        BadOption: a call is required, and no tool is allowed or can be called.
     """
     return constraint(form, tools, tool_choice, parallel=False, thought=FIRST_MESSAGE, control_tokens=control_tokens)
 
 
 def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
-    """Return the requirements of a tool's schema that no grammar of this format enforces: keyword and argument.
+    """Return the requirements of a tool's schema that no grammar of this format enforces, as "keyword of argument".
 
-    Validation of the arguments checks these. Keywords that are not validated either are in
-    `modern(tool.parameters).notes`.
+    Validation of the arguments checks these requirements. Keywords that are not validated either are in
+    `modern(tool.parameters).notes`. The list is empty if the format cannot write calls of the tool.
     """
     arguments = ArgumentRules(Rules(NO_TOKENS), form)
     try:
@@ -238,7 +246,7 @@ def _alike(mark: str, trigger: str, tokens: Mapping[str, int]) -> bool:
 
 
 def _dispatch(parts: Mapping[str, Format], tokens: Mapping[str, int], *, again: bool) -> Format:
-    """Return free text up to one of these marks, then its part; repeated if `again` is true."""
+    """Return a format: free text up to one of these marks, then the part of this mark; repeated if `again` is true."""
     kind = "token_dispatch" if set(parts) <= set(tokens) else "dispatch"
     return {"type": kind, "rules": [[tokens.get(mark, mark), part] for mark, part in parts.items()], "loop": again}
 

@@ -1,4 +1,4 @@
-"""Call ids for a history that is rendered from the start, in the form that the template requires."""
+"""Call ids for a history that is rendered from its first message on, in the form that the template requires."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.parsing.turn_format import IdStyle, LiteralText, Slot, TurnFormat
 __all__ = ["with_fitting_ids"]
 
 _FIRST_FOREIGN_INDEX: Final = 10_000
-"""Number of the first call from another model. Later calls of this model have lower numbers, so no id is repeated."""
+"""First number for new ids of calls from other models. Calls of this model have lower numbers, so ids stay unique."""
 
 _MADE: Final = re.compile(r"call_\d+")
 
@@ -30,7 +30,7 @@ def with_fitting_ids(
         form: turn format of the template.
         messages: the complete history.
         own: ids that turns of this model contain; they are kept.
-        by_turn: number all calls by their position in the turn, since the template shows that number.
+        by_turn: True to number all calls by their position in the turn, since the template shows that number.
     """
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     taken = set() if by_turn else {call["id"] for call in calls if _stays(form, call, own)}

@@ -40,7 +40,7 @@ class CallPatterns:
 
     @cached_property
     def between(self) -> re.Pattern[str] | None:
-        """Text between two calls; None if each call has its own begin and close."""
+        """Pattern of the text between two calls; None if each call has its own beginning and close."""
         between, own = self.format.between, without_space(self.format.close + self.format.begin)
         if between is None or (self.format.trigger and without_space(between) == own):
             return None
@@ -141,12 +141,15 @@ class CallPatterns:
 
     @cached_property
     def own_end(self) -> re.Pattern[str] | None:
-        """Pattern of `own_mark`; None if only the complete close ends a call."""
+        """Pattern of `own_mark`; None if that is None."""
         return None if self.own_mark is None else compiled(lenient(self.own_mark)) if self.own_mark else _NOTHING
 
     @cached_property
     def own_mark(self) -> str | None:
-        """First part of the close, if it ends a single call; "" for an object's closing bracket, None otherwise."""
+        """First part of the close, if this part ends a single call; None if only the complete close ends it.
+
+        The mark is "" if the arguments are an object, since its last bracket ends the call.
+        """
         if not isinstance(self.format.arguments, TaggedArguments):
             return ""
         cut = CutPoints()
@@ -174,7 +177,7 @@ class CallPatterns:
 
     @cached_property
     def line_start(self) -> re.Pattern[str]:
-        """White space at the start of a line before calls without a trigger."""
+        """Pattern of the white space at the start of a line, before calls without a trigger."""
         return re.compile(rf"^(?P<before>[ \t]*)(?={re.escape(self._bare_begin[:1])})", re.MULTILINE)
 
     def named(self, names: tuple[str, ...]) -> re.Pattern[str]:
@@ -190,7 +193,7 @@ class CallPatterns:
         return self._by_names[names]
 
     def may_begin(self, text: str, names: tuple[str, ...], *, line_begun: bool) -> int:
-        """Return the first position where `line_start` or `named` may match once more text arrives; else the length."""
+        """Return the first position where `line_start` or `named` may match once more text arrives, or the length."""
         line = text.rfind("\n") + 1
         blank = (line > 0 or line_begun) and not text[line:].strip(" \t")
         end = line if blank else len(text)
@@ -243,8 +246,8 @@ class CallPatterns:
 
 
 MAX_BEGIN_LENGTH: Final = 400
-"""Number of characters that are examined for the beginning of a call. If white space makes a possible beginning longer,
-it counts as a call.
+"""Maximum number of characters, with their white space, that are examined for the beginning of a call. If all of them
+may still belong to a beginning, the position counts as the beginning of a call.
 """
 
 MAX_TOOL_SETS: Final = 256

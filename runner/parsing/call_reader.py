@@ -1,4 +1,4 @@
-"""Reads the calls of a turn in its template's format, and common deviations of models from it."""
+"""Reader of the calls of a turn in its template's format, and of common deviations of models from this format."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Malformed(Exception):
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
 class CallReader:
-    """Reads calls of one `CallFormat`. It has no state beside cached patterns."""
+    """Reader of calls of one `CallFormat`, without state beside cached patterns."""
 
     format: CallFormat
 
@@ -114,7 +114,7 @@ class CallReader:
             return DecidedCalls(calls, end, closed=False)
         return DecidedCalls(calls, end, closed=True)
 
-    # --- begin of calls
+    # --- where calls begin
 
     def _triggered(self, text: str, schemas: Schemas | None, begun: bool) -> Iterator[str | ReadCall]:
         at = 0
@@ -175,7 +175,10 @@ class CallReader:
         return unreadable or [text]
 
     def _bare_calls(self, text: str, start: int, schemas: Schemas | None) -> list[ReadCall]:
-        """Return the calls that fill the text from `start` to its end; empty if there is any other text."""
+        """Return the calls that fill the text from `start` to its end; an empty list if there is any other text.
+
+        An unreadable call is returned last, if it or a call before it names a known tool.
+        """
         calls: list[ReadCall] = []
         end = start
         try:
@@ -190,7 +193,7 @@ class CallReader:
         return calls if named and not text[end:].strip() else []
 
     def _candidates(self, text: str, names: tuple[str, ...]) -> list[int]:
-        """Return possible begins of calls: at the start of a line, or anywhere before the name of a tool."""
+        """Return the positions where calls may begin: at the start of a line, or anywhere before the name of a tool."""
         patterns = [self.patterns.line_start, *([self.patterns.named(names)] if names else [])]
         starts = {
             match.end("before")
@@ -273,7 +276,10 @@ class CallReader:
         return end
 
     def _unclosed(self, text: str, at: int) -> int | None:
-        """Return the end of a last call without a complete close: the end of the text, or the next section."""
+        """Return the position after the incomplete close of a last call; None if the call is unreadable.
+
+        Such a call is read only at the end of the text or directly before the next trigger.
+        """
         # Without a trigger before it, a truncated text may be the beginning of something else.
         if not self.format.trigger:
             return None

@@ -1,4 +1,4 @@
-"""Writes calls exactly as a template does."""
+"""Writer of calls, in exactly the form of a template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unwritable(ValueError):
 
 
 def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
-    """Return the text of `calls`, including the begin and the close of the section.
+    """Return the text of `calls`, with the texts before the first call and after the last call.
 
     Raises:
         Unwritable: the format cannot write the calls.

@@ -16,7 +16,7 @@ _REST: Final = r"\w+|\s+|[^\w\s]"
 
 @dataclass(frozen=True)  # no slots: the cached pattern needs a dict
 class CutPoints:
-    """Splits text into control tokens, tags, words, runs of white space and single characters."""
+    """Splitter of text into control tokens, tags, words, runs of white space and single characters."""
 
     tokens: frozenset[str] = frozenset()
     """Control tokens of a vocabulary. Each of them is one unit, whatever its characters."""

@@ -25,7 +25,7 @@ string.
 
 @dataclass(frozen=True)
 class NotationDialect:
-    """Form of values that may contain other values."""
+    """Form in which a notation writes values that may contain other values."""
 
     open_object: str
     colon: str
@@ -38,11 +38,11 @@ class NotationDialect:
     """Text between two items of a list."""
     close_list: str
     string: Strings
-    """Adds the rules of any string."""
+    """Function that adds the rules of any string."""
     key: Strings
-    """Adds the rules of any key of an object."""
+    """Function that adds the rules of any key of an object."""
     encode: Callable[[Any, int], str]
-    """Return the text of a value; the second argument is the number of objects and lists around it."""
+    """Function that returns the text of a value; its second argument is the number of objects and lists around it."""
     indent: int | None = None
     """Spaces of indentation per level; None for one line."""
     margin: int = 0
@@ -53,9 +53,9 @@ class NotationDialect:
     signs_are_tokens: bool = False
     """True if quotes and brackets may be control tokens of the vocabulary."""
     characters: Callable[[Rules], JsonCharacters] | None = None
-    """Adds the rules for single characters of a JSON string; None for notations without JSON strings."""
+    """Function that returns the writer of characters in JSON strings; None for notations without JSON strings."""
     other_key: Callable[[Rules, Collection[str]], str] | None = None
-    """Returns an expression for any key except the given ones; None if the notation cannot express it."""
+    """Function that returns an expression for any key except the given ones; None if the notation has no such rule."""
     free_space: bool = False
     """True if white space may follow punctuation, and precede closing brackets."""
 
@@ -83,7 +83,7 @@ class NotationDialect:
 
 _SPACE_RULE: Final = r'"" | " " | "\n" [ \t]{0,40}'
 """White space around punctuation: enough for compact and indented JSON. Without a limit, a model could fill a turn with
-it.
+white space.
 """
 
 
@@ -176,7 +176,10 @@ def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, aft
 
 
 def _looking_ahead(choices: str, after: str) -> str:
-    """Add a lookahead after a string, so that xgrammar sorts the tokens that cross its end while compiling."""
+    """Add a lookahead to the characters `after` a string, unless they are unknown ("").
+
+    With it, xgrammar decides about tokens that cross the end of the string when it compiles the grammar.
+    """
     return f"({choices}) (= {any_of(after)})" if after else choices
 
 

@@ -29,8 +29,8 @@ def none_of(chars: str, *, controls: bool = True) -> str:
 def text_without(marks: Iterable[str]) -> str:
     """Return a rule body for any text that contains none of `marks`.
 
-    xgrammar matches this form with its own automaton, which compiles thirty times faster than equivalent rules. It must
-    be the complete body of a rule.
+    xgrammar matches this form with its own automaton, which compiles thirty times faster than equivalent rules. The
+    result must be the complete body of a rule.
     """
     excluded = ", ".join(literal(mark) for mark in dict.fromkeys(marks))
     return f"TagDispatch(loop_after_dispatch=false, excludes=({excluded}))"

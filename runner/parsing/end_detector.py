@@ -14,7 +14,7 @@ _IN_QUOTES: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 
 
 class EndDetector:
-    """Searches for the marks that end calls or, without marks, for the bracket that closes the first call.
+    """Search for the marks that end calls or, without marks, for the bracket that closes the first call.
 
     A found end is only a position at which the reader should try to read a call.
     """
@@ -30,7 +30,7 @@ class EndDetector:
         self._kept = ""  # possible beginning of a mark
 
     def feed(self, text: str) -> int | None:
-        """Return the position after the first end in `text`; feed the rest again from there. None without an end."""
+        """Return the position in `text` after the first end, or None. After an end, feed the rest of `text` again."""
         text, before = self._kept + text, len(self._kept)
         begun = partial_mark_length(text, self._marks)
         end = len(text) - begun
@@ -44,7 +44,7 @@ class EndDetector:
         return None
 
     def _next(self, text: str, at: int, end: int) -> int:
-        """Return the position after the next relevant character; negative for an end."""
+        """Return the position after the next relevant character, as a negative number if it completes an end."""
         found = self._pattern.search(text, at, end)
         if found is None:
             return end
@@ -82,19 +82,22 @@ def _pattern(marks: Sequence[str], quoted: bool) -> re.Pattern[str]:
 
 
 class RereadBudget:
-    """Limits how often a growing text is read again, so that the total time stays linear."""
+    """Limit on how often a growing text is read again, so that the total time stays linear."""
 
     FREE_LENGTH: Final = 4096
-    """Number of characters that may be read without success in addition to the limit."""
+    """Number of characters that may be read without success in addition to the length of the text."""
     SHORT_LENGTH: Final = 512
-    """Texts with up to this number of characters are read at every possible end."""
+    """Maximum number of characters of a text that may be read at an unlikely end."""
 
     def __init__(self) -> None:
         """Start a budget with nothing read."""
         self._read = 0
 
     def allows(self, length: int, *, likely: bool = True) -> bool:
-        """Return whether `length` characters may be read now; otherwise the reader waits for more text or the end."""
+        """Return whether `length` characters may be read now; otherwise the reader waits for more text or the end.
+
+        `likely` is False if a call probably does not end at the end of the text.
+        """
         return self._read <= length + self.FREE_LENGTH and (likely or length <= self.SHORT_LENGTH)
 
     def spend(self, length: int) -> None:

@@ -47,7 +47,7 @@ class TurnReading:
 
 
 class EventCollector:
-    """Collects events from a reader, and holds back white space until more text follows it.
+    """Collector of the events of a reader, which holds back white space until more text follows it.
 
     The joined reasoning pieces equal the reasoning, and the joined content pieces equal the content. In a turn with
     calls, each part of the content is stripped, and line breaks join the parts. White space at the start of a turn may
@@ -124,7 +124,7 @@ class EventCollector:
 
 
 class StateReader:
-    """Reads the text of a turn piece by piece.
+    """Reader of the text of a turn that arrives piece by piece.
 
     The current state consumes text, and returns the rest for the next state.
     """

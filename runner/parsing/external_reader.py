@@ -13,7 +13,7 @@ __all__ = ["ExternalReader", "external_call"]
 
 
 class ExternalReader(Protocol):
-    """Reads calls in a format that the user named, independent of the chat template. It is stateless."""
+    """Stateless reader of calls in a format that the user named. It does not depend on the chat template."""
 
     name: str
     """Format as the user named it, such as "vllm:hermes"."""
@@ -31,7 +31,10 @@ class ExternalReader(Protocol):
 
 
 def external_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall:
-    """Return a call that another library has read; its arguments are an object or JSON text of one."""
+    """Return a call that another library has read, from an object of arguments or the JSON text of one.
+
+    If the name or the arguments are invalid, the call has its `error` set.
+    """
     if not isinstance(name, str) or not name.strip():
         return ReadCall("", error="the name of a tool is missing")
     try:

@@ -24,7 +24,11 @@ def cached_format(renderer: Renderer) -> LearntFormat:
 
 
 def cache_format(template: ChatTemplate, options: Mapping[str, Any], learnt: LearntFormat) -> None:
-    """Store a format that another process has learnt. Blocks if a parser has to be imported."""
+    """Store a format that another process has learnt. This blocks if a parser has to be imported.
+
+    Raises:
+        NoParser: the parser for the format's response template cannot be imported, or refuses it.
+    """
     if learnt.format.response is not None:
         ResponseTemplateReader(learnt.format.response).load()
     _known[_key(template, options)] = learnt

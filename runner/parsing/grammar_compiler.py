@@ -24,7 +24,8 @@ class TokenGrammarCompiler:
         from xgrammar import GrammarCompiler
 
         self._compiler = compiler
-        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info  # the only way to get it
+        # A compiled grammar is the only access to the compiler's vocabulary.
+        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info
         alone = GrammarCompiler(vocabulary, cache_enabled=False)
         self._grammar = functools.lru_cache(CACHE_ENTRIES)(alone.compile_grammar)
         self._structural_tag = functools.lru_cache(CACHE_ENTRIES)(alone.compile_structural_tag)

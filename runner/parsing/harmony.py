@@ -95,11 +95,11 @@ class _MessageHeader(NamedTuple):
 
     kind: _MessageKind
     name: str
-    """Name of the called tool."""
+    """Name of the called tool; "" if the message is not a call, or names no tool."""
 
 
 class HarmonyStream(StateReader):
-    """Reads one turn while it is sampled.
+    """Reader of one turn while the turn is sampled.
 
     A call is emitted when its message ends. An unreadable call is emitted at the end of the turn, with the text after
     it. Reasoning and content are emitted in pieces: each message stripped, with a line break between two messages. The
@@ -245,7 +245,7 @@ MAX_MARK_LENGTH: Final = max(map(len, (MESSAGE, *ENDS)))
 
 _END: Final = re.compile("|".join(map(re.escape, ENDS)))
 _MARK: Final = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS))))
-# The parts of the header before this are parsed separately.
+# This pattern only detects that a header begins. The patterns below read its parts.
 _HEADER: Final = re.compile(r"<\||to\s*=")
 _HEADER_BEGUN: Final = re.compile(r"<?|to?|to\s+")
 _ROLE: Final = re.compile(r"\s*[^\s<]*")

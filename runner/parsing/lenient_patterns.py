@@ -43,7 +43,7 @@ def search_pattern(literal: str) -> str:
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return the compiled pattern after `merge_optional_space`; cached, for the patterns of formats."""
+    """Compile a pattern after `merge_optional_space`. Compiled patterns are cached."""
     return re.compile(merge_optional_space(pattern))
 
 

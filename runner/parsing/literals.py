@@ -15,7 +15,7 @@ MAX_DEPTH: Final = 200
 
 
 class Unreadable(ValueError):
-    """Text that is not a literal; the message is a clause with the reason."""
+    """Text that cannot be read as a value; the message is a clause with the reason."""
 
 
 def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
@@ -85,7 +85,7 @@ def after_space(text: str, at: int) -> int:
 
 
 class _LiteralReader:
-    """Reads one value by recursive descent."""
+    """Reader of one value by recursive descent."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -139,7 +139,7 @@ class _LiteralReader:
         char = self.text[at : at + 1]
         if char in _HEX_DIGITS:
             wanted = _HEX_DIGITS[char]
-            digits = _HEX.match(self.text, at + 1, at + 1 + wanted)[0]  # type: ignore[index]  # as in `_string`
+            digits = _HEX.match(self.text, at + 1, at + 1 + wanted)[0]  # type: ignore[index]  # it matches "" too
             after = at + 1 + wanted
             if len(digits) < wanted:
                 raise Unreadable(f"\\{char} in a string needs {wanted} hexadecimal digits after it, but has {digits!r}")

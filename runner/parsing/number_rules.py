@@ -28,7 +28,7 @@ MAX_DIGITS: Final = 15
 
 
 def number_rule(rules: Rules, numbers: NumberRange, *, integer: bool) -> tuple[str, bool]:
-    """Return an expression for the numbers in a range, and True if it is exact."""
+    """Return an expression for the numbers in a range, and True; or for a larger range of numbers, and False."""
     if numbers == UNBOUNDED:
         return _named(rules, "integer" if integer else "number"), True
     if integer:
@@ -171,7 +171,7 @@ def _fraction_of(value: Decimal) -> str:
 
 
 def _fractions_above(value: Decimal, excluded: bool) -> list[str]:
-    """Return expressions for the text after the integer part, for fractions of at least `value`."""
+    """Return expressions for the text after the integer part, for fractions from `value`, or above it (`excluded`)."""
     digits = _fraction_of(value)
     found = [
         f' "." {literal(digits[:n]) if n else NOTHING} [{int(digit) + 1}-9] [0-9]{{0,{MAX_DIGITS}}}'
@@ -188,7 +188,7 @@ def _fractions_above(value: Decimal, excluded: bool) -> list[str]:
 
 
 def _fractions_below(value: Decimal, excluded: bool) -> list[str]:
-    """Return expressions for the text after the integer part, for fractions of at most `value`."""
+    """Return expressions for the text after the integer part, for fractions up to `value`, or below it (`excluded`)."""
     digits = _fraction_of(value)
     found = []
     for n, digit in enumerate(digits):

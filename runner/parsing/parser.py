@@ -85,7 +85,7 @@ class TurnParser:
             text: output of the model.
             tools: tools that may be called. Without tools, or with `tool_choice` "none", nothing is read as a call.
             tool_choice: the `tool_choice` of the turn.
-            before: number of earlier calls in the conversation; calls without an own id are numbered from there.
+            before: number of earlier calls in the conversation, from which the numbers in new ids continue.
             ids: ids of `text`, for a named format; they may continue after it.
         """
         called = tools if tool_choice != "none" else ()
@@ -102,7 +102,7 @@ class TurnParser:
         return not called or not (self._by_name(called, tool_choice) or self.format.response is not None)
 
     def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
-        """Return a reader for a turn that is being sampled. Its final result equals `parse`, without call ids.
+        """Return a reader for a turn that is being sampled. Its final `reading` equals `parse`, without call ids.
 
         Raises:
             BadOption: calls can only be read in complete turns.
@@ -148,7 +148,7 @@ class TurnParser:
         """Return the calls as the template writes them.
 
         Raises:
-            Unwritable: the template cannot write them.
+            Unwritable: the template cannot write the calls.
         """
         form = self.format.calls
         assert form is not None, "the caller checks that calls can be written"
@@ -159,7 +159,8 @@ class TurnParser:
         """Return the constraint for `tool_choice`, or None if nothing has to be enforced.
 
         Raises:
-            BadOption: a call is required, and the tool does not exist; or the format of enforced calls is unknown.
+            BadOption: a call is required, and no tool is allowed or can be called; or the calls have no form that can
+                be enforced.
         """
         form = self.format.calls
         if tool_choice == "none" or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
@@ -211,7 +212,7 @@ class TurnParser:
 
     @cached_property
     def marker_tokens(self) -> Mapping[str, int]:
-        """Control tokens in the marks of reasoning and in the begin of calls. Other control tokens are read as text.
+        """Control tokens in the marks of reasoning and in the text that begins calls. Others are read as text.
 
         The mapping is empty if the user named a format, since the reader of such a format receives the ids.
         """
@@ -234,7 +235,7 @@ class TurnParser:
 
 
 class CallNumbers:
-    """Assigns ids to the calls of one turn, in order. An id from the model is kept if it is valid and new."""
+    """Assignment of ids to the calls of one turn, in order. An id from the model is kept if it is valid and new."""
 
     def __init__(self, form: TurnFormat, before: int) -> None:
         """Begin a turn after `before` calls of its conversation."""
@@ -255,7 +256,7 @@ class CallNumbers:
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
 
     def _made(self, name: str) -> str:
-        """Return a new id that no other call of the turn has."""
+        """Return a new id that no earlier call of the turn has."""
         for number in itertools.count(self._number):
             made = self._ids.format(number=number) if self._form is None else id_for(self._form, name, number)
             if made not in self._taken:

@@ -1,4 +1,4 @@
-"""Reads turns by the response template of a checkpoint, with the parser of transformers."""
+"""Reader of turns by the response template of a checkpoint, with the parser of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NoParser(Exception):
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
 class ResponseTemplateReader:
-    """Reads turns by one `ResponseFormat`. It is stateless, so one object serves every turn."""
+    """Stateless reader of turns by one `ResponseFormat`: one object serves every turn."""
 
     format: ResponseFormat
 
@@ -93,7 +93,7 @@ class ResponseTemplateReader:
                 for event in parser.feed(letter):
                     if event["type"] == "region_close":
                         message.setdefault(event["field"], []).append(event["value"])
-        except Exception as raised:  # the same error, or an error about the shorter text
+        except Exception as raised:  # this is the same error, or an error about the shorter text
             error = raised
         cause = error.__cause__ or error
         calls = [each for value in message.get(CALLS, []) for each in _calls(value)]
@@ -109,11 +109,13 @@ class ResponseTemplateReader:
             from transformers.utils.chat_parsing import ResponseParser
             from transformers.utils.chat_parsing.response_templates import load_response_template
         except ImportError:
-            raise NoParser("it needs transformers 5.19 or newer, which is not installed: install it") from None
+            raise NoParser(
+                "the response template needs transformers 5.19 or newer: pip install -U transformers"
+            ) from None
         try:
             return ResponseParser, load_response_template(dict(self.format.template))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise NoParser(f"transformers refuses it: {first_line(error)}") from None
+            raise NoParser(f"transformers refuses the response template: {first_line(error)}") from None
 
 
 def _reading(message: Mapping[str, Any], calls: list[ReadCall]) -> TurnReading:

@@ -1,4 +1,4 @@
-"""Round trip of calls before a run: writes and reads calls of each tool to find what a format loses."""
+"""Round trip of calls before a run: calls of each tool are written and read again, to find the losses of a format."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Loss(NamedTuple):
 def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
     """Yield the parts of the tools' calls that do not survive a round trip through the format.
 
-    Each tool is called with every argument alone, of every type that the schema allows, then with all arguments, and
-    then without arguments.
+    Each tool is called with every argument alone, of every type that the schema allows. If none of these calls is lost,
+    it is called with all arguments, and then without arguments if none is required.
     """
     trial = _RoundtripTrial(form, tools)
     for tool in tools:
@@ -65,7 +65,7 @@ MAX_NAME_LENGTH: Final = 256
 
 
 class _RoundtripTrial:
-    """Writes calls and reads them again."""
+    """Round trip of single calls through one format: each call is written and read again."""
 
     def __init__(self, form: TurnFormat, tools: Sequence[Tool]) -> None:
         assert form.calls is not None, "the caller checks that calls can be read"
@@ -189,7 +189,7 @@ _LITERALS: Final = ("5", "2.5", "true", "[1]", '{"a": 1}')
 
 
 def _read_from_strings(shapes: Sequence[ValueShape]) -> tuple[ValueType, ...]:
-    """Return the other types as which strings of these shapes may be read."""
+    """Return the types, other than string, as which strings of these shapes may be read; () if there are none."""
     strings = [shape for shape in shapes if shape.kind == "string"]
     listed = [text for shape in strings for text in shape.values or ()]
     texts = _LITERALS if any(shape.values is None for shape in strings) else listed

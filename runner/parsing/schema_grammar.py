@@ -30,10 +30,10 @@ def answer_constraint(schema: Any) -> Constraint:
 
 
 def not_enforced(schema: Any, *, arguments: bool = False) -> list[str]:
-    """Return the requirements of a schema that its grammar does not enforce: each keyword and its path.
+    """Return the requirements of a schema that its grammar does not enforce, each a keyword with its path.
 
-    With `arguments`, the schema describes a tool's arguments as JSON. Otherwise it describes an answer, and unknown
-    keywords are included.
+    With `arguments`, the schema describes a tool's arguments as JSON. Otherwise it describes an answer, and keywords
+    that are not validated either are included. The list is empty if no value satisfies the schema.
     """
     try:
         written = _written(json.dumps(schema), arguments=arguments)

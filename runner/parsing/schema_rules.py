@@ -22,16 +22,16 @@ from runner.tools.value_shapes import KINDS, Conjunction, NumberRange, ValueShap
 __all__ = ["SchemaRules", "UnenforcedKeywords", "UnsatisfiableSchema", "members_of"]
 
 MAX_REPEAT: Final = 4096
-"""Maximum length bound in a rule. Larger bounds are left to validation, since repetitions enlarge the grammar."""
+"""Largest bound on the length of a list in a rule. Validation checks larger bounds, since they enlarge the grammar."""
 
 MAX_EXCLUDED: Final = 2000
-"""Maximum number of characters of excluded key names; each character is a rule."""
+"""Maximum number of characters in the names that a rule for other keys excludes; each character needs a rule."""
 
 MAX_COUNTED: Final = 64
 """Maximum length of a string whose characters are counted. The rules of each character take 10 to 20 ms to compile."""
 
 MAX_UNBOUNDED_PREFIX: Final = 16
-"""Maximum number of required characters of a string without a maximum length."""
+"""Largest minimum length that a rule enforces for a string without a maximum length that a rule counts."""
 
 MAX_INDENT_DEPTH: Final = 8
 """Depth below which indented objects and lists must be empty, since every depth needs its own rules."""
@@ -53,12 +53,12 @@ class UnenforcedKeywords:
         self.keywords |= dict.fromkeys((path, keyword) for keyword in keywords)
 
     def sentences(self) -> list[str]:
-        """Return each keyword with its path."""
+        """Return each keyword with its path, as "keyword of path"; only the keyword if the path is ""."""
         return [f"{keyword} of {path}" if path else keyword for path, keyword in self.keywords]
 
 
 class SchemaRules:
-    """Writes rules for the schemas of one tool, or of an answer."""
+    """Writer of rules for the schemas of one tool, or of an answer."""
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class SchemaRules:
         after: str,
         left_out: UnenforcedKeywords,
     ) -> None:
-        """Create rules for the tool `whose`.
+        """Write into `rules` for the tool `whose`, or for an answer ("").
 
-        `after` has the characters that may follow a value that is not inside another one.
+        `after` has the characters that may follow a value that is not inside another value; "" if they are unknown.
+        Keywords that are not enforced are added to `left_out`.
         """
         self._rules = rules
         self._dialect = dialect
@@ -105,7 +106,10 @@ class SchemaRules:
         return either(self.shape(shape, depth, path) for shape in shapes)
 
     def shape(self, shape: ValueShape, depth: int = 0, path: str = "", *, closed: bool = False) -> str:
-        """Return an expression for the values of one shape; with `closed`, an object has no unnamed members."""
+        """Return an expression for the values of one shape.
+
+        With `closed`, an object has members that the schema does not name only if the schema describes or needs them.
+        """
         if shape.values is not None:
             return self.listed(shape.values, depth)
         self._left_out.add(path, shape.unexpressed)
@@ -149,9 +153,9 @@ class SchemaRules:
         return f"{self._signs(opened)} {f' {self._signs(between)} '.join(inside)} {self._signs(closed)}"
 
     def _written(self, text: str) -> str:
-        """Return an expression for text that the user named.
+        """Return an expression for text that contains names or values of the user's schema.
 
-        Control text in it is plain text; control text of the dialect may be tokens.
+        Names of control tokens in the text match as letters, or as tokens if the dialect's own signs may be tokens.
         """
         return self._rules.written(text) if self._dialect.signs_are_tokens else literal(text)
 
@@ -161,7 +165,7 @@ class SchemaRules:
     def _after_value(self, depth: int) -> str:
         if depth == 0:
             return self._after
-        # All strings share one rule, which has the characters that may follow any string.
+        # All strings inside other values share one rule, so it allows every character that may follow one of them.
         return self._dialect.after_strings
 
     def _string(self, shape: ValueShape, depth: int, path: str) -> str:
@@ -170,7 +174,7 @@ class SchemaRules:
         return rule or self._dialect.string(self._rules, self._after_value(depth))
 
     def _limited(self, shape: ValueShape, after: str) -> tuple[Sequence[str], str | None]:
-        """Return the keywords of a string that are enforced, and their rule; None if no rule enforces any."""
+        """Return the keywords of a string that a rule enforces, and the rule; None if no rule would enforce any."""
         if self._dialect.characters is None:
             return (), None
         characters, quote = self._dialect.characters(self._rules), self._quote()
@@ -181,7 +185,7 @@ class SchemaRules:
                 body = self._rules.add("pattern", pattern_rule(pattern, characters, self._rules))
             except UnsupportedPattern:
                 continue
-            # A rule enforces one format. If there are several, the others are reported.
+            # A rule enforces one format. If there are several, `format` is reported as not enforced.
             said = () if keyword == "format" and len(shape.formats) > 1 else (keyword,)
             return said, f"{quote} {body} {quote}"
         if shape.most is not None and shape.most <= MAX_COUNTED:
@@ -202,7 +206,7 @@ class SchemaRules:
         inner = f"{path}[]"
         items: list[str] = []
         most = shape.most
-        # With positional items, no further items are allowed unless the schema allows them.
+        # After positional items, further items are allowed only if the schema describes or needs them.
         open_ended = not shape.listed or any(part.has_rest for part in shape.arrays) or shape.least > shape.listed
         for index in range(shape.listed):
             item = shape.item(index)
@@ -252,7 +256,10 @@ class SchemaRules:
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
-        """Return a rule for unnamed members, if the schema describes them, names no members, or requires more."""
+        """Return a rule for members that the schema does not name, or None.
+
+        A rule is needed if the schema describes such members, names no members, or requires more than the `named` ones.
+        """
         inner = _below(path, "*")
         if not self._shapes.allows_unnamed(shape):
             return None
@@ -367,7 +374,7 @@ class SchemaRules:
 def members_of(
     shape: ValueShape, shapes: SchemaShapes, *, sorted_keys: bool
 ) -> Iterator[tuple[str, Conjunction, bool]]:
-    """Yield the named members of an object: name, schemas of its value, whether it is required."""
+    """Yield the named members of an object that can occur: name, schemas of the value, and True if it is required."""
     named = {name: shape.member(name) for name in shape.named}
     for name, conjunction in members_in_order(named, sorted_keys=sorted_keys):
         if shapes.is_satisfiable(conjunction) and (not shape.names or shapes.fits(name, shape.names)):
@@ -375,13 +382,13 @@ def members_of(
 
 
 def string_keywords(shape: ValueShape) -> list[str]:
-    """Return the keywords of a string shape."""
+    """Return the JSON schema keywords that restrict a string shape."""
     said = ["pattern"] * bool(shape.patterns) + ["format"] * bool(shape.formats)
     return said + ["minLength"] * (shape.least > 0) + ["maxLength"] * (shape.most is not None)
 
 
 def bound_keywords(numbers: NumberRange) -> list[str]:
-    """Return the keywords of a range."""
+    """Return the JSON schema keywords of the bounds of a range."""
     found = [] if numbers.low is None else ["exclusiveMinimum" if numbers.low_excluded else "minimum"]
     return found + ([] if numbers.high is None else ["exclusiveMaximum" if numbers.high_excluded else "maximum"])
 

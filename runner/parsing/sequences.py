@@ -11,7 +11,7 @@ from runner.parsing.ebnf import NOTHING, Rules, either
 __all__ = ["Field", "Rest", "Sequenced", "ordered_fields"]
 
 MAX_REPEAT: Final = 4096
-"""Maximum length bound in a rule. Larger bounds are left to validation, since repetitions enlarge the grammar."""
+"""Largest number of repetitions in a rule. Validation checks larger bounds, since repetitions enlarge the grammar."""
 
 MAX_COUNTED_RULES: Final = 1200
 """Maximum number of rules that count the fields of a sequence. If more were needed, fields are not counted."""
@@ -105,7 +105,7 @@ def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Writes a sequence whose fields are counted."""
+    """Writer of the rules of a sequence whose fields are counted."""
 
     rules: Rules
     fields: Sequence[Field]

@@ -1,4 +1,4 @@
-"""Distinguishes control tokens from their names. A name that a model spelled with letters is plain text."""
+"""Distinction of control tokens and their names. A name that a model spelled with letters is plain text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["SpelledTokenStream", "SpelledTokens"]
 
 _NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters. Normal text does not contain them; if the text has the sign itself, the sign is doubled."""
+"""Unicode noncharacters, which normal text does not contain. One of them is the sign that breaks up names; if a text
+contains the sign itself, the sign is doubled there.
+"""
 
 
 class SpelledTokens:
@@ -23,8 +25,8 @@ class SpelledTokens:
         """Break up spelled names.
 
         Args:
-            text: output of the model, or its begin.
-            ids: sampled ids from the begin of the text.
+            text: output of the model, or its beginning.
+            ids: sampled ids from the start of the text.
             tokens: control tokens of the format.
             tokenizer: tokenizer of the ids.
         """
@@ -48,15 +50,15 @@ class SpelledTokenStream:
     """`SpelledTokens` for text that arrives in pieces, one per id."""
 
     def __init__(self, tokens: Mapping[str, int], sign: str = _NONCHARACTERS[0]) -> None:
-        """Begin a text. `sign` breaks up the spelled names of these control tokens."""
+        """Begin a text. `sign` is put into the spelled names of `tokens`, a mapping of control tokens to their ids."""
         self._names = {token_id: name for name, token_id in tokens.items()}
         self._longest = max(map(len, tokens), default=0)
         self._sign = sign
         self._tail = ""
-        self._broken = False  # a name was broken up, or the text contains the sign
+        self._broken = False  # True if a name was broken up, or if the text contains the sign
 
     def feed(self, piece: str, token_id: int) -> str:
-        """Return the piece that an id completed, for readers."""
+        """Return the text for readers of the piece that an id completed."""
         name = self._names.get(token_id, "")
         if not piece or not self._names:
             return piece
@@ -98,14 +100,14 @@ def _broken(spelling: SpelledTokenStream, text: str, ids: Sequence[int], tokeniz
     decoder, left = IncrementalDecoder(tokenizer), len(text)
     for token_id in ids:
         piece = decoder.feed([token_id])
-        # An id that is only partly in the text counts as letters.
+        # If the text ends inside the piece of an id, the piece counts as letters.
         yield spelling.feed(piece[:left], token_id if len(piece) <= left else -1)
         left = max(0, left - len(piece))
     yield spelling.feed(decoder.finish()[:left], -1)
 
 
 def _free_sign(text: str) -> str:
-    """Return a sign that the text contains neither raw nor escaped."""
+    """Return a sign that the text contains neither raw nor escaped; the first sign if the text contains all."""
     low = text.lower()
     return next(
         (sign for sign in _NONCHARACTERS if sign not in text and f"{ord(sign):x}" not in low), _NONCHARACTERS[0]

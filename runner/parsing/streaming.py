@@ -1,4 +1,4 @@
-"""Reads a turn whose text arrives in pieces, with the same result as reading the complete text."""
+"""Reader of a turn whose text arrives in pieces, with the same result as a reader of the complete text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["TurnStream"]
 
 
 class TurnStream(StateReader):
-    """Reads one turn while it is sampled.
+    """Reader of one turn while the turn is sampled.
 
     A call is emitted once, as soon as no later text can change it. An unreadable call is emitted at the end of the
     turn, with the text after it, since later text may repair it. Reasoning and content are emitted at once, except for
     a possible beginning of a mark and for white space before further text. So the joined content pieces equal the
     content of `reading`, except for white space at the start of a turn with calls. If calls have no trigger, the text
-    from the first possible begin of a call is emitted at the end. If reasoning has no opening mark, all text before its
-    close is emitted at the end.
+    from the first possible beginning of a call is emitted at the end. If reasoning has no opening mark, no text is
+    emitted before the close of the reasoning, or the end.
     """
 
     def __init__(self, reader: TurnReader, schemas: Schemas | None = None) -> None:
@@ -189,7 +189,7 @@ class _Section:
         self._watch = EndDetector(marks, quoted=quoted) if watched else None
 
     def feed(self, text: str, collector: EventCollector) -> str | None:
-        """Emit the calls that are certain; return the text after the section if it is closed, else None."""
+        """Emit the calls that are certain. Return the text after the section, or None if the section is not closed."""
         while text:
             end = None if self._watch is None else self._watch.feed(text)
             self.keep(text[:end])

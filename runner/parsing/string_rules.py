@@ -28,6 +28,7 @@ Characters: TypeAlias = Sequence[tuple[int, int]]
 _MAX_CODE_POINT: Final = 0x10FFFF
 _SURROGATES: Final = (0xD800, 0xDFFF)
 EVERY: Final[Characters] = ((0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _MAX_CODE_POINT))
+"""All characters except surrogates."""
 
 MAX_REPEATED: Final = 128
 """Maximum number of repetitions in a rule. Larger numbers are left to validation, since they enlarge the grammar."""
@@ -58,7 +59,13 @@ class JsonCharacters:
     """Characters as written in a JSON string."""
 
     def __init__(self, rules: Rules, *, ascii_only: bool, written: Callable[[str], str]) -> None:
-        """Create characters whose text is passed through `written`."""
+        """Write characters for the grammar of `rules`.
+
+        Args:
+            rules: rules of the grammar.
+            ascii_only: True if characters outside ASCII are written as escapes.
+            written: converts JSON text to the text of the notation, such as JSON inside a JSON string.
+        """
         self._rules = rules
         self._ascii = ascii_only
         self._written = written
@@ -70,10 +77,10 @@ class JsonCharacters:
         return either(self.choices(ranges))
 
     def choices(self, ranges: Characters) -> list[str]:
-        """Return the forms of one of these characters, as expressions without alternatives.
+        """Return expressions that together match any one of these characters; none of them contains alternatives.
 
         Raises:
-            UnsupportedPattern: too many characters would have to be escaped.
+            UnsupportedPattern: too many characters would have to be escaped, or `ranges` is empty.
         """
         plain: list[tuple[int, int]] = []
         escaped: list[int] = []
@@ -100,7 +107,10 @@ class JsonCharacters:
         return choices
 
     def _escapes(self, *, wide: bool) -> list[str]:
-        """Return the escapes of quotes and control characters; with `wide`, also of all characters outside ASCII."""
+        """Return expressions for the escapes of the quote, the backslash and control characters.
+
+        With `wide`, the expressions also match the escapes of all characters outside ASCII.
+        """
         backslash = literal(self._written("\\"))
         short = [literal(self._written("\\" + sign)) for sign in ('"', "\\")]
         found = [*short, f"{backslash} [bfnrt]"]
@@ -108,11 +118,11 @@ class JsonCharacters:
         return [*found, *(f"{backslash} {unit.format(backslash=backslash)}" for unit in units)]
 
     def but(self, names: Collection[str]) -> str:
-        """Return an expression for any text except these texts."""
+        """Return an expression for any text except `names`."""
         return text_but(names, self._rules, self.text, self.choices)
 
     def at_most(self, most: int, quote: str) -> str:
-        """Return an expression for the rest of a string: at most this many characters, and its closing quote."""
+        """Return an expression for the rest of a string: at most `most` characters, and the closing quote."""
         rule = self._rules.add("end", quote)
         for _ in range(most):
             rule = self._rules.add("end", " | ".join([quote, *(f"{each} {rule}" for each in self.choices(EVERY))]))
@@ -154,14 +164,14 @@ def text_but(
     choices_of: Callable[[Characters], list[str]],
     every: Characters = EVERY,
 ) -> str:
-    """Return an expression for any text except these names.
+    """Return an expression for any text except `names`.
 
     Args:
-        names: the names.
+        names: texts that do not match.
         rules: rules of the grammar.
         text: returns the expression for a text.
-        choices_of: returns the forms of any one of some characters.
-        every: characters that a text may have.
+        choices_of: returns expressions that together match any one of some characters.
+        every: characters that the matching texts may contain.
     """
     anything = repeated(rules, choices_of(every), 0, None)
 
@@ -196,7 +206,7 @@ def _in_class(code: int) -> str:
 
 
 def characters_but(signs: str) -> Characters:
-    """Return all characters except these and control characters."""
+    """Return the ranges of all characters except `signs`, U+0000 to U+001F, and surrogates."""
     return _complement([(0, 0x1F), *((ord(sign), ord(sign)) for sign in signs)])
 
 
@@ -216,7 +226,7 @@ def pattern_rule(pattern: str, characters: JsonCharacters, rules: Rules) -> str:
 
 
 class _PatternWriter:
-    """Writes a pattern as rules, from the parse tree of Python's `re`."""
+    """Writer of a pattern as rules, from the parse tree of Python's `re`."""
 
     def __init__(self, characters: JsonCharacters, rules: Rules) -> None:
         self._characters = characters
@@ -243,7 +253,7 @@ class _PatternWriter:
         return " ".join(self.one(each) for each in parsed) or NOTHING
 
     def _choices(self, parsed: Sequence[Any]) -> list[str]:
-        """Return the repeated part, as alternatives if it is a single character class."""
+        """Return expressions for the alternatives of a repeated part: several for a character class, otherwise one."""
         if len(parsed) == 1 and _is(parsed[0], "IN"):
             return self._characters.choices(_class(parsed[0][1]))
         if len(parsed) == 1 and _is(parsed[0], "ANY"):

@@ -99,7 +99,7 @@ class Container:
     arguments: tuple[str, ...]
     """Keys that lead to the arguments; () if the name is their key."""
     id: tuple[str, ...] | None
-    """Keys that lead to the call's id, if it has one."""
+    """Keys that lead to the call's id; None if the object has no id."""
 
 
 class IdStyle(enum.StrEnum):
@@ -109,7 +109,10 @@ class IdStyle(enum.StrEnum):
     NINE = "call{number:05}"  # nine letters and digits, required by Mistral's templates
 
     def pattern(self, longest: int = 64) -> str:
-        """Return a regular expression for ids of the model, which is also a valid EBNF expression."""
+        """Return a regular expression for ids of the model, which is also a valid EBNF expression.
+
+        `longest` is the maximum length of ids whose length is not fixed.
+        """
         return "[0-9A-Za-z]{9}" if self is IdStyle.NINE else f"[0-9A-Za-z_.:/$\\-]{{1,{longest}}}"
 
 
@@ -128,7 +131,7 @@ class CallFormat:
     container: Container | None
     """JSON object that is the call; None if the call has another form."""
     trigger: str
-    """Text that begins calls; "" if missing."""
+    """Text that begins calls; "" if calls begin without such a text."""
     after_content: str | None
     """Text between content and the calls after it; None if content cannot precede calls."""
     before_content: str | None
@@ -157,7 +160,7 @@ class ReasoningFormat:
     """Form of the reasoning in a turn."""
 
     open: str
-    """Mark before the reasoning; "" if missing."""
+    """Mark before the reasoning; "" if the template writes none."""
     close: str
     """Mark after the reasoning."""
     opened_by_prompt: bool
@@ -189,7 +192,7 @@ class TurnFormat:
     """Form in which a template writes an assistant's turn."""
 
     calls: CallFormat | None
-    """Form of calls; None if calls cannot be read."""
+    """Form of calls; None if it could not be learnt."""
     reasoning: ReasoningFormat | None
     """Form of the reasoning; None if the template does not show it."""
     content: ContentFormat

@@ -1,4 +1,4 @@
-"""Reads a complete turn: its reasoning, content and calls."""
+"""Reader of a complete turn: its reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USUAL: Final = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
 class TurnReader:
-    """Reads turns of one `TurnFormat`. It has no state beside cached patterns, so one object serves every turn."""
+    """Reader of turns of one `TurnFormat`, without state beside cached patterns: one object serves every turn."""
 
     format: TurnFormat
 
@@ -53,7 +53,7 @@ class TurnReader:
 
     @property
     def trigger(self) -> str:
-        """Text that begins calls; "" if missing."""
+        """Text that begins calls; "" if calls begin without such a text, or cannot be read."""
         return "" if self.format.calls is None else self.format.calls.trigger
 
     @property
@@ -63,7 +63,7 @@ class TurnReader:
 
 
 def split_thought(text: str, form: ReasoningFormat) -> tuple[str, str]:
-    """Return (reasoning, rest) of a turn's text. If the close is missing, all text is reasoning."""
+    """Return (reasoning, rest) of a turn's text. If reasoning begins and does not close, all text is reasoning."""
     start = text.lstrip()
     if form.open and start.startswith(form.open):
         start = start[len(form.open) :]

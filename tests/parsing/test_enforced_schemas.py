@@ -214,9 +214,9 @@ def tagged(**changes: Any) -> CallFormat:
 def test_argument_that_a_template_cannot_write_is_named() -> None:
     styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # the arguments are tagged
     without = tagged(styles={kind: style for kind, style in styles.items() if kind != "integer"})
-    with pytest.raises(BadOption, match="the argument a of add has a type that its chat template cannot write"):
+    with pytest.raises(BadOption, match="the argument a of add has a type that the chat template cannot write"):
         constraint(without, ADD, "required")
-    with pytest.raises(BadOption, match="stop takes no arguments, and its chat template has no way to write a call"):
+    with pytest.raises(BadOption, match="stop takes no arguments, and the chat template has no way to write a call"):
         constraint(tagged(none=None), TOOLS, "stop")
     nothing = schema_tool("f", {"properties": {"a": False}, "required": ["a"]})
     with pytest.raises(BadOption, match="no arguments fit the tool f"):
@@ -261,7 +261,7 @@ def test_unwritable_optional_argument_is_omitted() -> None:
 
 def test_format_without_an_end_of_strings_is_not_enforceable() -> None:
     endless = replace(tagged(separator="", tail=""), close="", between=None)
-    assert enforceable(endless) == "its chat template writes no text that ends a string"
+    assert enforceable(endless) == "the chat template writes no text that ends a string"
     with pytest.raises(NoGrammar) as refused:
         ends_of_strings(endless)
     assert refused.value.requirement is GrammarRequirement.STRINGS_END

@@ -79,7 +79,10 @@ def test_learnt_format_has_precedence(name: str) -> None:
     [
         (changed(repeats=False), "(two calls): 1 calls are read"),
         (changed(content="text", content_args={}), "(a string: words): no value begins at"),
-        (changed(open="<function_call>", open_pattern=None), "refuses it: Field 'tool_calls': cannot specify both"),
+        (
+            changed(open="<function_call>", open_pattern=None),
+            "refuses the response template: Field 'tool_calls': cannot specify both",
+        ),
         ({**READS_IT, "fields": {**READS_IT["fields"], "thinking": {"open": "<thought>"}}}, "the content is read as"),
         ({"fields": {}}, "response_template.fields must be a non-empty dict"),
         (HERMES, "(a string: words): "),
@@ -98,7 +101,8 @@ def test_response_template_that_fails_is_refused_with_the_case(response_template
 
 def test_response_template_needs_a_recent_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
-    assert "it needs transformers 5.19 or newer, which is not installed: install it" in learnt(unlearnable()).why
+    fix = "the response template needs transformers 5.19 or newer: pip install -U transformers"
+    assert fix in learnt(unlearnable()).why
 
 
 def test_learnt_format_survives_a_json_round_trip() -> None:

@@ -1,4 +1,4 @@
-"""Finds a call in a render: its span, and its slots."""
+"""Search for a call in a render: its span, and its slots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CallSpan:
 
 
 def find_object_call(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
-    """Find a call written as a JSON object that contains its name and its arguments."""
+    """Find a call written as a JSON object that contains its name and its arguments; None if there is none."""
     for at, end, value in _objects(text, start):
         container = _container(value, said, call_id)
         arguments = container and _arguments(text, at + 1, end, said.arguments)
@@ -43,7 +43,7 @@ def find_object_call(text: str, said: ProbeCall, call_id: str, start: int = 0) -
 
 
 def named(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
-    """Find a call written as its name and an object of its arguments, in either order."""
+    """Find a call written as its name and an object of its arguments, in either order; None if there is none."""
     arguments = _arguments(text, start, len(text), said.arguments)
     if arguments is None:
         return None
@@ -72,7 +72,7 @@ def _objects(text: str, start: int) -> Iterator[tuple[int, int, Mapping[str, Any
 
 
 def _arguments(text: str, start: int, end: int, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the span of the arguments: an object of JSON or Python, or JSON inside a string."""
+    """Return the span of the arguments: an object of JSON or Python, or JSON inside a string. None if there is none."""
     for at, after, value in _objects(text, start):
         if value == arguments and after <= end:
             return at, after

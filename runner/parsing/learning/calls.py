@@ -1,4 +1,4 @@
-"""Learns the call format of a template: begin, separator and close of the calls, and the form of one call."""
+"""Learning of a template's call format: the texts before, between and after calls, and the form of one call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def learn_calls(prober: FormatProber) -> CallFormat:
     """Learn how the template writes calls.
 
     Raises:
-        UnlearnableFormat: no form was found.
+        UnlearnableFormat: no form was found in which calls can be read and distinguished from an answer.
     """
     find_form(prober)
     shape = _shape(prober)
@@ -97,7 +97,7 @@ def learn_calls(prober: FormatProber) -> CallFormat:
 
 
 def accepted_ids(prober: FormatProber, said: ProbeCall = FIRST) -> IdStyle:
-    """Return the first style of generated ids that the template accepts."""
+    """Return the first style of generated ids that the template accepts; `IdStyle.ANY` if it accepts none."""
     return next((each for each in IdStyle if _accepted(prober, said, each)), IdStyle.ANY)
 
 
@@ -194,7 +194,7 @@ def _counted(spans: Sequence[CallSpan]) -> tuple[Piece, ...]:
         counted = [_with_index(span.pieces, str(first + number)) for number, span in enumerate(spans)]
         if all(each == counted[0] for each in counted):
             return counted[0]
-    raise UnlearnableFormat(FormatRequirement.REPEATED, "a second call is not written as the first")
+    raise UnlearnableFormat(FormatRequirement.REPEATED, "a second call is not written like the first")
 
 
 def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
@@ -216,7 +216,10 @@ def end_of_turn(prober: FormatProber) -> str:
 
 
 def _ends_of_turn(prober: FormatProber) -> str:
-    """Return the text that an answer at the end and an answer before another message have in common."""
+    """Return the common beginning of the texts after an answer that ends a conversation and an answer within one.
+
+    The result is "" if the template raises in both cases.
+    """
     after = [
         text.partition(ANSWERED)[2]
         for text in (prober.turn(content=ANSWERED), prober.turn(content=ANSWERED, followed=True))
@@ -226,7 +229,7 @@ def _ends_of_turn(prober: FormatProber) -> str:
 
 
 def _after_call(shape: _CallShape, text: str | None, one: CallSpan, prober: FormatProber) -> str | None:
-    """Return the text after the call in `one` if results follow the call."""
+    """Return the text after the call `one` in a render in which its result follows; None if no call is found there."""
     said = shape.probes[0]
     # If calls have no id, an id after a call belongs to the result.
     call_id = prober.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
@@ -238,7 +241,7 @@ NO_ID: Final = "zqnoidz"
 
 
 def _close(prober: FormatProber, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
-    """Return the close of the calls, and the token that ends only turns with calls."""
+    """Return the close of the calls, and the token that ends only turns with calls, or ""."""
     marks = prober.cut_points
     shared = marks.common_prefix([last, followed]) if followed is not None else last
     # Some templates write more of a call, such as its id, before a result. The common text is then empty.
@@ -264,7 +267,10 @@ def _header(prober: FormatProber) -> str:
 
 
 def _front(prober: FormatProber, shape: _CallShape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
-    """Return the begin of the calls, the text between content and calls, and between calls and content."""
+    """Return the text that begins the calls, the text between content and calls, and between calls and content.
+
+    The last two are None if the template does not write content before calls, or after calls.
+    """
     marks = prober.cut_points
     said = shape.probes[0]
     header = _header(prober)
@@ -280,7 +286,7 @@ def _front(prober: FormatProber, shape: _CallShape, before: str, turn_ends: str)
     shared = marks.common_suffix([before, in_between]).lstrip()
     around = marks.split(begin.removesuffix(shared)) if shared else ()
     if any(marks.is_tag(mark) and mark not in header for mark in around):
-        # The begin of the calls encloses the content.
+        # The content is between two parts of the text that begins the calls.
         return begin, None, None
     begin = shared if len(shared) < len(begin) or not begin else begin
     after_content = in_between[: len(in_between) - len(begin)]

@@ -1,4 +1,4 @@
-"""Checks a learnt format against its template, with other words and values than in learning."""
+"""Check of a learnt format against its template, with other words and values than in learning."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _cases(form: CallFormat) -> Iterator[FormatCase]:
 
 
 REFUSED: Final = "the template refuses it"
-WHOLE_CLOSING: Final = "what ends the calls in a string"
+WHOLE_CLOSING: Final = "the end of the calls in a string"
 
 
 def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> FormatCase:
@@ -259,7 +259,10 @@ def _tag_limitations(
 
 
 def _has_one_end(form: CallFormat) -> bool:
-    """Return True if a grammar ends strings at one mark, while a reader also checks the text after it."""
+    """Return True if a grammar has exactly one text that ends an unquoted string.
+
+    A reader also checks the text that follows, but a grammar cannot, so it does not allow the end text in a string.
+    """
     try:
         return len(ends_of_strings(form)) == 1
     except NoGrammar:
@@ -267,7 +270,7 @@ def _has_one_end(form: CallFormat) -> bool:
 
 
 def _holds_content(prober: FormatProber, form: CallFormat) -> bool:
-    """Return whether the template writes content inside the begin of the calls."""
+    """Return whether the template writes content inside the text that begins the calls."""
     said, content = ProbeCall("look_up", {"query": "first"}), "I look it up now."
     before, found, after = (prober.turn(said, content=content) or "").partition(content)
     return bool(found) and any(

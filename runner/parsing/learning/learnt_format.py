@@ -1,4 +1,4 @@
-"""Learns the format of a template's turns and checks it against the template."""
+"""Learning of the format of a template's turns, and its check against the template."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = ["FormatSource", "FormatVerdict", "LearntFormat", "learn_format", "pro
 
 
 class FormatSource(enum.StrEnum):
-    """Source of a format, in the order of trial."""
+    """Source of a format, in the order in which sources are tried."""
 
-    HARMONY = "harmony"  # known, with its own reader
+    HARMONY = "harmony"  # the format is known, and has its own reader
     LEARNT = "learnt"
-    RESPONSE_TEMPLATE = "response_template"  # from the checkpoint
+    RESPONSE_TEMPLATE = "response_template"  # the checkpoint has a response template
 
 
 class FormatVerdict(enum.StrEnum):
     """Quality of a call format."""
 
     EXACT = "exact"
-    LIMITED = "limited"  # exact except for its limitations
+    LIMITED = "limited"  # calls are read exactly, except for the limitations
     REFUSED = "refused"  # calls cannot be read
 
 
@@ -102,9 +102,9 @@ def prober_of(renderer: Renderer) -> FormatProber:
 
 
 def learn_format(renderer: Renderer) -> LearntFormat:
-    """Learn the turn format of a template from about thirty renders, and check it with about sixty.
+    """Learn the turn format of a template from about thirty renders, and check the format with about sixty.
 
-    Calls that cannot be learnt are read by the checkpoint's own response template if it passes the check.
+    If the calls cannot be learnt, the checkpoint's own response template reads them, if it passes its check.
     """
     prober = prober_of(renderer)
     harmony = learn_harmony(renderer)

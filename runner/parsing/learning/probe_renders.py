@@ -23,11 +23,11 @@ class FormatRequirement(enum.StrEnum):
     """A condition that a template must meet for its calls to be learnt."""
 
     SHOWN = "calls_shown"  # name and arguments of a call are written
-    SEPARABLE = "calls_separable"  # begin and end of a call can be found
+    SEPARABLE = "calls_separable"  # the beginning and the end of a call can be found
     VALUES = "values_told_apart"  # each type of value is written in a form that can be read
     REPEATED = "calls_alike"  # a second call is written like the first
     INVERTED = "calls_read_back"  # written calls are read with the same values
-    BOUNDED = "renders_bounded"
+    BOUNDED = "renders_bounded"  # at most `MAX_RENDERS` renders are needed
 
 
 class UnlearnableFormat(Exception):
@@ -69,7 +69,7 @@ class FormatProber:
         return f"functions.{said.name}:{number}" if self.named_ids else call_id(number)
 
     def prompt(self) -> str | None:
-        """Return the text after the user's message in a prompt."""
+        """Return the text after the user's message in a prompt; None if the template raises or omits the message."""
         return self._after_question([], [], asking=True)
 
     def turn(
@@ -80,7 +80,7 @@ class FormatProber:
         followed: bool = False,
         ids: str | None = None,
     ) -> str | None:
-        """Return the text after the user's message in a history, or None if the template raises.
+        """Return the text after the user's message in a history; None if the template raises or omits the message.
 
         Args:
             calls: calls of the assistant.
@@ -88,6 +88,9 @@ class FormatProber:
             thought: message fields with the reasoning.
             ids: format string of call ids with {number}; None for ids that strict templates accept.
             followed: add results after the turn, or a user message if it has no calls.
+
+        Raises:
+            UnlearnableFormat: more than `MAX_RENDERS` renders would be needed.
         """
         message: dict[str, Any] = {"role": "assistant", "content": content, **(thought or {})}
         messages = [message]

@@ -1,4 +1,4 @@
-"""Checks a reader that was not learnt, such as a named tool format, against a template."""
+"""Check of a reader that was not learnt, such as a named tool format, against a template."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ TWO: Final = (ONE, ProbeCall("refresh", {"hard": True}))
 
 @dataclass(frozen=True, slots=True)
 class ReaderCheck:
-    """Result of a check."""
+    """Result of the check of a reader."""
 
     cases: int
+    """Number of checked cases."""
     differences: tuple[CaseDifference, ...]
     """Cases that are misread and that no limitation explains."""
     limitations: frozenset[CallLimitation]
@@ -44,7 +45,8 @@ def learn_response(
         reasoning: reasoning format of the template.
 
     Raises:
-        UnlearnableFormat: the response template misreads text of the chat template.
+        UnlearnableFormat: the response template cannot be loaded, or misreads text of the chat template; or the chat
+            template raises on a call.
     """
     form = ResponseFormat(template, prober.prompt() or "")
     try:
@@ -63,7 +65,7 @@ def learn_response(
 
 
 def check_reader(prober: FormatProber, read: ReadText, reasoning: ReasoningFormat | None) -> ReaderCheck:
-    """Check that a reader reads the calls that the template writes.
+    """Check whether a reader reads the calls that the template writes, and return the result.
 
     The check of a learnt format reads text that is composed from its literals; this check reads complete renders, cut
     into turns. Tools declare all parameter types, since such readers rely on them.
@@ -73,7 +75,7 @@ def check_reader(prober: FormatProber, read: ReadText, reasoning: ReasoningForma
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
 class RenderedTurns:
-    """Cuts renders into the text that a model would have sampled."""
+    """Texts of turns that a model would have sampled, cut out of renders."""
 
     prober: FormatProber
     reasoning: ReasoningFormat | None
@@ -95,7 +97,10 @@ class RenderedTurns:
         return f"{self.reasoning.close}\n\n{rest.lstrip()}"
 
     def _shared(self, text: str) -> tuple[int, bool]:
-        """Return the end of the prefix that the prompt shares, without white space; True if the prompt is longer."""
+        """Return the end of the prefix that `text` shares with the prompt, and True if the prompt continues after it.
+
+        White space is ignored.
+        """
         wanted = [mark for mark in self.prober.cut_points.split(self._prompt) if mark.strip()]
         at = end = 0
         for mark in self.prober.cut_points.split(text):
@@ -179,7 +184,7 @@ class _ReaderChecker:
 
     @cached_property
     def _marks(self) -> tuple[FormatCase, ...]:
-        """Cases with each mark of a call in a string."""
+        """Cases with a mark of a call in a string, one for each mark."""
         said = self.turns.said(ONE) or ""
         marks = dict.fromkeys(
             mark for mark in self.prober.cut_points.split(said) if self.prober.cut_points.is_tag(mark)

@@ -1,4 +1,4 @@
-"""Learns the reasoning format and the content format of a template."""
+"""Learning of the reasoning format and the content format of a template."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def learn_content(prober: FormatProber, reasoning: ReasoningFormat | None) -> Co
 
     Args:
         prober: prober of the template.
-        reasoning: its reasoning format. A prompt may open reasoning that an answer in the history lacks.
+        reasoning: reasoning format of the template. A prompt may open reasoning that an answer in the history lacks.
     """
     prompt, answer = prober.prompt(), prober.turn(content=ANSWERED)
     if prompt is not None and reasoning is not None and reasoning.opened_by_prompt:
@@ -62,7 +62,10 @@ class _Thought:
     """True if reasoning is shown only beside a call."""
 
     def render(self, prober: FormatProber, thought: str, answer: str, *, followed: bool = False) -> str | None:
-        """Return the render of a turn with reasoning and an answer, or a call."""
+        """Return the render of a turn with reasoning and an answer, or with a call if `with_call` is true.
+
+        The result is None if the template raises.
+        """
         calls = [CALL] if self.with_call else []
         content = "" if self.with_call else answer
         if self.field is not None:
@@ -73,7 +76,7 @@ class _Thought:
         return prober.turn(*calls, thought={"content": parts}, followed=followed)
 
     def text_after(self, answer: str) -> str:
-        """Return the text after the reasoning in a render."""
+        """Return a text that follows the reasoning in a render: the name of the call, or the answer."""
         return CALL.name if self.with_call else answer
 
 

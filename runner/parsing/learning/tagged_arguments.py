@@ -1,4 +1,4 @@
-"""Learns tagged arguments: keys and values between literals."""
+"""Learning of tagged arguments: keys and values between literals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCALARS: Final[tuple[Notation, ...]] = (Json(), Python())
 
 @dataclass(frozen=True, slots=True)
 class TaggedLearner:
-    """Finds a call with integer arguments in a render, after their form was learnt."""
+    """Learnt form of tagged arguments. It finds calls with one integer argument in renders (see `__call__`)."""
 
     arguments: TaggedArguments
     """Form of the arguments. Text shared by the end of the last value and the close belongs to the close."""
@@ -65,7 +65,8 @@ class TaggedLearner:
         words = [NAME, "zqkeyaz", "70707", "zqkeybz", "80808"]
         parts = list(_between(text, words))
         if len(parts) != len(words) or parts[1] != parts[3]:
-            raise UnlearnableFormat(FormatRequirement.SEPARABLE, "the begin and end of a call's arguments are unclear")
+            why = "the beginning and the end of a call's arguments cannot be found"
+            raise UnlearnableFormat(FormatRequirement.SEPARABLE, why)
         head, open_integer, separator, _, after = parts
         tail, none = _ends(prober, after)
         styles = _styles(prober, head, separator, open_integer)
@@ -73,7 +74,7 @@ class TaggedLearner:
         return cls(TaggedArguments(head, separator, tail, none, styles, sorted_keys=prober.turn(backwards) == text))
 
     def __call__(self, text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
-        """Return the span of a call with one integer argument."""
+        """Return the span of a call with one integer argument; None if the text does not contain the call."""
         ((key, value),) = said.arguments.items()
         style = self.arguments.styles["integer"]
         written = f"{said.name}{self.arguments.head}{key}{style.open}{style.notation.encode(value)}{style.close}"
@@ -85,17 +86,21 @@ class TaggedLearner:
         return CallSpan(at, end, (Slot.NAME, Slot.ARGUMENTS), text[arguments:end], text[:arguments], None)
 
     def ended(self, close: str, between: str | None) -> tuple[TaggedArguments, str, str | None]:
-        """Return the arguments, and `close` and `between` without the end of the last value."""
+        """Return the arguments, and `close` and `between` without the text after the last value.
+
+        Raises:
+            UnlearnableFormat: one of the two does not begin with that text.
+        """
         tail = self.arguments.tail
         if not close.startswith(tail) or not (between is None or between.startswith(tail)):
-            raise UnlearnableFormat(FormatRequirement.SEPARABLE, "the end of the last argument is unclear")
+            raise UnlearnableFormat(FormatRequirement.SEPARABLE, "the end of the last argument cannot be found")
         return self.arguments, close[len(tail) :], None if between is None else between[len(tail) :]
 
 
 def _asked(prober: FormatProber, said: ProbeCall) -> str:
     text = prober.turn(said)
     if text is None:
-        raise UnlearnableFormat(FormatRequirement.VALUES, "the template raises on a call with some arguments")
+        raise UnlearnableFormat(FormatRequirement.VALUES, "the template raises on a call with two integer arguments")
     return text
 
 
@@ -123,7 +128,7 @@ _SAID: Final[Mapping[ValueType, str]] = {
 
 
 def _ends(prober: FormatProber, after: str) -> tuple[str, str | None]:
-    """Return the text after the last value, and the text that replaces the arguments in a call without any."""
+    """Return the text after the last value, and the text that replaces the arguments in a call without any, or None."""
     text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
