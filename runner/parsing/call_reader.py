@@ -280,7 +280,7 @@ class CallReader:
 
         Such a call is read only at the end of the text or directly before the next trigger.
         """
-        # Without a trigger before it, a truncated text may be the beginning of something else.
+        # If no trigger precedes a truncated text, the text may be the beginning of something other than calls.
         if not self.format.trigger:
             return None
         patterns, start = self.patterns, after_space(text, at)

@@ -64,7 +64,7 @@ def _no_constant(text: str) -> Any:
 
 # This is the standard library's decoder, since orjson turns integers of more than 64 bits into floats.
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
-_SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # missing in the type stubs
+_SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # the type stubs lack it
 _SPACE: Final = re.compile(r"\s*")
 _IN_NUMBERS: Final = re.compile(r"[\d_.]")
 _LIKE_A_NUMBER: Final = re.compile(r"[-+]?\.?\d(?:[eE][-+]|[\w.])*")

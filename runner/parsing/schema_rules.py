@@ -233,7 +233,7 @@ class SchemaRules:
             return self._rules.written(dialect.open_object + dialect.close_object)
 
         def member(name: str, conjunction: Conjunction) -> str:
-            # The user named the key, so control text in it is plain text.
+            # The key is a name of the user's schema, so names of control tokens in it are plain text (see `_written`).
             key = self._written(self._key(name, depth))
             return f"{key} {self._signs(dialect.colon)} {self.value(conjunction, depth + 1, _below(path, name))}"
 

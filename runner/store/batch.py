@@ -96,10 +96,10 @@ def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
 
 
 class Packer:
-    """Converts trajectories to rows.
+    """Converter of trajectories to rows.
 
-    A cache of the shared rows that the file already holds lets most turns add only their own row. A row that was
-    evicted from the cache is inserted again, and SQLite ignores it.
+    A cache of the shared rows that the file already holds lets most turns add only their own row. If a shared row was
+    evicted from the cache, the row is inserted again, and SQLite ignores the insert.
     """
 
     def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:

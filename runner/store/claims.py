@@ -37,7 +37,7 @@ class Claimed:
 
 
 class Claims:
-    """The ids of the tasks of this run; usable from any thread.
+    """The tasks that this run has claimed, by id; usable from any thread.
 
     Args:
         stored: a connection to the file with episodes of earlier runs; None without such episodes.
@@ -46,8 +46,8 @@ class Claims:
     def __init__(self, stored: sqlite3.Connection | None) -> None:
         self._stored = stored
         self._lock = threading.Lock()
-        # A nameless database is temporary: SQLite keeps it in memory while it is small, and on disk for millions of
-        # tasks. It is deleted with the process, so it needs no journal and no sync.
+        # A nameless database is temporary: SQLite keeps a small one in memory, and one of millions of tasks on disk. It
+        # is deleted with the process, so it needs no journal and no sync.
         self._given = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         # A negative size of the cache is in KiB: 4 MiB of it stay in memory.
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -4096"):
@@ -129,7 +129,7 @@ UNSUCCEEDED: Final = """
         AND later.group_index = last.group_index AND NOT later.superseded
     )
 """
-"""The tasks with an episode whose attempts are all superseded."""
+"""Query for the (task_id, visit) of tasks with an episode whose attempts are all superseded."""
 
 _FAILED: Final = ", ".join(f"'{outcome.value}'" for outcome in Outcome if outcome.failed)
 
@@ -148,7 +148,10 @@ _STATEMENTS: Final = (
 
 
 def reopen_failed(connection: sqlite3.Connection) -> None:
-    """Mark failed episodes as superseded, so that this run or a later one claims them again."""
+    """Mark failed episodes as superseded, so that this run or a later one claims them again.
+
+    The rewards of their groups are marked as missing, and the run as incomplete and without a summary.
+    """
     with transaction(connection):
         for statement in _STATEMENTS:
             connection.execute(statement)

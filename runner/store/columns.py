@@ -54,9 +54,9 @@ class Form:
     """The conversion of values of one kind."""
 
     write: Callable[[Any], Any] | None = None
-    """Converts a value for storage; None stores it unchanged."""
+    """Function that converts a value for storage; None if it is stored unchanged."""
     read: Callable[[Any], Any] | None = None
-    """Converts a stored value back; None returns it unchanged."""
+    """Function that converts a stored value back; None if it is returned unchanged."""
     part: str = ""
     """The attribute that is stored instead of the value, with a leading dot; "" for the value itself."""
 
@@ -74,7 +74,7 @@ def member_of(enumeration: type[Enum]) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the run file. Without a path the writer sets the value; see also `field` and `derived`."""
+    """A column of the run file. The functions `field` and `derived` make columns of an object's attributes."""
 
     name: str
     sql: str
@@ -103,7 +103,7 @@ def field(name: str, sql: str, meaning: str, form: Form = AS_IS, *, attribute: s
 
 
 def derived(name: str, sql: str, meaning: str, path: str, form: Form = AS_IS, *, arrow: str = "") -> Column:
-    """A column computed from the attribute at `path`, and not read back as a field."""
+    """A column whose value is computed from the attribute at `path`, and is not used when the object is read."""
     return Column(name, sql, meaning, form, "", path, False, arrow)
 
 

@@ -37,8 +37,8 @@ class Commit:
     """A unit to commit, and its result.
 
     Args:
-        pack: adds its statements to a batch; called in the writer's thread.
-        tokens: the number of its token ids, which count towards `MAX_TRANSACTION_TOKENS`.
+        pack: function that adds the statements of the unit to a batch; called in the writer's thread.
+        tokens: the number of the unit's token ids, which count towards `MAX_TRANSACTION_TOKENS`.
     """
 
     def __init__(self, pack: Callable[[StatementBatch, Packer], None], *, tokens: int = 0) -> None:
@@ -51,7 +51,7 @@ class Commit:
 
 
 def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
-    """The commit of one episode. With `retry` the episode is superseded; else it supersedes earlier attempts."""
+    """The commit of one attempt at an episode, which supersedes earlier attempts; with `retry`, itself too."""
 
     def pack(batch: StatementBatch, packer: Packer) -> None:
         for trajectory in trajectories:
@@ -68,7 +68,7 @@ def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit
     return Commit(pack, tokens=sum(len(segment.log) for each in trajectories for segment in each.segments))
 
 
-# The summary of an earlier launch lacks new episodes, so the transaction with the first of them removes it.
+# The summary of an earlier launch lacks new episodes, so the transaction with the first new episode removes it.
 _OUTDATED: Final = "UPDATE run SET complete = 0, summary = NULL WHERE complete OR summary IS NOT NULL"
 
 _SUPERSEDE: Final = """
@@ -113,7 +113,7 @@ _FINISH: Final = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNS
 
 
 class CommitThread:
-    """Takes commits from the event loop, and writes waiting ones in one transaction.
+    """Thread that takes commits from the event loop, and writes all waiting commits in one transaction.
 
     A transaction with many commits costs little more than a transaction with one, and wakes the event loop only once.
     """
@@ -192,13 +192,14 @@ class CommitThread:
                     self._commit([commit])
 
     def _pack(self, commit: Commit, into: StatementBatch) -> bool:
-        batch = StatementBatch()  # a separate batch, so that a commit that fails half-way adds no rows
+        batch = StatementBatch()  # this batch is separate, so that a commit that fails half-way adds no rows
         try:
             commit.pack(batch, self._packer)
         except Exception as error:  # an author's values may raise any exception
             self._packer.forget()
             commit.error = StorageFailed(
-                f"run file {self._path}: an episode cannot be stored ({type(error).__name__}: {error})."
+                f"run file {self._path}: an episode cannot be stored ({type(error).__name__}: {error}). Give values as "
+                "text, numbers, lists and dicts in its task, messages, rewards and metrics."
             )
             return False
         into.absorb(batch)

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _SAFE = "announced episodes are in the file"
+_RETRY = "Run the same command again to resume, or give another path (--file)."
 
 # The keys are prefixes of SQLite's error names. More specific prefixes come first.
 _CAUSES: Final = (
@@ -57,7 +58,7 @@ def storage_failed(path: Path, error: Exception) -> StorageFailed:
     for prefix, cause in _CAUSES:
         if name.startswith(prefix):
             return StorageFailed(f"run file {path}: {cause.format(error=f'{error}, {name}')}.")
-    return StorageFailed(f"run file {path}: {type(error).__name__}: {error} ({name or 'no code'}); {_SAFE}.")
+    return StorageFailed(f"run file {path}: {type(error).__name__}: {error} ({name or 'no code'}); {_SAFE}. {_RETRY}")
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def storage_faults(path: Path) -> Iterator[None]:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Commit all statements of the block, or none."""
+    """Commit all statements of the block, or none of them if it raises."""
     # IMMEDIATE takes the write lock now, and waits for it. A transaction that begins with a read could fail to get the
     # lock later.
     connection.execute("BEGIN IMMEDIATE")
@@ -111,7 +112,7 @@ def write_ahead(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     # Commits survive the death of the process, and do not wait until the disk has them.
     connection.execute("PRAGMA synchronous = NORMAL")
-    # Four times SQLite's default, because each checkpoint waits for the disk.
+    # This is four times SQLite's default, because each checkpoint waits for the disk.
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
 
 
@@ -119,7 +120,9 @@ def open_reader(path: Path) -> sqlite3.Connection:
     """A read-only connection, also to a file that grows or is on a read-only disk.
 
     Raises:
-        RunFileError: the file does not exist, or holds no run.
+        RunFileError: the file does not exist, is not a run file, holds no run, or has an older format.
+        NewerRunFile: the format is newer than this version's.
+        StorageFailed: the file cannot be read.
     """
     if not path.is_file():
         state = "is a folder: give a file in it" if path.is_dir() else "does not exist"
@@ -128,8 +131,7 @@ def open_reader(path: Path) -> sqlite3.Connection:
         try:
             connection = _connect_reader(path, "mode=ro")
         except sqlite3.OperationalError:
-            # A read-only disk cannot have a writer. But an immutable read would miss rows that are only in the
-            # log.
+            # A read-only disk cannot have a writer. But an immutable read would miss rows that are only in the log.
             log = path.with_name(f"{path.name}-wal")
             if (log.is_file() and log.stat().st_size > 0) or os.access(path.parent, os.W_OK):
                 raise
@@ -145,8 +147,8 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
         check_format(connection, path)
         if not tables_in(connection):
             raise RunFileError(
-                f"run file {path}: it is empty: its run ended during the start, or it was copied while the run played, "
-                f"without {path.name}-wal."
+                f"run file {path}: it is empty. Its run ended during the start: play the run again. Or the file was "
+                f"copied while the run played: copy {path.name}-wal too."
             )
     except BaseException:
         connection.close()
@@ -198,7 +200,11 @@ class FileLock:
         self._connection: sqlite3.Connection | None = None
 
     def acquire(self) -> None:
-        """Take the lock, or raise `StorageFailed` if it is held."""
+        """Take the lock.
+
+        Raises:
+            StorageFailed: another run holds the lock, or the lock's file cannot be written.
+        """
         side = self._path.with_name(f".{self._path.name}.lock")
         try:
             self._connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)

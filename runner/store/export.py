@@ -39,7 +39,7 @@ __all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet"]
 
 
 class Exporter(Protocol):
-    """Writes the chosen trajectories of a run file, and returns their number.
+    """Function that writes the chosen trajectories of a run file, and returns their number.
 
     The target is a path; line-based formats also accept a binary stream.
     """
@@ -55,7 +55,11 @@ MAX_ROW_GROUP_ROWS: Final = 2_000
 
 @contextlib.contextmanager
 def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a new file that replaces `path` once it is complete."""
+    """Yield a new file, which replaces `path` at the end of the block, unless the block raises.
+
+    Raises:
+        StorageFailed: `path` is not a file, or cannot be written.
+    """
     if path.exists() and not path.is_file():
         raise StorageFailed(f"{path} is not a file. Give the path of a file.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -80,8 +84,9 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: T
     """Write the trained trajectories, one JSON object per line.
 
     A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not sampled;
-    `mask` is 1 for sampled ids. In a turn, `sampling` is null if no run sampled it, `top_ids` and `top_logprobs` are
-    null if it did not request them, and a log-probability in them is null if the id could not be sampled.
+    `mask` is 1 for sampled ids. In a turn, `sampling` is null if no run sampled the turn. `top_ids` and `top_logprobs`
+    are null if the turn did not request them; a log-probability in them is null if the id could not be sampled.
+    `sampling_masks` and `routed_experts` are null if the engine returned none.
 
     Args:
         run_file: the run file to export.
@@ -92,6 +97,7 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: T
         The number of written trajectories.
 
     Raises:
+        BadOption: a chosen agent or task is not in the file.
         StorageFailed: the target cannot be written.
     """
     if isinstance(target, str | Path):
@@ -214,7 +220,7 @@ def export_parquet(
         The number of written rows.
 
     Raises:
-        BadOption: a column is unknown.
+        BadOption: a column is unknown, or a chosen agent or task is not in the file.
         StorageFailed: the path cannot be written.
     """
     import pyarrow.parquet as parquet

@@ -31,7 +31,7 @@ _HIDDEN = ("key", "rewards", "metrics", "superseded", "launch", "thread")
 
 
 def episodes_frame(rows: Iterable[Any]) -> pa.Table:
-    """The rows of a run file, with a column `rewards.NAME` or `metrics.NAME` for each score."""
+    """The rows of a run file as a table, with a column `rewards.NAME` or `metrics.NAME` for each score."""
     import pyarrow as pa
 
     listed = [
@@ -48,7 +48,7 @@ def episodes_frame(rows: Iterable[Any]) -> pa.Table:
 
 
 def turns_frame(trajectories: Iterable[Trajectory]) -> pa.Table:
-    """The turns of trajectories; tool calls are JSON."""
+    """The turns of trajectories as a table; tool calls are JSON."""
     import pyarrow as pa
 
     listed = [
@@ -85,7 +85,7 @@ def turns_frame(trajectories: Iterable[Trajectory]) -> pa.Table:
 
 
 def tokens_frame(trajectories: Iterable[Trajectory]) -> pa.Table:
-    """The ids of trajectories in order; `logprob` and `version` are null for ids that were not sampled."""
+    """The ids of trajectories in order, as a table; `logprob` and `version` are null for ids that were not sampled."""
     import numpy as np
     import pyarrow as pa
 

@@ -37,7 +37,7 @@ _RULES: Final = (
     ("created", OnChange.FREE),
     ("clock", OnChange.FREE),  # a resumed run uses the value of the file
     ("format", OnChange.FREE),
-    ("group_rewards", OnChange.FREE),  # derived from the environment; files of earlier versions do not have it
+    ("group_rewards", OnChange.FREE),  # this follows from the environment; files of earlier versions lack it
     ("concurrency.*", OnChange.FREE),
     ("retries", OnChange.FREE),
     ("breaker", OnChange.FREE),
@@ -47,9 +47,9 @@ _RULES: Final = (
     ("code.*", OnChange.WARN),
     ("platform", OnChange.WARN),
     ("*template.name", OnChange.FREE),
-    ("*template.fingerprint", OnChange.FREE),  # derived from compared fields
-    ("*template.turns.format.response*", OnChange.REFUSE),  # read from the checkpoint, so it is compared itself
-    ("*template.turns.*", OnChange.FREE),  # also derived from compared fields
+    ("*template.fingerprint", OnChange.FREE),  # this follows from compared fields
+    ("*template.turns.format.response*", OnChange.REFUSE),  # this is from the checkpoint, not from compared fields
+    ("*template.turns.*", OnChange.FREE),  # these follow from compared fields
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
@@ -69,7 +69,7 @@ _RULES: Final = (
     ("engine*.extra_body*", OnChange.REFUSE),
     ("engine*.leave_out", OnChange.REFUSE),
     ("engine*.reasoning_field", OnChange.REFUSE),
-    ("engine.*", OnChange.FREE),  # sizes of an engine; `_meaning` has a rule for dtypes
+    ("engine.*", OnChange.FREE),  # the others are sizes of an engine; `_meaning` has a rule for dtypes
     ("engines.*", OnChange.FREE),
     ("*", OnChange.REFUSE),
 )
@@ -77,7 +77,7 @@ _RULES: Final = (
 
 _DTYPE: Final = re.compile(
     r"(engine|engines\..+?)(\.arguments)?\.dtype"
-)  # the dtype in use, or below `arguments` the dtype that was given
+)  # this field is the dtype in use or, below `arguments`, the dtype that was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Header:
     history: Mapping[str, Any] = field(default_factory=dict)
     """The history options, as in `History`."""
     wording: int = WORDING_VERSION
-    """The version of the fixed words that go back to a model."""
+    """The version of the fixed texts that a run sends to a model."""
     retries: int = 0
     """The number of repetitions after engine failures."""
     breaker: float = 1.0
@@ -168,7 +168,7 @@ class Header:
     git: Mapping[str, Any] = field(default_factory=dict)
     """The git `revision` of the environment's folder and its `dirty` flag; empty outside a repository."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """A hash of each source file that defines the environment, by module; without deltarunner's own."""
+    """A hash of each source file that defines the environment, by module; without modules of deltarunner."""
     created: datetime
     """The time at which the run began."""
     format: int = FORMAT_VERSION
@@ -181,7 +181,7 @@ class Header:
 
     def parts(self) -> list[str]:
         """The names of the environments of a mixture, with which its task ids begin; empty for other environments."""
-        # The names in `Mixture.construction()`; arguments of other environments have no dots.
+        # A mixture has arguments such as `NAME.weight`; names of other environments' arguments have no dots.
         names = [*self.arguments, *self.unrecorded]
         return [name for name in self.arguments if f"{name}.weight" in names]
 
@@ -205,7 +205,7 @@ class Header:
         return cls(**values)
 
     def changes(self, new: Header) -> list[Change]:
-        """The differences from this header to `new`, in field order, including free ones."""
+        """The differences from this header to `new`, in field order, including those without a consequence."""
         old_fields, new_fields = dict(_flat(decode_json(self.to_json()))), dict(_flat(decode_json(new.to_json())))
         return [
             Change(path, old, changed, _meaning(path, old_fields))
@@ -237,7 +237,7 @@ class Header:
 
 def _meaning(path: str, old: Mapping[str, Any]) -> OnChange:
     if path.startswith("code.") and path not in old:
-        return OnChange.FREE  # an older file, written before runs recorded the code
+        return OnChange.FREE  # the file is older: runs did not record the code yet
     dtype = _DTYPE.fullmatch(path)
     if dtype is None:
         return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))

@@ -16,7 +16,7 @@ __all__ = ["class_name", "decode_json", "encode_json", "encode_standard_json"]
 
 
 def encode_json(value: Any) -> str:
-    """The value as JSON. A value that JSON cannot hold becomes text; NaN and infinities are written as Python does."""
+    """The value as JSON. A value that JSON cannot hold becomes text. NaN and infinities are `NaN` and `Infinity`."""
     try:
         data = orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError):
@@ -37,7 +37,7 @@ def encode_standard_json(value: Any) -> bytes:
 
 
 def decode_json(text: str) -> Any:
-    """Return the value from the result of `encode_json`. orjson would round integers of more than 64 bits."""
+    """Return the value from the result of `encode_json`, by Python's decoder: orjson rounds integers over 64 bits."""
     return json.loads(text)
 
 
@@ -84,7 +84,7 @@ def _key(value: Any) -> str:
 
 
 def _has_strange_float(value: Any) -> bool:
-    if value is None or isinstance(value, str | int):  # nearly all values; the code below is slow
+    if value is None or isinstance(value, str | int):  # nearly all values have these types; the code below is slow
         return False
     if isinstance(value, float):
         return not math.isfinite(value)
@@ -98,5 +98,5 @@ def _has_strange_float(value: Any) -> bool:
 
 
 def class_name(cls: type) -> str:
-    """The class as `module:Class`, as the command line takes it."""
+    """The name of the class as `module:Class`, as the command line takes it."""
     return f"{cls.__module__}:{cls.__qualname__}"

@@ -154,7 +154,7 @@ def sampling_type() -> pa.DataType:
 
 
 def sampling_values(turn: Turn) -> dict[str, Any] | None:
-    """The sampling of a turn; None if no run sampled it."""
+    """The sampling of a turn; None if no run sampled the turn."""
     if turn.sampling is None:
         return None
     given = turn.sampling.given()

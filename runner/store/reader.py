@@ -1,4 +1,4 @@
-"""Reads a run file: episode rows without tokens, and whole trajectories one at a time."""
+"""Reader of a run file: episode rows without tokens, and whole trajectories one at a time."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class RunFile:
             trajectory = run_file.trajectory(row)            # its tokens, turns and messages
 
     Iteration, `len()` and `trajectories()` cover the trained trajectories: the last attempts of trained agents, in
-    commit order. `rows()` returns the others too.
+    commit order. `rows()` can also return other trajectories.
 
     Args:
         path: the file.
@@ -177,14 +177,19 @@ class RunFile:
         try:
             return Header.from_json(text)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RunFileError(f"run file {self.path}: its header is damaged ({error}).") from error
+            raise RunFileError(
+                f"run file {self.path}: its header is damaged ({error}). Restore a copy, or give another path (--file)."
+            ) from error
 
     def summary(self) -> dict[str, Any]:
         """The summary computed from the rows of the file, with the keys of `Summary.as_dict()`.
 
         It counts the last attempts, including attempts that were cut short. Values that no row holds (`seconds`,
-        `tokens_per_second`, `faults`, ...) are from the last launch; None, 0 or empty while it plays or if it was
-        killed.
+        `tokens_per_second`, `faults`, ...) are from the last launch; they are None, 0 or empty while it plays or if it
+        was killed.
+
+        Raises:
+            RunFileError: rows are damaged.
         """
         header = self.header
         try:
@@ -230,6 +235,9 @@ class RunFile:
             outcome: the outcome of the episode.
             trained: True for trained agents.
             superseded: True for attempts that were repeated or will be.
+
+        Raises:
+            ValueError: the outcome does not exist.
         """
         chosen: dict[str, Any] = {
             "task_id": None if task_id is None else encode_text(task_id),
@@ -262,7 +270,7 @@ class RunFile:
         return [_episode_row(row) for key in keys for row in self._all(statement, key)]
 
     def weights(self) -> list[WeightsRow]:
-        """The weight updates of the run's engines, in order."""
+        """The weight updates of the run's engines, in order; an empty list for older files, which lack the table."""
         if self._one("SELECT 1 FROM sqlite_master WHERE name = 'weights'") is None:
             return []  # the file is older than this table
         rows = self._all("SELECT * FROM weights ORDER BY rowid")
@@ -306,7 +314,7 @@ class RunFile:
                 return turns_frame(map(self.trajectory, rows))
             case FrameKind.TOKENS:
                 return tokens_frame(map(self.trajectory, rows))
-        raise BadOption(f"frame({kind!r}): there are {', '.join(each.value for each in FrameKind)}.")
+        raise BadOption(f"frame({kind!r}): give one of {', '.join(each.value for each in FrameKind)}.")
 
     def select(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         """The rows of a SELECT, as SQLite has them: no text is decoded, and nothing can be written.
@@ -329,7 +337,7 @@ class RunFile:
             agent: the agent; by default the row's, or the episode's first trained one.
 
         Raises:
-            RunFileError: the file has no such episode or agent.
+            RunFileError: the file has no such episode or agent, or its rows are damaged.
         """
         if isinstance(episode, EpisodeRow) and agent in (None, episode.agent):
             agent, rows = episode.agent, self._all(f"SELECT {_COLUMNS} FROM episodes WHERE key = ?", episode.key)
@@ -348,7 +356,7 @@ class RunFile:
             agents = ", ".join(decode_text(row["agent"]) for row in rows)
             return f"{self.path}: episode {id!r} has no agent {agent!r}; its agents are {agents}."
         first = self._one("SELECT min(id) FROM episodes")[0]
-        example = f"; there is, for example, {decode_text(first)!r}" if first else " (nor any other)"
+        example = f"; there is, for example, {decode_text(first)!r}" if first else ", since the file has no episodes"
         return f"{self.path}: the episode {id!r} does not exist{example}."
 
     def trajectories(self, chosen: TrajectoryFilter = ALL) -> Iterator[Trajectory]:
@@ -356,6 +364,7 @@ class RunFile:
 
         Raises:
             BadOption: a chosen agent or task is not in the file.
+            RunFileError: the rows of a trajectory are damaged; raised when it is read.
         """
         self._check_known(chosen)
         condition, values = chosen.condition()
@@ -398,7 +407,7 @@ class RunFile:
             return self._connection.execute(statement, given).fetchall()
 
     def _pages(self, statement: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
-        """The rows of a query, read in pages. Between them no transaction is open, which would keep the log growing."""
+        """The rows of a query, read in pages. No transaction is open between pages, since it would let the log grow."""
         after = 0
         while True:
             with storage_faults(self.path):

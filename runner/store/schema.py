@@ -1,4 +1,4 @@
-"""The tables of a run file. Its SQL, its rows, the reader and the docs follow from them."""
+"""The tables of a run file, from which its SQL, its rows, its reader and its documentation are made."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ TRAJECTORY: Final = (
         Form(_cached),
     ),
     field("seconds", "REAL NOT NULL", "the duration of the episode", arrow="float64"),
-    field("waited", "REAL NOT NULL", "the seconds of these that it waited for a place in the engine"),
-    field("thread", "TEXT NOT NULL", "the name from which its seeds follow, or empty if that is its agent's", TEXT),
+    field("waited", "REAL NOT NULL", "how many of these seconds it waited for a place in the engine"),
+    field("thread", "TEXT NOT NULL", "the name from which its seeds are derived; empty for the agent's name", TEXT),
 )
 
 EPISODES: Final = Table(
@@ -143,7 +143,7 @@ EPISODES: Final = Table(
 # --- segments
 
 SEGMENT: Final = (
-    field("cause", "TEXT NOT NULL", "the cause of its beginning"),
+    field("cause", "TEXT NOT NULL", "why the segment began"),
     field("unseen", "INTEGER NOT NULL", "how many messages at the end the model never saw"),
     field("messages", "TEXT NOT NULL", "JSON: the messages that its ids represent", JSON),
     field("shared", "INTEGER NOT NULL", "how many `ids` at the beginning were copied from the origin"),
@@ -174,7 +174,7 @@ SEGMENT: Final = (
 
 SEGMENTS: Final = Table(
     "segments",
-    "a token log and the messages that are its view",
+    "a token log and the messages that it represents",
     (
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("number", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
@@ -196,14 +196,14 @@ TURN: Final = (
     field("number", "INTEGER NOT NULL", "counts the turns of this agent from 0"),
     field("segment", "INTEGER NOT NULL", "`segments.number`"),
     field("start", "INTEGER NOT NULL", "the first sampled id, as an index into the segment's `ids`"),
-    field("end", "INTEGER NOT NULL", "the index after the last"),
+    field("end", "INTEGER NOT NULL", "the index after the last sampled id"),
     field(
         "finish",
         "TEXT NOT NULL",
         "`stop`, `length`, `context`, `abort`, `repetition`, `error` or `content_filter`",
         member_of(FinishReason),
     ),
-    field("stop", "", "its cause: an integer is the stop id, text the stop string or cause", Form(_stop, _read_stop)),
+    field("stop", "", "its cause: an integer is a stop id; text is a stop string or a cause", Form(_stop, _read_stop)),
     field("text", "TEXT NOT NULL", "the text without reasoning and tool calls", TEXT),
     field("reasoning", "TEXT NOT NULL", "the reasoning, or empty", TEXT),
     field(
@@ -218,9 +218,9 @@ TURN: Final = (
     field(
         "resampled",
         "INTEGER NOT NULL",
-        "the number of ids in tries that the engine cut for its trainer; the turn is the last try",
+        "the number of ids in earlier tries of the turn, which the engine cut for its trainer",
     ),
-    field("thinking", "INTEGER NOT NULL", "1: it was cut in its reasoning", FLAG),
+    field("thinking", "INTEGER NOT NULL", "1: the turn was cut inside its reasoning", FLAG),
     field("tool_choice", "TEXT NOT NULL", "`auto`, `required`, `none`, or the required tool"),
     field("reward", "REAL NOT NULL", "the reward that the author set for this turn"),
     field("handle", "TEXT NOT NULL", "its name for a client of `Episode.chat`, or empty"),
@@ -240,7 +240,7 @@ JUNCTION: Final = (
     field(
         "junction_anchor",
         "TEXT",
-        "the point after which the bridge was attached",
+        "the place in the template's tail after which the bridge begins",
         member_of(Anchor),
         attribute="anchor",
     ),
@@ -292,9 +292,11 @@ TOP_LOGPROBS: Final = Table(
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("position", "INTEGER NOT NULL", "`turns.position`"),
         Column("count", "INTEGER NOT NULL", "the number of ids at each position"),
-        Column("ids", "BLOB NOT NULL", "int32, little-endian, `count` of each sampled id, the most likely first"),
+        Column("ids", "BLOB NOT NULL", "int32, little-endian, `count` ids for each sampled id, the most likely first"),
         Column(
-            "logprobs", "BLOB NOT NULL", "float32, little-endian, one for each of `ids`; -inf: could not be sampled"
+            "logprobs",
+            "BLOB NOT NULL",
+            "float32, little-endian, one for each of `ids`; -inf if the id could not be sampled",
         ),
     ),
     key="PRIMARY KEY (episode, position)",
@@ -436,7 +438,7 @@ RUN: Final = Table(
 )
 LAUNCHES: Final = Table(
     "launches",
-    "one time that a process opened the file to write",
+    "one opening of the file by a process that writes",
     (
         Column("number", "INTEGER PRIMARY KEY", "counts from 1"),
         Column("started", "REAL NOT NULL", "the time of the launch"),

@@ -1,4 +1,4 @@
-"""Keeps secrets out of run files: values under secret names are stored as hashes."""
+"""Protection of secrets in run files: values under secret names are stored as hashes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def first_unstorable(value: Any, where: str) -> str | None:
 
 
 def tuples_in(value: Any, where: str) -> Iterator[str]:
-    """The places of tuples in `value`."""
+    """The place of each tuple in `value`, such as `info['a'][0]`; `where` is the name of `value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from tuples_in(inner, f"{where}[{key!r:.40}]")
@@ -78,7 +78,7 @@ def _are_plain(values: Sequence[Any]) -> bool:
 def _of_type(kind: type, values: Sequence[Any]) -> Collection[Any]:
     """Return the values of this type, each object once.
 
-    Else a list that holds itself twice would double at every depth.
+    Otherwise, for a list that contains itself twice, the number of values would double at every depth.
     """
     found = list(compress(values, map(partial(operator.is_, kind), map(type, values))))
     return dict(zip(map(id, found), found, strict=True)).values()
@@ -153,7 +153,7 @@ def _array_fix(value: Any) -> str:
 
 
 class TaskCheck:
-    """Checks that tasks come back from a run file unchanged.
+    """Check that tasks come back from a run file unchanged.
 
     A field that an author added may have any value that its type restores from JSON, as `RunFile(task_class=)` does.
     """
@@ -184,10 +184,11 @@ class TaskCheck:
 
 
 def make_storable(trajectory: Trajectory) -> str | None:
-    """The message for the first value in a trajectory that a run file cannot keep; wrong turn rewards become 0.
+    """Convert the turn rewards of a trajectory to floats, wrong ones to 0, and check what a run file can keep.
 
     Returns:
-        The value, its place, and the fix; None without such a value.
+        The message for the first value that is wrong or cannot be kept: its place, its type or value, and the fix. None
+        without such a value.
     """
     problems = [_credit_problem(turn) for turn in trajectory.turns if type(turn.reward) is not float or turn.reward]
     for segment in trajectory.segments:

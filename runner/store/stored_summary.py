@@ -56,7 +56,7 @@ _OF_THE_LAUNCH: Final[Mapping[str, Any]] = {
     "flat": 0,
     "faults": [],
 }
-"""The values that no row holds, with their defaults if no launch has finished."""
+"""The values that no row holds, with their defaults for a file without a summary of its last launch."""
 
 
 def summarize(connection: sqlite3.Connection, header: Header) -> dict[str, Any]:

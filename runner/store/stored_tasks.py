@@ -18,11 +18,11 @@ def encode_task(task: Task) -> str:
 
 
 class TaskDecoder:
-    """Decodes tasks as `task_class`; fields that the class lacks are put into `info`.
+    """Decoder of tasks as `task_class`; fields that the class lacks are put into `info`.
 
     Args:
-        task_class: the class of the tasks, or the classes of several environments by the beginning of the ids before
-            the slash, as in `Environment.parts()`.
+        task_class: the class of the tasks; or, for several environments, the class by the text before the slash in a
+            task's id, as in `Environment.parts()`.
     """
 
     def __init__(self, task_class: type[Task] | Mapping[str, type[Task]] = Task) -> None:
@@ -31,7 +31,7 @@ class TaskDecoder:
         self._other = self._builders.get("") or TaskBuilder(Task)
 
     def __call__(self, text: str) -> Task:
-        """The task.
+        """Return the task from the text that `encode_task` returned.
 
         Raises:
             RunFileError: the fields do not fit the class.
@@ -42,7 +42,7 @@ class TaskDecoder:
         if extra:
             fields["info"] = {**fields["info"], **extra}
         if fields["prompt"] == []:
-            fields["prompt"] = ()  # the class's own default
+            fields["prompt"] = ()  # this is the default of the class
         try:
             return build(fields)
         except (TypeError, ValueError) as error:

@@ -37,7 +37,7 @@ def side_values(masks: SamplingMasks | None, experts: RoutedExperts | None) -> l
 class _StoredTurnData(MutableMapping[int, T]):
     """Data of the turns of one segment, by the index of a turn's first sampled id.
 
-    They are read lazily, since they are much larger than the rest of a trajectory and rarely used.
+    The data is read from the file on first use, since it is much larger than the rest of a trajectory and rarely used.
     """
 
     table: ClassVar[str]

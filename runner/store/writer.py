@@ -1,4 +1,4 @@
-"""Writes a run file: one thread commits all waiting episodes in one transaction."""
+"""Writer of a run file: one thread commits all waiting episodes in one transaction."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from runner.trajectory import Trajectory
 __all__ = ["Claimed", "RunWriter"]
 
 CLOSE_SECONDS = 30.0
-"""The longest wait for the last transaction: a hanging disk must not keep the process."""
+"""The longest wait for the last transaction, so that a disk that hangs does not keep the process alive."""
 ANSWER_SECONDS = 60.0
 """The longest wait for a commit: longer than SQLite's wait for a lock, whose error is more precise
 (`connect_writer`)."""
@@ -65,12 +65,13 @@ class RunWriter:
         path: the file; created with its folder if needed. None stores no trajectories, only task ids.
         header: the configuration of this run.
         task_class: the class of stored tasks, or the classes of several environments as `TaskDecoder` takes them.
-        retry_failed: failed episodes in the file are superseded, and claimed again.
+        retry_failed: True to mark failed episodes of the file as superseded, so that they are claimed again.
 
     Raises (when it is entered):
         ConfigurationChanged: the file holds a run of another configuration; the message lists the differences.
         NewerRunFile: a newer version wrote the file.
-        StorageFailed: the file cannot be opened, is not a run file, or is written by another process.
+        RunFileError: the file is not a run file, or has an older format.
+        StorageFailed: the file cannot be opened, or is written by another process.
     """
 
     def __init__(
@@ -124,7 +125,10 @@ class RunWriter:
         with anyio.move_on_after(CLOSE_SECONDS, shield=True) as scope:
             await anyio.to_thread.run_sync(self._opened.close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True)
         if scope.cancelled_caught:
-            raise StorageFailed(f"run file {self.path}: the disk did not answer within {CLOSE_SECONDS:g} s.")
+            raise StorageFailed(
+                f"run file {self.path}: the disk did not answer within {CLOSE_SECONDS:g} s. Check it, and run the same "
+                "command again to resume."
+            )
 
     # --- opening and closing, in a worker thread
 
@@ -153,7 +157,7 @@ class RunWriter:
                 connection.execute(WEIGHTS.create().replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS", 1))
             if self.resumed and self._retry_failed:
                 reopen_failed(connection)
-            if self.resumed:  # also without retry_failed, since an interrupted run may have reopened episodes
+            if self.resumed:  # this is needed without `retry_failed` too: an interrupted run may have reopened episodes
                 self.reopened = frozenset((decode_text(id), visit) for id, visit in connection.execute(UNSUCCEEDED))
             self._launch = launch = self._note_launch(connection)
             (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
@@ -201,7 +205,11 @@ class RunWriter:
             await self._commit(episode_commit(trajectories, retry=retry))
 
     async def commit_group_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Update `reward` and `rewards` of a task's committed trajectories, and mark its group as scored."""
+        """Update `reward` and `rewards` of a task's committed trajectories, and mark its group as scored.
+
+        Raises:
+            StorageFailed: the rewards are not in the file.
+        """
         if trajectories:
             await self._commit(reward_commit(trajectories))
 
@@ -213,11 +221,18 @@ class RunWriter:
             version: the version of the weights.
             figures: the results of the proof; None without one.
             now: the time of the update, in seconds since 1970.
+
+        Raises:
+            StorageFailed: the update is not in the file.
         """
         await self._commit(weights_commit(self._launch, engine, version, figures, now))
 
     async def finish(self, summary: Mapping[str, Any], *, complete: bool = True) -> None:
-        """Store the summary; the next `deltarunner run` does not resume a `complete` run."""
+        """Store the summary; the next `deltarunner run` does not resume a `complete` run.
+
+        Raises:
+            StorageFailed: the summary is not in the file.
+        """
         await self._commit(finish_commit(summary, complete=complete))
 
     async def _commit(self, commit: Commit) -> None:
@@ -230,7 +245,10 @@ class RunWriter:
                 self._thread.send(commit)
                 await commit.done.wait()
         if not commit.done.is_set():
-            raise StorageFailed(f"run file {self.path}: the disk did not answer within {ANSWER_SECONDS:g} s.")
+            raise StorageFailed(
+                f"run file {self.path}: the disk did not answer within {ANSWER_SECONDS:g} s. Check it, and run the "
+                "same command again to resume."
+            )
         if commit.error is not None:
             raise StorageFailed(str(commit.error)) from commit.error
 
@@ -256,6 +274,7 @@ class RunWriter:
         Raises:
             BadTask: another task of this run has the id, and tasks are not repeatable.
             ConfigurationChanged: the file holds another task with this id.
+            StorageFailed: the index of task ids, a temporary file, cannot be stored.
         """
         return self._claims.claim(task, position, repeatable=repeatable, visit=visit)
 

@@ -34,7 +34,7 @@ async def test_frames_have_episodes_turns_and_tokens(tmp_path: Path) -> None:
         assert [row["mask"] for row in own] == trajectory.segments[0].log.mask().tolist()
         assert {row["version"] for row in own if row["mask"]} == {"v1"}
         assert {row["logprob"] for row in own if not row["mask"]} == {None}
-        with pytest.raises(BadOption, match="there are episodes, turns, tokens"):
+        with pytest.raises(BadOption, match="give one of episodes, turns, tokens"):
             run_file.frame("words")
 
 

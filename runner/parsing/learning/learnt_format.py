@@ -89,7 +89,7 @@ class LearntFormat:
 
 @functools.cache
 def _adapter() -> Any:
-    from pydantic import TypeAdapter  # imported late, since the probing process has to start fast
+    from pydantic import TypeAdapter  # this import is late, since the probing process has to start fast
 
     return TypeAdapter(LearntFormat)
 

@@ -117,7 +117,7 @@ class RenderedTurns:
         if self._end and self._end in text:
             return text.partition(self._end)[0]
         body = text.rstrip()
-        # Some templates end turns with calls by another token.
+        # Some templates write another token at the end of turns with calls.
         stop = next((token for token in self.prober.special if body.endswith(token)), "")
         return body.removesuffix(stop)
 
