@@ -311,7 +311,7 @@ def as_typed(text: str, types: Set[str]) -> Any:
     A literal, such as `5`, is a string only if strings are allowed and its own type is not. Other text is a string.
 
     Args:
-        text: the text.
+        text: text of an argument that was written without quotes.
         types: JSON schema types that fit; empty for any.
     """
     # A plus is accepted only before a value that must be a number, since it may begin a telephone number.

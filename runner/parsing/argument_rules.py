@@ -39,7 +39,7 @@ class GrammarRequirement(enum.StrEnum):
 
 
 class NoGrammar(Exception):
-    """No grammar exists; the message is a clause with the reason."""
+    """No grammar exists for a format and a tool; the message is a clause with the reason."""
 
     def __init__(self, missing: GrammarRequirement, why: str) -> None:
         super().__init__(why)
@@ -165,7 +165,7 @@ class _TaggedRules:
     def _rest(self, named: int) -> Rest | None:
         """Return a rule for arguments that the schema does not name, or None.
 
-        A rule is needed if the schema describes such arguments, or requires more than the `named` ones.
+        A rule is needed if the schema describes such arguments, or requires more arguments than the number `named`.
         """
         others = [each for _, each in self.shape.of_patterns]
         if any(part.has_additional for part in self.shape.objects) or self.shape.least > named:

@@ -259,7 +259,7 @@ def _anything_but(mark: str, tokens: Mapping[str, int]) -> Format:
 
 MAX_SPACE: Final = 4
 """Maximum number of spaces and line breaks between reasoning and calls. Without a limit, a model could fill a turn with
-them.
+white space.
 """
 
 

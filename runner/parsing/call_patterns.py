@@ -56,7 +56,7 @@ class CallPatterns:
 
     @cached_property
     def head(self) -> re.Pattern[str]:
-        """Text before the arguments of a call."""
+        """Pattern of the text before the arguments of a call."""
         if self.format.container is not None:
             return re.compile(r"\s*\{")
         pieces = self.before_arguments
@@ -141,7 +141,7 @@ class CallPatterns:
 
     @cached_property
     def own_end(self) -> re.Pattern[str] | None:
-        """Pattern of `own_mark`; None if that is None."""
+        """Pattern of `own_mark`; None if `own_mark` is None."""
         return None if self.own_mark is None else compiled(lenient(self.own_mark)) if self.own_mark else _NOTHING
 
     @cached_property

@@ -17,7 +17,7 @@ from runner.parsing.turn_format import CallFormat, LiteralText, TaggedArguments
 __all__ = ["CallReader", "CallsReading", "DecidedCalls", "ReadCall", "Schemas"]
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of every known tool's parameters."""
+"""JSON schemas of the parameters of all known tools, by the name of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ReadCall:
     """Name of the tool; "" if it could not be read."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     id: str | None = None
-    """Id that the model wrote, if the format has one."""
+    """Id that the model wrote; None if it wrote none."""
     error: str | None = None
     """Reason why the call could not be read; None if it was read."""
 

@@ -36,7 +36,7 @@ def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
 
 
 def id_for(form: CallFormat, name: str, number: int) -> str:
-    """Return an id for the call with this number in its conversation, for a call without an id."""
+    """Return an id for a call without one. The id contains `number`, such as the call's number in its conversation."""
     if form.id_pieces is None:
         return form.ids.format(number=number)
     call = WrittenCall(name, {}, "")

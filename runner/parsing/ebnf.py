@@ -17,12 +17,12 @@ def literal(text: str) -> str:
 
 
 def any_of(chars: str) -> str:
-    """Return the class of these characters."""
+    """Return the character class of `chars`."""
     return f"[{_class(chars)}]"
 
 
 def none_of(chars: str, *, controls: bool = True) -> str:
-    """Return the class of all other characters; with `controls` False, ASCII control characters are excluded too."""
+    """Return the class of all characters except `chars`; with `controls` False, also except U+0000 to U+001F."""
     return f"[^{_class(chars)}{'' if controls else _CONTROLS}]"
 
 

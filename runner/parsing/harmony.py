@@ -198,14 +198,14 @@ class HarmonyStream(StateReader):
         return self._after(written + rest, _END.match(written, at))
 
     def _after(self, text: str, mark: re.Match[str] | None) -> str:
-        """Return the text after the token that ended a message."""
+        """Begin the next message, and return the text after the token that ended the last one; "" without a token."""
         self._state = self._before
         self._role = mark is not None and mark[0] == START
         return "" if mark is None else text[mark.end() :]
 
 
 def _read_header(text: str, *, has_role: bool) -> _MessageHeader:
-    """Parse the header of a message, in any order of its parts; with `has_role` it begins with a role."""
+    """Parse the header of a message, in any order of its parts; with `has_role`, the header begins with a role."""
     if has_role:
         role, text = _ROLE.match(text)[0].strip(), text  # type: ignore[index]  # it matches the empty text
         if role and not role.startswith("assistant"):

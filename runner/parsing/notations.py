@@ -109,7 +109,7 @@ class Html:
 
 @dataclass(frozen=True, slots=True)
 class Cdata:
-    """A string without escapes, wrapped in `<![CDATA[` if it contains one of some characters."""
+    """A string without escapes, between `<![CDATA[` and `]]>` if it contains one of `signs`."""
 
     signs: str
     """Characters that require CDATA."""

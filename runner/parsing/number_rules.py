@@ -24,7 +24,7 @@ _NUMBERS: Final = {
 }
 _NEEDED: Final = {"integer": ("natural",), "number": ("exponent", "unsigned"), "unsigned": ("exponent",)}
 MAX_DIGITS: Final = 15
-"""Number of digits that every float can represent. With more digits, a number below a bound may round to the bound."""
+"""Number of decimal digits that every float preserves. With more digits, a number below a bound may round to it."""
 
 
 def number_rule(rules: Rules, numbers: NumberRange, *, integer: bool) -> tuple[str, bool]:

@@ -53,7 +53,7 @@ class TurnParser:
     control_tokens: Mapping[str, int] = field(default_factory=dict)
     """Control tokens that occur in the format, with their ids."""
     named: ExternalReader | None = None
-    """Reader of calls in the format that the user named; None for the learnt format. Required calls do not use it."""
+    """Reader of calls in a format that the user named; None without one. Required calls are in the learnt format."""
     stops: tuple[str, ...] = ()
     """Control tokens that end a turn."""
 
@@ -212,9 +212,10 @@ class TurnParser:
 
     @cached_property
     def marker_tokens(self) -> Mapping[str, int]:
-        """Control tokens in the marks of reasoning and in the text that begins calls. Others are read as text.
+        """Control tokens in the marks of reasoning and in the text that begins calls, with their ids.
 
-        The mapping is empty if the user named a format, since the reader of such a format receives the ids.
+        All other control tokens are read as text. The mapping is empty if the user named a format, since the reader of
+        such a format receives the ids.
         """
         if self.named is not None:
             return {}

@@ -84,7 +84,7 @@ class ResponseTemplateReader:
         return repr(literals[0]) if literals else "the close of a call"
 
     def _until(self, text: str, tools: Sequence[Mapping[str, Any]], error: Exception) -> TurnReading:
-        """Return the parts before the position at which the parser raised."""
+        """Return the parts before the position at which the parser raised, and a call with the error."""
         message: dict[str, list[Any]] = {}
         # The text is fed character by character, since the exception discards all events of the piece that raises it.
         parser = self._parser(tools)

@@ -31,7 +31,7 @@ MAX_COUNTED: Final = 64
 """Maximum length of a string whose characters are counted. The rules of each character take 10 to 20 ms to compile."""
 
 MAX_UNBOUNDED_PREFIX: Final = 16
-"""Largest minimum length that a rule enforces for a string without a maximum length that a rule counts."""
+"""Maximum number of characters that a rule requires of a string whose maximum length it does not enforce."""
 
 MAX_INDENT_DEPTH: Final = 8
 """Depth below which indented objects and lists must be empty, since every depth needs its own rules."""
@@ -258,7 +258,8 @@ class SchemaRules:
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
         """Return a rule for members that the schema does not name, or None.
 
-        A rule is needed if the schema describes such members, names no members, or requires more than the `named` ones.
+        A rule is needed if the schema describes such members, names no members (unless `closed`), or requires more
+        members than the number `named`.
         """
         inner = _below(path, "*")
         if not self._shapes.allows_unnamed(shape):

@@ -123,7 +123,10 @@ class _Counted:
         return Sequenced(self._first(0, known), empty)
 
     def _after(self, index: int, count: int, known: dict[tuple[int, int], str | None]) -> str | None:
-        """Return an expression for the text after `count` of the first `index` fields; None if no sequence has them."""
+        """Return an expression for the rest of a sequence after `index` fields, of which `count` are written.
+
+        The result is None if no such sequence is allowed.
+        """
         if self.most is not None and count > self.most:
             return None
         if index == len(self.fields):

@@ -1,4 +1,4 @@
-"""Distinction of control tokens and their names. A name that a model spelled with letters is plain text."""
+"""Distinction between control tokens and their names in a text. A name that a model spelled with letters is text."""
 
 from __future__ import annotations
 

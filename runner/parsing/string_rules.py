@@ -327,7 +327,7 @@ def _complement(ranges: Characters) -> Characters:
 
 
 def _without(every: Characters, ranges: Characters) -> Characters:
-    """Return the characters of the first set that are not in the second."""
+    """Return the characters of `every` that are not in `ranges`."""
     found: list[tuple[int, int]] = []
     for low, high in every:
         at = low

@@ -126,7 +126,7 @@ class CallFormat:
     between: str | None
     """Text between two calls; None if a turn can have only one call."""
     close: str
-    """Sampled text after the last call, without the end that all turns have."""
+    """Text that the model samples after the last call, without the text that ends every turn."""
     arguments: ArgumentsFormat
     container: Container | None
     """JSON object that is the call; None if the call has another form."""
@@ -141,7 +141,7 @@ class CallFormat:
     ids: IdStyle
     """Form of generated ids."""
     stop: str
-    """Control token that ends a turn with calls, if it differs from the end of other turns."""
+    """Control token that ends only turns with calls; "" if these end like other turns."""
 
     @property
     def post(self) -> str:
@@ -200,7 +200,7 @@ class TurnFormat:
     harmony: bool = False
     """True if turns consist of messages on channels, as for gpt-oss; the module `harmony` reads such turns."""
     response: ResponseFormat | None = None
-    """Response parsing of the checkpoint; None if it has none, or the calls were learnt."""
+    """Response parsing of the checkpoint; None if it is not used, since calls were learnt or it is missing."""
     ids: IdStyle = IdStyle.ANY
     """Form of generated ids for calls that were not learnt."""
 

@@ -41,7 +41,7 @@ from runner.trajectory import Trajectory, Turn
 __all__ = ["Packer", "StatementBatch"]
 
 SHARED_ROW_CACHE_SIZE: Final = 4096
-"""Entries in the cache of shared rows that the file already holds."""
+"""Maximum number of entries in the cache of shared rows that the file already holds."""
 
 Values: TypeAlias = Sequence[Any]
 """A row to insert: a value for each column of its table."""

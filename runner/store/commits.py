@@ -47,11 +47,11 @@ class Commit:
         self.done = anyio.Event()
         """Set on the event loop once the unit is committed or has failed."""
         self.error: StorageFailed | None = None
-        """The error if the unit is not in the file."""
+        """The error if the unit could not be stored; otherwise None."""
 
 
 def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
-    """The commit of one attempt at an episode, which supersedes earlier attempts; with `retry`, itself too."""
+    """The commit of an attempt at an episode. It supersedes earlier attempts; with `retry`, it is superseded itself."""
 
     def pack(batch: StatementBatch, packer: Packer) -> None:
         for trajectory in trajectories:

@@ -76,7 +76,7 @@ def storage_faults(path: Path) -> Iterator[None]:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Commit all statements of the block, or none of them if it raises."""
+    """Commit all statements of the block, or none of them if the block raises."""
     # IMMEDIATE takes the write lock now, and waits for it. A transaction that begins with a read could fail to get the
     # lock later.
     connection.execute("BEGIN IMMEDIATE")

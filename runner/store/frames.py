@@ -17,7 +17,7 @@ __all__ = ["FrameKind", "episodes_frame", "tokens_frame", "turns_frame"]
 
 
 class FrameKind(enum.StrEnum):
-    """The rows of a frame."""
+    """The kind of rows that an Arrow table of a run file has."""
 
     EPISODES = "episodes"
     """A row per trajectory, without its tokens."""

@@ -132,7 +132,7 @@ class Header:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Values of names that the template reads, such as `enable_thinking`."""
     tool_format: str | None = None
-    """The tool call format that the user named; None for the template's."""
+    """The tool call format that the user named; None for the template's format."""
     clock: datetime
     """The time passed to templates."""
     sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -61,7 +61,7 @@ _NAN = array("f", [math.nan])
 
 
 def packed_logprobs(log: TokenLog) -> bytes | None:
-    """The log-probabilities of the sampled ids; None if the engine returned none."""
+    """The log-probabilities of the sampled ids as bytes of float32; None if the engine returned none."""
     sampled = array("f")
     for part in _sampled_slices(log.sources):
         sampled.extend(log.logprobs[part])

@@ -185,8 +185,8 @@ class RunFile:
         """The summary computed from the rows of the file, with the keys of `Summary.as_dict()`.
 
         It counts the last attempts, including attempts that were cut short. Values that no row holds (`seconds`,
-        `tokens_per_second`, `faults`, ...) are from the last launch; they are None, 0 or empty while it plays or if it
-        was killed.
+        `tokens_per_second`, `faults`, ...) are from the last launch; they are None, 0 or empty while that launch plays,
+        or if it was killed.
 
         Raises:
             RunFileError: rows are damaged.
@@ -334,7 +334,7 @@ class RunFile:
 
         Args:
             episode: a row, or the id of an episode for its last attempt.
-            agent: the agent; by default the row's, or the episode's first trained one.
+            agent: the agent; by default the agent of the row, or the episode's first trained agent.
 
         Raises:
             RunFileError: the file has no such episode or agent, or its rows are damaged.
@@ -407,7 +407,7 @@ class RunFile:
             return self._connection.execute(statement, given).fetchall()
 
     def _pages(self, statement: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
-        """The rows of a query, read in pages. No transaction is open between pages, since it would let the log grow."""
+        """The rows of a query, read in pages. No transaction is open between pages; it would keep the log growing."""
         after = 0
         while True:
             with storage_faults(self.path):

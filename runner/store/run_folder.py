@@ -38,12 +38,14 @@ def header_to_resume(
 ) -> Header | None:
     """The header of the file that `next_run_file` will choose, as far as is known before the engine runs.
 
+    The result is None if a new file will be chosen.
+
     Args:
         folder: the folder of the run files.
-        environment_name: the environment's short name.
+        environment_name: the environment's name, such as `my_games.py:Chess`.
         header: the run's header; engines and template are taken from each file.
         model: the name of the engine's model.
-        also_complete: choose complete files too.
+        also_complete: True to choose complete files too.
     """
     for _, path in reversed(list(run_files(folder, environment_name))):
         stored = stored_header(path)
@@ -56,7 +58,14 @@ def header_to_resume(
 
 
 def holds_run(path: Path) -> bool:
-    """Return True if the file holds a run; False if it does not exist or is empty, as from `mktemp`."""
+    """Return True if the file holds a run; False if it does not exist or is empty, as from `mktemp`.
+
+    A folder counts as a file with a run, so that opening it raises the error.
+
+    Raises:
+        RunFileError: the file is not a database.
+        StorageFailed: the file cannot be read.
+    """
     if not path.is_file():
         return path.exists()
     with (

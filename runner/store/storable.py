@@ -162,7 +162,7 @@ class TaskCheck:
         self._builders: dict[type[Task], TaskBuilder] = {}
 
     def problem(self, task: Task) -> str | None:
-        """The message for the first value of the task that would come back changed; None if all are fine."""
+        """The message for the first value of the task that would come back changed; None if no value would."""
         for field in dataclasses.fields(task):
             value = getattr(task, field.name)
             found = first_unstorable(value, field.name)

@@ -20,9 +20,9 @@ class CallSpan:
     """One call in a render."""
 
     start: int
-    """Start of its first slot, or of its object."""
+    """Position of the start of the call's first slot, or of its object."""
     end: int
-    """End of its last slot, or of its object."""
+    """Position of the end of the call's last slot, or of its object."""
     pieces: tuple[Piece, ...]
     arguments: str
     before_arguments: str

@@ -169,7 +169,10 @@ def _found(
 
 
 def _several(prober: FormatProber, shape: _CallShape, one: CallSpan) -> tuple[tuple[Piece, ...], str | None]:
-    """Return the pieces of a call, with its number as a slot, and the text between two calls."""
+    """Return the pieces of a call, with its number as a slot, and the text between two calls.
+
+    The text is None if the template does not write several calls in one form.
+    """
     text = prober.turn(*shape.probes)
     if text is None or any(said.name not in text for said in shape.probes):
         return one.pieces, None
@@ -216,7 +219,7 @@ def end_of_turn(prober: FormatProber) -> str:
 
 
 def _ends_of_turn(prober: FormatProber) -> str:
-    """Return the common beginning of the texts after an answer that ends a conversation and an answer within one.
+    """Return the common beginning of the text after a last answer and the text after an answer before a message.
 
     The result is "" if the template raises in both cases.
     """

@@ -141,7 +141,7 @@ def equal_with_types(one: Any, other: Any) -> bool:
 
 
 def schemas_of(calls: Sequence[ProbeCall], *, typed: bool = False) -> dict[str, Any]:
-    """Return schemas of tools for the calls. `typed` declares the type of every value; otherwise, all are strings."""
+    """Return schemas of tools for the calls. With `typed`, all values have a declared type; otherwise, only strings."""
     schemas: dict[str, Any] = {}
     for said in calls:
         properties = schemas.setdefault(said.name, {"type": "object", "properties": {}})["properties"]

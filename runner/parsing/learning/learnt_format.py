@@ -123,7 +123,10 @@ def learn_format(renderer: Renderer) -> LearntFormat:
 
 
 def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFormat) -> LearntFormat:
-    """Return a format that reads by the checkpoint's response template, for calls that could not be learnt."""
+    """Return the format for calls that could not be learnt: the checkpoint's response template reads them, if it can.
+
+    If it cannot, the format reads no calls.
+    """
     template, why = prober.renderer.template.response_template, str(unlearnt)
     form = replace(form, ids=accepted_ids(prober))
     if template is not None and unlearnt.requirement is not FormatRequirement.SHOWN:

@@ -63,7 +63,7 @@ class FormatProber:
     _known: dict[str, str | None] = field(default_factory=dict)
 
     def id_of(self, said: ProbeCall, number: int, ids: str | None = None) -> str:
-        """Return the id of the call with this number."""
+        """Return the id of the call with this number, made from the format string `ids` if it is given."""
         if ids is not None:
             return ids.format(number=number)
         return f"functions.{said.name}:{number}" if self.named_ids else call_id(number)

@@ -105,7 +105,7 @@ def _asked(prober: FormatProber, said: ProbeCall) -> str:
 
 
 def _between(text: str, words: list[str]) -> Iterator[str]:
-    """Yield the text after each of `words`, up to the next."""
+    """Yield the text after each of `words`, up to the next word. The iteration ends at a word that is missing."""
     at = text.find(words[0])
     for word, following in zip(words, [*words[1:], None], strict=True):
         if at < 0:
