@@ -49,7 +49,7 @@ class Claims:
         # A nameless database is temporary: SQLite keeps a small one in memory, and one of millions of tasks on disk. It
         # is deleted with the process, so it needs no journal and no sync.
         self._given = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        # A negative size of the cache is in KiB: 4 MiB of it stay in memory.
+        # A negative size of the cache is in KiB: at most 4 MiB of the database stay in memory.
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -4096"):
             self._given.execute(f"PRAGMA {pragma}")
         self._given.execute(

@@ -36,7 +36,7 @@ __all__ = [
 
 # --- writing
 
-# Functions that return the column values of an object, in column order.
+# These functions return the column values of an object, in column order.
 trajectory_values = row_maker(TRAJECTORY)
 segment_values = row_maker(SEGMENT)
 request_values = row_maker(REQUEST)

@@ -127,7 +127,7 @@ def _episode(trajectory: Trajectory) -> dict[str, Any]:
 def _column(values: list[Any]) -> Any:
     import pyarrow as pa
 
-    # Arrow refuses half of a surrogate pair. It becomes U+FFFD here, and is unchanged in the run file.
+    # Arrow refuses half of a surrogate pair. The half becomes "?" here, and is unchanged in the run file.
     return pa.array([_text(value) if isinstance(value, str) else value for value in values])
 
 

@@ -31,7 +31,7 @@ def unpack(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
-# A regular expression finds the runs in C; a loop over the ids would cost more than the rest of a commit.
+# A regular expression finds runs of equal bytes in C; a loop over the ids would cost more than the rest of a commit.
 _SAME = re.compile(rb"(?s)(.)\1*")
 
 

@@ -54,7 +54,7 @@ class _StoredTurnData(MutableMapping[int, T]):
             f"SELECT turns.start, turns.end, {self.table}.* FROM {self.table} JOIN turns USING (episode, position) "
             f"WHERE {self.table}.episode = ? AND turns.segment = ? ORDER BY turns.start"
         )
-        # The read has a new connection, since the reader's may be closed, or belong to another thread.
+        # This read opens a new connection, since the reader's connection may be closed, or belong to another thread.
         with storage_faults(self._path), closing(open_reader(self._path)) as connection:
             rows = connection.execute(query, (self._episode, self._segment)).fetchall()
         return {row["start"]: self._value(row) for row in rows}
