@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.parsing.call_writer import WrittenCall, id_for, write_calls
-from runner.parsing.learning import learnt_format
+from runner.parsing.learning import learnt_format, probe_renders
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.learning.format_check import equal_with_types
 from runner.parsing.learning.learnt_format import FormatVerdict, LearntFormat, learn_format
@@ -74,6 +74,26 @@ def test_learning_is_deterministic_and_bounded_in_renders(name: str) -> None:
     assert again == learnt_of(name)
     assert again.renders <= MAX_RENDERS
     assert LearntFormat.from_json(again.as_json()) == again
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b"])
+def test_too_many_renders_leave_a_format_without_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = learnt_of(name)
+    for limit in range(0, known.renders, 1 if sweeps.whole() else 7):
+        monkeypatch.setattr(probe_renders, "MAX_RENDERS", limit)
+        bounded = learn_format(renderer_of(name))
+        assert (bounded.verdict, bounded.missing) == (FormatVerdict.REFUSED, FormatRequirement.BOUNDED), limit
+    monkeypatch.setattr(probe_renders, "MAX_RENDERS", known.renders)
+    assert learn_format(renderer_of(name)) == known
+
+
+def test_harmony_template_with_wrong_arguments_is_refused() -> None:
+    text = next(entry for entry in corpus() if entry.name == "openai-gpt-oss-120b").text
+    wrong = text.replace("tool_call.arguments|tojson", 'tool_call.arguments|tojson|replace("1", "2")')
+    assert wrong != text
+    refused = learn_format(ChatTemplate(wrong, name="wrong").renderer())
+    assert (refused.verdict, refused.missing) == (FormatVerdict.REFUSED, FormatRequirement.INVERTED)
+    assert refused.why
 
 
 # The template writes instructions after every turn, and indents after Unicode line ends.

@@ -107,19 +107,21 @@ def learn_format(renderer: Renderer) -> LearntFormat:
     If the calls cannot be learnt, the checkpoint's own response template reads them, if it passes its check.
     """
     prober = prober_of(renderer)
-    harmony = learn_harmony(renderer)
-    if harmony is not None:
-        form = TurnFormat(harmony, THOUGHT, ContentFormat("", ""), harmony=True)
-        limitations = check_calls(prober, harmony, lambda text, schemas: read_harmony(text))
-        return LearntFormat(form, tuple(sorted(limitations)), None, "", prober.renders)
-    reasoning = learn_reasoning(prober)
-    content = learn_content(prober, reasoning)
+    form = TurnFormat(None, None, ContentFormat("", ""))
     try:
-        calls = learn_calls(prober)
-        limitations = check_calls(prober, calls)
+        harmony = learn_harmony(renderer)
+        if harmony is not None:
+            limitations = check_calls(prober, harmony, lambda text, schemas: read_harmony(text))
+            form = replace(form, calls=harmony, reasoning=THOUGHT, harmony=True)
+        else:
+            form = replace(form, reasoning=learn_reasoning(prober))
+            form = replace(form, content=learn_content(prober, form.reasoning))
+            calls = learn_calls(prober)
+            limitations = check_calls(prober, calls)
+            form = replace(form, calls=calls)
     except UnlearnableFormat as error:
-        return _by_response(prober, TurnFormat(None, reasoning, content), error)
-    return LearntFormat(TurnFormat(calls, reasoning, content), tuple(sorted(limitations)), None, "", prober.renders)
+        return _by_response(prober, form, error)
+    return LearntFormat(form, tuple(sorted(limitations)), None, "", prober.renders)
 
 
 def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFormat) -> LearntFormat:
@@ -128,13 +130,13 @@ def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFo
     If it cannot, the format reads no calls.
     """
     template, why = prober.renderer.template.response_template, str(unlearnt)
-    form = replace(form, ids=accepted_ids(prober))
-    if template is not None and unlearnt.requirement is not FormatRequirement.SHOWN:
-        try:
+    try:
+        form = replace(form, ids=accepted_ids(prober))
+        if template is not None and unlearnt.requirement is not FormatRequirement.SHOWN:
             response, limitations = learn_response(prober, template, form.reasoning)
-        except UnlearnableFormat as error:
-            why = f"{why}; the model's response_template cannot read its calls either: {error}"
-        else:
             form = replace(form, response=response)
             return LearntFormat(form, tuple(sorted(limitations)), None, "", prober.renders)
+    except UnlearnableFormat as error:  # too many renders may have raised the first error, and raise again here
+        if template is not None:
+            why = f"{why}; the model's response_template cannot read its calls either: {error}"
     return LearntFormat(form, (), unlearnt.requirement, why, prober.renders)
