@@ -1,4 +1,4 @@
-"""Aligns a request's whole history with the turns of an episode: the verdict, and the turn to continue from."""
+"""Alignment of a request's whole history with an episode's turns: the verdict, and the turn to continue from."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class RequestAlignment:
     verdict: Verdict
     """The relation of the history to the sampled turns."""
     parent: RequestNode | None = None
-    """The request whose turn this request follows."""
+    """The request whose turn this request follows; None if it follows no turn."""
     last_turn: RequestNode | None = None
-    """The last turn in its history; None if its history contains no unchanged turn."""
+    """The last turn in the request's history; None if the history contains no unchanged turn."""
     before: RequestNode | None = None
-    """The earlier request with the same prompt, or the first turn of a history that was discarded completely."""
+    """An earlier request: with the same prompt, or, if the client discarded all turns, with a beginning of this prompt.
+    None if there is no such request.
+    """
     again: Again = Again.NO
     """Treatment of a prompt that was requested before."""
     messages: list[Message] = field(default_factory=list)
@@ -43,7 +45,7 @@ class RequestAlignment:
     as_sent: bool = False
     """True if the history is used as the client sends it."""
     history: Sequence[ReadMessage] = ()
-    """The history as it was read, without the system message of this request."""
+    """The history as it was read, without the request's own system message (`ChatCall.own_system`)."""
 
     @property
     def whole(self) -> str:
@@ -80,7 +82,8 @@ def align(
     turns, a turn with the same label is preferred, and then the latest.
 
     Raises:
-        BadMessage: an item is not a message, or there is nothing to answer.
+        BadMessage: an item is not a message, a tool message answers no call, or there is no message to answer.
+        UnknownReference: an id does not belong to a turn of the episode.
     """
     history, by_reference = histories.read(messages, previous, own_system=own_system)
     read = history
@@ -90,7 +93,7 @@ def align(
         raise BadMessage("a request has no message: give the whole history, such as a user message.")
     match = histories.match(read)
     if not match.points:
-        raise BadMessage("a request begins with an answer that was cut: put its prompt before it.")
+        raise BadMessage("a request has only parts of an answer that was cut: give the messages before it too.")
     latest = (match.messages[index].handles for index in reversed(match.naming))
     echoed = next((each for each in latest if histories.named(each)), ())
     named = histories.named([*handles, *echoed])
@@ -116,7 +119,7 @@ def align(
 
 
 def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
-    """Return the number of leading messages that a request continues from; the last of them is an answer."""
+    """Return the number of messages up to the answer of `request_node`, with the answer; 0 without an answer."""
     return 0 if request_node.answer_node is None else match.points.index(request_node.answer_node) + 1
 
 
@@ -193,13 +196,13 @@ def _verdict(
 def _require_message_to_answer(match: HistoryMatch, rest: Sequence[ReadMessage]) -> None:
     if rest[-1].role == "assistant":
         raise BadMessage(
-            f"message {len(match.messages) - 1}, the last one, is an assistant message, but not a turn of this episode "
-            f"that was cut: add the message to answer after it."
+            f"message {len(match.messages) - 1}, the last one, is an assistant message, but not a cut turn of this "
+            f"episode, which could be continued: append a user or tool message."
         )
 
 
 def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:
-    """Return the turn that the last ids of a history name, if the turn is at a different place in the history."""
+    """Return the turn that the last turn ids in a history name, if its unchanged answer is not in the history."""
     naming = (match.messages[index] for index in reversed(match.naming))
     spoken = (histories.named(message.handles) for message in naming if message.role == "assistant")
     named = next((turn for turn in spoken if turn is not None), None)
@@ -256,7 +259,7 @@ def _deepest_request_without_answer(
 
 
 def _latest(begun: RequestNode, label: str) -> RequestNode | None:
-    """Return the latest turn among `begun` and its descendants."""
+    """Return the latest sampled turn of `begun` and its descendants that fits the label, or None."""
     sampled = (each for each in begun.descendants() if each.node is not None and each.fits(label))
     return max(sampled, key=lambda each: each.number, default=None)
 

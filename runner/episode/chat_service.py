@@ -1,4 +1,4 @@
-"""Answers requests of an external agent loop. Each request has a whole history, which a conversation continues.
+"""A service for an external agent loop. Each request has a whole history, which a conversation continues.
 
 The caller may be any task of the event loop, or a thread that uses `anyio.from_thread`. A task of the episode answers
 the request, so that the clocks and limits of the episode apply.
@@ -91,15 +91,15 @@ class _PendingRequest:
     record: ChatRequest | None = None
     """The record of the request; None until the history is matched."""
     turn: Turn | None = None
-    """The turn that answers it."""
+    """The turn that answers the request; None before it was sampled."""
     continued: Turn | None = None
     """The cut turn that `turn` continues."""
     error: Exception | None = None
-    """The reason why there is no turn."""
+    """The error that the caller receives, if there is no turn."""
 
 
 class ChatService:
-    """Answers requests while an episode's rollout runs."""
+    """A service that answers requests while an episode's rollout runs."""
 
     def __init__(self, episode: EpisodeState, open_thread: OpenThread) -> None:
         self.threads: list[ConversationState] = []
@@ -116,12 +116,12 @@ class ChatService:
 
     @property
     def is_open(self) -> bool:
-        """True while it answers requests."""
+        """True while the service answers requests."""
         return self._group is not None
 
     @asynccontextmanager
     async def open(self, tasks: TaskGroup) -> AsyncIterator[None]:
-        """Answer requests while the block runs, under its clocks. Requests that are not answered at its end are cut.
+        """Answer requests while the block runs, under its clocks. At the end of the block, unanswered requests are cut.
 
         Args:
             tasks: the task group for the answers. It must be outside the block, since the author may leave scopes open
@@ -185,11 +185,11 @@ class ChatService:
         """Return the number of ids in the prompt of a request, rendered from the start.
 
         Raises:
-            BadInput: the messages or the tools cannot be used.
+            BadInput: the messages or the tools cannot be used, or the engine takes messages.
         """
         chat = self._episode.shared.chat_of(MAIN)
         if not isinstance(chat, ChatModel):
-            raise BadMessage("this engine takes messages, and only its server counts tokens, with each answer")
+            raise BadMessage("this engine takes messages: its server counts tokens only in answers; read their usage")
         offered = await self._tools_of(chat_call.tools)
         await self._read_ahead(chat_call.messages)
         read = self._histories.reader.read(chat_call.messages)
@@ -328,7 +328,7 @@ class ChatService:
                 until = time.perf_counter() + LOOP_SLICE_SECONDS
 
     def _note_unchecked(self, tools: Sequence[Tool]) -> None:
-        """Add a fault, once a run, for each tool whose schema is not checked completely or refuses every call."""
+        """Add a fault, once per run, for each tool whose schema is not checked completely or refuses every call."""
         self._episode.faults.extend(filter(self._episode.shared.is_new, schema_faults(tools)))
 
     async def _aligned(self, chat_call: ChatCall, tools: Sequence[Tool]) -> tuple[RequestAlignment, float]:
@@ -355,7 +355,7 @@ class ChatService:
             seconds = time.perf_counter() - began
             if found.again is not Again.TAKEN_BACK or found.before is None or found.before.over.is_set():
                 return found, seconds
-            # The request is being cut.
+            # The earlier request is still being cut. The history is aligned again after that.
             await found.before.over.wait()
 
     def _systems(self) -> SystemSupport:
@@ -386,7 +386,7 @@ class ChatService:
         self._histories.add_answer(request_node, node, [node.turn.handle])
 
     def _thread(self, chat_call: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
-        """Return the conversation that answers: the thread of the earlier turns, or another if another client asks."""
+        """Return the conversation that answers: the thread of the earlier turns if its client fits, or a new thread."""
         known = found.before or found.parent
         if known is not None and known.fits(chat_call.label) and known.thread in self._own:
             return known.thread
@@ -427,7 +427,7 @@ class ChatService:
         return record
 
     def _handle(self, thread: ConversationState) -> Callable[[int], str]:
-        """Return the id of a turn for a client. The id depends only on the key, as the turn's sampling seed does."""
+        """Return a function from the number of a turn to its id for clients, the same in each attempt at an episode."""
         key = self._episode.key
 
         def named(number: int) -> str:
@@ -438,7 +438,7 @@ class ChatService:
 
 
 def _unwritable(missing: Unbridgeable, messages: Sequence[Message], chat_call: ChatCall, chat: ChatModel) -> BadMessage:
-    """Return the error for a history that the template cannot write, with the reason, and the fix if there is one."""
+    """Return the error for a history that the template cannot write, with a fix if system messages may be the cause."""
     text = f"the chat template cannot write this history: {missing}"
     begin = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     late = any(message["role"] == "system" for message in messages[begin:])

@@ -1,4 +1,4 @@
-"""Reads messages as clients send them back: normalizes each, and records the differences that change nothing."""
+"""A reader of messages as clients send them: it normalizes each message, and records tolerated differences."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _THOUGHT: Final = re.compile(r"\s*<(think|thinking|thought|reasoning)>(?P<though
 
 _KEYS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "cache_control"}
-    | {"handle", "not_text"}  # fields that parsers of other forms add
+    | {"handle", "not_text"}  # the parsers of other wire forms add these fields
 )
 _CALL_KEYS: Final = frozenset({"id", "type", "function"})
 _THOUGHTS: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
 """Types of parts that hold reasoning instead of text."""
 
 _MINTED: Final = re.compile(r"call_[0-9a-f]{12}_\d+(?![0-9A-Za-z])")
-"""Call id as clients receive it. Clients wrap it in further text, such as the id of an item."""
+"""Call id as clients receive it. Some clients send it back inside further text, such as the id of an item."""
 
 UNPARSED: Final = "unparsed"
-"""Name of the argument that holds a past call's arguments that are not a JSON object."""
+"""Name of the argument that holds the arguments of an earlier call, if they are not a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,16 @@ class ReadMessage:
     size: int = 0
     """Size of the message as JSON, in bytes."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """Differences from the turn that the client always makes."""
+    """Differences in form, found in the message alone, without a comparison with a turn."""
     volatile: int = 0
     """Number of volatile lines that were removed from the message."""
-    # The two fields are computed once, since every match of a history reads them.
+    # The next three fields are computed once, since every match of a history reads them.
     role: str = field(init=False)
     call_ids: tuple[str, ...] = field(init=False)
     handles: tuple[str, ...] = field(init=False)
-    """Possible handles of its turn: the ids of calls without their number, and its `handle`."""
+    """Possible handles of the message's turn: its call ids without the number of the call, and `handle`."""
     handle: str = ""
-    """A further handle of its turn, such as the id of an item."""
+    """A further handle of the message's turn, such as the id of an item; "" if missing."""
 
     def __post_init__(self) -> None:
         message, set_it = self.message, object.__setattr__
@@ -84,7 +84,7 @@ class ReadMessage:
 
 
 class MessageReader:
-    """Reads and caches messages, since clients send a history again and again."""
+    """A reader that caches messages, since clients send their whole history with every request."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, ReadMessage] = {}
@@ -100,8 +100,8 @@ class MessageReader:
             raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")
         read = self._recent.read(messages, self._read)
         if read and read[-1].role == "user" and Tolerated.NOT_TEXT in read[-1].tolerated:
-            # In the new part, a message with content that is not text is refused. In the past, a note replaces the
-            # content.
+            # If the new, last message has content that is not text, it is refused. In earlier messages, a note replaces
+            # such content.
             _strictly(len(read) - 1, messages[-1])
         return read
 
@@ -122,7 +122,7 @@ class MessageReader:
             raw = orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS, default=str)
         except orjson.JSONEncodeError:  # orjson refuses integers of more than 64 bits
             raw = canonical_json(message).encode("utf-8", "surrogatepass")
-        # Computing a digest would release the interpreter lock, and could wait for other threads.
+        # The key is the whole JSON: to compute a digest would release the interpreter lock, and could wait for threads.
         known = self._known.get(raw)
         if known is None:
             known = self._known[raw] = _read(index, message, len(raw))
@@ -130,7 +130,7 @@ class MessageReader:
 
 
 def has_references(messages: Sequence[Any]) -> bool:
-    """Return True if a message consists only of the id of its turn."""
+    """Return True if one of the messages is a reference: it has the id of its turn and no content."""
     return any(map(operator.contains, filter(dict.__instancecheck__, messages), itertools.repeat("refers")))
 
 
@@ -316,7 +316,7 @@ def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
 
 
 def _differences(given: Mapping[str, Any]) -> list[Tolerated]:
-    """Return the differences that a client makes to every message, whatever the turn was.
+    """Return the differences in form between a client's message and the messages of this project.
 
     The messages of this project have text contents, and objects as arguments.
     """

@@ -1,4 +1,4 @@
-"""A conversation: the messages and turns of one agent, as the author of a `rollout` uses it."""
+"""A conversation: the messages and turns of one agent, for the author of a `rollout`."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class StreamedTurn:
         """
         self._settle()
         if self._turn is None:
-            raise RuntimeError("the turn is not over: iterate to its end, or leave the block, before you ask for it")
+            raise RuntimeError("the turn is not over: iterate to its end, or leave the block, before you read `turn`")
         return self._turn
 
     def _settle(self) -> None:
-        """Store the turn, if there is one, before the agent's next turn."""
+        """Store the turn once it is recorded, since `last` returns another turn after the agent's next one."""
         if self._turn is None and (turn := self._last()) is not self._before:
             self._turn = turn
 
@@ -79,13 +79,13 @@ class StreamedTurn:
 
 @asynccontextmanager
 async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> AsyncIterator[StreamedTurn]:
-    """Sample a turn while the block runs. Leaving the block cuts it.
+    """Sample a turn while the block runs. Leaving the block cuts the turn.
 
     Args:
         last: returns the latest turn, or None.
         generate: samples the turn.
     """
-    # The queue needs no limit: it holds no more than the turn, and sampling must not wait for the reader.
+    # The queue needs no limit: it holds the events of one turn only, and sampling must not wait for the reader.
     on_event, events = anyio.create_memory_object_stream[TurnEvent](math.inf)
     streamed = StreamedTurn(events, last)
 
@@ -130,10 +130,10 @@ def open_conversation(
     """Open the conversation of a new agent; see `Episode.conversation` for the arguments.
 
     The `prompt` is as `as_messages` returns it. `counted` is True if the run's sampling and limits apply to the
-    conversation; with None, they apply if it is trained.
+    conversation; with None, they apply if it is trained. BadOption is raised if the agent cannot be trained.
     """
     if train and name in episode.shared.other_models:
-        raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
+        raise BadOption(f"agent {name!r} plays on its own engine (engines={{{name!r}: ...}}): leave out train=True.")
     if train and isinstance(episode.shared.chat, MessageModel):
         engine = type(episode.shared.chat.engine).__name__
         raise BadOption(
@@ -152,9 +152,9 @@ def open_conversation(
 
 
 def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
-    """Open the conversation of a thread of requests.
+    """Open the conversation of a thread: of requests that continue each other, each with its whole history.
 
-    The requests bring their own messages. On an engine for messages, threads are evaluated, not trained.
+    On an engine that takes messages, threads are evaluated, not trained.
     """
     trained = train and not episode.shared.evaluates(name)
     open_conversation(episode, name, system_prompt=None, prompt=(), tools=tools, train=trained, counted=train)
@@ -286,7 +286,7 @@ class Conversation:
 
         Raises:
             EpisodeOver: the messages have no exact bridge.
-            BadOption: the engine takes messages, so only its server counts tokens.
+            BadOption: the engine takes messages, and only its server counts tokens.
         """
         state = self._state
         cursor = state.cursor
@@ -308,7 +308,7 @@ class Conversation:
             cursor.queued = queued
 
     async def score(self, replies: Sequence[str]) -> list[float]:
-        """Return the log-probability of each text as the begin of the agent's next turn, in nats at temperature 1.
+        """Return the log-probability of each text as the beginning of the agent's next turn, in nats at temperature 1.
 
         Nothing is sampled or recorded: the engine computes prompt and text in one pass. A text without the ids that end
         a turn has the probability of all turns that begin with it.
@@ -331,7 +331,7 @@ class Conversation:
         raise self._is_over()
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
-        """Replace the history.
+        """Replace the history. BadMessage is raised if a tool message in it answers no call.
 
         If the new history extends the old one, the new messages are appended. If it lacks only the agent's last
         message, the turn of that message is sampled again from its exact prompt ids. Any other history is rendered
@@ -369,18 +369,18 @@ class Conversation:
                 added after the last turn.
             tools: the tools of the branch; None for the same tools. With other tools, the whole history is rendered
                 again, since templates print tools.
-            train: train on the turns of the branch.
-            sampling: takes precedence over the sampling of the run and of the class; None for this conversation's.
+            train: True to train on the turns of the branch.
+            sampling: takes precedence over the sampling of the run and of the class; None for the sampling of this
+                conversation.
 
         Raises:
-            BadOption: an agent with that name exists or has its own engine, or the turn belongs to another
-                conversation.
+            BadOption: an agent with that name exists or has its own engine, or the turn is of another conversation.
         """
         state = self._state
         if name in state.episode.conversations:
             raise BadOption(f"branch({name!r}): there is an agent of that name; give another name.")
         if state.episode.shared.chat_of(name) is not state.model:
-            raise BadOption(f"branch({name!r}): that agent plays on an engine of its own, which has other ids.")
+            raise BadOption(f"branch({name!r}): this agent has its own engine, with other ids; give another name.")
         cursor = state.cursor.copied() if turn is None else Cursor(state.cursor.tools, [], self._node(turn))
         cursor.tools = checked_tools(cursor.tools if tools is None else tools)
         own = state.own_sampling if sampling is None else sampling
@@ -456,13 +456,13 @@ class Conversation:
         return node
 
     def _speaking(self) -> _GenerateBlock:
-        """Allow only one `generate` at a time. `close` may cut it from any task."""
+        """Return the block of a `generate`, which `close` may cut. Only one at a time is allowed; others raise."""
         if self._closed:
             raise self._is_over()
         if self._generation is not None:
             raise RuntimeError(
                 f"conversation {self.name!r} is already generating: two turns of one agent cannot be sampled at once. "
-                f"Open a second one: self.episode.conversation('another name')."
+                f"Open a second conversation: self.episode.conversation('another name')."
             )
         return _GenerateBlock(self)
 

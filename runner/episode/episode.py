@@ -33,7 +33,7 @@ __all__ = ["Episode"]
 
 
 class Episode:
-    """The episode of an environment."""
+    """One episode, as the hooks of an environment use it in `self.episode`."""
 
     turn: Turn
     """The turn that is being answered; between turns, the last one."""
@@ -54,7 +54,7 @@ class Episode:
 
     @property
     def rng(self) -> random.Random:
-        """Random numbers of the task: the same for every episode of its group."""
+        """The task's random number generator, with the same numbers for every episode of its group."""
         if self._rng is None:
             key = self._state.key
             self._rng = task_rng(self._state.shared.seed, key.task.id, key.visit)
@@ -73,7 +73,10 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """The text of the last turn of `main`, without reasoning and calls; "" before the first."""
+        """The text of the last turn of `main`, without reasoning and calls; "" before the first turn.
+
+        Turns that `Conversation.keep` excluded from training are skipped.
+        """
         return next((turn.text for turn in reversed(self.turns) if not turn.left_out), "")
 
     @property
@@ -88,6 +91,9 @@ class Episode:
         Contexts can be entered in `setup()` only. If `setup()` is synchronous, a worker thread leaves the contexts, and
         each exit may take `Limits.close_seconds`. If it is asynchronous, the episode's own task leaves them on the
         event loop.
+
+        Raises:
+            RuntimeError: `setup()` is not running.
         """
         if not self._state.exit_stack_open:
             raise RuntimeError(
@@ -105,7 +111,7 @@ class Episode:
         return self._state.shared.weights_of(agent, sampling, self._state.environment.sampling)
 
     def end(self, reason: str = "") -> None:
-        """End the episode. It takes no further turn, and is scored after the requests in progress are finished.
+        """End the episode. No further turn is taken, and the episode is scored after the requests in progress finished.
 
         Args:
             reason: kept as the trajectory's `reason`.
@@ -127,13 +133,13 @@ class Episode:
         image: Any = None,
         file: bytes | str | PathLike[str] | None = None,
     ) -> None:
-        """Attach an artefact for readers. Pages and `show` print it after the latest turn.
+        """Attach an artefact for people. Report pages and `deltarunner show` print it after the latest turn of `main`.
 
         The artefact is in the run file and in `Trajectory.attachments`, and is not trained on. Give exactly one
         content.
 
         Args:
-            name: the name for readers; several attachments may share it.
+            name: the name that people see; several attachments may have the same name.
             text: a text.
             json: a value that JSON can hold.
             image: a PNG, JPEG, GIF or WebP image: its bytes, its path, or an image of Pillow.
@@ -148,8 +154,8 @@ class Episode:
         size = sum(len(each.data) for each in attached) + len(made.data)
         if size > MAX_ATTACHED_BYTES or len(attached) == MAX_ATTACHMENTS:
             raise BadOption(
-                f"attach({name!r:.60}): an episode keeps at most {MAX_ATTACHMENTS:,} attachments with "
-                f"{MAX_ATTACHED_BYTES:,} bytes, and this one would exceed that. Attach less."
+                f"attach({name!r:.60}): the episode would have {len(attached) + 1:,} attachments with {size:,} bytes. "
+                f"At most {MAX_ATTACHMENTS:,} with {MAX_ATTACHED_BYTES:,} bytes are allowed: attach less."
             )
         attached.append(made)
 
@@ -183,7 +189,10 @@ class Episode:
         if name in self._state.conversations:
             return _seen_by_author(self._state.conversations[name])
         if name == MAIN:
-            raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
+            raise RuntimeError(
+                "conversation('main'): the runner opens this conversation after prompt(). Give another name, or call "
+                "it later."
+            )
         return open_conversation(
             self._state,
             name,
@@ -274,7 +283,7 @@ class Episode:
         Raises:
             BadOption: a value is not allowed, the server cannot listen on the address, or the server's library is not
                 installed.
-            RuntimeError: the episode is not in its `rollout`.
+            RuntimeError: the environment's own `rollout` is not running.
         """
         episode = self._state
         whole(f"serve(at_once={at_once!r:.60})", at_once, least=1)
@@ -367,8 +376,9 @@ class Episode:
         try:
             chosen = SandboxOptions(image=image, **options)
         except TypeError:
-            known = ", ".join(each.name for each in fields(SandboxOptions))
-            raise BadOption(f"sandbox({', '.join(options)}): an option is unknown; the options are {known}.") from None
+            known = [each.name for each in fields(SandboxOptions)]
+            unknown = ", ".join(name for name in options if name not in known)
+            raise BadOption(f"sandbox({unknown:.60}): unknown option; the options are {', '.join(known)}.") from None
         stack = self.exit_stack
         if not self._has_sandbox:  # later sandboxes do not wait, or two episodes could wait for each other
             await stack.enter_async_context(self.limiter("sandboxes", at_once or 4 * (os.cpu_count() or 1)))
@@ -378,7 +388,7 @@ class Episode:
 
     @asynccontextmanager
     async def limiter(self, name: str, limit: int) -> AsyncIterator[None]:
-        """Let at most `limit` of the run's episodes into this block at the same time; waiting stops their clocks.
+        """Run this block in at most `limit` of the run's episodes at a time. Clocks of waiting episodes stop.
 
         Args:
             name: blocks with the same name share the limit.
@@ -400,6 +410,6 @@ class Episode:
 
 
 def _seen_by_author(state: ConversationState) -> Conversation:
-    # `state` has only a base type, since the class is in a layer above
+    # `author_conversation` has the type of a protocol, since `Conversation` is in a layer above its class
     assert isinstance(state.author_conversation, Conversation)
     return state.author_conversation

@@ -1,4 +1,4 @@
-"""Finds where a conversation continues after its author replaced the history."""
+"""The turn at which a conversation continues after its author replaced the history."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["before", "cursor_at", "discarded_nodes"]
 def cursor_at(conversation: ConversationState, history: Sequence[Message]) -> Cursor:
     """Return the cursor for a conversation whose whole history becomes `history`.
 
-    The cursor continues from the last turn that is a prefix of the history. If the history equals the prompt of a turn,
-    that turn is sampled again; if it was the last turn, it is no longer trained on.
+    The cursor continues from the last turn whose messages are a prefix of the history. If the history equals the prompt
+    of a turn, that turn is sampled again; if it was the last turn, it is no longer trained on. Without such a turn, the
+    whole history is rendered again.
     """
     now = conversation.cursor
     found = None if now.whole or now.node is None else _aligned(now.node, now, history)
     if found is None or found[1].kind not in (AlignmentKind.SAME, AlignmentKind.APPEND):
-        # These are the leaves of the tree. A cut turn that was continued is not a leaf, since its message belongs to
-        # the later turn.
+        # The candidates are the turns that no later turn extends, and cut turns. If a cut turn was continued, only its
+        # own node has its message, since the message of the later turn is longer.
         ends = (
             node
             for node in reversed(conversation.nodes)

@@ -1,7 +1,7 @@
 """The history tree of an episode: a tree of messages, with the turns that were requested and sampled at each point.
 
-The key of a step is the normalized message, with the index of the call that it answers. The time to look up a history
-is proportional to its messages, not to the number of turns.
+A message leads from one node to the next; the key of this step is the normalized message, with the index of the call
+that it answers. The time to look up a history is proportional to its messages, not to the number of turns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runner.messages import AnsweredCalls, CallIndex
 __all__ = ["HistoryMatch", "HistoryNode", "HistoryTree", "RequestNode"]
 
 MAX_JOINED_MESSAGES = 64
-"""Maximum number of messages in which a client may return one turn, such as one for each call."""
+"""Maximum number of messages in which a client may return one turn, such as one message for each call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class HistoryNode:
 
 @dataclass(slots=True, eq=False)
 class RequestNode:
-    """A request for a turn. It is in the tree from its arrival on."""
+    """A request for a turn. The node is in the tree from the arrival of the request on."""
 
     thread: ConversationState
     """The conversation that answers."""
@@ -60,7 +60,7 @@ class RequestNode:
     cursor: Cursor
     """The cursor of the turn; a second request for the same turn begins at the same cursor."""
     last_turn: RequestNode | None = None
-    """The last turn in the request's history; None without one."""
+    """The last turn in the request's history; None if the history contains no turn."""
     children: list[RequestNode] = field(default_factory=list)
     record: ChatRequest | None = None
     """The record of the request; None for an author's own turn."""
@@ -101,7 +101,7 @@ class RequestNode:
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
     def descendants(self) -> Iterator[RequestNode]:
-        """Yield the turn itself and all turns that follow it, at any depth."""
+        """Yield this request, and all requests that follow its turn, at any depth."""
         left = [self]
         while left:
             request_node = left.pop()
@@ -109,7 +109,7 @@ class RequestNode:
             left += request_node.children
 
     def path(self) -> Iterator[RequestNode]:
-        """Yield the turns from this one back to the first."""
+        """Yield the requests from this one back to the first."""
         request_node: RequestNode | None = self
         while request_node is not None:
             yield request_node
@@ -122,11 +122,12 @@ class RequestNode:
 
 @dataclass(frozen=True, slots=True)
 class ComparedTurn:
-    """A comparison of a history with the turns in it."""
+    """The result of comparing a history with the turns in it."""
 
     parent: RequestNode | None
     """The last compared turn."""
     messages: int
+    """Number of the compared messages."""
     changed: frozenset[Tolerated]
     """The differences in the compared messages."""
 
@@ -148,7 +149,7 @@ class HistoryMatch:
     naming: list[int] = field(default_factory=list)
     """Indices of the messages that have ids of turns."""
     sent: dict[int, ReadMessage] = field(default_factory=dict)
-    """The client's messages that were replaced by the turn that their ids name, by index."""
+    """Messages as the client sent them, by index, where the message of the turn that their ids name is used instead."""
     size: int = 0
     """Bytes of the messages as JSON."""
     volatile: int = 0
@@ -186,7 +187,7 @@ class HistoryTree:
 
     def __init__(self) -> None:
         self.reader = MessageReader()
-        """Reads and caches messages."""
+        """The reader of messages, which caches them."""
         self.latest: dict[ConversationState, RequestNode] = {}
         self._numbered = 0
         self._root = HistoryNode()
@@ -244,7 +245,7 @@ class HistoryTree:
         return turn if sent is not None and sent.key == message.key else None
 
     def take_in(self, thread: ConversationState) -> None:
-        """Add the turns that the author took without a request."""
+        """Add the turns of an author's own conversation that are not in the tree yet."""
         for node in thread.nodes[self._taken_in.get(id(thread), 0) :]:
             before = node.spoken.parent
             parent = None if before is None else self._known.get(id(before))
@@ -324,7 +325,7 @@ class HistoryTree:
     def _next(
         self, point: HistoryNode, messages: list[ReadMessage], index: int, match: HistoryMatch
     ) -> tuple[int, ReadMessage | None]:
-        """Return the number of messages that were read, and their one message; None for a message to skip."""
+        """Return the number of messages that were read, and the message that they form; None if they are skipped."""
         message = messages[index]
         if message.role != "assistant":
             return 1, message
@@ -356,7 +357,7 @@ class HistoryTree:
         for last in range(end, index, -1) if any(each.answers for each in point.after.values()) else ():
             whole = joined(messages[index:last])
             known = point.after.get((whole.key, None))
-            # The client may have kept the reasoning of a cut turn before the turn that was sampled in its place.
+            # The messages may include the reasoning of a cut turn, before the turn that was sampled in its place.
             if known is not None and known.answers and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
         # The client may have sent one turn as several messages, one of which has the ids of the turn.
@@ -381,7 +382,7 @@ class HistoryTree:
     def _gathered(self, messages: Sequence[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
         """Join the calls of one turn that came as several messages with results in between."""
         gathered: list[ReadMessage] = []
-        last: int | None = None  # positions of the calls of a turn that may continue
+        last: int | None = None  # position of the last assistant message, since its turn may have further calls
         for message in messages:
             before = gathered[last] if last is not None else None
             apart = last is not None and message.role == "assistant" and len(gathered) > last + 1
@@ -423,7 +424,7 @@ class HistoryTree:
         return messages
 
     def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
-        """Return the position of each call of messages that may belong to one turn, by its id, in the turn's order."""
+        """Return the position of each call in messages that may belong to one turn, by id, in the order of the turn."""
         ids: list[str] = []
         for message in spoke:
             ids += message.call_ids
@@ -433,7 +434,7 @@ class HistoryTree:
         return {call_id: position for position, call_id in enumerate(ids)}
 
     def _calls_of(self, message: ReadMessage) -> dict[str, int]:
-        """Return the calls of the turn that a message names, by id."""
+        """Return the position of each call of the turn that a message names, by id; empty if it names no turn."""
         turn = self.named(message.handles)
         given = () if turn is None or turn.sent_answer is None else turn.sent_answer.call_ids
         return {call_id: position for position, call_id in enumerate(given)}
@@ -442,7 +443,7 @@ class HistoryTree:
 @dataclass(frozen=True, slots=True)
 class _MatchedHistory:
     history: list[ReadMessage]
-    """The messages as they came."""
+    """The messages as they were read from the request."""
     match: HistoryMatch
     calls: AnsweredCalls
 
@@ -475,7 +476,7 @@ def _is_part(message: ReadMessage, request_node: RequestNode) -> bool:
 
 
 def _has_thought_of_turn(message: ReadMessage, point: HistoryNode) -> bool:
-    """Return True if a content begins with the reasoning of a turn that was sampled here."""
+    """Return True if a message's content begins with the reasoning of a turn that was sampled at this point."""
     received = thought_of(message.message)
     sampled = (turn.node for each in point.after.values() for turn in each.answers) if received else ()
     return any(node is not None and node.reply.get("reasoning_content", "").strip() == received for node in sampled)

@@ -81,7 +81,7 @@ def check_reply(hook: str, reply: Any) -> None:
         reply: the returned value.
 
     Raises:
-        TypeError: the value is a tuple with items that are not messages, or is not a message.
+        TypeError: the value is neither text, a message nor a list, or it has items as Gymnasium returns them.
     """
     if reply is None or isinstance(reply, str):
         return
@@ -101,7 +101,11 @@ def check_reply(hook: str, reply: Any) -> None:
 
 
 def check_system_prompts(environment: Hooks, system_prompt: str | None, task: Task, prompt: Sequence[Message]) -> None:
-    """Refuse a conversation that would begin with two system messages."""
+    """Refuse a conversation that would begin with two system messages.
+
+    Raises:
+        BadTask: the prompt begins with a system message, and the environment has a `system_prompt`.
+    """
     if system_prompt is not None and prompt and prompt[0]["role"] == "system":
         raise BadTask(
             f"the prompt of task {task.id!r} begins with a system message, and {type(environment).__name__} has a "
@@ -110,9 +114,9 @@ def check_system_prompts(environment: Hooks, system_prompt: str | None, task: Ta
 
 
 def unclosed(environment: Hooks) -> Iterator[tuple[str, Callable[[], Awaitable[object]]]]:
-    """Return the name and the closing call of each open resource in an attribute of the environment, latest first.
+    """Yield the name and the closing call of each open resource in an attribute of the environment, latest first.
 
-    Attributes from its constructor or from `lifespan()` are left out, since they are shared.
+    Resources that the constructor or `lifespan()` provided are left out, since episodes share them.
     """
     own = list(vars(environment).items())
     theirs: list[object] = []
@@ -147,7 +151,7 @@ def _of_others(environment: Hooks) -> Iterator[object]:
 
 
 def _is_of_this_task(group: asyncio.TaskGroup) -> bool:
-    """Return True if this task opened the task group, and the group has tasks."""
+    """Return True if the current task opened the task group, and the group has tasks."""
     return bool(getattr(group, "_tasks", ())) and getattr(group, "_parent_task", None) is asyncio.current_task()
 
 

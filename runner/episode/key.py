@@ -17,7 +17,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKey:
-    """Identifies an episode of a run."""
+    """The identity of an attempt at an episode of a run."""
 
     task: Task
     index: int = 0
@@ -41,5 +41,5 @@ class EpisodeKey:
 
 
 def task_rng(run_seed: int, task_id: str, visit: int) -> random.Random:
-    """Return the random numbers of a task; all episodes of its group have the same numbers."""
+    """Return the random number generator of a task. All episodes of its group have the same numbers."""
     return random.Random(derive_seed(run_seed, "task", task_id, visit))

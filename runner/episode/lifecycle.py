@@ -1,4 +1,4 @@
-"""The life cycle of an episode: set up, play, score and close one environment, whatever happens in between."""
+"""The life cycle of an episode: one environment is set up, played, scored and closed, even after an error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Phase(enum.StrEnum):
 
 
 class EpisodeRunner(EpisodeState):
-    """Runs one attempt at an episode, from a fresh environment to its trajectories. Errors are recorded, not raised.
+    """The runner of one attempt at an episode, from a fresh environment to its trajectories.
+
+    Errors are recorded, not raised.
 
     `EpisodeState` has the part of the state that conversations and the author's `Episode` use.
     """
@@ -55,7 +57,7 @@ class EpisodeRunner(EpisodeState):
         self.began = anyio.current_time()
         """Time when this object was created, in the event loop's time."""
         self.chat_service = ChatService(self, open_thread)
-        """Answers requests with whole histories."""
+        """The service that answers requests with whole histories."""
         self.episode = Episode(self, self.chat_service)
         """The author's view of the episode."""
         # All hooks run in this task, so that one hook may close a scope that another hook opened.
@@ -110,7 +112,7 @@ class EpisodeRunner(EpisodeState):
     async def run(self, *, in_this_task: bool = False) -> list[Trajectory]:
         """Play the episode and return the trajectories of its agents, `main` first.
 
-        If this call is cancelled from outside, it still closes the environment, in a bounded shield, and
+        If this call is cancelled from outside, it still closes the environment, in a shield with a time limit, and
         `trajectories()` still returns the results.
 
         Args:
@@ -131,7 +133,7 @@ class EpisodeRunner(EpisodeState):
             died = next((fault for fault in self.faults if fault.startswith("close(): ")), "")
             cause = (
                 "a timeout or a cancel scope of a hook ended in another hook, or task.cancel() was called; "
-                "enter and leave it around the code that it limits"
+                "enter and leave a timeout or a scope around the code that it limits"
             )
             text = (
                 f"a context that a hook opened ended the episode; {died}"
@@ -181,7 +183,7 @@ class EpisodeRunner(EpisodeState):
                 except anyio.get_cancelled_exc_class() as error:
                     cut = error
                     raise
-            if clock.fired:  # the clock is asked, since the cancelled code may have swallowed the cancellation
+            if clock.fired:  # the clock is checked, since the cancelled code may have swallowed the cancellation
                 self._blame_setup(clock.seconds)
             elif main is not None:
                 await self._play_and_score(main)
@@ -286,8 +288,8 @@ class EpisodeRunner(EpisodeState):
     async def _score_one(self, scorer: Scorer, ending: Ending) -> None:
         name, kind = scorer.name, scorer.kind
         self.report_activity(f"{kind} {name}()")
-        # The limits are reset before each reward, so that a judge that reached a limit in one may take turns in the
-        # next.
+        # The limits are reset before each reward, so that a judge that reached a limit in one reward may take turns in
+        # the next reward.
         self.limits.begin_scoring()
         try:
             value = await self.author_code.call(getattr(self.environment, scorer.method), name=f"{kind} {name}()")
@@ -347,7 +349,7 @@ class EpisodeRunner(EpisodeState):
         except anyio.get_cancelled_exc_class():
             if not self._opening.fired or cancellation_is_asked_for():
                 raise
-            forget_native_cancellation()  # the cancellation came from a context of `setup()`, which it has passed
+            forget_native_cancellation()  # the cancellation came from a context of `setup()`, and all of them are left
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:
                 self.faults.append(f"exit_stack: {describe_error(error)}")

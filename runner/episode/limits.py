@@ -1,4 +1,4 @@
-"""The limits of one episode: the remaining turns and tokens of its agents, and the ending once a limit fired."""
+"""The limits of one episode: the remaining turns and tokens of its agents, and the ending if a limit is reached."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _OUTCOME_OF_CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEX
 
 @dataclass(frozen=True, slots=True)
 class Ending:
+    """The end of an episode: its outcome and the cause."""
+
     outcome: Outcome
     """The outcome of all trajectories of the episode."""
     limit: str = ""
-    """The field of `Limits` that fired, or "max_tokens"."""
+    """The field of `Limits` that was reached, or "max_tokens"; "" if no limit was reached."""
     agent: str = ""
-    """The agent that reached the limit."""
+    """The agent that reached the limit; "" if no agent did."""
     error: str = ""
-    """The text of the error, for people."""
+    """The text of the error, for people; "" without an error."""
     permanent: bool = False
     """True if the engine failed, and would fail again at another attempt."""
 
@@ -58,11 +60,11 @@ class EpisodeLimits:
         self.tokens = 0
         """Tokens sampled so far in counted conversations."""
         self.clock = Clock(counts_sampling=True)
-        """The clock over the rollout. Ending the rollout cancels its scope."""
+        """The clock of the rollout. Its scope is cancelled to end the rollout."""
         self.last_turn: Turn | None = None
         """The last turn of a counted conversation."""
         self.silenced_by: Ending | None = None
-        """The ending after which no agent may take turns. The outcome is chosen after `rollout`."""
+        """The ending after which no agent may take turns. `judge` chooses the episode's outcome after `rollout`."""
         self.ended_by_author = False
         """True once `Episode.end()` was called."""
         self.context_full: Ending | None = None
@@ -86,7 +88,7 @@ class EpisodeLimits:
         if self._scoring:
             if counted:
                 raise RuntimeError(
-                    f"agent {agent!r} has played, and the play is over: its next turn would not be part of the play. "
+                    f"agent {agent!r} cannot take a turn in a reward: the rollout, to which its turns belong, is over. "
                     f"Ask another agent: self.episode.conversation('judge')."
                 )
             return
@@ -98,7 +100,7 @@ class EpisodeLimits:
         if self.clock.fired:
             # The rollout swallowed the cancellation, so it is cancelled again.
             await anyio.lowlevel.checkpoint()
-            raise EpisodeOver("the episode's time is up")
+            raise EpisodeOver("the episode reached its time limit or was cancelled")
         if self.ended_by_author:
             self.end_episode(Ending(Outcome.COMPLETED, error="the environment ended the episode"))
         if not counted:
@@ -127,6 +129,10 @@ class EpisodeLimits:
 
         The first time, the episode continues: the author may catch the error and `replace` the history with a shorter
         one. The second time without a `replace` in between, the episode ends.
+
+        Raises:
+            ContextFull: the first time.
+            EpisodeOver: the second time.
         """
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
         if not counted:
@@ -143,7 +149,7 @@ class EpisodeLimits:
         self.context_full = None
 
     def begin_scoring(self) -> None:
-        """Let untrained agents take turns again after any ending of the rollout, since they may be judges."""
+        """Allow untrained agents to take turns again after any ending of the rollout, since they may be judges."""
         self._scoring = True
         self.silenced_by = None
         self._agents_without_room.clear()

@@ -1,4 +1,4 @@
-"""A turn on an engine that takes messages: sends the history and receives a message, without token ids."""
+"""A turn on an engine that takes messages: the history is sent, and a message is received, without token ids."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class _StreamedAnswer:
     finish: MessageFinish = field(default_factory=lambda: MessageFinish(FinishReason.ABORT))
     """Reason of the end, usage and raw fields of the answer."""
     error: EngineError | None = None
-    """The server's failure, if it failed."""
+    """The error if the server failed, or None."""
     timings: Timings = field(default_factory=Timings)
-    """Times in the queue, until the first piece, and for the later pieces."""
+    """Seconds in the queue, until the first piece, and for the later pieces."""
 
     def begin(self) -> None:
         self.admitted = True
@@ -191,7 +191,7 @@ class MessageTurn:
 
     @contextmanager
     def _segment(self) -> Iterator[Segment]:
-        """Return the segment of this turn.
+        """Provide the segment of this turn while the block runs.
 
         While a turn extends a segment, and afterwards, no other turn may extend it.
         """
@@ -221,7 +221,7 @@ class MessageTurn:
     def _recorded(
         self, segment: Segment, queued: Sequence[Message], answer: _StreamedAnswer, seed: int | None
     ) -> TurnNode:
-        """Add the prompt to its segment, and the answer as a turn after it."""
+        """Add the prompt to its segment, and return the tree node of the turn that answers it."""
         cursor, before = self._cursor, self._cursor.node
         calls_before = 0 if before is None else before.calls
         answered = len(segment.messages)

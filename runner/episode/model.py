@@ -50,11 +50,11 @@ class ChatModel:
 
     Args:
         engine: samples the tokens.
-        options: names that the template reads.
+        options: values of names that the template reads, such as `enable_thinking`.
         now: the time that the template sees.
         history: policy for past messages of a conversation.
         turns: the format of turns, if it is known from a run's header; None to learn it.
-        named: creates the parser of calls for a vocabulary, if the user chose a tool format.
+        named: creates the reader of the tool format that the user chose, for a tokenizer; None without a choice.
         fit_tools: True to fit the tools' schemas to the fields that the template shows; None to learn whether to.
     """
 
@@ -78,7 +78,7 @@ class ChatModel:
         """The engine's template, with the run's options and frozen clock."""
         self.stop_ids = tuple(engine.stop_ids)
         self.bridger = self.trial_bridger()
-        """Creates the ids of prompts and of appended messages."""
+        """The bridger, which creates the ids of prompts and of appended messages."""
         # The bridger needs the engine's tokenizer, and returns a tokenizer for which words that the template writes as
         # control tokens are control tokens.
         self.tokenizer = self.bridger.tokenizer
@@ -92,7 +92,7 @@ class ChatModel:
             None if named is None else named(self.tokenizer),
             _texts_of(self.stop_ids, self.tokenizer),
         )
-        """Parses turns of this model."""
+        """The parser of this model's turns."""
 
     @cached_property
     def systems(self) -> SystemSupport:
@@ -100,7 +100,7 @@ class ChatModel:
         return system_support(self.renderer)
 
     def require_calls(self) -> None:
-        """Refuse tools that the template cannot print, or whose calls cannot be parsed.
+        """Check that the template prints tools, and writes calls that can be parsed.
 
         Raises:
             BadTemplate: the template does not support tools, or writes calls that cannot be parsed.
@@ -151,8 +151,8 @@ class ChatModel:
     def closing_stop(self, turn: Turn) -> int | None:
         """Return the sampled id that closed a turn, or None if the turn was cut.
 
-        A stop string or the author's own stop id does not close a turn of the template. A turn that it ended counts as
-        cut.
+        A stop string or the author's own stop id does not close a turn of the template. A turn that ended with one of
+        these counts as cut.
         """
         if turn.finish is FinishReason.STOP and isinstance(turn.stop, int) and turn.stop in self.stop_ids:
             return turn.stop
@@ -179,6 +179,6 @@ def _texts_of(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _control_tokens(form: TurnFormat, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the texts of a format that are each a single control id."""
+    """Return the control tokens in the texts of a format: the id of each, by its text."""
     ids = {token_id for text in form.texts() for token_id in tokenizer.encode(text)} & tokenizer.control_ids
     return {tokenizer.decode([token_id]): token_id for token_id in sorted(ids)}

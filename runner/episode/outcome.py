@@ -1,4 +1,4 @@
-"""Chooses the outcome of an episode: the most specific cause first."""
+"""The choice of an episode's outcome: the most specific cause comes first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
     limits, abandoned = episode.limits, episode.author_code.abandoned
     # An abandoned thread may still change the state that the rewards would read.
     if abandoned:
-        text = f"{abandoned} did not come back in time; its thread still runs and may write"
+        text = f"{abandoned} did not return in time; its thread still runs and may change the environment"
         return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
     if limits.silenced_by is not None and limits.silenced_by.outcome is not Outcome.COMPLETED:
         return limits.silenced_by

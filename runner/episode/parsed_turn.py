@@ -1,4 +1,4 @@
-"""Parses the sampled ids of a turn into reasoning, text and tool calls. Verification uses the same code."""
+"""Parsing of a turn's sampled ids into reasoning, text and tool calls. Verification uses the same code."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
 
 
 def closing_length(spoken: Sequence[int], chat: ChatModel) -> int:
-    """Return the number of ids before the stop that begin the template's close of a turn."""
+    """Return the number of last ids of `spoken` that equal a beginning of the template's close of a turn; often 0."""
     close = chat.bridger.closes.of_turn
-    if not close or close[0] not in (last := list(spoken[-len(close) :])):  # nearly always true
+    if not close or close[0] not in (last := list(spoken[-len(close) :])):  # this is true for nearly every turn
         return 0
     return next((n for n in range(len(close), 0, -1) if last[-n:] == close[:n]), 0)
 

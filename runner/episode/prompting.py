@@ -1,4 +1,4 @@
-"""Makes the next prompt of a conversation: a first render, a bridge, a fork, or the continuation of a cut turn."""
+"""The next prompt of a conversation: a first render, a bridge, a fork, or the continuation of a cut turn."""
 
 from __future__ import annotations
 
@@ -295,7 +295,11 @@ def _refuse_oversized(conversation: ConversationState, cursor: Cursor) -> None:
 
 
 def _end_without_prompt(conversation: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
-    """End the episode. The outcome depends on the source of the history, and on the cause that cut the last turn."""
+    """End the episode.
+
+    The outcome is ENV_ERROR for an untrained agent, whose history is the author's. After a turn that a limit cut inside
+    its reasoning, it is the outcome of that limit. Otherwise, it is TOKEN_ERROR.
+    """
     name = conversation.name
     ending: Ending | None = None
     if not conversation.train:

@@ -1,4 +1,4 @@
-"""Samples one turn into the token log, finds stop strings, and detects a stalled engine."""
+"""Sampling of one turn into the token log, with a search for stop strings and for a stall of the engine."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class SampledTurn:
     cached_tokens: int | None = None
     """Number of prompt ids that the prefix cache held; None if the engine does not report it."""
     error: EngineError | None = None
-    """The engine's failure, if it failed."""
+    """The error if the engine failed, or None."""
     timings: Timings = field(default_factory=Timings)
-    """Times in the queue, until the first id, and for the later ids."""
+    """Seconds in the queue, until the first id, and for the later ids."""
     event_parser: TurnEventParser | None = None
-    """Parses the ids while they are sampled."""
+    """Parser of the ids while they are sampled; None if no receiver needs events."""
     receive: Callable[[TurnProgress], None] | None = None
-    """Called when the engine admits the request, and with the sampled ids."""
+    """Function that receives the admission of the request and the sampled ids; None without a receiver."""
     handle: str = ""
     """Id of the turn for a client."""
     calls_before: int = 0
@@ -127,7 +127,7 @@ class SampledTurn:
 
 
 class StopStrings:
-    """Finds stop strings in the text of ids as they arrive. The work is proportional to the new ids.
+    """A search for stop strings in the text of ids as they arrive. The work is proportional to the new ids.
 
     A stop string that is complete within the first `after` ids does not count.
     """
@@ -164,7 +164,7 @@ class StopStrings:
                 if (at := window.find(stop, max(0, before - len(stop) + 1))) >= 0
             ]
             if hits:
-                # The first stop string counts; of several at the same position, the longest.
+                # The first stop string in the text counts; of several at the same position, the longest counts.
                 at, _, self.found = min(hits)
                 text = "".join(self._pieces)
                 self.text = text[: len(text) - len(window) + at]
@@ -192,7 +192,7 @@ async def sample(
         while cut:
             stops = StopStrings.of(tokenizer, request.sampling) if request.sampling.stop else None
             cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
-            new_ids = ()  # after the first try, the log has them
+            new_ids = ()  # the first try has put these ids into the log
 
 
 async def _sample_once(

@@ -41,15 +41,18 @@ SentHistory: TypeAlias = str
 
 
 class ServedEpisode:
-    """Answers the requests of an endpoint.
+    """The handler of an endpoint's requests for one episode.
 
     Args:
         episode: the episode.
-        chat_service: its chat service.
+        chat_service: the chat service of the episode.
         train: selects the threads that are trained.
         overflow: treatment of a history that does not fit.
         history: source of the past that the model sees.
         system_as_user: True to change system messages after the beginning to user messages.
+
+    Raises:
+        BadOption: a value is not allowed.
     """
 
     def __init__(
@@ -90,11 +93,11 @@ class ServedEpisode:
             raise
 
     async def count(self, chat_call: ChatCall) -> int:
-        """Return the number of ids in the prompt of a request."""
+        """Return the number of ids in the prompt of a request; see `ChatService.count`."""
         return await self._chat_service.count(chat_call)
 
     def text_of(self, ids: Sequence[int], /) -> str:
-        """Return the text of ids. A byte that is not valid text is written as by `text_of_token`."""
+        """Return the text of ids; "" if the engine takes messages. Invalid bytes are written as by `text_of_token`."""
         if not isinstance(self._chat, ChatModel):
             return ""
         return "".join(text_of_token(self._chat.tokenizer, token_id) for token_id in ids)
@@ -113,9 +116,9 @@ class ServedEpisode:
             self._episode.limits.end_episode(failure(error))
 
     def _refuse_if_over(self) -> None:
-        """Raise `EpisodeOver` if the episode is over.
+        """Raise `EpisodeOver` if the episode ended less than `END_GRACE_SECONDS` before.
 
-        A turn after the end would cancel the whole rollout, so that the program could not end by itself.
+        A turn after the end cancels the whole rollout. During the grace period the program can still end by itself.
         """
         ending, now = self._episode.limits.silenced_by, anyio.current_time()
         if ending is None:
@@ -133,7 +136,11 @@ def serving_options(
     *,
     names: tuple[str, str] = ("overflow", "sent_history"),
 ) -> dict[str, Any]:
-    """Check the settings of an environment that serves its episodes; return the arguments of `Episode.serve`."""
+    """Check the settings of an environment that serves its episodes; return the arguments of `Episode.serve`.
+
+    Raises:
+        BadOption: a value is not allowed.
+    """
     _check_serving(overflow=overflow, history=history, names=names)
     return {"train": train, "system_as_user": system_as_user, "overflow": overflow, "history": history}
 
@@ -147,7 +154,7 @@ def _check_serving(*, overflow: Overflow, history: SentHistory, names: tuple[str
 
 
 def model_name(chat: Model) -> str:
-    """Return the model's name for clients: the last part of its path."""
+    """Return the model's name for clients: the last part of its path; "scripted" if the engine names no model."""
     model = chat.engine.describe().get("model")
     return Path(model).name if isinstance(model, str) else "scripted"
 

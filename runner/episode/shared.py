@@ -22,35 +22,35 @@ from runner.tasks import Task
 
 __all__ = ["EnvironmentPart", "Limiter", "RunShared"]
 
-_LIVES: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # ids of the lives of engines, by runtime
+_LIVES: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by runtime, an id of the engine's life (start to end)
 
 
 class Limiter(Protocol):
-    """Limits the number of borrowers that are inside at the same time."""
+    """A limit on the number of borrowers that are inside at the same time."""
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
         """Wait until the borrower may enter."""
 
     def release_on_behalf_of(self, borrower: object) -> None:
-        """Let the next borrower enter."""
+        """Free the place of the borrower, so that the next borrower may enter."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPart:
-    """The environment of a task: the whole one, or a part of a mixture."""
+    """The environment of a task: the run's environment, or the part of a mixture to which the task belongs."""
 
     environment: Hooks
     """The object that the author constructed."""
     limits: Limits
-    """The limits of its episodes before `setup()`, with every field set."""
+    """The limits of the environment's episodes before `setup()`, with every field set."""
     scorers: tuple[Scorer, ...]
-    """Its rewards and metrics, with the run's weights."""
+    """The environment's rewards and metrics, with the run's weights."""
     resources: Any
     prefix: str = ""
     """The prefix that the mixture added to the task's id."""
 
     def own(self, task: Task) -> Task:
-        """Return the task with the id that its own environment set."""
+        """Return the task with the id that its own environment set, without the mixture's prefix."""
         return replace(task, id=task.id.removeprefix(self.prefix)) if self.prefix else task
 
 
@@ -87,7 +87,7 @@ class RunShared:
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
 
     def part_of(self, task: Task) -> EnvironmentPart:
-        """Return the environment of a task. If the id names no part of a mixture, return the mixture, which fails."""
+        """Return the environment of a task: the part of a mixture that its id names, or else the whole environment."""
         parts = self.environment.parts()
         name = task.id.partition("/")[0]
         if name not in parts or parts[name] is self.environment:
@@ -113,8 +113,8 @@ class RunShared:
             environment: the environment's sampling.
 
         Returns:
-            The weight version, and an id of the engine's life if they are not its starting weights; nothing for an
-            engine without versions.
+            The weight version, and an id of the engine's life if these are not its starting weights; an empty list for
+            an engine without versions.
         """
         engine = self.chat_of(agent).engine
         runtime = getattr(engine, "runtime", None)
@@ -133,7 +133,7 @@ class RunShared:
         self._asked.add(agent)
 
     def evaluates(self, agent: str) -> bool:
-        """Return True if the run evaluates this agent: it plays on the run's engine, and this engine takes messages."""
+        """Return True if the agent is evaluated and not trained: it plays on the run's engine, which takes messages."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)
 
     def is_new(self, what: str) -> bool:
@@ -157,8 +157,8 @@ class RunShared:
     ) -> Sampling:
         """Return the sampling of a conversation, with every field set.
 
-        The first source that sets a field wins: the conversation; the episode and then the run, if the agent is trained
-        or evaluated; the environment; the default.
+        The value of a field is from the first source that sets it: the conversation; the episode and then the run, if
+        the agent is trained or evaluated; the environment; the default.
         """
         of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
         shared = of_the_class and episode is None
@@ -174,6 +174,9 @@ class RunShared:
         """Return the limits of an episode of this part, with every field set.
 
         The environment may have assigned some limits in `setup()`.
+
+        Raises:
+            BadOption: it assigned a value that is not a `Limits`, or changed `setup_seconds`.
         """
         if environment is part.environment.limits or environment == part.environment.limits:
             return part.limits
@@ -182,17 +185,21 @@ class RunShared:
         if environment.setup_seconds != part.environment.limits.setup_seconds:
             raise BadOption(
                 f"self.limits = Limits(setup_seconds={environment.setup_seconds!r}) in setup(): the clock of setup() "
-                f"runs already. Set it in the class, limits = Limits(setup_seconds=...), or to the run."
+                f"runs already. Set it in the class, limits = Limits(setup_seconds=...), or give it to the run."
             )
         return self.own_limits.over(environment).over(Limits.defaults())
 
     @property
     def trains_main(self) -> bool:
-        """Return True if the turns of `main` are trained on."""
+        """True if the turns of `main` are trained on."""
         return MAIN not in self.other_models and not self.evaluates(MAIN)
 
     def limiter(self, name: str, limit: int) -> Limiter:
-        """Return the run's limiter of that name, for `Episode.limiter`."""
+        """Return the run's limiter of that name, for `Episode.limiter`.
+
+        Raises:
+            BadOption: the limit is below 1, or differs from the limit of an earlier call with this name.
+        """
         if limit < 1:
             raise BadOption(f"limiter({name!r}, {limit}): give a limit of at least 1.")
         if name not in self._limiters:

@@ -60,7 +60,7 @@ class EpisodeState:
         self.limits = EpisodeLimits(self.part.limits)
         """The remaining turns and tokens, and the ending of the episode."""
         self.author_code = AuthorCode(shared.workers)
-        """Calls the author's hooks and tools."""
+        """The caller of the author's hooks and tools."""
         self.conversations: dict[str, ConversationState] = {}
         """The conversations by agent, in the order in which they were opened."""
         self.renamed: dict[str, str] = {}
@@ -85,7 +85,7 @@ class EpisodeState:
         self.since = loop_time()
 
     def take_limits(self) -> None:
-        """Apply the limits that `setup()` may have assigned."""
+        """Apply the limits that `setup()` may have assigned. Raise BadOption if they cannot be used."""
         self._limits_of_setup = self.environment.limits
         self.limits.configured = self.shared.limits_of(self._limits_of_setup, self.part)
 
@@ -103,7 +103,7 @@ class EpisodeState:
 
         An exit that takes too long is abandoned, and the next context is left.
 
-        Each exit has its own limit. So the clock over the unwinding is paused, and a cancellation waits.
+        Each exit has its own limit, so the clock of the whole unwinding is paused, and a cancellation waits.
         """
         seconds = self.limits.configured.close_seconds
         with Waiting(), anyio.CancelScope(shield=True):
@@ -115,7 +115,7 @@ class EpisodeState:
         return swallowed
 
     def call_ids(self) -> set[str]:
-        """Return the ids of all calls of this episode, in the form of its turns."""
+        """Return the ids of all calls that turns of this episode sampled."""
         turns = (turn for conversation in self.conversations.values() for turn in conversation.turns)
         return {call.id for turn in turns for call in turn.tool_calls}
 
@@ -199,7 +199,7 @@ class ConversationState:
         """The nodes of the turn tree, in the order in which the turns ended."""
         self.segments: list[Segment] = []
         """The token logs, with the messages that they render."""
-        self._indices: dict[int, int] = {}  # places of the segments by their object ids
+        self._indices: dict[int, int] = {}  # the index of each segment in `segments`, by its object id
         self.numbered = 0
         """Number of turn numbers that were reserved."""
         self.requests: list[ChatRequest] = []
@@ -234,7 +234,7 @@ class ConversationState:
         return SessionOfTurn(self)
 
     def take_session(self) -> Session:
-        """Return a session that no other turn uses; a block with `session` returns it."""
+        """Return a session that no other turn uses; `give_back` frees it again."""
         if not self._free_sessions:
             self._sessions.append(self.model.engine.session(late=True, beside=self._sessions[0]))
             self._free_sessions.append(self._sessions[-1])
@@ -262,7 +262,10 @@ class ConversationState:
             self.model.engine.close_session(session)
 
     def number(self) -> NumberOfTurn:
-        """Reserve the number of a new turn. A failed turn frees its number, unless a later number was reserved."""
+        """Return a block that reserves the number of a new turn.
+
+        A failed turn frees its number, unless a later number was reserved.
+        """
         return NumberOfTurn(self)
 
     def record(self, cursor: Cursor, node: TurnNode) -> None:
@@ -279,9 +282,9 @@ class ConversationState:
         self.episode.limits.count(turn, counted=self.counted)
 
     def refuse_prompt(self, error: str, *, prompt: int, context: int = 0) -> NoReturn:
-        """Raise the error for a prompt of at least this many ids that does not fit the context.
+        """Raise ContextFull or EpisodeOver for a prompt of at least `prompt` ids that does not fit the context.
 
-        `context` is the size that a server reported; 0 for the conversation's own.
+        `context` is the size that a server reported; 0 for the size of the conversation's context.
         """
         context = context or self.context
         self.episode.limits.refuse_prompt(self.name, error, counted=self.counted, prompt=prompt, context=context)
@@ -297,7 +300,8 @@ class ConversationState:
     def sampling(self) -> Sampling:
         """Return the sampling of the next turn, with every field set.
 
-        The environment may assign another sampling between turns.
+        The environment may assign another sampling between turns. BadOption is raised if it assigned another type, or
+        if it assigned limits after `setup()`.
         """
         episode = self.episode
         given = episode.environment.sampling
@@ -312,7 +316,7 @@ class ConversationState:
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
-        """Store the segments in the trajectory. The messages that the model never saw are at its end."""
+        """Store segments, turns and requests in the trajectory. Messages that the model never saw are the last ones."""
         self._order_segments()
         cursor, segments = self.cursor, self.segments
         if cursor.queued:
@@ -378,5 +382,5 @@ def checked_tools(tools: Sequence[Tool]) -> list[Tool]:
     names = [tool.name for tool in tools]
     for name in names if len(set(names)) < len(names) else ():
         if names.count(name) > 1:
-            raise ValueError(f"two tools are called {name!r}: give one another name, Tool(..., name=)")
+            raise ValueError(f"two tools are called {name!r}: rename one of them, by Tool(..., name=)")
     return list(tools)

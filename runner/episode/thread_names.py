@@ -13,10 +13,10 @@ __all__ = ["name_threads"]
 def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) -> None:
     """Set the names under which the threads become trajectories. A second call changes nothing.
 
-    Unless the author's own `main` took turns, `main` is the trained thread that was at work longest, from its first
-    request to its last, counted in requests of the episode. Threads that were offered tools come first. The number of
-    turns does not decide: a sub-agent may take more turns than its parent, but begins later and ends earlier. Other
-    threads are named by the label of their client, or numbered.
+    Unless the author's own `main` took turns, `main` is the trained thread that lasted longest: with the most requests
+    of the episode between its first request and its last. Threads that were offered tools come first. The number of
+    turns is used only for ties: a sub-agent may take more turns than its parent, but begins later and ends earlier.
+    Other threads are named by the label of their client, or numbered.
     """
     if not threads or episode.renamed:
         return

@@ -1,4 +1,4 @@
-"""Runs the tool calls of a turn: asynchronous tools concurrently, synchronous ones in order."""
+"""The tool calls of a turn: asynchronous tools run concurrently, synchronous tools in order."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _text(tool: Tool, result: object) -> str:
     try:
         return result_text(result)
     except Exception as error:
-        error.add_note(f"it was tool {tool.name}(){_where(tool.call)}")
+        error.add_note(f"this is the result of tool {tool.name}(){_where(tool.call)}")
         raise
 
 

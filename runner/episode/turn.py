@@ -60,6 +60,12 @@ async def take_turn(
         tool_choice: takes precedence over the environment's tool choice.
         number: the turn's number, if it was reserved before.
         sinks: receivers of the turn's events while it is sampled.
+
+    Raises:
+        EpisodeOver: the episode has ended, a limit was reached, no exact prompt exists, or the engine failed.
+        Unbridgeable: no exact prompt exists, and `sinks.raise_unbridgeable` is set.
+        RuntimeError: no message to answer, or a trained or evaluated agent takes a turn in a reward.
+        BadOption: the sampling, the limits or the tool choice cannot be used.
     """
     await conversation.episode.limits.check_may_take_turn(conversation.name, counted=conversation.counted)
     numbered = conversation.number() if number is None else nullcontext(number)
@@ -93,7 +99,10 @@ async def score_replies(conversation: ConversationState, cursor: Cursor, replies
     Args:
         conversation: the conversation before the replies.
         cursor: the point of the turn; it does not move.
-        replies: the texts, as ids without control tokens.
+        replies: the texts. They are encoded without control tokens.
+
+    Raises:
+        EpisodeOver: the engine failed, or there is no exact prompt that fits the context.
     """
     chat = conversation.chat
     prompt = list((await next_prompt(conversation, cursor, extend=True)).ids)
@@ -193,7 +202,7 @@ def _constraint(
     chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
 ) -> Constraint | None:
     if tools:
-        # the tools of the class were checked at the start, but not the tools of setup() and of clients
+        # the tools of the class were checked at the start of the run, but not the tools of setup() and of clients
         chat.require_calls()
     enforced = chat.parser.constraint(tools, tool_choice) if tools else None
     given = enforced_constraint(settings)
@@ -261,7 +270,7 @@ def _sampling(
 def _recorded(
     turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, sampled: SampledTurn
 ) -> TurnNode:
-    """Add the prompt to its segment and the sampled ids as a turn, which is not parsed yet."""
+    """Add the prompt's messages to its segment, and return the node of the sampled turn, which is not parsed yet."""
     cursor, segment = turn_context.cursor, prompt.segment
     if prompt.taken_back is not None:
         _take_back(prompt.taken_back)

@@ -1,4 +1,4 @@
-"""Compares a message that has the ids of a turn with this turn, and finds the changes that the client made."""
+"""Comparison of a turn with a client's message that has its ids, which finds the changes that the client made."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _in_order(few: Sequence[str], many: Sequence[str]) -> bool:
 
 
 def is_prefix(received: Message, sampled: Message) -> bool:
-    """Return True if a message is the beginning of a turn, which a client has after an interrupted stream."""
+    """Return True if a message is the beginning of a turn; after an interrupted stream, a client has only that."""
     for name in ("content", "reasoning_content"):
         if not str(sampled.get(name, "")).strip().startswith(str(received.get(name, "")).strip()):
             return False

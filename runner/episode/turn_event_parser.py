@@ -1,4 +1,4 @@
-"""Parses a turn while it is sampled, and sends its events."""
+"""A parser of a turn while it is sampled, which sends the turn's events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TurnEventParser"]
 
 
 class TurnEventParser:
-    """Parses the ids of a turn as they are sampled, and sends events. The events together equal the finished turn.
+    """A parser of a turn's ids as they are sampled, which sends events. Together, they equal the finished turn.
 
     Ids or text that may be the end of the turn are held back until more text follows.
     """
@@ -49,11 +49,11 @@ class TurnEventParser:
         self._clear()
 
     def feed(self, ids: Sequence[int]) -> None:
-        """Take newly sampled ids."""
+        """Parse newly sampled ids, and send their events."""
         self._take(ids, self._events_of)
 
     def restart(self) -> None:
-        """Discard all sampled ids of the turn."""
+        """Discard all sampled ids of the turn, and send `TurnRestarted`."""
         self._clear()
         self._send(TurnRestarted())
 
@@ -61,7 +61,7 @@ class TurnEventParser:
         """End the turn.
 
         Args:
-            stopped: True if its last id ended it and is not part of its text.
+            stopped: True if the last id ended the turn, and so is not part of its text.
             text: text before the stop string that ended the turn, from the beginning of its message; None without a
                 stop string.
         """
@@ -124,7 +124,7 @@ class TurnEventParser:
             self._emit(kept, token_id if kept == piece else -1)
 
     def _release(self, waiting: int, use: Callable[[Iterable[Event]], None]) -> None:
-        """Parse held pieces, and keep at least `waiting` characters."""
+        """Parse held pieces of text as long as at least `waiting` characters stay held."""
         while self._pieces and self._waiting - len(self._pieces[0][0]) >= waiting:
             piece, token_id = self._pieces.popleft()
             self._waiting -= len(piece)

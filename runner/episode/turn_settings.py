@@ -61,9 +61,9 @@ class TurnSinks:
     """The receiver of a turn's progress while it is sampled, and the source of its id for clients."""
 
     handle: Callable[[int], str] | None = None
-    """Returns the id, for a client, of the turn with this number."""
+    """Function that returns a turn's id for clients, from the turn's number; None if turns have no ids."""
     receive: Callable[[TurnProgress], None] | None = None
-    """Called with the progress of the turn; None for no receiver."""
+    """Function that receives the progress of the turn; None without a receiver."""
     sends_events: bool = True
     """True to parse the turn while it is sampled, and to send the events of its text, reasoning and calls."""
     sends_ids: bool = False
@@ -100,7 +100,7 @@ def sampling_of(conversation: ConversationState, given: Sampling | None) -> Samp
 
 
 def end_by(conversation: ConversationState, error: EngineError) -> NoReturn:
-    """End the episode of a conversation whose engine failed."""
+    """End the episode of a conversation whose engine failed, by raising EpisodeOver."""
     # The engine would refuse another attempt too, since the same seeds create the same request.
     rejected = isinstance(error, RequestRejected)
     ending = Ending(Outcome.ENGINE_ERROR, agent=conversation.name, error=str(error), permanent=rejected)
@@ -129,7 +129,7 @@ def enforced_constraint(settings: Sampling) -> Constraint | None:
 
 
 def given_constraint(settings: Sampling) -> Constraint | None:
-    """Return the constraint for a server that enforces it itself; None without one."""
+    """Return the constraint that the sampling requests, for a server that enforces it itself; None without one."""
     if settings.schema is not None:
         return Constraint(ConstraintKind.JSON, json.dumps(settings.schema))
     if settings.regex is not None:
@@ -140,7 +140,7 @@ def given_constraint(settings: Sampling) -> Constraint | None:
 
 
 def record_not_enforced(conversation: ConversationState, settings: Sampling) -> None:
-    """Add a fault, once in a run, with the parts of a schema that are not enforced."""
+    """Add a fault, once per run, with the parts of a schema that are not enforced."""
     schema = settings.schema
     if schema is None:
         return

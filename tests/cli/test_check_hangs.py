@@ -94,7 +94,7 @@ HANGS = {
         '    @tool\n    def spin(self) -> str:\n        "Spin."\n        while True:\n'
         "            time.sleep(0.01)  # here",
         3,
-        "did not come back in time",
+        "did not return in time",
     ),
     "a thread that never ends in setup()": (
         "    def setup(self):\n        while True:\n            time.sleep(0.01)  # here",

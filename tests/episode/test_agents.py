@@ -211,7 +211,7 @@ async def test_an_agent_on_an_engine_of_its_own_is_not_trained() -> None:
     assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, "")
     trajectory = await play(Trained, "Yes", engines={"opponent": elsewhere})
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "'opponent' plays on an engine of its own" in trajectory.error
+    assert "'opponent' plays on its own engine" in trajectory.error
 
 
 @pytest.mark.parametrize("what", ["context", "template"])
@@ -285,7 +285,7 @@ async def test_a_trained_agent_cannot_speak_while_it_is_scored() -> None:
 
     trajectory = await play(Adds, lambda turn: "Yes")
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "has played, and the play is over" in trajectory.error
+    assert "agent 'main' cannot take a turn in a reward" in trajectory.error
     assert len(trajectory.turns) == 1
 
 

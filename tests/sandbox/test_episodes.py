@@ -146,7 +146,7 @@ async def test_wrong_uses_of_a_sandbox_name_the_fix() -> None:
         options: ClassVar[dict[str, Any]] = {"memory": 64}
 
     (trajectory,) = await played("done", Unknown())
-    assert "sandbox(memory): an option is unknown; the options are image, memory_mb, cpus" in trajectory.error
+    assert "sandbox(memory): unknown option; the options are image, memory_mb, cpus" in trajectory.error
 
     class Late(Own):
         async def setup(self) -> None:

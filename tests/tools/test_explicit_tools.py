@@ -112,7 +112,7 @@ class ForAnother(Plain):
 async def test_two_tools_with_one_name_are_refused_with_the_name(environment: type[Plain]) -> None:
     trajectory = await play(environment, ["Done"])
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "two tools are called 'rooms': give one another name, Tool(..., name=)" in trajectory.error
+    assert "two tools are called 'rooms': rename one of them, by Tool(..., name=)" in trajectory.error
 
 
 # --- defaults that the schema does not allow
