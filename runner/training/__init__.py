@@ -1,6 +1,6 @@
 """Training data: trajectories as padded or packed arrays or token trees, with the masks of their grammars.
 
-`tree_torch` and `grammar_torch` import torch; the other modules import it only in calls that need it.
+`tree_torch`, `tree_attention` and `grammar_torch` import torch; the other modules import it only in calls that need it.
 """
 
 from runner.training.advantages import (

@@ -1,4 +1,4 @@
-"""Advantages: each trajectory's reward relative to its group, by the rules of GRPO, RLOO and Dr. GRPO."""
+"""Advantages: each trajectory's reward relative to others, by the rules of GRPO, RLOO, Dr. GRPO and REINFORCE++."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8) -> NDArray[np.float32]:
-    """Reward minus the batch's mean, divided by its deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """Reward minus the batch's mean, divided by the batch's deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
 
     Groups are not compared, so a group with equal rewards has advantages too. A batch of equal rewards gets 0.
     Arguments, result and errors are as for `grpo`; one trajectory is enough.
@@ -87,9 +87,10 @@ def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float
 def reinforce_plus_plus_baseline(
     rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8
 ) -> NDArray[np.float32]:
-    """Reward minus the group's mean, divided by the batch's deviation of these: REINFORCE++ with group baseline.
+    """Reward minus the group's mean, divided by the standard deviation of these differences in the batch.
 
-    https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups that get 0 are as for `grpo`.
+    This is REINFORCE++ with group baseline, https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups
+    that get 0 are as for `grpo`.
     """
     centred, _, _ = _compared(rewards, groups)
     return np.asarray(centred / (centred.std() + epsilon) if len(centred) else centred, dtype=np.float32)
@@ -115,7 +116,11 @@ def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
 
 
 def _checked(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
-    """Return the rewards, the index of each reward's group, and the number of members of each group."""
+    """Return the rewards, the index of each reward's group, and the number of members of each group.
+
+    Raises:
+        BadBatch: the arrays do not fit each other, or a reward is not finite.
+    """
     values, labels = as_numpy(rewards).astype(np.float64), as_numpy(groups)
     if values.ndim != 1 or values.shape != labels.shape:
         raise BadBatch(

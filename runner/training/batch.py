@@ -35,7 +35,7 @@ class TrainingBatch:
     Padding is on the right. Values at position p are about the id at p, which a model's logits at p - 1 predict. The
     first id of a row is never trained, so a shift by one never mixes rows.
 
-    `len(batch)` is the number of sequences. It is 0, and the batch is false, if every trajectory was absent or left
+    `len(batch)` is the number of sequences. It is 0, and `bool(batch)` is False, if every trajectory was absent or left
     out; skip such a step.
     """
 
@@ -53,12 +53,12 @@ class TrainingBatch:
     loss_mask: NDArray[np.bool_]
     """True if the id is trained, that is, sampled in this segment, bool."""
     logprobs: NDArray[np.float32]
-    """Log-probability of the sampling, in nats, float32.
+    """Log-probability with which the engine sampled the id, in nats, float32.
 
     It is 0 at untrained positions, and NaN without a value from the engine.
     """
     temperatures: NDArray[np.float32]
-    """Divisor of the logits for the log-probability of the sampling; 1 at untrained positions, float32."""
+    """Divisor of the logits for a log-probability that compares to `logprobs`; 1 at untrained positions, float32."""
     advantages: NDArray[np.float32]
     """Advantage of the id, float32; 0 before advantages are given, and at untrained positions."""
     weight_versions: NDArray[np.int32]
@@ -81,7 +81,7 @@ class TrainingBatch:
     groups: tuple[ComparedGroup, ...]
     """All given groups, with their state: complete or partial, flat or not."""
     absent: Mapping[str, int]
-    """Number of trajectories without a reward, by outcome, or by the reason for scored ones."""
+    """Number of trajectories without a reward, by outcome, or by "no_turn", "no_reward" or "untrained"."""
     layout: Layout
     """Positions of the rows."""
     inexact_reason: str
@@ -336,9 +336,9 @@ class TrainingTensors:
     loss_mask: torch.Tensor
     """True if the id is trained, bool."""
     logprobs: torch.Tensor
-    """Log-probability of the sampling, in nats, float32."""
+    """Log-probability with which the engine sampled the id, in nats, float32."""
     temperatures: torch.Tensor
-    """Divisor of the logits for the log-probability of the sampling, float32."""
+    """Divisor of the logits for a log-probability that compares to `logprobs`, float32."""
     advantages: torch.Tensor
     """Advantage of the id, float32."""
     weight_versions: torch.Tensor
@@ -388,5 +388,5 @@ def _checked_id(pad_id: int, vocabulary: int | None) -> int:
     if not is_whole(pad_id, least=0):
         raise BadOption(f"pad_id={pad_id!r:.60}: give a token id, such as tokenizer.pad_token_id or the EOS.")
     if vocabulary is not None and pad_id >= vocabulary:
-        raise BadOption(f"pad_id={pad_id} is not one of the {vocabulary} ids of this vocabulary.")
+        raise BadOption(f"pad_id={pad_id}: give one of the {vocabulary} ids of this vocabulary, such as the EOS.")
     return pad_id

@@ -23,7 +23,9 @@ _GB_BYTES: Final = 1e9
 
 
 def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
-    """Check that the main memory suffices for an engine, its update, and the model in transformers. Blocks the thread.
+    """Check that the main memory suffices for an engine, its update, and the model in transformers.
+
+    The call blocks its thread, since it reads files.
 
     Transformers holds the model in float32, and a copy of its first values. For an engine in half precision, the proof
     needs another copy with rounded values. On a CPU the engine is in main memory, with a second model while weights are
@@ -59,7 +61,7 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
 
 
 def linear_kinds(model: Any) -> list[str]:
-    """Return the kinds of linear layers without the output layer, which PEFT also leaves out."""
+    """Return the kinds (see `tensor_kind`) of linear layers, without the output layer, which PEFT also leaves out."""
     import torch
 
     head = model.get_output_embeddings()
@@ -97,7 +99,7 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
     torch.manual_seed(1)
     try:
         adapted = peft.get_peft_model(model, config).eval()
-    except ValueError as error:  # such as for a Mamba layer's output, whose weight the kernel reads directly
+    except ValueError as error:  # for example, the kernel reads the weight of a Mamba layer's output directly
         raise BadWeights(f"PEFT has no adapter on {kind}: {error}") from error
     try:
         of_adapter = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -141,8 +143,8 @@ def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path
             info = NCCLTrainerInitInfo(LOOPBACK, _free_port(), 1 + workers, rank=0)
             return LocalTransfer(info, _ModelTensors(model, device="cuda"))
     raise BadOption(
-        f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): transfers are tried with 'file', 'ipc' "
-        "and 'nccl'."
+        f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): the check supports 'file', 'ipc' and "
+        "'nccl': give one of them."
     )
 
 

@@ -53,19 +53,29 @@ def ratios(logprobs: Any, batch: TrainingBatch) -> Any:
     if len(bad):
         place = tuple(bad[0])
         row = batch.rows[batch.segment_ids[place] - 1]
-        raise BadBatch(f"the log-probability {values[place]} of an id of {name_of(row.trajectory)} is not finite.")
+        raise BadBatch(
+            f"logprobs: the value of a trained id of {name_of(row.trajectory)} is {values[place]}: give finite numbers."
+        )
     gap = np.where(batch.loss_mask, values - batch.logprobs, 0.0)
     return like(logprobs, np.where(batch.loss_mask, np.exp(gap), 0.0))
 
 
 def tis(ratio: Any, *, most: float = 2.0) -> Any:
-    """Ratios clipped at `most`: truncated importance sampling, https://fengyao.notion.site/off-policy-rl."""
+    """Ratios clipped at `most`: truncated importance sampling, https://fengyao.notion.site/off-policy-rl.
+
+    Raises:
+        BadOption: `most` is not above 0 and finite.
+    """
     _check_bounds(0.0, most)
     return like(ratio, np.minimum(_float64(ratio), most))
 
 
 def icepop(ratio: Any, *, least: float = 0.5, most: float = 5.0) -> Any:
-    """Ratios within the bounds, and 0 outside of them: IcePop, https://arxiv.org/abs/2510.18855."""
+    """Ratios within the bounds, and 0 outside of them: IcePop, https://arxiv.org/abs/2510.18855.
+
+    Raises:
+        BadOption: a bound is invalid.
+    """
     _check_bounds(least, most)
     values = _float64(ratio)
     return like(ratio, np.where((values >= least) & (values <= most), values, 0.0))
@@ -81,7 +91,7 @@ def sequence_mask(
 ) -> Any:
     """1 for trained ids of trajectories whose ratio is within the bounds, and 0 for all other positions.
 
-    A trajectory is one sequence, whatever its segments. The geometric mean is as in GSPO,
+    A trajectory with several segments is one sequence. The geometric mean is as in GSPO,
     https://arxiv.org/abs/2507.18071; masked importance sampling of sequences: https://richardli.xyz/rl-collapse.
 
     Args:
@@ -123,14 +133,14 @@ class Mismatch:
     mean_gap: float
     """Mean absolute difference of the log-probabilities in nats."""
     kl: float
-    """Mean of ratio - 1 - log(ratio) in nats, which estimates the divergence of the sampling from the trainer's policy:
-    "k3" of http://joschu.net/blog/kl-approx.html."""
+    """Mean of ratio - 1 - log(ratio) in nats. It estimates the KL divergence of the sampling policy from the trainer's
+    policy: "k3" of http://joschu.net/blog/kl-approx.html."""
     largest: float
     """Largest ratio."""
     clipped: float
     """Share of ids whose ratio is outside of the bounds."""
     by_version: Mapping[str, Mismatch]
-    """The figures for the ids of each weight version. This field is empty in these parts."""
+    """The figures for the ids of each weight version. In these figures, this field is empty."""
 
 
 def mismatch(ratio: Any, batch: TrainingBatch, *, least: float = 0.5, most: float = 2.0) -> Mismatch:
@@ -193,7 +203,7 @@ def _check_bounds(least: float, most: float) -> None:
 def _checked(name: str, given: Any, batch: TrainingBatch) -> NDArray[np.float64]:
     values = _float64(given)
     if values.shape != batch.loss_mask.shape:
-        raise BadBatch(f"{name} of shape {values.shape}: give one for each position, shape {batch.loss_mask.shape}.")
+        raise BadBatch(f"{name} of shape {values.shape}: give one value a position, shape {batch.loss_mask.shape}.")
     return values
 
 

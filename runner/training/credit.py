@@ -1,4 +1,4 @@
-"""Credit for turns: returns of turns, comparison by turn, GAE over turns, and credit shared by rows.
+"""Credit for turns: returns, comparison of turns with the same number, GAE over turns, and credit shared by rows.
 
 Functions return one value for each position, shape [sequences, length], float32, for `TrainingBatch.with_advantages`; 0
 at untrained positions. Given values are numpy arrays or torch tensors, on any device and in any precision; the result
@@ -56,7 +56,7 @@ def turn_returns(batch: TrainingBatch, *, discount: float = 1.0) -> NDArray[np.f
 
 
 def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule = dr_grpo) -> NDArray[np.float32]:
-    """The return of each turn, compared with the returns of the turns with the same number in its group.
+    """The return of each turn, compared with the returns of the group's turns that have the same number.
 
     The result is 0 for a turn if no other trajectory of the group has a turn with its number. See "turn-level
     advantage" in https://arxiv.org/abs/2505.11821.
@@ -67,7 +67,7 @@ def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule 
         rule: the comparison; `dr_grpo` subtracts the mean.
 
     Raises:
-        BadBatch: as `turn_returns`, and if no turn has another one to be compared with.
+        BadBatch: as for `turn_returns`; or no turn can be compared with a turn of another trajectory.
         BadOption: the discount is not within 0 and 1.
     """
     _check_share("discount", discount)
@@ -77,7 +77,7 @@ def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule 
     most = max((each.number for each in flat), default=0) + 1
     labels = np.array([int(batch.group_of[each.trajectory]) * most + each.number for each in flat], np.int64)
     placed = np.zeros(batch.loss_mask.size, np.float32)
-    for each, value in zip(flat, rule(returns, labels), strict=True):  # type: ignore[arg-type]  # any numbers
+    for each, value in zip(flat, rule(returns, labels), strict=True):  # type: ignore[arg-type]  # rules take any type
         placed[each.places] = value
     return placed.reshape(batch.loss_mask.shape)
 
@@ -99,14 +99,14 @@ def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: floa
         Advantages, and the targets of the critic, which are advantage + value.
 
     Raises:
-        BadBatch: as `turn_returns`; or the shape does not fit, or the value of a turn is not finite.
-        BadOption: a factor is not within 0 and 1.
+        BadBatch: as for `turn_returns`; or the shape does not fit, or the value of a turn is not finite.
+        BadOption: a factor is not from 0 to 1.
     """
     _check_share("discount", discount)
     _check_share("decay", decay)
     given = as_numpy(values).astype(np.float64)
     if given.shape != batch.loss_mask.shape:
-        raise BadBatch(f"values of shape {given.shape}: give one for each position, shape {batch.loss_mask.shape}.")
+        raise BadBatch(f"values of shape {given.shape}: give one value a position, shape {batch.loss_mask.shape}.")
     advantages, targets = np.zeros(given.size, np.float32), np.zeros(given.size, np.float32)
     for turns in _turns(batch):
         later, after = 0.0, 0.0  # advantage and value of the following turn

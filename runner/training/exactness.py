@@ -22,7 +22,7 @@ _MIN_TEMPERATURE = 0.01  # vLLM's minimum for temperatures above 0
 
 
 def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorded: bool = False) -> str:
-    """Return why exp(trainer's log-probability - recorded one) is not a ratio of two policies; "" if it is.
+    """Return the reasons why exp(trainer's - recorded log-probability) is not a ratio of two policies; "" if it is.
 
     The recorded value is of the sampling distribution. With top-k, top-p or min-p, that distribution covers a part of
     the vocabulary, scaled to 1. A trainer, which covers the whole vocabulary, computes a lower value for the same
@@ -60,7 +60,7 @@ def reason_counts(
 def temperatures(row: TrainingRow) -> NDArray[np.float32]:
     """Return the divisor of the logits that predict each position, shape [length], float32.
 
-    It is 1 at untrained positions, and if it is unknown (see `inexact_reason`). It is also 1 for temperature 0, since
+    The divisor is 1 at untrained positions, and if the sampling was not recorded. It is also 1 for temperature 0, since
     the engine then reports the log-probability at temperature 1.
     """
     values = np.ones(len(row), dtype=np.float32)

@@ -104,7 +104,7 @@ class GrammarMasks(RecordedMasks):
         index = np.full(turn.end - turn.start, UNCONSTRAINED_INDEX, dtype=np.int32)
         mask = np.full((1, table.words), -1, dtype=np.int32)
         for position, token_id in enumerate(turn.token_ids):
-            # As in vLLM: after an end id that is not in our stop ids, the grammar allows everything.
+            # The grammar has ended with an end id that is not in our stop ids. As in vLLM, all later ids are allowed.
             if matcher.is_terminated():
                 break
             # False means that every id is allowed, and the mask was not written.
@@ -122,10 +122,10 @@ class GrammarMasks(RecordedMasks):
         assert turn.constraint is not None
         try:
             compiled = self._compiled(turn.constraint)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # from the library and from malformed values
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # xgrammar and malformed values raise these
             raise BadBatch(
-                f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_without_place(error)}); "
-                "was it written by hand, or enforced by another library than xgrammar?"
+                f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_without_place(error)}). "
+                "If it was written by hand, or not enforced by xgrammar, leave the turn out."
             ) from error
         stop_ids = self.stop_ids.union(turn.sampling.stop_ids if turn.sampling is not None else ())
         return self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids) or None)
@@ -167,7 +167,11 @@ def _misfit(constraint: Constraint, name: str, position: int, token_id: int) -> 
 
 
 def _any_whitespace(config: Any, reasoning_parser: str | None) -> bool:
-    """Return whether an engine allows any whitespace in JSON; refuse settings with unknown masks."""
+    """Return True if an engine allows any whitespace in JSON.
+
+    Raises:
+        BadOption: with these settings, the masks are unknown.
+    """
 
     def setting(name: str, default: Any) -> Any:
         return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
@@ -201,7 +205,7 @@ def _tokenizer_info(xgrammar: Any, model: str | os.PathLike[str], vocabulary: in
     resolved = models.resolve_model(model)
     size = vocabulary or _logits(resolved.folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of other libraries
+        warnings.simplefilter("ignore")  # transformers and its libraries warn about themselves
         from transformers import AutoTokenizer
 
         try:
@@ -221,7 +225,7 @@ def _logits(folder: Path) -> int:
 
 
 def _choice_grammar(choices: Sequence[str]) -> str:
-    """Return vLLM's grammar of a choice for xgrammar."""
+    """Return the grammar that vLLM builds for a choice between texts, in xgrammar's form."""
     return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
 
 
@@ -235,7 +239,7 @@ _ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def _is_lark(grammar: str) -> bool:
-    """Return whether vLLM treats a grammar as Lark: no line besides comments defines a rule by "::="."""
+    """Return True if vLLM treats a grammar as Lark: no line besides comments defines a rule by "::="."""
     lines = (re.sub(r"(#|//).*$", "", line) for line in grammar.split("\n"))
     return bool(grammar) and not any("::=" in line for line in lines)
 

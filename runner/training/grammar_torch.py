@@ -1,4 +1,4 @@
-"""Log-probabilities under token masks for torch, with gradients, equal to the engine sampler's."""
+"""Log-probabilities under token masks for torch, with gradients, equal to those of the engine's sampler."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_bitmask", "head_logprobs", "masked_logprobs"]
 
-_NARROW_COLUMNS = 1 / 16  # share of a vocabulary up to which only the mask's own ids are read
+_NARROW_COLUMNS = 1 / 16  # if a mask allows at most this share of a vocabulary, only the allowed ids are read
 
 _Scores = Callable[[Any, Any], Any]  # (positions, ids) to logits; None selects all ids
 
 
 def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any:
-    """Return the logits of the sampling: divided by the temperature, and minus infinity for ids that are not allowed.
+    """Return the sampler's logits: divided by the temperature, and minus infinity for ids that are not allowed.
 
     Args:
         logits: shape [n, vocabulary], any floating type.
@@ -30,7 +30,7 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
         temperature: one number for all, or shape [n]; 1 for greedy turns.
 
     Returns:
-        A new tensor of the same shape, float32, or float64 where the logits are.
+        A new tensor of the same shape, float32, or float64 if the logits are float64.
 
     Raises:
         BadBatch: the shapes do not fit.
@@ -58,8 +58,8 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
         temperature: one number for all, or shape [n], such as a batch's `temperatures`.
 
     Returns:
-        Log-probabilities in nats, shape [n], float32, or float64 where the logits are; minus infinity for an id that
-        was not allowed.
+        Log-probabilities in nats, shape [n], float32, or float64 if the logits are float64; minus infinity for an id
+        that was not allowed.
 
     Raises:
         BadBatch: the shapes do not fit.
@@ -77,7 +77,7 @@ def head_logprobs(
 ) -> Any:
     """Return the result of `masked_logprobs` from the input of the model's head, and compute only allowed logits.
 
-    For heads that are one matrix, without a later step such as a soft cap on the logits.
+    The head must be one matrix, without a later step such as a soft cap on the logits.
 
     Args:
         hidden: the last hidden states at the positions that predict the ids, shape [n, width].
@@ -88,7 +88,7 @@ def head_logprobs(
         bias: the bias of the head, shape [vocabulary].
 
     Returns:
-        As `masked_logprobs`.
+        The log-probabilities, as `masked_logprobs` returns them.
 
     Raises:
         BadBatch: the shapes do not fit.
@@ -121,7 +121,7 @@ def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any
 
 
 def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64] | None]]:
-    """Yield the positions without a mask, with many allowed ids, and with few; for the last group also the ids."""
+    """Yield three groups of positions: without a mask, with many allowed ids, and with few, together with these ids."""
     free = masks.index == UNCONSTRAINED_INDEX
     narrow = ~free & (masks.allowed <= max(1, masks.vocabulary * _NARROW_COLUMNS))
     for chosen in (free, ~free & ~narrow):
@@ -161,7 +161,7 @@ def _indices(chosen: NDArray[np.bool_], device: Any) -> Any:
 
 
 def _column(temperature: Any, like: Any) -> Any:
-    """Return the divisor for rows of logits."""
+    """Return the temperature as a divisor of rows of logits, shape [1 or n, 1]."""
     return torch.as_tensor(temperature, dtype=like.dtype, device=like.device).reshape(-1, 1)
 
 

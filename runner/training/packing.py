@@ -36,6 +36,9 @@ class Layout:
             lengths: lengths of the rows.
             length: length of the sequences; by default the length of the longest row.
             multiple_of: the length is rounded up to a multiple of this.
+
+        Raises:
+            BadOption: a number is below 1, or a row is longer than the length.
         """
         whole(f"multiple_of={multiple_of!r}", multiple_of, least=1)
         longest = max(lengths, default=0)
@@ -52,10 +55,13 @@ class Layout:
         """Put each row, longest first, into the first sequence with room.
 
         Rows of equal length keep their order, so the same rows are always packed in the same way.
+
+        Raises:
+            BadOption: the length is below 1, or a row is longer than it.
         """
         whole(f"length={length!r}", length, least=1)
         _fits(max(lengths, default=0), length)
-        room = np.full(len(lengths), length, dtype=np.int64)  # never more sequences than rows
+        room = np.full(len(lengths), length, dtype=np.int64)  # there are at most as many sequences as rows
         starts = np.zeros(len(lengths), dtype=np.int64)
         used = 0
         for row in np.argsort(-_int64(lengths), kind="stable"):
@@ -100,7 +106,7 @@ class Layout:
         flat = np.arange(self.sequences * self.length, dtype=np.int64)
         begins = np.zeros_like(flat)
         for edges in (self.starts, self.starts + self.lengths):
-            inside = edges[edges < len(flat)]  # without padding the last row ends at the end of the array
+            inside = edges[edges < len(flat)]  # without padding, the last row ends at len(flat), outside of the array
             begins[inside] = inside
         begins[:: self.length or 1] = flat[:: self.length or 1]
         positions: NDArray[np.int32] = (flat - np.maximum.accumulate(begins)).astype(np.int32)
@@ -113,4 +119,4 @@ def _int64(lengths: Sequence[int]) -> NDArray[np.int64]:
 
 def _fits(longest: int, length: int) -> None:
     if longest > length:
-        raise BadOption(f"a row of {longest} ids does not fit into sequences of length={length}; rows are never cut.")
+        raise BadOption(f"a row of {longest} ids does not fit into length={length}: give at least length={longest}.")

@@ -41,8 +41,8 @@ class Pools:
         run = Run(environment, engine, tasks=Pools(tasks, weights={"new": 1, "middle": 2}), group_size=8)
 
     Each task is drawn in two steps: a pool by its weight, among pools with tasks, and then a task of the pool. Seed and
-    results determine the draws. A resumed run file restores the pass rates. End the iteration of the run, or use
-    `run.groups(full=n)`.
+    results determine the draws. A resumed run file restores the pass rates. The source never ends: leave the loop over
+    the run, or use `run.groups(full=n)`.
 
     Args:
         tasks: the tasks, all kept in memory.
@@ -72,10 +72,10 @@ class Pools:
                 raise BadTask(f"two tasks have the id {task.id!r}: give each task a unique id.")
             self._tasks[task.id] = task
         if not self._tasks:
-            raise BadTask("there is no task to draw.")
+            raise BadTask("Pools(tasks): there are no tasks to draw: give at least one.")
         self._weights = _checked_weights(DEFAULT_WEIGHTS if weights is None else weights)
         if not 0 <= decay < 1:
-            raise BadOption(f"decay={decay!r:.60}: give a number from 0, below 1.")
+            raise BadOption(f"decay={decay!r:.60}: give a number from 0 to below 1.")
         self._decay = decay
         self._passed = passed or _reward
         self._random = random.Random(seed)
@@ -137,7 +137,7 @@ def _checked_weights(weights: Mapping[str, float]) -> dict[Pool, float]:
         except ValueError:
             raise BadOption(f"weights={{{name!r:.30}: ...}}: the pools are {', '.join(Pool)}.") from None
         if not 0 <= weight < float("inf"):
-            raise BadOption(f"weights={{{name!r}: {weight!r:.30}}}: give a finite number from 0 on.")
+            raise BadOption(f"weights={{{name!r}: {weight!r:.30}}}: give a finite number of at least 0.")
         checked[pool] = float(weight)
     if not any(checked.values()):
         raise BadOption("weights: at least one pool needs a weight above 0.")

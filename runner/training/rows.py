@@ -34,7 +34,7 @@ class TrainingRow:
     It is False for the first id, since nothing before it predicts it.
     """
     logprobs: NDArray[np.float32]
-    """Log-probability of each id's sampling, in nats, shape [length], float32.
+    """Log-probability with which the engine sampled each id, in nats, shape [length], float32.
 
     It is 0 where `loss_mask` is False, and NaN without a value from the engine.
     """
@@ -81,9 +81,9 @@ def top_logprobs(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArr
 
 
 def row_experts(row: TrainingRow) -> NDArray[np.int16] | None:
-    """Return the experts that computed each id of a row, shape [length, layers, experts of each id], or None.
+    """Return the experts that computed each id of a row, shape [length, layers, experts of each id].
 
-    They are -1 for ids without experts. Turns that were withdrawn have experts too.
+    Ids without experts have -1. Turns that were withdrawn have experts too. The result is None if no turn has experts.
 
     Raises:
         BadBatch: turns have experts of different shapes.
@@ -93,7 +93,9 @@ def row_experts(row: TrainingRow) -> NDArray[np.int16] | None:
         return None
     shapes = {(each.layers, each.top) for each in known}
     if len(shapes) > 1:
-        raise BadBatch(f"episode {row.trajectory.id!r}: turns have experts of the shapes {sorted(shapes)}.")
+        raise BadBatch(
+            f"episode {row.trajectory.id!r}: turns have experts of the shapes {sorted(shapes)}: play with one model."
+        )
     experts = np.full((len(row), *shapes.pop()), -1, np.int16)
     for each in known:
         experts[each.start : each.end] = each.numbers()
@@ -113,7 +115,7 @@ def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:
 def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> TrainingRow:
     log = trajectory.segments[index].log
     mask = np.frombuffer(log.mask(), dtype=np.int8).astype(np.bool_)
-    mask[:1] = False  # no id predicts the first one; in a packed batch, the previous row would
+    mask[:1] = False  # no id of the row predicts the first id; in a packed batch, an id of the previous row would
     return TrainingRow(
         trajectory=trajectory,
         segment=index,

@@ -36,9 +36,9 @@ class SegmentChoice(enum.StrEnum):
     EACH = "each"
     """A row for each segment with trained ids. Nothing is lost."""
     LAST = "last"
-    """The last segment with trained ids; earlier ones are not trained."""
+    """The last segment with trained ids; earlier segments are not trained."""
     LONGEST = "longest"
-    """The segment with the most trained ids; of equal ones, the later one. Others are not trained."""
+    """The segment with the most trained ids; of several such segments, the last. Other segments are not trained."""
     REFUSE = "refuse"
     """A trajectory with several segments is an error."""
 
@@ -78,27 +78,27 @@ class SampleRow:
     mask: NDArray[np.bool_]
     """True if the id was sampled in this segment and is trained, bool; all False in a failed episode."""
     logprobs: NDArray[np.float32]
-    """Log-probability of each id's sampling in nats, float32; 0 where `mask` is False.
+    """Log-probability with which the engine sampled each id, in nats, float32; 0 where `mask` is False.
 
-    It is NaN without a value, which occurs with `needs_logprobs=False` only.
+    It is NaN if the engine returned no value, which occurs with `needs_logprobs=False` only.
     """
     versions: tuple[str, ...]
     """Weight version of each id; "" where `mask` is False."""
     constrained: NDArray[np.bool_]
     """True if the id was sampled under a grammar, so that its log-probability is relative to the allowed ids, bool."""
     temperatures: NDArray[np.float32]
-    """Divisor of the logits for that log-probability, float32; 1 where `mask` is False."""
+    """Divisor of the logits for a log-probability that compares to `logprobs`, float32; 1 where `mask` is False."""
     advantages: NDArray[np.float32]
     """Advantage of each id, float32; 0 where `mask` is False, and if none were given."""
     sampling_masks: SamplingMasks | None
-    """Ids that could be sampled at each position. A position is empty if `mask` is False or the engine returned none.
+    """Ids that could be sampled at each position; no ids where `mask` is False or the engine returned none.
 
-    None if the engine returned none for the whole row.
+    The field is None if the engine returned none for the whole row.
     """
     routed_experts: NDArray[np.int16] | None
     """Experts that computed each id of prompt and response, shape [prompt + response, layers, experts]; -1 if unknown.
 
-    None if the engine returned none.
+    The field is None if the engine returned no experts for the row.
     """
     reward: float | None
     """Reward of the trajectory; None in a failed episode."""
@@ -119,7 +119,7 @@ class SampleRow:
 
 
 class InexactRows:
-    """Counts why the ratio of probabilities is not exact, and logs a warning the first time for each reason.
+    """A counter of the reasons why ratios of probabilities are not exact. It logs a warning once for each reason.
 
     `INEXACT` of this module counts for the whole process: `from runner.training.sample_rows import INEXACT`.
     """
@@ -145,11 +145,11 @@ class InexactRows:
         return dict(self._left_out)
 
     def leave_out(self, trajectory: Trajectory, reason: str, cause: str) -> None:
-        """Count a row that is not trained."""
+        """Count a row that is not trained, and log the first one of each reason."""
         if reason not in self._left_out:
             log.warning(
-                "%s is not trained on (%s): %s. This is said once; INEXACT.left_out of runner.training.sample_rows has "
-                "the counts",
+                "%s is not trained on (%s): %s. This is logged once; INEXACT.left_out of runner.training.sample_rows "
+                "has the counts",
                 name_of(trajectory),
                 reason,
                 cause,
@@ -157,12 +157,12 @@ class InexactRows:
         self._left_out[reason] += 1
 
     def add(self, rows: Sequence[TrainingRow]) -> None:
-        """Count rows."""
+        """Count the reasons why these rows are not exact, and log each new reason."""
         turns, ids = reason_counts(rows, recorded=True)  # the rows contain their masks
         for reason in sorted({*turns, *ids} - {*self._turns, *self._ids}):
             log.warning(
                 "rows are not exact: %s. The trainer's log-probability of such an id is not comparable to the "
-                "engine's. This is said once; INEXACT of runner.training.sample_rows has the counts",
+                "engine's. This is logged once; INEXACT of runner.training.sample_rows has the counts",
                 reason,
             )
         self._turns += turns
@@ -185,9 +185,10 @@ def sample_rows(
 ) -> list[SampleRow]:
     """Return a trajectory as rows, at least one.
 
-    A failed episode has its ids, no trained position and reward None. The same holds for an episode with a trained id
-    whose log-probability is not finite, and for a row that is too long, which is cut to the length. The latter two are
-    counted and logged once. A trajectory without a trained id has one row whose response is one padding id.
+    The rows of a failed episode have its ids, no trained position and reward None. The same holds for an episode with a
+    trained id whose log-probability is not finite, and for a row that is too long, which is cut to the length. These
+    two cases are counted, and logged once. A trajectory without a trained id has one row, whose response is one padding
+    id.
 
     Args:
         trajectory: a trajectory of a trained agent.
@@ -195,7 +196,7 @@ def sample_rows(
         advantages: one number for the trajectory, or one for each of its turns.
         length: maximum number of ids of prompt and response together, or a pair of maximum numbers for each.
         pad_id: the id of a response without ids.
-        needs_logprobs: False for a trainer that ignores `logprobs`: ids without one are trained, too.
+        needs_logprobs: False for a trainer that ignores `logprobs`: ids without a log-probability are trained too.
         counts: counter of reasons for inexact ratios, and of rows that are left out.
 
     Raises:
@@ -244,7 +245,7 @@ class _Limit:
         return cls(whole(given, length, least=2, otherwise=", or a pair of the most ids of prompt and of response"))
 
     def kept(self, prompt: int, response: int) -> tuple[int, int]:
-        """The numbers of ids of prompt and response that fit. The last ids of the prompt are kept."""
+        """Return the numbers of ids of prompt and response that fit. The last ids of the prompt are kept."""
         if self.whole is not None:
             response = min(response, max(1, self.whole - prompt))
             return min(prompt, self.whole - response), response
@@ -257,7 +258,7 @@ def _chosen(rows: list[TrainingRow], choice: SegmentChoice, trajectory: Trajecto
     if choice is SegmentChoice.REFUSE:
         raise BadBatch(
             f"{name_of(trajectory)} has {len(rows)} segments with trained ids, since its history was rewritten: give "
-            "segments='each' for a row of each, or 'last' or 'longest' for one of them."
+            "segments='each' for one row a segment, or 'last' or 'longest' for one segment."
         )
     if choice is SegmentChoice.LAST:
         return rows[-1:]

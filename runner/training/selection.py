@@ -51,18 +51,18 @@ UNTRAINED: Final = "untrained"
 
 @dataclass(frozen=True, slots=True)
 class ComparedGroup:
-    """Group in a source."""
+    """A group of a source, or a single trajectory of it."""
 
     task: Task
     """Task of the group."""
     agent: str
     """Agent of the group."""
     scored: int
-    """Number of its trajectories with a reward."""
+    """Number of the group's trajectories with a reward."""
     complete: bool = True
-    """True if all its episodes are finished."""
+    """True if all episodes of the group are finished."""
     flat: bool = False
-    """True if its rewards are all equal, or there is only one, so that it has no gradient."""
+    """True if the group's rewards are all equal, or there is only one, so that the group has no gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class Selection:
     rows: tuple[TrainingRow, ...]
     """All segments with trained ids, trajectory by trajectory.
 
-    A scored trajectory without trained ids has none; its reward is compared like the others.
+    A scored trajectory without trained ids has no rows; its reward is compared like the others.
     """
     trajectory_of: NDArray[np.int32]
     """Index of each row's trajectory in `trajectories`, shape [rows], int32."""
@@ -107,8 +107,10 @@ class Selection:
             vocabulary: number of ids of the model (`model.config.vocab_size`); every id is checked against it.
 
         Raises:
-            BadBatch: the source is empty, or has an item that is not a group; a group is incomplete; a trajectory
-                occurs twice; a reward is not finite; an id is not in the vocabulary; all turns are of message engines.
+            BadBatch: the source is empty, or has an item that is neither a group nor a trajectory; a group is
+                incomplete; a trajectory occurs twice, or is single with `drop_flat`; a reward is not finite; an id is
+                not in the vocabulary; all turns are of message engines.
+            BadOption: `vocabulary` is not a number of at least 1.
         """
         items = _items(source, partial=partial, drop_flat=drop_flat)
         scored, absent = _present(items)
@@ -156,7 +158,7 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
         )
     items = list(source)
     if not items:
-        raise BadBatch("no groups were given: an iterator that was read before is empty.")
+        raise BadBatch("no groups were given: an iterator that was read before is empty; give a list.")
     for item in items:
         if not isinstance(item, Group | Trajectory):
             raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory: give groups or trajectories.")
@@ -183,7 +185,7 @@ def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory
     for index, item in enumerate(items):
         for trajectory in (item,) if isinstance(item, Trajectory) else item.trajectories:
             if trajectory in seen:
-                raise BadBatch(f"{name_of(trajectory)} was given twice.")
+                raise BadBatch(f"{name_of(trajectory)} was given twice: give each trajectory once.")
             seen.add(trajectory)
             why = absence(trajectory)
             if why:
@@ -194,7 +196,7 @@ def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory
 
 
 def _refuse_messages(items: Sequence[Group | Trajectory]) -> None:
-    """Refuse a source with only turns of message engines, which have no ids."""
+    """Raise BadBatch if all turns of a source are of message engines, since these turns have no ids."""
     given = [each for item in items for each in ((item,) if isinstance(item, Trajectory) else item.trajectories)]
     spoke = [each for each in given if each.turns]
     if spoke and not any(turn.has_ids for each in spoke for turn in each.turns):
@@ -216,7 +218,7 @@ def absence(trajectory: Trajectory) -> str:
 
 
 def refusal(trajectory: Trajectory) -> str:
-    """Return the reason to withhold a trajectory from other libraries: `absence` or "no_logprobs"; "" for none.
+    """Return the reason to withhold a trajectory from other libraries: `absence` or "no_logprobs"; "" without a reason.
 
     A `TrainingBatch` keeps ids without a log-probability, and names them in its `inexact_reason`. Other libraries
     compute with the value.
@@ -240,7 +242,10 @@ def _rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
         rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64).astype(np.float32)
     for index in np.flatnonzero(~np.isfinite(rewards)):
         trajectory = trajectories[index]
-        raise BadBatch(f"{name_of(trajectory)} has the reward {trajectory.reward}: a batch holds finite float32s.")
+        raise BadBatch(
+            f"{name_of(trajectory)} has the reward {trajectory.reward}, which is not a finite float32: correct the "
+            "reward, or leave the trajectory out."
+        )
     return rewards
 
 
@@ -266,5 +271,6 @@ def _check_vocabulary(rows: Sequence[TrainingRow], vocabulary: int) -> None:
             position = int(np.flatnonzero((row.ids < 0) | (row.ids >= vocabulary))[0])
             raise BadBatch(
                 f"{name_of(row.trajectory)}, segment {row.segment}, position {position}: id {row.ids[position]} is "
-                f"not one of the {vocabulary} ids of this vocabulary: it was sampled with another tokenizer."
+                f"not one of the {vocabulary} ids of this vocabulary. Give vocabulary= of the model that sampled it, "
+                "or leave this trajectory out."
             )

@@ -42,7 +42,7 @@ def tensor_kind(name: str) -> str:
 
 
 def float_tensors(model: Any) -> dict[str, Any]:
-    """Return the floating-point parameters and persistent buffers of a torch model by name; tied ones once.
+    """Return the floating-point parameters and persistent buffers of a torch model by name; tied tensors once.
 
     Buffers of a checkpoint are weights too, such as the bias by which DeepSeek V3 chooses experts.
     """
@@ -101,7 +101,7 @@ def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
     if getattr(tiny, "quantization_config", None) is not None:
         del tiny.quantization_config  # random weights are not quantized
     text = tiny.get_text_config()
-    heads = getattr(text, "num_attention_heads", HEAD_COUNT)  # missing in a model that has only recurrent layers
+    heads = getattr(text, "num_attention_heads", HEAD_COUNT)  # a model with only recurrent layers has no such setting
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     grouped = getattr(text, "num_key_value_heads", None) not in (None, heads)
     hidden = HIDDEN_SIZE if getattr(text, "head_dim", None) else HEAD_COUNT * head_size
@@ -122,7 +122,7 @@ def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
         **_SIZES,
         **{name: min(8, getattr(text, name, None) or 8) for name in _EXPERTS},
     }
-    if embedding := getattr(text, "word_embed_proj_dim", None):  # exists in OPT, often smaller than the hidden size
+    if embedding := getattr(text, "word_embed_proj_dim", None):  # a setting of OPT, often below the hidden size
         changes["word_embed_proj_dim"] = hidden * embedding // text.hidden_size
     if isinstance(getattr(text, "mamba_d_head", None), int) and hasattr(text, "mamba_expand"):
         inner = text.mamba_expand * hidden
@@ -131,13 +131,16 @@ def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
         changes |= {"num_heads": text.expand * hidden // head_size}
     for name, value in changes.items():
         if value is not None and getattr(text, name, None) is not None:
-            with suppress(AttributeError):  # computed from other settings
+            with suppress(AttributeError):  # a setting that is computed from others cannot be set
                 setattr(text, name, value)
     return tiny
 
 
 def _layers(text: Any, count: int) -> dict[str, Any]:
-    """Return the number of layers and their types, if listed. Each type occurs at least once."""
+    """Return the settings of `count` layers, and of their types if the configuration lists them.
+
+    Each type occurs at least once, so there may be more layers.
+    """
     types = getattr(text, "layer_types", None)
     if not types:
         return {"num_hidden_layers": count}
@@ -166,13 +169,16 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
 
 
 def save_tiny_model(source: Path, folder: Path, *, tokenizer: Path, vocabulary: int | None = None) -> Any:
-    """Create a tiny model from the configuration in `source`, and save it in `folder` with a tokenizer's files.
+    """Create a tiny model from the configuration in `source`, save it in `folder` with a tokenizer, and return it.
 
     Args:
         source: a folder with a config.json.
-        folder: folder to save it in.
-        tokenizer: folder of its tokenizer and chat template.
+        folder: folder to save the model in.
+        tokenizer: folder of the tokenizer and chat template, whose files are copied.
         vocabulary: number of ids; None keeps the number in the configuration.
+
+    Raises:
+        BadModel: transformers cannot read the configuration, or cannot create the model.
     """
     import transformers
 

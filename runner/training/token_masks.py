@@ -93,8 +93,8 @@ class MaskTable:
 class RecordedMasks:
     """Token masks of turns whose engine returned the ids that could be sampled, `turn.sampling_masks`.
 
-    They also exclude the ids that a grammar excluded. `GrammarMasks` uses them too, and computes the masks of other
-    constrained turns. A mask has one bit for each id of the vocabulary, and truncated positions rarely have equal
+    These masks also exclude the ids that a grammar excluded. `GrammarMasks` uses them too, and computes the masks of
+    other constrained turns. A mask has one bit for each id of the vocabulary, and truncated positions rarely have equal
     masks: 150,000 ids are 19 kB for each position.
 
     Args:
@@ -174,7 +174,8 @@ class RecordedMasks:
             if token_id not in allowed or ids.min() < 0 or ids.max() >= self.vocabulary:
                 raise BadBatch(
                     f"{name}: the sampling mask of its sampled id number {position} from 0 lacks the id {token_id}, "
-                    f"or has ids that are not among the {self.vocabulary} of this vocabulary."
+                    f"or has ids that are not among the {self.vocabulary} of this vocabulary. Give vocabulary= of the "
+                    "model that sampled the turn, or leave the turn out."
                 )
             bits = np.zeros(table.words * WORD_BITS, np.bool_)
             bits[ids] = True

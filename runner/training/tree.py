@@ -28,7 +28,7 @@ _Nodes: TypeAlias = NDArray[np.int32]
 class LossTerms:
     """Terms of the loss: one for each trained id of each row, even if rows share the id's node.
 
-    So the loss equals the loss of single rows: `advantages[terms.row]` is each term's advantage, and
+    Therefore the loss equals the loss of single rows. `advantages[terms.row]` is each term's advantage, and
     `padded[terms.row, terms.position]` its value in a padded batch of the same rows.
     """
 
@@ -41,14 +41,11 @@ class LossTerms:
     parent_node: NDArray[np.int32]
     """Node whose logits predict the id, shape [terms], int32."""
     logprobs: NDArray[np.float32]
-    """Log-probability of its sampling in this row, in nats, shape [terms], float32."""
+    """Log-probability with which the engine sampled the id in this row, in nats, shape [terms], float32."""
     temperatures: NDArray[np.float32]
-    """Divisor of the logits of the term.
-
-    The result is the distribution of its sampling in this row; shape [terms], float32.
-    """
+    """Divisor of the logits of the term, the temperature of the sampling in this row, shape [terms], float32."""
     versions: NDArray[np.int32]
-    """Index of its weight version in the table of versions, shape [terms], int32."""
+    """Index of the term's weight version in the table of versions, shape [terms], int32."""
     logit: NDArray[np.int32]
     """Index of the parent node in `TokenTree.logit_nodes`, shape [terms], int32."""
 
@@ -58,7 +55,7 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """Rows merged at common prefixes: rows share a node if all ids up to it are equal. May be a forest.
+    """Rows merged at common prefixes: rows share a node if all ids up to it are equal. There may be several roots.
 
     Nodes are in depth-first order, so descendants directly follow their node. A query sees a key, an ancestor or
     itself, if `enter[key] <= enter[query] < leave[key]`.
@@ -211,13 +208,13 @@ def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
 
 def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int]:
     """Return the cuts of the sorted rows into trees: fewest ids computed again, then fewest trees."""
-    best = [(0, 0, 0)]  # for the first `end` rows: ids computed again, number of trees, begin of the last tree
+    best = [(0, 0, 0)]  # for the first `end` rows: ids computed again, number of trees, start of the last tree
     for end in range(1, len(lengths) + 1):
         choices = [
             (best[start][0] + (shared[start] if start else 0), best[start][1] + 1, start)
             for start in _starts(lengths, shared, end, nodes)
         ]
-        best.append(min(choices))  # tuples compare by their first items
+        best.append(min(choices))  # the fewest ids computed again, and of equal choices, the fewest trees
     cuts = [len(lengths)]
     while cuts[-1] > 0:
         cuts.append(best[cuts[-1]][2])

@@ -39,6 +39,9 @@ def tree_attention(
 
     Returns:
         Output of shape [1, nodes, heads, width], and None for the weights.
+
+    Raises:
+        BadModel: the layer changes its scores in a way that this attention does not support.
     """
     is_tree = (
         attention_mask is not None and attention_mask.shape[:3] == (1, 1, 1) and attention_mask.dtype == torch.int64

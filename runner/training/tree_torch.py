@@ -98,7 +98,9 @@ def tree_hidden(model: Any, tree: TokenTree) -> Any:
         The last hidden states, shape [logits, width], with gradients.
 
     Raises:
-        BadModel: the model is inside a wrapper that has to run its forward passes, such as DDP.
+        BadModel: the model is inside a wrapper that has to run its forward passes, such as DDP; or as for
+            `tree_logits`.
+        BadBatch: the tree has no nodes.
     """
     if hasattr(model, "module"):
         raise BadModel(
@@ -119,7 +121,7 @@ def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None)
             rows that share a node may have different grammars.
 
     Returns:
-        Log-probabilities in nats, aligned with `tree.terms`, shape [terms], float32, or float64 where the logits are.
+        Log-probabilities in nats, aligned with `tree.terms`, shape [terms], float32; float64 if the logits are float64.
     """
     terms = tree.terms
     node, target = _indices(terms.logit, logits.device), _indices(terms.target_id, logits.device)
@@ -145,10 +147,10 @@ def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
         masks: as for `tree_logprobs`.
 
     Returns:
-        As `tree_logprobs`.
+        The log-probabilities, as `tree_logprobs` returns them.
 
     Raises:
-        BadModel: the model changes its logits after the head.
+        BadModel: the model changes its logits after the head; or as for `tree_hidden`.
     """
     config = _bare(model).config.get_text_config()
     if changes := [name for name in _AFTER_THE_HEAD if getattr(config, name, None) not in (None, 1)]:
@@ -187,7 +189,7 @@ def _row_difference(model: Any, tree: TokenTree, logits: Any, index: int) -> flo
 def _asked(model: Any, tree: TokenTree) -> tuple[dict[str, Any], Any]:
     """Return the inputs of the model, and the nodes whose outputs are needed."""
     if not len(tree):
-        raise BadBatch("The tree has no nodes, so it has no logits: its rows have no ids. Leave such rows out.")
+        raise BadBatch("the tree has no nodes, since there are no rows with ids: give at least one such row.")
     _check(model, tree)
     device = next(model.parameters()).device
     return _inputs_for(_bare(model), tree, device), _indices(tree.logit_nodes, device)

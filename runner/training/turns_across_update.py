@@ -21,21 +21,21 @@ PROMPT_SIZE: Final = 16
 MAX_IDS: Final = 4096
 """Maximum number of ids of a turn, large enough that it ends after the update."""
 LATE_IDS: Final = 64
-"""Number of ids of a turn that are read after the update. The first ids may have waited, and may be from the old
-weights.
+"""Number of ids of a turn that are read after the update. The first of them may have waited in a queue since before the
+update, and may be from the old weights.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CrossingTurn:
-    """Turn with ids of the old and the new weights."""
+    """A turn with ids that the old weights sampled, and ids that the new weights sampled."""
 
     ids: Sequence[int]
     """Ids of the prompt and of the turn."""
     logprobs: Sequence[float]
     """Log-probability of each sampled id."""
     versions: Sequence[VersionSpan]
-    """Weight versions of the sampled ids, as spans that count from the first one."""
+    """Weight versions of the sampled ids, as spans that count from the first sampled id."""
 
     @property
     def old(self) -> slice:
@@ -81,7 +81,7 @@ async def turns_across_update(engine: Engine, update: Callable[[], Awaitable[Any
 async def _take_turns(
     engine: Engine, number: int, begun: anyio.Event, updated: anyio.Event, crossed: list[CrossingTurn]
 ) -> None:
-    """Sample turns until the update is done; keep one with enough ids of both weights."""
+    """Sample turns one by one until the update is done. Add turns with enough ids of both weights to `crossed`."""
     prompt = [number + 5] * PROMPT_SIZE
     longest = min(MAX_IDS, engine.context - PROMPT_SIZE)
     # The prompts have different lengths, so that turns do not all end at the same time.

@@ -72,7 +72,7 @@ class Way(enum.StrEnum):
     """A state dict while turns are sampled, which then continue with the new weights: the ids of each weight version
     are compared with those weights."""
     AFTER_SLEEP = "after-sleep"
-    """A state dict after `sleep(2)`. On a CPU vLLM only pauses, which is in the row's reason."""
+    """A state dict after `sleep(2)`. On a CPU vLLM only pauses; the `reason` of the row then has a note."""
     TRANSFER = "transfer"
     """A `LocalTransfer`, twice with different changes: through a file, or through the backend of
     `weight_transfer_config`."""
@@ -103,7 +103,7 @@ class TensorVerdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckedTensor:
-    """Result for one kind of tensor."""
+    """Result of one way for one kind of tensor."""
 
     tensor: str
     """Name of the tensors, with * for the numbers of layers and experts."""
@@ -132,7 +132,7 @@ class WeightReport:
     rows: list[CheckedTensor] = field(default_factory=list)
     """Results, one for each kind of tensor and way."""
     failure: str = ""
-    """Reason for the early end of the check; empty if it has all rows."""
+    """Reason for the early end of the check; empty if the report has all rows."""
     note: str = ""
     """Difference between the checked model and the given one; empty if they are equal."""
 
@@ -147,7 +147,7 @@ class WeightReport:
         return [row for row in self.rows if row.verdict is TensorVerdict.WRONG]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON."""
+        """Return the report as values that JSON can hold."""
         rows = [asdict(row) for row in self.rows]
         return {
             "model": self.model,
@@ -174,7 +174,7 @@ def check_weights(
         engine_arguments: arguments of `VllmEngine`.
 
     Raises:
-        BadModel: transformers or vLLM cannot load the model, or their scores differ from the start.
+        BadModel: transformers or vLLM cannot load the model, or their scores differ before the first update.
         BadOption: a way is unknown, or the memory does not suffice for both models.
     """
     return anyio.run(partial(check_weights_async, model, tiny=tiny, ways=ways, **engine_arguments))
@@ -204,7 +204,7 @@ async def check_weights_async(
             for kind, way in planned:
                 try:
                     row = await trial.checked(kind, way)
-                except (DeltarunnerError, OSError) as error:  # an engine that does not start again, or a full disk
+                except (DeltarunnerError, OSError) as error:  # the engine does not start again, or the disk is full
                     left = len(planned) - len(report.rows)
                     report.failure = f"the last {left} rows are missing, from {kind} ({way}) on: {one_line(error)}"
                     break
@@ -224,7 +224,7 @@ def _load(model: str | Path, *, tiny: bool, scratch: Path, dtype: str) -> tuple[
 
     Raises:
         BadModel: transformers cannot load the model.
-        BadOption: the memory does not suffice for it.
+        BadOption: the memory does not suffice for the model and the engine.
     """
     import torch
     import transformers
@@ -251,7 +251,7 @@ def _source(model: str | Path) -> Path:
 
 
 def _note(model: str | Path) -> str:
-    """Return the difference of the tiny model from a quantized one."""
+    """Return a note for a quantized model, whose tiny model is not quantized; "" for any other model."""
     quantization = json.loads((_source(model) / "config.json").read_text()).get("quantization_config")
     if not quantization:
         return ""
@@ -301,7 +301,7 @@ class _Trial:
         """Start an engine with the first weights, and replace an earlier one.
 
         Raises:
-            BadModel: the scores of engine and transformers differ from the start.
+            BadModel: the scores of engine and transformers differ with the first weights.
         """
         await self._exit.aclose()
         self._exit = AsyncExitStack()
@@ -338,7 +338,7 @@ class _Trial:
         part, allowed = proof.in_steps(), tolerance_of(proof, self._computed_in, self.baseline).in_steps()
         of_steps = compare_scores(part, in_steps, allowed, engine_dtype=self._computed_in)
         why = failure_reason(of_steps, part, in_steps, None)
-        return f"in steps, as turns sample ids, and not in a prompt: {why}" if why else ""
+        return f"only for ids in steps, as turns sample them, and not in a prompt: {why}" if why else ""
 
     async def _proof(self, model: Any = None, ids: Sequence[int] | None = None) -> WeightProof:
         model = self.reference if model is None else model
@@ -359,7 +359,8 @@ class _Trial:
         try:
             row = await (self._checked_adapter(kind) if way is Way.ADAPTER else self._checked_update(kind, way))
         except EngineError as error:
-            row = CheckedTensor(kind, way, TensorVerdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
+            reason = f"the engine died during the update or the scoring: {one_line(error)}"
+            row = CheckedTensor(kind, way, TensorVerdict.WRONG, reason=reason)
         except BadInput as error:
             row = CheckedTensor(kind, way, TensorVerdict.REFUSED, reason=one_line(error))
         finally:
@@ -416,7 +417,7 @@ class _Trial:
         """Start the engine again with adapters, once.
 
         Raises:
-            BadOption: it does not start with them, now or in an earlier call.
+            BadOption: the engine does not start with adapters, now or in an earlier call.
         """
         if not self._takes_adapters:
             self._takes_adapters = True
@@ -438,7 +439,7 @@ class _Trial:
     def _is_seen(self, figures: ProofFigures, proof: WeightProof) -> bool:
         """Return True if the change is certainly in the scores.
 
-        If its share is unknown, return True if old weights would have failed.
+        If the share of the change that arrived is unknown, return True if the old weights would have failed.
         """
         if figures.arrived is not None:
             return shows_arrival(figures)
@@ -477,7 +478,7 @@ class _Trial:
                 raise unwrapped(error) from None
         elif way is Way.TRANSFER:
             self._transfer = self._transfer or local_transfer(self._arguments, self.reference, self._scratch)
-            await engine.update_weights(self._transfer)  # both ends connect only once
+            await engine.update_weights(self._transfer)  # trainer and engine connect only once
         elif way is Way.AFTER_SLEEP:
             await engine.sleep(2)
             await engine.wake(["weights"])

@@ -1,4 +1,4 @@
-"""Proof of a torch model's weights by one forward pass. Imports torch when it is called."""
+"""Proof of a torch model's weights by one forward pass. torch is imported only in the call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SELECT town, COUNT(*) FROM floods GROUP BY town ORDER BY 2 DESC;
 
 
 class Encodes(Protocol):
-    """Tokenizer, of transformers or the runner's own."""
+    """A tokenizer: of transformers, or of this package."""
 
     def encode(self, text: str, /) -> Sequence[int]: ...
 
@@ -58,7 +58,7 @@ def weight_proof(
     Raises:
         BadModel: torch is not installed, this is not a torch model, the number type does not exist, or the logits have
             another shape.
-        BadWeights: the model computes NaN or infinity, or it does not have the ids.
+        BadWeights: the model computes NaN or infinity, it does not have the ids, or there are too few ids.
     """
     try:
         import torch
@@ -70,7 +70,9 @@ def weight_proof(
         raise BadModel(f"weight_proof(): {type(model).__name__} is not a torch model with parameters: give one.")
     weights_dtype = first.dtype if dtype is None else getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(weights_dtype, torch.dtype) or not weights_dtype.is_floating_point:
-        raise BadModel(f"weight_proof(dtype={dtype!r}): torch has no such floating-point type.")
+        raise BadModel(
+            f"weight_proof(dtype={dtype!r:.60}): torch has no such floating-point type: give one, such as 'bfloat16'."
+        )
     weights_dtype = min(first.dtype, weights_dtype, key=lambda each: each.itemsize)
     chosen = _checked_ids(model, _ids(model, tokenizer, size) if ids is None else ids)
     was_training = model.training
@@ -83,7 +85,8 @@ def weight_proof(
             logits = getattr(output, "logits", output)
             if logits.shape[:2] != given.shape:
                 raise BadModel(
-                    f"weight_proof(): the model returns logits of shape {tuple(logits.shape)} for {given.shape}."
+                    f"weight_proof(): the model returns logits of shape {tuple(logits.shape)} for ids of shape "
+                    f"{tuple(given.shape)}: give a model that returns logits for each id."
                 )
             scores = torch.log_softmax(logits[0, :-1].float(), dim=-1)
             logprobs = scores.gather(1, given[0, 1:, None])[:, 0].tolist()
@@ -96,7 +99,7 @@ def weight_proof(
 
 @contextmanager
 def _autocast_types(model: Any, device: str) -> Iterator[set[Any]]:
-    """Collect the number types of autocast inside of a model's forward pass, where accelerate, for one, enables it."""
+    """Collect the number types of autocast in a model's forward pass, in which accelerate, for example, enables it."""
     import torch
 
     types: set[Any] = set()

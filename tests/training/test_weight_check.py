@@ -242,7 +242,7 @@ def test_adapters_without_peft_are_refused(tiny_llama: Any, monkeypatch: pytest.
 
 
 def test_unknown_transfer_backend_is_refused(tiny_llama: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"'email'.*transfers are tried with 'file', 'ipc' and 'nccl'"):
+    with pytest.raises(BadOption, match=r"'email'.*the check supports 'file', 'ipc' and 'nccl'"):
         local_transfer({"weight_transfer_config": {"backend": "email"}}, tiny_llama, tmp_path)
 
 
@@ -382,7 +382,7 @@ def test_stale_weights_of_the_steps_alone_are_wrong(
     engine.stale_steps = True
     (row,) = check_with([engine], small_llama, [Way.AFTER_SLEEP], tmp_path, monkeypatch).rows
     assert row.verdict is TensorVerdict.WRONG
-    assert row.reason.startswith("in steps, as turns sample ids, and not in a prompt: the engine's log-probabilities")
+    assert row.reason.startswith("only for ids in steps, as turns sample them, and not in a prompt: the engine's log-")
 
 
 def test_rows_stay_where_an_engine_does_not_start_again(
