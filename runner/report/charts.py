@@ -12,8 +12,8 @@ __all__ = ["Bar", "Chart", "histogram", "over_time"]
 
 # No plotting library is used. Charts here have 0.5 to 2 kB each, the page's light or dark colours, and their values as
 # text. A bar chart of pygal has 22 kB with a script and a style that the page's policy refuses. Charts of leather, Vega
-# and matplotlib have 10 kB, fixed colours and no texts, and Vega's converter has 84 MB. All would still need our bins,
-# which are most of this module.
+# and matplotlib have 10 kB, fixed colours and no texts, and Vega's converter has 84 MB. All these libraries would still
+# need our bins, which are most of this module.
 
 PLOT_WIDTH = 280
 PLOT_HEIGHT = 90
@@ -54,7 +54,7 @@ class Chart:
 
 
 def histogram(title: str, values: Sequence[float], *, unit: str) -> Chart:
-    """Return the number of values in equal bins. Whole numbers of a small range have a bin each."""
+    """Return a chart of the number of finite values in equal bins. Whole numbers of a small range have a bin each."""
     data = np.asarray([value for value in values if math.isfinite(value)], float)
     if not len(data):
         return Chart(title, unit, "", "", "", "No finite values.")
@@ -87,7 +87,7 @@ def _bin_name(low: float, high: float, whole: bool) -> str:
 
 
 def over_time(title: str, values: Sequence[float | None], *, unit: str, bins: int = 40) -> Chart:
-    """Return a curve of the means of `bins` consecutive parts of the values; None is skipped."""
+    """Return a chart with a curve of the means of `bins` consecutive parts of the values; None is skipped."""
     parts = np.array_split(np.asarray([math.nan if value is None else value for value in values], float), bins)
     means = [float(np.mean(part[np.isfinite(part)])) for part in parts if np.isfinite(part).any()]
     if len(means) < 2:

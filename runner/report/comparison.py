@@ -1,4 +1,4 @@
-"""Compares run files task by task: differences with intervals, paired tests, and the tasks that flipped."""
+"""Comparison of run files task by task: differences with intervals, paired tests, and the tasks that flipped."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class FlippedTask:
     first: float | None
     """The share of solved episodes among the scored ones in the first file; None if all its episodes failed."""
     second: float | None
+    """The same share in the second file."""
     episodes: tuple[str, str]
-    """The id of an episode in each file; the episode is solved if the task is solved."""
+    """The id of an example episode in each file, which is solved only if the task is solved in that file."""
 
     @property
     def lost(self) -> bool:
@@ -55,19 +56,22 @@ class RunComparison:
     second: str
     """The path of the second file, B."""
     differences: tuple[MetricDifference, ...]
-    """All tasks, metric by metric; the reward is first."""
+    """The differences over all tasks, metric by metric; the reward is first."""
     slices: tuple[MetricDifference, ...]
     """The differences for each value of a task's field, metric by metric."""
     flipped: tuple[FlippedTask, ...]
     """The flipped tasks, lost ones first."""
     configuration: tuple[tuple[str, str, str], ...]
-    """(field, value in A, value in B) of everything in the headers that differs."""
+    """(field, value in A, value in B) of each difference in settings, weight versions and agents."""
     notes: tuple[str, ...]
     """Limits of the comparison, in words."""
 
     @property
     def better(self) -> str:
-        """The better file, "A" or "B"; "" if the rewards do not decide, or only without the failed episodes."""
+        """The better file, "A" or "B".
+
+        "" if the rewards do not decide, or if they decide differently once failed episodes count as not solved.
+        """
         main, strict = self._main, self._named(STRICT)
         if main is None or (strict is not None and strict.decision is not main.decision):
             return ""
@@ -253,7 +257,7 @@ def _slices(
 
 
 def task_field(run_file: RunFile, task_id: str, name: str) -> str | None:
-    """The value of a task's field, or of an entry of its `info`, as text; None if it has none."""
+    """The value of a task's field, or of an entry of its `info`, as text; None if the task has no such value."""
     fields = _task(run_file, task_id)
     info = fields.get("info") or {}
     value = fields[name] if name in fields and name != "info" else info.get(name)
@@ -363,10 +367,10 @@ def _configuration(first: RunFile, second: RunFile) -> Iterator[tuple[str, str, 
             yield change.path, _shown(change.old), _shown(change.new)
     versions = [_weight_versions(file) for file in (first, second)]
     if versions[0] != versions[1]:
-        yield "weight versions", *map(_names, versions)  # type: ignore[misc]  # a starred tuple
+        yield "weight versions", *map(_names, versions)  # type: ignore[misc]  # mypy cannot count the starred values
     agents = [_agents(file) for file in (first, second)]
     if agents[0] != agents[1]:
-        yield "agents", *map(_names, agents)  # type: ignore[misc]  # a starred tuple
+        yield "agents", *map(_names, agents)  # type: ignore[misc]  # mypy cannot count the starred values
 
 
 def _weight_versions(run_file: RunFile) -> list[str]:

@@ -49,7 +49,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A message, a sampled turn, or a note about what is left out."""
+    """A message, a sampled turn, an attachment, or a note about omitted entries."""
 
     kind: str
     """The role of a message, "sampled", "unseen", "attached" or "note"."""
@@ -58,7 +58,7 @@ class Entry:
     calls: tuple[tuple[str, str, str], ...] = ()
     """(name, arguments, error) of each tool call."""
     name: str = ""
-    """The tool that a tool message comes from, or the number of a turn."""
+    """The tool of a tool message, the number of a turn, the role of an unseen message, or an attachment's name."""
     account: str = ""
     """Ids, finish reason and time of a turn."""
     junction: str = ""
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """The number of characters of its texts."""
+        """The number of characters of the entry's texts."""
         return len(self.text) + len(self.reasoning) + sum(sum(map(len, call)) for call in self.calls)
 
 
@@ -82,7 +82,7 @@ class SegmentView:
     cause: str
     ids: int
     origin: str
-    """The turn that it follows, or ""."""
+    """The turn that the segment follows, in words; "" for a first segment."""
     entries: tuple[Entry, ...]
 
 
@@ -91,7 +91,7 @@ class Branch:
     """A segment in the tree of an episode."""
 
     depth: int
-    """The number of segments above it, at most 9."""
+    """The number of segments above this one, at most 9."""
     label: str
 
 
@@ -106,7 +106,7 @@ class AgentView:
     """Attachments before the first turn."""
     segments: tuple[SegmentView, ...]
     after: tuple[Entry, ...]
-    """Attachments without a place in the segments."""
+    """A note about omitted segments, and attachments without a place in the shown segments."""
     requests: tuple[Mapping[str, str], ...]
     more_requests: int
     """The number of requests that are left out."""
@@ -120,7 +120,7 @@ class EpisodeView:
     id: str
     attempt: int
     task: str
-    """The task's data beside its prompt, as JSON."""
+    """The task's answer and info, as JSON; "" if it has neither."""
     agents: tuple[AgentView, ...]
     tree: tuple[Branch, ...]
     """The segments as a tree; empty for an episode of one segment."""
@@ -133,7 +133,7 @@ def episode_view(run_file: RunFile, rows: Sequence[EpisodeRow], labels: Labels |
     Args:
         run_file: the run file.
         rows: the rows of its agents, of one attempt.
-        labels: the labels of readers.
+        labels: the labels of readers; None to show no labels.
     """
     trajectories = [run_file.trajectory(row) for row in rows]
     task = trajectories[0].task
@@ -174,7 +174,7 @@ def _left_out(count: int, what: str) -> list[Entry]:
 
 
 class _Room:
-    """The room of an episode in a page."""
+    """The room that an episode has left in a page."""
 
     def __init__(self) -> None:
         self._left = MAX_EPISODE_CHARS
@@ -205,7 +205,7 @@ def _agent_view(row: EpisodeRow, trajectory: Trajectory, room: _Room) -> AgentVi
         turns[turn.segment].append(turn)
     first, count, last = _ends(range(len(trajectory.segments)))
     views = [_segment_view(trajectory, number, turns[number], attached, room) for number in (*first, *last)]
-    # Entries of omitted turns, or of another agent, come last.
+    # Attachments of omitted turns, or of turns of another agent, come last.
     rest = [_attached(each) for several in attached.values() for each in several]
     return AgentView(
         agent=row.agent,
@@ -378,12 +378,13 @@ _SOURCES: Final = {source.value: source.name.lower() for source in Source}
 def token_payload(
     trajectory: Trajectory, vocabulary: Vocabulary, *, most: int = MAX_PAYLOAD_IDS
 ) -> list[dict[str, Any]] | None:
-    """The tokens of a trajectory as JSON values, one object per segment; None if there are none.
+    """The tokens of a trajectory as JSON values, one object per segment; None if the trajectory has no ids.
 
-    If there are more than `most` ids, each segment has only its first and last ones. `gap` then has two numbers: the
-    ids before the gap and the ids that are left out. All other positions count from the beginning of the segment. Each
-    item of `sources` and `versions` stands for a run of equal values. `logprobs` has the log-probabilities of the
-    sampled ids, in nats, rounded to 1/100; null if the engine returned none.
+    If there are more than `most` ids, each long segment has only its first and last ids. `gap` then has two numbers:
+    the ids before the gap and the ids that are left out. All other positions count from the beginning of the segment.
+    Each item of `sources` and `versions` stands for a run of equal values. `logprobs` has the log-probabilities of the
+    sampled ids, in nats, rounded to 1/100; null if the engine returned none. `top` has the most likely ids of turns: by
+    the first position, their number at each position, the ids, and their log-probabilities.
     """
     total = sum(len(segment.log) for segment in trajectory.segments)
     if not total:

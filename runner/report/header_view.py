@@ -1,4 +1,4 @@
-"""Describes the configuration of a run for a page, and the command that plays it again."""
+"""Description of a run's configuration for a page, and the command that plays it again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX_VALUE_CHARS = 400
 
 
 def model_name(header: Header) -> str:
-    """The model, or the kind of an engine without one."""
+    """The name of the run's model, or the kind of its engine if the engine has no model."""
     model = header.engine.get("model")
     return model if isinstance(model, str) and model else f"the engine {header.engine.get('kind', '')!r}"
 
 
 def run_settings(header: Header) -> Iterator[tuple[str, str]]:
-    """(name, value) of each setting that readers need first."""
+    """Yield (name, value) of each setting that readers need first."""
     yield "environment", header.environment
     if header.arguments:
         yield "arguments", _pairs(header.arguments)
@@ -62,7 +62,7 @@ def command_again(header: Header, episodes: int | None = None) -> str:
 
     Args:
         header: the header.
-        episodes: the number of episodes of a complete run, which no header has; None if it is not known.
+        episodes: the number of episodes of a complete run, which is not in the header; None if it is not known.
     """
     words = ["deltarunner", "run", header.environment]
     for name, value in header.arguments.items():

@@ -47,7 +47,7 @@ class Labels:
     by_episode: Mapping[str, Sequence[Label]]
     """The labels of each episode, one per reader: a later line of a reader replaces the earlier ones."""
     problems: tuple[str, ...]
-    """Damaged lines, which are left out."""
+    """Messages about damaged lines, which are left out, or about a file that cannot be read."""
 
     def of(self, episode: str) -> Sequence[Label]:
         """The labels of an episode."""
@@ -60,14 +60,14 @@ class Labels:
 
 
 def read_labels(run_file: Path) -> Labels:
-    """The labels beside a run file. A damaged line is skipped."""
+    """The labels beside a run file; empty without a file of labels. `problems` has what cannot be read."""
     path = labels_path(run_file)
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return Labels({}, ())
     except OSError as error:
-        return Labels({}, (f"labels {path}: they cannot be read ({error}).",))
+        return Labels({}, (f"the labels in {path} cannot be read ({error}).",))
     problems = []
     last: dict[tuple[str, str], Label] = {}
     for number, line in enumerate(lines, 1):
@@ -82,7 +82,7 @@ def read_labels(run_file: Path) -> Labels:
         last[label.episode, label.reader] = label
     found: dict[str, list[Label]] = {}
     for label in last.values():
-        if label.labels or label.note:  # a line without labels and note removes the earlier ones
+        if label.labels or label.note:  # a line without labels and note removes the reader's earlier labels
             found.setdefault(label.episode, []).append(label)
     return Labels(found, tuple(problems))
 
@@ -108,9 +108,11 @@ def add_label(run_file: Path, episode: str, *, labels: Sequence[str], note: str,
     try:
         # The line is written at once to the end of the file, so that the lines of two readers do not mix.
         with path.open("a+b", buffering=0) as file:
-            # An incomplete last line must not damage this one.
+            # If the last line is incomplete, the new line must not continue it.
             cut_off = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
             file.write(b"\n" * cut_off + f"{json.dumps(asdict(label))}\n".encode())
     except OSError as error:
-        raise StorageFailed(f"labels {path}: they cannot be written ({error.strerror}).") from error
+        raise StorageFailed(
+            f"labels cannot be written to {path} ({error.strerror}): make the file writable, and free space."
+        ) from error
     return label

@@ -41,7 +41,7 @@ class Score:
     name: str
     mean: float | None
     half_width: float | None
-    """Half of the 95% interval, clustered by task; None below two tasks."""
+    """Half of the 95% interval, clustered by task; None with fewer than two tasks."""
     count: int
     tasks: int | None
 
@@ -52,9 +52,9 @@ class Failure:
 
     outcome: str
     kind: str
-    """The type of the error, or the limit that fired."""
+    """The type of the error, or the limit that was reached."""
     place: str
-    """The place in the author's code, or ""."""
+    """The place in the author's code, as FILE:LINE; "" if the error has none."""
     example: str
     """The complete text of the first error."""
     episodes: list[str] = field(default_factory=list)
@@ -75,13 +75,13 @@ class Overview:
     scores: list[Score]
     failures: list[Failure]
     limits: list[tuple[str, int]]
-    """The limits that fired, with the number of episodes."""
+    """The limits that ended episodes, with the number of episodes."""
     groups: Mapping[str, Any]
     """Groups with and without spread of their rewards, and the groups with the largest spread."""
     extremes: list[tuple[str, list[EpisodeRow]]]
     """The longest and the slowest episodes, and the episodes with the most segments."""
     causes: list[tuple[str, int]]
-    """The causes of segments with their numbers, without "start"."""
+    """The causes of segments except "start", with the number of segments."""
     tools: list[tuple[str, int, int, int]]
     """(name, calls, calls that could not be read, calls that failed)."""
     versions: list[tuple[str, int]]
@@ -94,7 +94,7 @@ class Overview:
 
 
 def overview_of(run_file: RunFile, prices: Mapping[str, Price] | None = None) -> Overview:
-    """Compute the first screen of a run file; it holds one row of numbers per episode at a time."""
+    """Compute the first screen of a run file. Of each episode, only a few numbers are kept in memory."""
     header = run_file.header
     summary = run_file.summary()
     rows = _Rows(header)
@@ -123,7 +123,7 @@ def overview_of(run_file: RunFile, prices: Mapping[str, Price] | None = None) ->
 
 
 def interval_of(mean: Mapping[str, Any]) -> float | None:
-    """Half of the 95% interval of a mean of a summary; None without a standard error."""
+    """Half of the 95% interval of a mean of a summary; None without a standard error or with fewer than two tasks."""
     error, tasks = mean["standard_error"], mean.get("tasks")
     if error is None or not tasks or tasks < 2:
         return None
@@ -152,13 +152,13 @@ def _failure_key(row: EpisodeRow) -> tuple[str, str, str]:
 
 
 _EXTREMES: Final = {"longest": "sampled", "slowest": "seconds", "most segments": "segments"}
-"""Lists of episodes by the attribute of a row that is largest in them."""
+"""Names of the lists of extreme episodes, each with the attribute of a row whose largest values it has."""
 
 
 class _Point(NamedTuple):
     task_id: str
     begun: float
-    """The approximate beginning, by which episodes are ordered. If they were ordered by their end, short ones would
+    """The approximate beginning, by which episodes are ordered. If they were ordered by their end, short episodes would
     come first.
     """
     committed: float
@@ -202,7 +202,7 @@ class _Rows:
                 self._largest[name] = self._top(name)
 
     def _top(self, name: str) -> list[EpisodeRow]:
-        """The largest rows, one of each episode."""
+        """The rows with the largest values in a list of `_EXTREMES`, one row of each episode."""
         by = attrgetter(_EXTREMES[name])
         largest = {
             row.id: row for row in sorted(self._largest[name], key=by)
@@ -257,7 +257,7 @@ class _Rows:
 
 
 def _change(name: str, first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """A sentence if the means of the thirds differ by more than chance.
+    """Yield a sentence if the means of the thirds differ by more than chance.
 
     Episodes are clustered by task. This needs enough tasks. With few tasks, episodes are compared individually if each
     task is in both thirds; otherwise the thirds may differ only by their tasks.
@@ -277,7 +277,7 @@ def _change(name: str, first: Sequence[tuple[str, float]], last: Sequence[tuple[
 
 
 def _rates(points: Sequence[tuple[float, int]], bins: int = 40) -> list[float]:
-    """Sampled ids per second in equal parts of the time of the run."""
+    """Sampled ids per second in equal parts of the time of the run; empty for less than a second."""
     begin, end = points[0][0], points[-1][0]
     if end - begin < 1:
         return []

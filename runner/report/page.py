@@ -1,4 +1,4 @@
-"""Writes reports: one HTML file that loads nothing, whose text is escaped and whose scripts are our own."""
+"""Reports: each is one HTML file that loads nothing. Its text is escaped, and its scripts are our own."""
 
 from __future__ import annotations
 
@@ -67,12 +67,13 @@ def write_report(
     comparison: RunComparison | None = None,
     prices: Mapping[str, Price] | None = None,
 ) -> ReportSize:
-    """Write the report of a run file, which appears under its name once it is complete.
+    """Write the report of a run file. The page appears under the name `target` once it is complete.
 
     Args:
         run_file: the run file, which may still be written.
         target: the path of the page.
-        most: maximum number of episodes in the page; failed ones and extremes come first, the others are evenly spaced.
+        most: maximum number of episodes in the page. Failed and extreme episodes are chosen first, then others at equal
+            distances.
         tokens: include the ids with their log-probabilities.
         comparison: a comparison of another file, A, with this one.
         prices: the prices of models, for the cost; see `read_prices`.
@@ -202,7 +203,7 @@ class _Page:
 
 
 def packed(value: Any) -> str:
-    """JSON, compressed with gzip, as base64: no text of a run can end the element that holds it."""
+    """JSON, compressed with gzip, as base64, so that no text of a run can end the HTML element around it."""
     return base64.b64encode(gzip.compress(encode_standard_json(value), 9, mtime=0)).decode()
 
 
@@ -211,7 +212,7 @@ def packed(value: Any) -> str:
 
 @functools.cache
 def asset(name: str) -> str:
-    """A file of the package's templates."""
+    """The text of a file in the templates of `runner.report`."""
     return (resources.files("runner.report") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -233,7 +234,7 @@ def page_policy(style: str, script: str, *, served: bool = False) -> str:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """The templates; every text is escaped, and characters that a page cannot show are written as codes."""
+    """The Jinja environment of the templates. It escapes texts, and writes characters that cannot be shown as codes."""
     import jinja2
     from markupsafe import Markup
 
@@ -259,7 +260,7 @@ def environment() -> jinja2.Environment:
 
 
 def figure(value: float | None) -> str:
-    """A number of three digits; "-" for None."""
+    """A number with three significant digits, or a whole number from 1,000 on; "-" for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):

@@ -20,7 +20,7 @@ NORMAL_POWER_FACTOR: Final = (1.959964 + 0.841621) ** 2
 """(z of the confidence + z of the power) squared."""
 MAX_MORE_TASKS: Final = 1_000_000
 MAX_EXACT_TASKS: Final = 12
-"""Maximum number of tasks for the exact test. With more tasks, its smallest p-value is below 0.0003."""
+"""Maximum number of tasks for the exact test. With more tasks, the smallest p-value of the test is below 0.0003."""
 MIN_DECISIVE_TASKS: Final = 6
 """The smallest number of tasks that can be decisive in the exact test: 2 / 2**6 < 0.05."""
 
@@ -93,7 +93,7 @@ def paired_difference(
     """The difference of means over tasks, with the interval and the p-value of the paired t test.
 
     Each pair has the means of one task in both files. The episodes of a task are one observation, so the interval is
-    clustered by task, however many episodes each has.
+    clustered by task, for any number of episodes.
 
     Args:
         metric: the name of the metric.
@@ -176,7 +176,7 @@ def clustered_difference(
     linear regression on the sample, with clustered errors and the usual correction for few tasks and episodes.
     """
     samples, count = (first, second), len(first) + len(second)
-    # Scaled, so that sums of the largest floats do not overflow.
+    # The values are scaled, so that sums of the largest floats do not overflow.
     scale = max(abs(value) for sample in samples for _, value in sample) or 1.0
     means = [math.fsum(value / scale for _, value in sample) / len(sample) for sample in samples]
     sums: dict[str, float] = defaultdict(float)

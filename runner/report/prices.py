@@ -54,7 +54,7 @@ def read_prices(path: Path) -> dict[str, Price]:
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadOption(f"--prices {path}: it is not a table of prices ({error}).") from error
+        raise BadOption(f"--prices {path}: give a TOML file that can be read ({error}).") from error
     return {model: _price(path, model, fields) for model, fields in table.items()}
 
 
@@ -69,7 +69,7 @@ def _price(path: Path, model: str, fields: Any) -> Price:
             raise BadOption(f"{where}: {name} = {value!r:.60}: give a number of at least 0.")
     for name in ("prompt", "completion"):
         if name not in fields:
-            raise BadOption(f"{where}: {name} is missing.")
+            raise BadOption(f"{where}: {name} is missing: give the price of a million tokens, {name} = NUMBER.")
     # Servers without a price for cached tokens charge them like other prompt tokens.
     return Price(fields["prompt"], fields["completion"], fields.get("cached", fields["prompt"]))
 

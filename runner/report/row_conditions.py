@@ -1,4 +1,4 @@
-"""Selects, sorts and averages the episodes of a run file by their fields, for the terminal."""
+"""Selection, order and means of the episodes of a run file by their fields, for the terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def row_value(row: EpisodeRow, name: str) -> Any:
     """The field, the reward or the metric of a row with this name.
 
     Raises:
-        KeyError: the row has none.
+        KeyError: the row has no value of this name.
     """
     if name in _FIELDS:
         return getattr(row, name)
@@ -62,9 +62,10 @@ def row_value(row: EpisodeRow, name: str) -> Any:
 
 
 def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
-    """The condition `FIELD OPERATOR VALUE`, such as `reward < 0.5`, `error ~ timeout` or `outcome = env_error`.
+    """The condition `FIELD OPERATOR VALUE` as a function of a row.
 
-    A row without the field, or with None there, does not match; a reward or metric of another episode may have it.
+    Examples are `reward < 0.5`, `error ~ timeout` and `outcome = env_error`. A row without the field does not match,
+    since only other episodes may have this reward or metric. A row whose field is None matches only `FIELD = none`.
 
     Raises:
         BadOption: the text has another form, or compares text with a number.
@@ -115,7 +116,7 @@ def check_known(names: Iterable[str], run_file: RunFile, option: str) -> None:
 
 
 def where_name(text: str) -> str:
-    """The field of a condition."""
+    """The field of a condition; the text itself if it is not a condition."""
     match = _CONDITION.fullmatch(text)
     return match[1] if match else text
 
@@ -180,7 +181,7 @@ def parse_threshold(text: str) -> tuple[str, float]:
 
 
 def check_threshold_names(thresholds: Sequence[str], scorers: Sequence[Scorer], group_size: int) -> None:
-    """Refuse thresholds of results that a run cannot have, before it begins.
+    """Refuse thresholds of results that a run cannot have, before the run begins.
 
     Args:
         thresholds: NAME=NUMBER of each.
@@ -206,7 +207,7 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str], *, l
     Args:
         summary: `Summary.as_dict()`.
         thresholds: NAME=NUMBER of each; NAME is `reward`, a reward, a metric, `pass@k` or `pass^k`.
-        lenient: a name that the summary does not have is a result without a value.
+        lenient: True to treat a name that the summary does not have as a result without a value.
 
     Raises:
         BadOption: a threshold has another form, or its name is unknown.
@@ -231,7 +232,7 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str], *, l
 
 
 def require_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> None:
-    """Check the thresholds of a run whose names were checked before it.
+    """Check the thresholds of a finished run. Their names were checked before the run.
 
     Raises:
         BelowThreshold: a result does not reach its threshold, or has no value.

@@ -1,4 +1,4 @@
-"""Selects episodes of a run file in SQL, a page at a time: for files too large to be read whole."""
+"""Selection of a run file's episodes in SQL, one page at a time, for files that are too large to be read whole."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ORDER_BY: Final[Mapping[str, str]] = {
 _MAIN_ROW: Final = """NOT EXISTS (
     SELECT 1 FROM episodes AS other WHERE other.id = episodes.id AND other.attempt = episodes.attempt
     AND (other.trained > episodes.trained OR other.trained = episodes.trained AND other.key < episodes.key))"""
-"""One row of each episode: the row of its first trained agent."""
+"""The condition for one row of each episode: of its first trained agent, or of its first agent if none is trained."""
 
 _HAS_TEXT: Final = """(id LIKE :find ESCAPE '\\' OR task_id LIKE :find ESCAPE '\\' OR error LIKE :find ESCAPE '\\'
     OR EXISTS (SELECT 1 FROM turns WHERE episode = episodes.key AND (
@@ -58,7 +58,7 @@ _HAS_TEXT: Final = """(id LIKE :find ESCAPE '\\' OR task_id LIKE :find ESCAPE '\
 
 @dataclass(frozen=True, slots=True)
 class RowQuery:
-    """A choice of episodes, as a form sends it."""
+    """A selection of episodes, as a form sends it. An empty field selects all."""
 
     find: str = ""
     """Text in the id, the task's id, the error, the turns, the messages or the labels; case does not matter for ASCII
@@ -90,7 +90,7 @@ class RowQuery:
         return query
 
     def address(self, **more: object) -> str:
-        """The query as the part of an address after `?`."""
+        """The query and the fields `more` as the part of an address after `?`."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return urlencode({name: value for name, value in {**given, **more}.items() if value != ""}, errors="replace")
 
@@ -184,7 +184,7 @@ def neighbours(run_file: RunFile, row: EpisodeRow) -> tuple[str | None, str | No
 
 
 def agents_of(run_file: RunFile, id: str) -> list[EpisodeRow]:
-    """The rows of the agents of an episode's last attempt, the trained ones first."""
+    """The rows of the agents of an episode's last attempt, trained agents first."""
     first = run_file.row(id)
     attempt = run_file.rows(task_id=first.task_id, trained=None, superseded=None)
     agents = [row for row in attempt if (row.id, row.attempt) == (first.id, first.attempt)]

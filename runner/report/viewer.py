@@ -1,4 +1,4 @@
-"""Serves the pages of run files on loopback: read-only, with a key in the address, and while a run still plays."""
+"""A server of the pages of run files on loopback: read-only, with a key in the address, also while a run plays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_FOLLOW_SECONDS: Final = 600.0
 MIN_NOTED_SECONDS: Final = 10.0
 """A page that follows a run shows its interval if it is at least this long."""
 MAX_VIEWED_IDS: Final = 1_000_000
-"""Ids of an episode whose tokens the viewer sends. Of more ids, it sends both ends of each segment."""
+"""Maximum number of ids of an episode whose tokens are sent. If there are more, both ends of each segment are sent."""
 REQUEST_SECONDS: Final = 30.0
 """The longest wait for a request, after which its connection is closed."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -73,7 +73,12 @@ class RunView:
         return " ".join(map(str, tuple(rows[0])))
 
     def refresh(self, seen: str, *, wait: float = 0.0) -> None:
-        """Compute the results in a thread, if the file has changed and the last computation was long enough ago."""
+        """Compute the results in a thread, if the file has changed and the last computation was long enough ago.
+
+        Args:
+            seen: the current state of the file, as the method `seen` returns it.
+            wait: maximum number of seconds to wait for the results.
+        """
         with self._lock:
             if self._computing is None and seen != self._seen and time.monotonic() >= self._next:
                 self._computing = threading.Thread(target=self._compute, args=(seen,), daemon=True)
@@ -83,9 +88,9 @@ class RunView:
             thread.join(wait)
 
     def next_look(self) -> float:
-        """The seconds until a page that follows the run may ask again.
+        """The seconds until a page that follows the run may request the status again.
 
-        All pages share the time that following may take, so two pages ask half as often each.
+        All pages share the time that following may take, so each of two pages sends half as many requests.
         """
         busy = self.seconds.get("", 0.0) + self.seconds.get("status", 0.0)
         now = time.monotonic()
@@ -141,13 +146,13 @@ class Viewer:
         if self._only is not None:
             RunFile(path).close()
         elif not self.files():
-            raise BadOption(f"{path}: the folder has no run file (*.db).")
+            raise BadOption(f"{path}: the folder has no run file (*.db): give a run file, or a folder with run files.")
         self.key = secrets.token_urlsafe(18)
         handler = type("Handler", (_Handler,), {"viewer": self})
         try:
             self._server = _ViewerServer(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
-            raise BadOption(f"--port {port}: cannot listen on it ({error}). Give another one.") from error
+            raise BadOption(f"--port {port}: the server cannot listen on this port ({error}): give another.") from error
 
     @property
     def address(self) -> str:
@@ -172,7 +177,7 @@ class Viewer:
         return [name for _, name in sorted(found, reverse=True) if not name.startswith(".")]
 
     def view(self, name: str) -> RunView | None:
-        """The view of a file; None if the viewer has none of this name."""
+        """The view of a file; None if the viewer has no file of this name."""
         if name not in self.files():
             return None
         return self._views.setdefault(name, RunView(self._root / name, self._prices))
@@ -251,7 +256,7 @@ class Viewer:
             wait = view.next_look()
             words = _state(run_file)
             if not run_file.complete and wait >= MIN_NOTED_SECONDS:
-                words += f" It looks again in {wait:.0f} s, as the file is large."
+                words += f" The page looks again in {wait:.0f} s, as the file is large."
         return {"seen": seen, "version": view.version, "settled": settled, "words": words, "wait": wait}
 
     @staticmethod
@@ -281,7 +286,7 @@ class Viewer:
 
 
 def _link(id: str, part: str = "episode") -> str:
-    """The address of an episode; its id may hold half a surrogate pair."""
+    """The relative address of an episode. Its id is quoted as bytes, since it may contain half a surrogate pair."""
     return f"{part}?id={quote(id.encode('utf-8', 'surrogatepass'), safe='')}"
 
 
@@ -327,11 +332,11 @@ class _ViewerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """Print nothing: the reader has left during an answer."""
+        """Print nothing, since this error means that the browser closed the connection during an answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD requests that have the key."""
+    """The handler of GET and HEAD requests that have the key."""
 
     viewer: Viewer
     protocol_version = "HTTP/1.1"
@@ -340,7 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def log_message(self, *_: object) -> None:
-        """Print nothing: a line per request would hide the address."""
+        """Print nothing, since one line per request would scroll the viewer's address away."""
 
     def _read(self) -> None:
         try:
@@ -353,26 +358,29 @@ class _Handler(BaseHTTPRequestHandler):
             status = HTTPStatus.INTERNAL_SERVER_ERROR if damaged else HTTPStatus.NOT_FOUND
             self._message(status, str(error))
         except OSError:
-            self.close_connection = True  # the reader has left
-        except Exception as error:  # a page that cannot be shown must not end the others
-            self._message(HTTPStatus.INTERNAL_SERVER_ERROR, f"A bug: {type(error).__name__}: {error}")
+            self.close_connection = True  # the browser has closed the connection
+        except Exception as error:  # if one page cannot be shown, other pages must still work
+            text = f"A bug in the viewer, please report it: {type(error).__name__}: {error}"
+            self._message(HTTPStatus.INTERNAL_SERVER_ERROR, text)
 
     def _is_allowed(self) -> bool:
-        """Refuse a request with another host or without the key."""
+        """Return True if a request has a loopback host and the key; otherwise answer it with an error."""
         host = self.headers.get("Host", "")
         if host not in _LOOPBACK and host.rpartition(":")[0] not in _LOOPBACK:
-            # If the name of another site was made to lead here (DNS rebinding), the request has another host.
+            # With DNS rebinding, the name of another site leads to this server. The request then has that name as host.
             self._message(HTTPStatus.MISDIRECTED_REQUEST, "The host of the address must be 127.0.0.1 or localhost.")
             return False
         given = self.path.removeprefix("/").partition("/")[0]
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.viewer.key.encode()):
-            self._message(HTTPStatus.NOT_FOUND, "The address has no key, or an old one: `deltarunner view` prints it.")
+            words = "The address has no key, or an old key: open the address that `deltarunner view` prints."
+            self._message(HTTPStatus.NOT_FOUND, words)
             return False
         return True
 
     def _refuse(self) -> None:
         self.close_connection = True  # the body of the request is not read
-        self._message(HTTPStatus.METHOD_NOT_ALLOWED, "The viewer only reads.", Allow="GET, HEAD")
+        words = f"The viewer does not answer {self.command:.20}, since it only reads: send GET or HEAD."
+        self._message(HTTPStatus.METHOD_NOT_ALLOWED, words, Allow="GET, HEAD")
 
     def _answer(self, target: str) -> None:
         path, _, query = target.partition("?")
@@ -387,7 +395,8 @@ class _Handler(BaseHTTPRequestHandler):
         view = viewer.view(unquote(parts[0]))
         page = parts[1] if len(parts) == 2 else "no page"
         if view is None or page not in _PAGES:
-            self._message(HTTPStatus.NOT_FOUND, "There is no such page.")
+            words = f"There is no page {'/'.join(parts)[:80]!r} here: open the address that `deltarunner view` prints."
+            self._message(HTTPStatus.NOT_FOUND, words)
             return
         try:
             given = dict(parse_qsl(query, errors="surrogatepass"))

@@ -73,7 +73,7 @@ def test_report_has_the_cost(path: Path, table: Path, tmp_path: Path) -> None:
         ("[m]\nprompt = nan\ncompletion = 1\n", "give a number"),
         ("[m]\nprompt = 1\ncompletion = 1\nother = 2\n", "other is unknown"),
         ("m = 3\n", "give a section"),
-        ("[m\n", "it is not a table of prices"),
+        ("[m\n", "give a TOML file that can be read"),
     ],
 )
 def test_wrong_table_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:

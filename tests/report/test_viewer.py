@@ -311,7 +311,7 @@ def test_taken_port_is_refused_in_words(sums: Path) -> None:
     with viewing(sums) as viewer:
         port = urlsplit(viewer.address).port
         assert port is not None
-        with pytest.raises(BadOption, match=f"--port {port}: cannot listen on it"):
+        with pytest.raises(BadOption, match=f"--port {port}: the server cannot listen on this port"):
             Viewer(sums, port=port)
 
 

@@ -5,10 +5,10 @@ const list = byId("list"), served = document.body.dataset.served !== undefined;
 const rows = [...document.querySelectorAll("details.e")];
 const make = (name, kind, text) => { const made = document.createElement(name); if (kind) made.className = kind; if (text !== undefined) made.textContent = text; return made; };
 
-// --- filters, in a page that holds all episodes; the viewer filters them itself
+// --- filters, in a page that holds all episodes; in the viewer, the server filters episodes
 function filterInPage() {
   const cells = new Map(rows.map((row) => {
-    // The shown figures are rounded; these are not. "None" is NaN.
+    // The shown figures are rounded; these figures are exact. "None" becomes NaN.
     const [reward, turns, sampled, seconds] = row.dataset.figures.split(" ").map(Number);
     const outcome = row.firstElementChild.children[1].textContent;
     return [row, { task: row.dataset.task, number: Number(row.dataset.number), outcome, reward, turns, sampled, seconds }];
@@ -214,8 +214,8 @@ async function opened(row) {
   if (row.dataset.chunk !== undefined || row.dataset.tokens) addTokens(row);
   if (!row.dataset.body) return;
   const body = row.querySelector(".body");
-  // The answer is escaped as the page is, and its policy runs no script of it.
-  try { body.innerHTML = await fetched(row.dataset.body); } catch (error) { body.textContent = `It cannot be shown: ${error}`; delete row.dataset.opened; }
+  // The text in the answer is escaped like the text of the page, and the page's policy runs no scripts of the answer.
+  try { body.innerHTML = await fetched(row.dataset.body); } catch (error) { body.textContent = `The episode cannot be shown: ${error}`; delete row.dataset.opened; }
 }
 function prepare(row) { row.addEventListener("toggle", () => opened(row)); opened(row); }
 rows.forEach(prepare);
