@@ -75,7 +75,8 @@ def align(
     """Find the turn that a request continues from.
 
     System messages are changed to a form that the template supports, as `systems` describes it. If the template takes
-    only one, those at the beginning are joined. With `system_as_user`, later system messages become user messages.
+    only one, the system messages at the beginning are joined. With `system_as_user`, later system messages become user
+    messages.
 
     The last handle that the client sends back selects a turn, if the content before the handle confirms this turn.
     Otherwise, or without a handle, the deepest turn before the first difference in content is chosen. Of several such
@@ -202,7 +203,7 @@ def _require_message_to_answer(match: HistoryMatch, rest: Sequence[ReadMessage])
 
 
 def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:
-    """Return the turn that the last turn ids in a history name, if its unchanged answer is not in the history."""
+    """Return the turn that the last ids in a history name, or None if its unchanged answer is in the history."""
     naming = (match.messages[index] for index in reversed(match.naming))
     spoken = (histories.named(message.handles) for message in naming if message.role == "assistant")
     named = next((turn for turn in spoken if turn is not None), None)

@@ -61,7 +61,7 @@ MAX_TOOL_CHARACTERS_ON_LOOP = 65_536
 """Tools with more characters of JSON are created in a thread, since the check of their schemas takes time."""
 
 LOOP_SLICE_SECONDS = 0.005
-"""Longest time that reading a long history blocks the event loop at once."""
+"""Longest time for which reading a long history blocks the event loop without a pause."""
 
 
 @dataclass(frozen=True, slots=True)

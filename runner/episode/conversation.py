@@ -32,7 +32,6 @@ from runner.turn_events import TurnEvent
 
 __all__ = ["Conversation", "open_conversation", "open_thread"]
 
-
 Generate: TypeAlias = Callable[[Callable[[TurnEvent], None]], Awaitable[Turn]]
 """Sample a turn, and call the argument with each event."""
 
@@ -246,7 +245,7 @@ class Conversation:
         """Sample the agent's next turn, and iterate over its events while it is sampled.
 
         The block receives the turn to iterate over. If the block ends before the turn is over, the turn is cut there.
-        In all else, `stream` is like `generate`.
+        Otherwise, `stream` is like `generate`, and raises the same errors.
 
         Args:
             sampling: its fields take precedence over the sampling of the run and of the environment.
@@ -323,7 +322,8 @@ class Conversation:
             BadControl: the engine has no scores.
         """
         if isinstance(self._state.model, MessageModel):
-            raise BadOption(f"conversation {self.name!r}: score() needs token ids, and this engine takes messages.")
+            why = "score() needs token ids, and this engine takes messages: use an engine of token ids"
+            raise BadOption(f"conversation {self.name!r}: {why}.")
         if not all(replies):
             raise BadOption(f"conversation {self.name!r}: score({replies!r:.60}): give texts that are not empty.")
         with self._speaking():
@@ -399,7 +399,7 @@ class Conversation:
         `keep` selects another.
 
         Args:
-            count: number of tries.
+            count: number of tries, at least 1.
             sampling: its fields take precedence over the sampling of the run and of the environment.
             tool_choice: takes precedence over the environment's `tool_choice`.
 
@@ -456,7 +456,7 @@ class Conversation:
         return node
 
     def _speaking(self) -> _GenerateBlock:
-        """Return the block of a `generate`, which `close` may cut. Only one at a time is allowed; others raise."""
+        """Return the block of a `generate`. Raise RuntimeError while another one runs, EpisodeOver after `close`."""
         if self._closed:
             raise self._is_over()
         if self._generation is not None:

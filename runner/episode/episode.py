@@ -111,7 +111,7 @@ class Episode:
         return self._state.shared.weights_of(agent, sampling, self._state.environment.sampling)
 
     def end(self, reason: str = "") -> None:
-        """End the episode. No further turn is taken, and the episode is scored after the requests in progress finished.
+        """End the episode. No further turn is taken. The episode is scored once the requests in progress are finished.
 
         Args:
             reason: kept as the trajectory's `reason`.

@@ -284,7 +284,11 @@ class HistoryTree:
         return [*read[:own_system], *turn.history, turn.sent_answer, *read[own_system:]], True
 
     def _referred(self, message: Any) -> Any:
-        """Return the message of a turn, for a reference that has only its id. Return any other message unchanged."""
+        """Return the message of a turn, for a reference that has only its id, and any other message unchanged.
+
+        Raises:
+            UnknownReference: the id does not belong to a turn of the episode.
+        """
         given = message.get("refers") if isinstance(message, dict) else None
         if given is None:
             return message

@@ -102,7 +102,10 @@ class EpisodeRunner(EpisodeState):
                 yield from (segment.log for segment in conversation.segments)
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cut the rollout. The episode is then closed and recorded, as partial unless another ending is given."""
+        """Cut the setup, the rollout or the scoring. The episode is then closed and recorded.
+
+        The outcome is CANCELLED unless another ending is given.
+        """
         # Closing is not cut, since it has its own limit, and the author's resources must be closed.
         scopes = {Phase.SETUP: self._opening, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and not self._was_cut:
@@ -200,7 +203,7 @@ class EpisodeRunner(EpisodeState):
             await self._score(ending)
 
     def _begin_closing(self) -> None:
-        """Enter the closing phase, which only `close_seconds` limits. Cancellations of the run wait."""
+        """Enter the closing phase, which only `close_seconds` limits. A cancellation of the run waits until its end."""
         if self.phase is not Phase.CLOSING:
             self._enter(Phase.CLOSING)
             self._task.shield()

@@ -16,7 +16,7 @@ __all__ = ["failure", "judge", "silent"]
 def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
     """Return the ending of an episode that was not cut from outside and whose rollout raised `error`.
 
-    A limit that fired takes precedence over an error that the author raised later.
+    A limit that was reached takes precedence over an error that the author raised later.
     """
     limits, abandoned = episode.limits, episode.author_code.abandoned
     # An abandoned thread may still change the state that the rewards would read.

@@ -80,7 +80,7 @@ class PreparedPrompt:
     continued: bool = False
     """True if the prompt continues a cut turn."""
     taken_back: TurnNode | None = None
-    """The turn that is sampled again and no longer trained on."""
+    """The turn that is sampled again and then no longer trained on, or None."""
 
 
 async def next_prompt(
@@ -297,8 +297,8 @@ def _refuse_oversized(conversation: ConversationState, cursor: Cursor) -> None:
 def _end_without_prompt(conversation: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
     """End the episode.
 
-    The outcome is ENV_ERROR for an untrained agent, whose history is the author's. After a turn that a limit cut inside
-    its reasoning, it is the outcome of that limit. Otherwise, it is TOKEN_ERROR.
+    The outcome is ENV_ERROR for an untrained agent, since the author controls its history. After a turn that a limit
+    cut inside its reasoning, it is the outcome of that limit. Otherwise, it is TOKEN_ERROR.
     """
     name = conversation.name
     ending: Ending | None = None

@@ -54,7 +54,7 @@ class EpisodeState:
         self.seed = key.seed(shared.seed)
         self.shared = shared
         self.part = shared.part_of(key.task)
-        """The environment of the task, as its author constructed it."""
+        """The environment of the task as its author constructed it, with its limits and scorers."""
         self.environment = self.part.environment
         """The environment: the shared object until the episode has its own."""
         self.limits = EpisodeLimits(self.part.limits)
@@ -316,7 +316,7 @@ class ConversationState:
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
-        """Store segments, turns and requests in the trajectory. Messages that the model never saw are the last ones."""
+        """Store segments, turns and requests in the trajectory. Its last segment ends with messages still unseen."""
         self._order_segments()
         cursor, segments = self.cursor, self.segments
         if cursor.queued:

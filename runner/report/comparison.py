@@ -250,7 +250,7 @@ def _slices(
         if value is not None:
             groups[value].append(task)
     if not groups:
-        raise BadOption(f"--by {by}: no task has this field; fields are {', '.join(task_fields(run_file, tasks[0]))}.")
+        raise BadOption(f"--by {by}: no task has this field; give one of {', '.join(task_fields(run_file, tasks[0]))}.")
     for name in names:
         made = (_difference(name, scores, some, slice=value) for value, some in sorted(groups.items()))
         yield from holm([each for each in made if each is not None])

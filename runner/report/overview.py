@@ -168,7 +168,7 @@ class _Point(NamedTuple):
 
 
 class _Rows:
-    """Figures that follow from the rows of episodes."""
+    """Figures that are computed from the rows of episodes."""
 
     def __init__(self, header: Header) -> None:
         self._header = header

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["ReportSize", "environment", "page_policy", "write_report"]
 
 MAX_EPISODES: Final = 2_000
-"""Episodes in a page by default."""
+"""Default maximum number of episodes in a page."""
 MAX_PAGE_BYTES: Final = 24_000_000
 """Size after which further episodes have a row, but no transcript."""
 CHUNK_EPISODES: Final = 64
-"""Episodes whose tokens are compressed together."""
+"""Number of episodes whose tokens are compressed together."""
 MAX_PAIRS: Final = 10
-"""Flipped tasks whose transcripts are side by side in a comparison."""
+"""Maximum number of flipped tasks whose transcripts are side by side in a comparison."""
 MAX_FLIPPED_TASKS: Final = 200
 MIN_SHARED_CHARS: Final = 200
 """Shortest system message that a page shows once for all episodes with it."""
@@ -180,7 +180,7 @@ class _Page:
             yield {"number": number, "row": main, "view": view, **self._place(view), "blob": self._full_chunk()}
 
     def _place(self, view: EpisodeView | None) -> dict[str, int | None]:
-        """The chunk of an episode's tokens and its index there."""
+        """The chunk of an episode's tokens, and the episode's index in the chunk; None for both without tokens."""
         if view is None or not self._tokens:
             return {"chunk": None, "index": None}
         payload = [[agent.agent, token_payload(agent.trajectory, self._vocabulary)] for agent in view.agents]

@@ -41,7 +41,8 @@ class MetricDifference:
     """The difference of one metric between two files, over the tasks that both have."""
 
     metric: str
-    """"reward", "solved", "reward NAME", "metric NAME", "turns", "sampled", "seconds", and two that count failures."""
+    """"reward", "solved", "reward NAME", "metric NAME", "turns", "sampled", "seconds", or a metric of failed episodes.
+    """
     slice: str
     """The value of the task's field, or "" for all tasks."""
     tasks: int
@@ -55,12 +56,12 @@ class MetricDifference:
     difference: float
     """`second - first`."""
     low: float | None
-    """The lower end of the 95% interval of the difference; None below two tasks."""
+    """The lower end of the 95% interval of the difference; None with fewer than two tasks."""
     high: float | None
     """The upper end of the interval."""
     p_value: float | None
     """The two-sided p-value of the paired t test. With up to 12 tasks, the p-value of the exact sign-flip test, if that
-    is larger. In slices, the p-value is adjusted by Holm's method. None below two tasks.
+    is larger. In slices, the p-value is adjusted by Holm's method. None with fewer than two tasks.
     """
     more_tasks: int | None
     """The number of further tasks that would show a difference of this size, with a probability of 80%; None if the

@@ -64,7 +64,7 @@ def _price(path: Path, model: str, fields: Any) -> Price:
         raise BadOption(f"{where}: give a section with the prices of a million tokens: prompt, completion, cached.")
     for name, value in fields.items():
         if name not in ("prompt", "completion", "cached"):
-            raise BadOption(f"{where}: {name} is unknown; there are prompt, completion and cached.")
+            raise BadOption(f"{where}: {name!r:.60} is unknown: give only prompt, completion and cached.")
         if not is_number(value) or not 0 <= value < float("inf"):
             raise BadOption(f"{where}: {name} = {value!r:.60}: give a number of at least 0.")
     for name in ("prompt", "completion"):

@@ -89,7 +89,7 @@ def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
         if isinstance(value, str):
             return compare(value, written)
         if number is None:
-            raise BadOption(f"--where {text!r}: {name} is a number; give a number.")
+            raise BadOption(f"--where {text!r}: {name} is a number, and {written!r:.60} is not: give a number.")
         return compare(value, number)
 
     return holds
@@ -112,7 +112,7 @@ def check_known(names: Iterable[str], run_file: RunFile, option: str) -> None:
     scores = [*run_file.score_names("rewards"), *run_file.score_names("metrics")]
     for name in names:
         if name not in _FIELDS and name not in scores:
-            raise BadOption(f"{option} {name}: unknown; there are {', '.join([*_FIELDS, *scores])}.")
+            raise BadOption(f"{option} {name}: unknown; give one of {', '.join([*_FIELDS, *scores])}.")
 
 
 def where_name(text: str) -> str:
@@ -161,9 +161,8 @@ def means_by(run_file: RunFile, rows: Iterable[EpisodeRow], name: str) -> dict[s
         failed.add(float(row.outcome.failed), row.task_id)
     if not means:
         known = task_fields(run_file, next(iter(values))) if values else []
-        raise BadOption(
-            f"--by {name}: no task of these episodes has this field; fields are {', '.join(known) or 'none'}."
-        )
+        fix = f"; give one of {', '.join(known)}" if known else ""
+        raise BadOption(f"--by {name}: no task of these episodes has this field{fix}.")
     return dict(sorted(means.items()))
 
 
@@ -198,7 +197,8 @@ def check_threshold_names(thresholds: Sequence[str], scorers: Sequence[Scorer], 
         name, _ = parse_threshold(text)
         if name not in known and not name.startswith(open_names):
             more = f", and {open_names[0]}KEY if that metric returns a dict" if open_names else ""
-            raise BadOption(f"--fail-under {text!r}: this run has no such result; there are {', '.join(known)}{more}.")
+            names = f"{', '.join(known)}{more}"
+            raise BadOption(f"--fail-under {text!r}: this run has no such result; give one of {names}.")
 
 
 def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str], *, lenient: bool = False) -> list[str]:
@@ -222,7 +222,7 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str], *, l
     for text in thresholds:
         name, number = parse_threshold(text)
         if name not in known and not lenient:
-            raise BadOption(f"--fail-under {text!r}: unknown; there are {', '.join(known)}.")
+            raise BadOption(f"--fail-under {text!r}: unknown; give one of {', '.join(known)}.")
         value = known.get(name)
         if value is None:
             missed.append(f"{name} has no value, and at least {number:g} is asked for (--fail-under)")

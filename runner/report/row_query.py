@@ -81,9 +81,9 @@ class RowQuery:
         """
         query = cls(**{each.name: given[each.name].strip() for each in fields(cls) if each.name in given})
         if query.sort not in ORDERS:
-            raise BadOption(f"sort={query.sort!r:.60}: there are {', '.join(filter(None, ORDERS))}.")
+            raise BadOption(f"sort={query.sort!r:.60}: give one of {', '.join(filter(None, ORDERS))}.")
         if query.outcome not in ("", "failed", *(each.value for each in Outcome)):
-            raise BadOption(f"outcome={query.outcome!r:.60}: there are failed, {', '.join(Outcome)}.")
+            raise BadOption(f"outcome={query.outcome!r:.60}: give one of failed, {', '.join(Outcome)}.")
         for name in ("low", "high"):
             if (text := getattr(query, name)) and number_of(text) is None:
                 raise BadOption(f"{name}={text!r:.60}: give a number.")

@@ -68,7 +68,7 @@ class RunView:
 
     @staticmethod
     def seen(run_file: RunFile) -> str:
-        """A text that changes whenever the file has new episodes."""
+        """A text that changes when the file has new episodes, when the run is complete, and when it has a summary."""
         rows = run_file.select("SELECT (SELECT max(key) FROM episodes), complete, summary IS NULL FROM run")
         return " ".join(map(str, tuple(rows[0])))
 

@@ -58,7 +58,8 @@ class TrainingBatch:
     It is 0 at untrained positions, and NaN without a value from the engine.
     """
     temperatures: NDArray[np.float32]
-    """Divisor of the logits for a log-probability that compares to `logprobs`; 1 at untrained positions, float32."""
+    """Divisor of the logits for a log-probability that is comparable to `logprobs`; 1 at untrained positions, float32.
+    """
     advantages: NDArray[np.float32]
     """Advantage of the id, float32; 0 before advantages are given, and at untrained positions."""
     weight_versions: NDArray[np.int32]
@@ -124,8 +125,7 @@ class TrainingBatch:
             vocabulary: number of ids of the model; a batch of another tokenizer is refused.
 
         Raises:
-            BadBatch: the source is empty, or has an item that is not a group; a group is incomplete; a trajectory
-                occurs twice; a row is too long; an id is not in the vocabulary; the advantages do not fit.
+            BadBatch: as for `Selection.of`; or a row is too long, or the advantages do not fit.
             BadOption: a number is out of its range, or `advantages` is not a function.
         """
         chosen = Selection.of(source, partial=partial, drop_flat=drop_flat, vocabulary=vocabulary)
@@ -338,7 +338,7 @@ class TrainingTensors:
     logprobs: torch.Tensor
     """Log-probability with which the engine sampled the id, in nats, float32."""
     temperatures: torch.Tensor
-    """Divisor of the logits for a log-probability that compares to `logprobs`, float32."""
+    """Divisor of the logits for a log-probability that is comparable to `logprobs`, float32."""
     advantages: torch.Tensor
     """Advantage of the id, float32."""
     weight_versions: torch.Tensor

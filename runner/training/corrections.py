@@ -203,7 +203,7 @@ def _check_bounds(least: float, most: float) -> None:
 def _checked(name: str, given: Any, batch: TrainingBatch) -> NDArray[np.float64]:
     values = _float64(given)
     if values.shape != batch.loss_mask.shape:
-        raise BadBatch(f"{name} of shape {values.shape}: give one value a position, shape {batch.loss_mask.shape}.")
+        raise BadBatch(f"{name} of shape {values.shape}: give one value per position, shape {batch.loss_mask.shape}.")
     return values
 
 

@@ -29,11 +29,11 @@ __all__ = ["by_turn", "gae", "shared_credit", "turn_returns"]
 class _TrainedTurn:
     turn: Turn
     trajectory: int
-    """Index of its trajectory in the batch."""
+    """Index of the turn's trajectory in the batch."""
     number: int
     """Number of the turn among the trained turns of its trajectory."""
     places: NDArray[np.intp]
-    """Positions of its trained ids in the flattened arrays of the batch, in order."""
+    """Positions of the turn's trained ids in the flattened arrays of the batch, in order."""
 
 
 def turn_returns(batch: TrainingBatch, *, discount: float = 1.0) -> NDArray[np.float32]:
@@ -45,7 +45,7 @@ def turn_returns(batch: TrainingBatch, *, discount: float = 1.0) -> NDArray[np.f
 
     Raises:
         BadBatch: a trajectory has branches, whose turns have no single order.
-        BadOption: the discount is not within 0 and 1.
+        BadOption: the discount is not from 0 to 1.
     """
     _check_share("discount", discount)
     returns = np.zeros(batch.loss_mask.size, np.float32)
@@ -68,7 +68,7 @@ def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule 
 
     Raises:
         BadBatch: as for `turn_returns`; or no turn can be compared with a turn of another trajectory.
-        BadOption: the discount is not within 0 and 1.
+        BadOption: the discount is not from 0 to 1.
     """
     _check_share("discount", discount)
     trained = list(_turns(batch))
@@ -106,7 +106,7 @@ def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: floa
     _check_share("decay", decay)
     given = as_numpy(values).astype(np.float64)
     if given.shape != batch.loss_mask.shape:
-        raise BadBatch(f"values of shape {given.shape}: give one value a position, shape {batch.loss_mask.shape}.")
+        raise BadBatch(f"values of shape {given.shape}: give one value per position, shape {batch.loss_mask.shape}.")
     advantages, targets = np.zeros(given.size, np.float32), np.zeros(given.size, np.float32)
     for turns in _turns(batch):
         later, after = 0.0, 0.0  # advantage and value of the following turn

@@ -1,4 +1,4 @@
-"""Check that a trainer can compute the exact probabilities of the sampling, and the temperatures for it."""
+"""Reasons why a trainer cannot compute the exact probabilities of the sampling, and the temperatures that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools of tasks by pass rate, as a task source that prefers tasks of some difficulty."""
+"""A task source with pools of tasks by pass rate, for a run that prefers tasks of some difficulty."""
 
 from __future__ import annotations
 

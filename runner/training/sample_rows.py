@@ -87,7 +87,7 @@ class SampleRow:
     constrained: NDArray[np.bool_]
     """True if the id was sampled under a grammar, so that its log-probability is relative to the allowed ids, bool."""
     temperatures: NDArray[np.float32]
-    """Divisor of the logits for a log-probability that compares to `logprobs`, float32; 1 where `mask` is False."""
+    """Divisor of the logits for a log-probability comparable to `logprobs`, float32; 1 where `mask` is False."""
     advantages: NDArray[np.float32]
     """Advantage of each id, float32; 0 where `mask` is False, and if none were given."""
     sampling_masks: SamplingMasks | None
@@ -103,10 +103,10 @@ class SampleRow:
     reward: float | None
     """Reward of the trajectory; None in a failed episode."""
     failed: str
-    """Reason why the episode is not trained on: its outcome, "no_turn", "no_reward", "untrained", "no_logprobs"
+    """Reason why the row is not trained: the outcome of its episode, "no_turn", "no_reward", "untrained", "no_logprobs"
     or "too_long".
 
-    It is "" if the episode is trained on.
+    It is "" if the row is trained.
     """
 
     @property
@@ -258,7 +258,7 @@ def _chosen(rows: list[TrainingRow], choice: SegmentChoice, trajectory: Trajecto
     if choice is SegmentChoice.REFUSE:
         raise BadBatch(
             f"{name_of(trajectory)} has {len(rows)} segments with trained ids, since its history was rewritten: give "
-            "segments='each' for one row a segment, or 'last' or 'longest' for one segment."
+            "segments='each' for one row per segment, or 'last' or 'longest' for one segment."
         )
     if choice is SegmentChoice.LAST:
         return rows[-1:]

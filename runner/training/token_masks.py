@@ -109,20 +109,21 @@ class RecordedMasks:
         """Return the mask of each sampled id of a turn, including the stop id; None for a turn without masks.
 
         Raises:
-            BadBatch: an id is not allowed by its mask, or the constraint cannot be compiled; the message names it.
+            BadBatch: an id is not allowed by its mask, the constraint cannot be compiled, or a constrained turn has no
+                masks; the message names it.
         """
         table = MaskTable(self.vocabulary)
         index = self._turn_index(turn, table, f"turn {turn.agent}/{turn.number}")
         return None if index is None else TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_row(self, row: TrainingRow) -> TokenMasks:
-        """Return the mask of each position of a row; `index` has the row's length."""
+        """Return the mask of each position of a row; `index` has the row's length. Errors are as for `masks_of`."""
         return self.masks_for_rows([row])[0]
 
     def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
         """Return the masks of several rows with one shared table.
 
-        Their `index` can be padded or packed like any array.
+        Their `index` can be padded or packed like any array. Errors are as for `masks_of`.
         """
         table = MaskTable(self.vocabulary)
         indices = [self._row_index(row, table) for row in rows]
@@ -131,6 +132,8 @@ class RecordedMasks:
 
     def masks_for(self, rows: Sequence[TrainingRow], layout: Layout) -> TokenMasks:
         """Return the mask of each position of a batch, `masks_for(batch.rows, batch.layout)`.
+
+        Errors are as for `masks_of`.
 
         Args:
             rows: the rows of the batch.
@@ -141,7 +144,10 @@ class RecordedMasks:
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
-        """Return the mask of each term of a tree of `rows`; `index` has the shape [terms]."""
+        """Return the mask of each term of a tree of `rows`; `index` has the shape [terms].
+
+        Errors are as for `masks_of`.
+        """
         table = MaskTable(self.vocabulary)
         indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
         index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]

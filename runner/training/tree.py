@@ -140,11 +140,11 @@ class Saving:
     rows: int
     """Number of rows."""
     tokens: int
-    """Number of their ids, counted in each row."""
+    """Number of the ids of all rows; a shared id counts once for each of its rows."""
     padded: int
     """Number of ids in a padded batch of the rows."""
     nodes: int
-    """Number of computed ids."""
+    """Number of nodes of all trees, which are the ids that are computed."""
     logits: int
     """Number of nodes whose logits are computed."""
     trees: int

@@ -116,7 +116,7 @@ class CheckedTensor:
     largest: float | None = None
     """Largest difference, in nats; None if refused."""
     reason: str = ""
-    """Reason for a refusal or a wrong result, or a limit of a right one."""
+    """Reason for a refusal or a wrong result, or a limit of a right result; "" without one."""
 
 
 @dataclass(slots=True)
@@ -290,7 +290,7 @@ class _Trial:
 
     @asynccontextmanager
     async def engine_running(self) -> AsyncIterator[None]:
-        """Start the engine for this block. It may be replaced during the block."""
+        """Start the engine for this block. Another engine may replace it during the block."""
         try:
             await self._start()
             yield

@@ -53,7 +53,7 @@ def weight_proof(
         size: number of ids if `ids` is not given, at least 9. More ids find smaller faults: docs/weights.md has the
             figures.
         dtype: the engine's number type, as a name or of torch: weights are rounded to it in a copy, as in the engine.
-            Give it if the engine's type is coarser than the model's, to detect changes smaller than the rounding.
+            Give this type if it is coarser than the model's, to detect changes smaller than the rounding.
 
     Raises:
         BadModel: torch is not installed, this is not a torch model, the number type does not exist, or the logits have

@@ -95,7 +95,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "an unknown threshold": (
         ["mine.py:Greeting", "--fail-under", "luck=1"],
         "BadOption",
-        ["'luck=1': this run has no such result; there are reward"],
+        ["'luck=1': this run has no such result; give one of reward"],
     ),
     "a threshold without a number": (
         ["mine.py:Greeting", "--fail-under", "reward"],

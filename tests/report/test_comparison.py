@@ -219,7 +219,7 @@ async def test_slices_follow_a_field_of_the_task(tmp_path: Path) -> None:
     assert re.search(r"metric\s+slice\s+A(.|\n)*sampled\s+easy", run(first, second, "--by", "level")[1])
     code, text = run(first, second, "--by", "colour")
     assert code == 2
-    assert "no task has this field; fields are answer, id, level" in text
+    assert "no task has this field; give one of answer, id, level" in text
 
 
 async def test_files_without_a_common_task_are_refused_in_words(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_report_has_the_cost(path: Path, table: Path, tmp_path: Path) -> None:
         ("[m]\nprompt = 1\n", "'m': completion is missing"),
         ("[m]\nprompt = -1\ncompletion = 1\n", "prompt = -1: give a number of at least 0"),
         ("[m]\nprompt = nan\ncompletion = 1\n", "give a number"),
-        ("[m]\nprompt = 1\ncompletion = 1\nother = 2\n", "other is unknown"),
+        ("[m]\nprompt = 1\ncompletion = 1\nother = 2\n", "'other' is unknown"),
         ("m = 3\n", "give a section"),
         ("[m\n", "give a TOML file that can be read"),
     ],

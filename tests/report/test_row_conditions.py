@@ -66,12 +66,12 @@ async def test_show_by_a_field_has_its_mean_rewards(file: Path) -> None:
     ("options", "words"),
     [
         (["--where", "reward"], "give FIELD OPERATOR VALUE"),
-        (["--where", "colour = red"], "colour: unknown; there are id"),
+        (["--where", "colour = red"], "colour: unknown; give one of id"),
         (["--where", "reward < much"], "reward is a number"),
         (["--sort", "colour"], "colour: unknown"),
-        (["--by", "colour"], "no task of these episodes has this field; fields are answer, id, level."),
+        (["--by", "colour"], "no task of these episodes has this field; give one of answer, id, level."),
         (["--fail-under", "reward"], "give NAME=NUMBER"),
-        (["--fail-under", "colour=1"], "unknown; there are"),
+        (["--fail-under", "colour=1"], "unknown; give one of"),
         (["t0", "--failed"], "leave the episode out"),
     ],
 )
