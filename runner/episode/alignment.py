@@ -41,7 +41,7 @@ class RequestAlignment:
     messages: list[Message] = field(default_factory=list)
     """The messages to add after the turn in `parent`; the whole history if it is rendered again."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """Differences that the client made, and that do not matter."""
+    """Differences between the client's history and the turns in it that do not change the verdict."""
     as_sent: bool = False
     """True if the history is used as the client sends it."""
     history: Sequence[ReadMessage] = ()

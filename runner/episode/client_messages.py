@@ -62,7 +62,7 @@ class ReadMessage:
     size: int = 0
     """Size of the message as JSON, in bytes."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """Differences in form, found in the message alone, without a comparison with a turn."""
+    """The tolerated differences that were found in the message so far."""
     volatile: int = 0
     """Number of volatile lines that were removed from the message."""
     # The next three fields are computed once, since every match of a history reads them.

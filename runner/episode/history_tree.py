@@ -143,7 +143,7 @@ class HistoryMatch:
     answered_calls: list[CallIndex | None] = field(default_factory=list)
     """The call that each message answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
-    """Differences that the client made, and that do not matter."""
+    """Tolerated differences between the client's messages and the turns."""
     thoughts: list[int] = field(default_factory=list)
     """Indices of the messages that have reasoning."""
     naming: list[int] = field(default_factory=list)

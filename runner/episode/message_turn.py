@@ -46,7 +46,7 @@ class _StreamedAnswer:
     admitted: bool = False
     """True once the server began to answer."""
     finish: MessageFinish = field(default_factory=lambda: MessageFinish(FinishReason.ABORT))
-    """Reason of the end, usage and raw fields of the answer."""
+    """Finish reason, stop and usage of the answer."""
     error: EngineError | None = None
     """The error if the server failed, or None."""
     timings: Timings = field(default_factory=Timings)

@@ -104,7 +104,7 @@ class GrammarMasks(RecordedMasks):
         index = np.full(turn.end - turn.start, UNCONSTRAINED_INDEX, dtype=np.int32)
         mask = np.full((1, table.words), -1, dtype=np.int32)
         for position, token_id in enumerate(turn.token_ids):
-            # The grammar has ended with an end id that is not in our stop ids. As in vLLM, all later ids are allowed.
+            # The turn continues after an id that ended the grammar. As in vLLM, all later ids are allowed.
             if matcher.is_terminated():
                 break
             # False means that every id is allowed, and the mask was not written.
