@@ -25,7 +25,7 @@ __all__ = ["assert_exact"]
 __tracebackhide__ = True
 
 _MAX_SHOWN_IDS: Final = 24
-"""Maximum number of ids on each side of a seam in a failure's message."""
+"""Maximum number of ids that the message of a failure shows on each side of the fault."""
 
 
 def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
@@ -37,17 +37,17 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
     - Every tool call before the last message has one answer, in order, except with external agents.
     - The messages contain the calls of the turns; outcome, limit, error and reward agree.
 
-    Turns from chat APIs have no ids; only the other rules apply to them.
+    Turns from chat APIs have no ids; only the last two rules apply to them.
 
     Args:
         trajectory: the trajectory of any agent, with any outcome.
-        engine: the engine. Its tokenizer then checks the texts of turns against their ids. A
-            `ScriptedEngine(record=True)` also checks the prompt ids that were sent.
+        engine: the engine that sampled the turns. With it, the texts of turns are compared with their decoded ids;
+            with a `ScriptedEngine(record=True)`, ids are also compared with the requests that it received.
 
     Raises:
         BadOption: `trajectory` is not a trajectory.
-        AssertionError: a rule is broken; the message names episode and turn and shows the ids around the seam,
-            decoded if an engine is given.
+        AssertionError: a rule is broken. The message names the episode, and the turn if the fault is in one turn.
+            It shows the ids around the fault, decoded if an engine is given.
     """
     if not isinstance(trajectory, Trajectory):
         raise BadOption(f"assert_exact({trajectory!r:.60}): give a trajectory, such as play(...) returns.")
@@ -96,7 +96,7 @@ def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
         given = not math.isnan(logprob)
         said = source in (Source.SAMPLED, Source.RETRIED)
         _require(said or not given, f"{trajectory.id}: an id that was not sampled has log-probability {logprob}")
-        _require(not given or logprob <= 0, f"{trajectory.id}: a log-probability of {logprob}")
+        _require(not given or logprob <= 0, f"{trajectory.id}: log-probability {logprob} is above 0")
     for turn in (turn for turn in trajectory.turns if turn.log is log):
         top, length = turn.top, turn.end - turn.start
         fits = top is None or len(top) == length
@@ -104,7 +104,7 @@ def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
 
 
 def _check_origin(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
-    """Check that a segment which continues a turn begins with the same ids."""
+    """Raise AssertionError if a segment that continues or repeats a turn does not begin with the same ids."""
     name = f"{trajectory.id} {trajectory.agent} segment {trajectory.segments.index(segment)} ({segment.cause})"
     origin, shares = segment.origin, segment.cause in (AGAIN, BRANCH, RETRY)
     if not turns or not shares:
@@ -130,7 +130,9 @@ def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Tur
     for turn in turns:
         name = _name(trajectory, turn)
         _require(turn.log is segment.log, f"{name}: its ids are in the log of another segment")
-        _require(0 < turn.start <= turn.end <= len(segment.log), f"{name}: {turn.start}-{turn.end}")
+        length = len(segment.log)
+        fits = 0 < turn.start <= turn.end <= length
+        _require(fits, f"{name}: {turn.start}-{turn.end} is not a range of ids after a prompt in {length} ids")
     for before, turn in pairwise(turns):
         prompt, prefix = turn.prompt_ids, before.prompt_ids + before.token_ids
         if prompt[: len(prefix)] != prefix:
@@ -160,7 +162,7 @@ def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
 
 
 def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
-    """Check that every call before the last message has one answer, in the order of the calls."""
+    """Raise AssertionError unless every call before the last message has one answer, in the order of the calls."""
     if trajectory.requests:
         return  # external agents may answer in any way
     for index, message in enumerate(messages):
@@ -173,7 +175,7 @@ def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
 
 
 def _check_calls(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn]) -> None:
-    """Check that the messages end with the calls of the turns; the prompt may contain earlier ones."""
+    """Raise AssertionError unless the last calls of the messages are those of the turns; a prompt may have others."""
     made = [call.as_message() for turn in turns for call in turn.tool_calls if call.error is None]
     written = [call for message in segment.messages for call in message.get("tool_calls", ())]
     if made and written[-len(made) :] != made:
@@ -200,7 +202,7 @@ def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
 
 
 def _said(part: str, said: str) -> bool:
-    """Return True if the sampled text contains a text, as a whole or line by line with other text between."""
+    """Return True if the sampled text `said` contains `part`, or all lines of `part` in their order."""
     if part in said:
         return True
     at = 0
@@ -220,11 +222,12 @@ def _check_turns(trajectory: Trajectory) -> None:
     begun = list(dict.fromkeys(segments))
     _require(begun == sorted(begun), f"{trajectory.id}: its turns are in segments {segments}, out of order")
     known = range(len(trajectory.segments))
-    _require(set(segments) <= set(known), f"{trajectory.id}: turns in segments {segments} of {len(known)}")
+    text = f"{trajectory.id}: its turns are in segments {segments}, but it has {len(known)}"
+    _require(set(segments) <= set(known), text)
 
 
 def _check_ending(trajectory: Trajectory) -> None:
-    """Check that outcome, limit, error and reward agree."""
+    """Raise AssertionError if outcome, limit, error and reward do not agree."""
     name, outcome = f"{trajectory.id} {trajectory.agent}", trajectory.outcome
     limits = LIMITS_OF.get(outcome)
     if limits is not None and trajectory.limit not in limits:
@@ -241,7 +244,7 @@ def _check_ending(trajectory: Trajectory) -> None:
 
 
 def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
-    """Check the turns against the requests that a recording engine received."""
+    """Raise AssertionError if a turn differs from its request, as an engine with `record=True` received it."""
     calls: Any = getattr(engine, "calls", ())
     by_name = {call.name: call for call in calls}  # of several attempts, the dict keeps the last one
     for turn in trajectory.turns:

@@ -1,4 +1,4 @@
-"""Cancels a coroutine or an episode at each of its suspension points, one run for each point."""
+"""Cancellation of a coroutine or an episode at each of its suspension points, with one run for each point."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = ["cancel_everywhere", "play_cancelled"]
 __tracebackhide__ = True
 
 LeftoverCheck: TypeAlias = Callable[[Any], object]
-"""Called with the environment that played; raises if it finds leftovers."""
+"""A function that receives the environment that played, and raises if it finds leftovers."""
 
 _DELTA_LATENCY: Final = Latency(first=1, between=1)
 """One tick before every delta, so that turns have suspension points."""
 _MAX_SUSPENSIONS: Final = 100_000
 """Number of suspension points after which a scenario counts as endless."""
 _MAX_SWALLOWED: Final = 1_000
-"""Maximum number of cancellations of one run, one for each `await` of its clean-up. A run with more swallows them."""
+"""Maximum number of cancellations of one run, one at each `await` of its clean-up. A run with more never ends."""
 
 _REASON: Final = "cancel_everywhere"
 """Reason text of this module's cancellations. It distinguishes them from cancellations by scopes inside the scenario.
@@ -69,7 +69,8 @@ async def cancel_everywhere(
 
     Args:
         scenario: returns the coroutine of one run. All runs must have the same steps and new state.
-        check: called after every run, cancelled or not; sync or async. Raises if it finds leftovers.
+        check: a function, sync or async, that is called after every run, cancelled or not. It raises if it finds
+            leftovers.
 
     Returns:
         Number of suspension points of an undisturbed run.
@@ -78,7 +79,8 @@ async def cancel_everywhere(
         AssertionError: a function, which the message names, swallowed the cancellation.
         BadOption: `scenario` does not return a coroutine.
         RuntimeError: the scenario does not end.
-        BaseException: an error of the scenario or the check, with a note that names the suspension point.
+        BaseException: an error of the scenario or the check. If the run was cancelled, a note names the suspension
+            point.
     """
     given: Any = scenario
     if inspect.iscoroutine(given):
@@ -105,7 +107,7 @@ async def cancel_everywhere(
 
 
 def _never_ended() -> RuntimeError:
-    return RuntimeError(f"the scenario has not ended after {_MAX_SUSPENSIONS} suspension points: it must end")
+    return RuntimeError(f"the scenario has not ended after {_MAX_SUSPENSIONS} suspension points: give one that ends")
 
 
 @dataclass(slots=True)
@@ -130,7 +132,7 @@ class _CancelledRun:
             self._check_passed_on(None)
 
     def _check_passed_on(self, raised: BaseException | None) -> None:
-        """Raise if a function of the scenario caught a cancellation and did not raise it again."""
+        """Raise AssertionError if a function of the scenario caught a cancellation and did not raise it again."""
         left = set(map(id, _causes(raised)))
         lost = [error for error in self.delivered if id(error) not in left]
         if raised is not None and len(lost) == len(self.delivered):
@@ -139,13 +141,13 @@ class _CancelledRun:
             if swallower := _swallower(error):
                 verb = "returned" if raised is None else "continued"
                 raise AssertionError(
-                    f"cancelled in {self.cancelled_in}, but it {verb}: {swallower} swallowed the "
+                    f"cancelled in {self.cancelled_in}, but the scenario {verb}: {swallower} swallowed the "
                     f"cancellation. Clean up in `finally`, or raise it again."
                 ) from None
 
     @types.coroutine
     def _step_by_step(self, scope: anyio.CancelScope) -> Generator[Any, Any, None]:
-        """Drive the coroutine as its task would, and count its suspensions."""
+        """Run the coroutine as its task would, and cancel `scope` at the suspension with the number `at`."""
         coroutine = self.coroutine
         suspensions = 0
         resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731  # replaced below
@@ -167,12 +169,12 @@ class _CancelledRun:
     def _always_swallowed(self) -> AssertionError:
         who = _swallower(self.delivered[-1]) or "the scenario"
         return AssertionError(
-            f"cancelled in {self.cancelled_in}, but it never ends: {who} swallowed the cancellation {_MAX_SWALLOWED} "
-            f"times. Clean up in `finally`, or raise it again."
+            f"cancelled in {self.cancelled_in}, but the scenario never ends: {who} swallowed the cancellation "
+            f"{_MAX_SWALLOWED} times. Clean up in `finally`, or raise it again."
         )
 
     def _abandon(self, error: Exception) -> Exception:
-        """End the coroutine with an error, so that it still cleans up; if that fails, keep it alive unfinished."""
+        """Throw `error` into the coroutine until it ends, so that it cleans up; one that never ends is kept alive."""
         for _ in range(_MAX_SWALLOWED):
             try:
                 self.coroutine.throw(error)
@@ -182,10 +184,10 @@ class _CancelledRun:
         return error
 
     def _suspend(self, awaited: Any) -> Generator[Any, Any, Callable[[], Any]]:
-        """Suspend in place of the coroutine; return the function that resumes it."""
+        """Suspend in place of the coroutine, and return the function that resumes the coroutine."""
         try:
             value = yield awaited
-        except BaseException as error:  # including a cancellation, which the coroutine must receive
+        except BaseException as error:  # this may be a cancellation, which the coroutine must receive
             thrown = error
             self._record_delivered(thrown)
             return lambda: self.coroutine.throw(thrown)
@@ -195,13 +197,13 @@ class _CancelledRun:
         return lambda: self.coroutine.send(value)
 
     def _record_delivered(self, error: BaseException | None) -> None:
-        # Only our own cancellation counts: scopes inside a shield also cancel, and catch that themselves.
+        # Only the cancellation of this module counts: scopes inside a shield cancel too, and catch what they raised.
         if isinstance(error, anyio.get_cancelled_exc_class()) and _REASON in str(error):
             self.delivered.append(error)
 
 
 def _causes(raised: BaseException | None) -> Iterator[BaseException]:
-    """The error with all of its causes, contexts and group members."""
+    """Yield the error with all of its causes, contexts and group members; nothing for None."""
     waiting, seen = [raised], set[int]()
     while waiting:
         error = waiting.pop()
@@ -213,7 +215,7 @@ def _causes(raised: BaseException | None) -> Iterator[BaseException]:
 
 
 def _swallower(error: BaseException) -> str:
-    """The function that caught the error last; "" for functions of the event loop's libraries."""
+    """Name and place of the function that caught the error last; "" if it belongs to the event loop's libraries."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if code.co_filename != __file__:
@@ -227,7 +229,7 @@ def _is_of_event_loop(frame: types.FrameType) -> bool:
 
 
 def _where(coroutine: Any) -> str:
-    """The scenario's innermost suspended frame outside the event loop's libraries."""
+    """Name and place of the scenario's innermost suspended function outside the event loop's libraries."""
     where = "the scenario"
     while True:
         match coroutine:
@@ -255,28 +257,28 @@ def play_cancelled(
 ) -> int:
     """Play an episode repeatedly, cancelled at its 1st, 2nd, 3rd ... suspension.
 
-    After each play no request, session, task, thread or file may be left. The first and the last play are not
-    cancelled and must not fail; the first one opens what all episodes share. Every play takes the
-    waiting times of tools, so keep them short.
+    After each play no request and no session may be left in the engine, and at the end no task, thread, process or
+    file. The first and the last play are not cancelled and must not fail; the first one opens what all episodes share.
+    Every play waits as long as its tools wait, so keep these times short.
 
     Args:
         environment: the environment, or its class.
         says: the replies of the model; each play reads a list from its beginning.
         task: the task or its id; by default the first one.
-        check: called with the environment after every play; raises if it finds leftovers.
+        check: a function that receives the environment after every play, and raises if it finds leftovers.
         limits: limits that override the environment's.
 
     Returns:
         Number of cancelled plays.
 
     Raises:
-        AssertionError: a play left something open, or the undisturbed episode fails. A note names the suspension
-            point.
+        AssertionError: a play left something open or swallowed the cancellation, or the undisturbed episode fails. If
+            the play was cancelled, the message or a note names the place.
         BadInput: an argument cannot be used.
     """
     if check is not None and not callable(check):
-        raise BadOption(f"play_cancelled(check={check!r:.60}): give a function of the environment.")
-    # Small deltas with ticks between them, for suspension points inside turns.
+        raise BadOption(f"play_cancelled(check={check!r:.60}): give a function of one argument.")
+    # Deltas are small and have ticks between them, so that there are suspension points inside turns.
     given: Any = says
     in_pieces = isinstance(says, list | tuple | str)
     engine = ScriptedEngine(given, chunks=4, latency=_DELTA_LATENCY) if in_pieces else engine_for(says)
@@ -328,7 +330,7 @@ async def _play_everywhere(
             if stats.open or stats.waiting or stats.live_sessions:
                 raise AssertionError(
                     f"{stats.open} requests and {stats.live_sessions} sessions are left in the engine: exit every "
-                    f"`async with` and cancel no task that generates."
+                    f"`async with`, and leave no task that generates running."
                 )
             for fault in last[0].faults:
                 if HOW_TO_CLOSE in fault:  # closed by the runner instead of the code that opened it

@@ -1,4 +1,4 @@
-"""Cuts a scripted reply into deltas inside a multi-byte character or a marker."""
+"""Deltas of a scripted reply that are cut inside a multi-byte character or a marker."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MULTIBYTE: Final = rb"[\xc2-\xf4][\x80-\xbf]+"
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Cuts a reply in the middle of a piece of its text; created by `inside`."""
+    """Chunks that cut a reply in the middle of a piece of its text; created by `inside`."""
 
     piece: str
     """The text; "" stands for every multi-byte character."""
 
     def sizes(self, ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The number of ids of each delta, so that one ends inside every occurrence of the piece.
+        """The number of ids of each delta, so that a delta ends inside every occurrence that has several ids.
 
         Raises:
-            BadOption: the piece does not occur, or is a single id.
+            BadOption: the piece does not occur, or every occurrence is a single id.
         """
         said, ends = _bytes_and_ends(ids, tokenizer)
         pattern = re.escape(self.piece.encode()) if self.piece else _MULTIBYTE
@@ -42,7 +42,7 @@ class Inside:
             )
         if not cuts:
             raise BadOption(
-                f"inside({self.piece!r}): it is a single token id in this vocabulary, and an id cannot be cut: "
+                f"inside({self.piece!r}): the piece is a single token id in this vocabulary, and an id cannot be cut: "
                 f"name a longer piece, or use byte_tokenizer, where every byte is an id."
             )
         # The last size includes a stop id, so that the sizes are not repeated.
@@ -55,6 +55,9 @@ def inside(piece: str = "") -> Inside:
 
     Args:
         piece: a marker, a word or a character; by default every multi-byte character.
+
+    Raises:
+        BadOption: `piece` is not a string.
     """
     __tracebackhide__ = True
     if not isinstance(piece, str):

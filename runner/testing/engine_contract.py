@@ -37,17 +37,21 @@ class EngineContract(StreamContract, ControlContract):
 
     @pytest.fixture
     def engine(self) -> Engine:
-        """The engine, not entered; a subclass must override this fixture."""
+        """The engine, not entered; a subclass must override this fixture.
+
+        Raises:
+            NotImplementedError: the subclass does not override it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} needs a fixture `engine` that returns your engine, not entered"
         )
 
     def under_test(self, engine: Engine) -> EngineUnderTest:
-        """Facts about the entered engine that the tests need; a subclass overrides it if the facts differ."""
+        """Facts about the entered engine that the tests need. If they differ, a subclass overrides this method."""
         return EngineUnderTest(engine)
 
     def running(self, engine: Engine) -> AbstractAsyncContextManager[EngineUnderTest]:
-        """Run the engine; a subclass overrides it to start what its engine needs."""
+        """Run the engine. A subclass overrides this method if its engine needs something that must be started."""
         return self._entered(engine)
 
     @asynccontextmanager

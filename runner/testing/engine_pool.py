@@ -23,23 +23,23 @@ _WRONG_LOOP = (
 
 
 def make_engine(**options: Any) -> Engine:
-    """A small vLLM engine with the demo model; `options` are the options of `VllmEngine`."""
+    """A small vLLM engine with the demo model; `options` are further options of `VllmEngine`."""
     from runner.engines.vllm.engine import VllmEngine
 
     return VllmEngine(**{"max_num_seqs": 16, "max_model_len": 4096, **options})
 
 
 class PooledEngine(WrappedEngine):
-    """An engine with its event loop, on which `play` and the other functions run."""
+    """A running engine with its event loop, on which `play` and `play_many` play their episodes."""
 
     def __init__(self, inner: Engine, home: BlockingPortal, loop: Any) -> None:
         super().__init__(inner)
         self.home = home
-        """Calls functions on the event loop of the engine."""
+        """The portal that calls functions on the event loop of the engine."""
         self._loop = loop
 
     @property
-    def running(self) -> bool:  # type: ignore[override]  # read before a play
+    def running(self) -> bool:  # type: ignore[override]  # a property, to check the loop of its caller
         """True if the engine runs.
 
         Raises:
@@ -56,11 +56,11 @@ class PooledEngine(WrappedEngine):
 
 
 class EnginePool:
-    """Starts engines by their options, and keeps the last one until another is needed.
+    """A pool of at most one running engine, which is kept until a test needs an engine with other options.
 
     Args:
-        make: constructs an engine from options.
-        who: returns the name of the current test.
+        make: a function that constructs an engine from options.
+        who: a function that returns the name of the current test.
     """
 
     def __init__(self, make: Callable[..., Engine], who: Callable[[], str]) -> None:
@@ -72,7 +72,7 @@ class EnginePool:
         self._open = ExitStack()
 
     def engine(self, **options: Any) -> PooledEngine:
-        """The engine with these options; started if it is another one, or has died.
+        """The running engine with these options. It is started if the last engine has other options, or has died.
 
         Raises:
             BadOption: this test already has an engine with other options.
@@ -91,7 +91,7 @@ class EnginePool:
         return self._alive
 
     def close(self) -> None:
-        """Stop the running engine."""
+        """Stop the running engine, if there is one."""
         self._alive = self._options = None
         self._open.close()
 

@@ -42,7 +42,7 @@ WATCHDOG_SECONDS: Final = 120.0
 """Time limit of a test."""
 SHORT_TOKENS: Final = 12
 LONG_TOKENS: Final = 32
-"""Length of turns that are long enough for calls before they end."""
+"""Length of turns that are long enough for a call to the engine before they end."""
 ENDLESS_TOKENS: Final = 900
 """Length of turns whose end no test waits for."""
 
@@ -63,9 +63,9 @@ class EngineUnderTest:
     Possible names: "pause", "keep" (a mode of pause), "sleep", "update_weights", "add_adapter" and "remove_adapter".
     """
     settled: Callable[[], Awaitable[object]] | None = field(default=None, kw_only=True)
-    """Returns once the engine's statistics are current; None if they are always current."""
+    """A function that returns once the engine's statistics are current; None if they are always current."""
     round_trip: Callable[[], Awaitable[object]] | None = field(default=None, kw_only=True)
-    """Sends a request to the engine and returns with its answer; None for `health`."""
+    """A function that sends a request to the engine and waits for the answer; if None, `health` is used."""
     prompt: Sequence[int] = field(default=range(60, 100), kw_only=True)
     """The ids of a prompt, from the engine's vocabulary."""
     asked: int = field(default=0, kw_only=True)
@@ -79,7 +79,7 @@ class EngineUnderTest:
         adapter: str | None = None,
         **fields: Any,
     ) -> GenerationRequest:
-        """A greedy turn of `max_tokens` ids, one per delta, unless a stop id ends it."""
+        """A request for a greedy turn of `max_tokens` ids, one per delta, unless a stop id ends the turn."""
         self.asked += 1
         return GenerationRequest(
             name=f"episode/main/{self.asked}",
@@ -94,7 +94,7 @@ class EngineUnderTest:
         return (await complete(self.engine, self.request(max_tokens)))[0]
 
     async def settle(self) -> None:
-        """Return after the engine's output was read and it had time to sample more."""
+        """Return after the engine's output was read and the engine had time to sample more."""
         for _ in range(20):
             await (self.round_trip or self.engine.health)()
             await checkpoint()
@@ -110,7 +110,7 @@ class EngineUnderTest:
 
 ContractTest: TypeAlias = Callable[[Any, EngineUnderTest], Awaitable[None]]
 RunContractTest: TypeAlias = Callable[[Callable[[EngineUnderTest], Awaitable[None]]], None]
-"""Runs a test on the event loop of the engine under test."""
+"""A function that runs a test on the event loop of the engine under test."""
 
 
 def contract_test(
@@ -120,8 +120,8 @@ def contract_test(
 
     Args:
         function: the test.
-        by: the calls of a trainer that the test needs, by name. If the engine refuses one, the test instead checks the
-            refusal.
+        by: the calls of a trainer that the test needs, by name. If the engine refuses one of these calls, the test
+            checks the refusal instead.
     """
 
     async def main(test: Any, under_test: EngineUnderTest) -> None:
@@ -160,7 +160,7 @@ async def _assert_refused(under_test: EngineUnderTest, call: Callable[[EngineUnd
 
 
 async def drain(stream: DeltaStream, read: list[Delta], at: int = 10**9) -> None:
-    """Read deltas until there are at least `at` ids."""
+    """Append the deltas of a stream to `read`, until `read` has at least `at` ids or the stream ends."""
     async for delta in stream:
         read.append(delta)
         if len(ids_of(read)) >= at:
@@ -196,7 +196,7 @@ class PartialAnswer:
 async def running_request(
     engine: Engine, wanted: GenerationRequest, *, at_least: int = 3
 ) -> AsyncIterator[PartialAnswer]:
-    """Run a request concurrently with the block, which begins after `at_least` ids; wait for its end."""
+    """Run a request concurrently with the block, which begins after `at_least` ids. Then wait for the request's end."""
     said = PartialAnswer([])
     begun = anyio.Event()
 

@@ -36,7 +36,7 @@ def transcripts(played: Iterable[tuple[Trajectory, BaseEngine]]) -> str:
 
 
 def endings(trajectories: Iterable[Trajectory]) -> str:
-    """The ends of episodes, one line for each kind with its count, the most frequent first."""
+    """The most frequent ways in which episodes ended, one line each, with the number of episodes."""
     by_episode = {trajectory.id: _ending(trajectory) for trajectory in trajectories}
     lines = []
     for ending, count in Counter(by_episode.values()).most_common(_MAX_LISTED):

@@ -1,4 +1,4 @@
-"""Forces a real engine to sample given ids, with the model's own log-probabilities."""
+"""Forced ids: a real engine samples given ids, with the model's own log-probabilities."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
 
     async with Run(environment, force(engine, [[75, 2104, 2], [504, 2]])) as run: ...
 
-    The list of a turn ends with its stop id; for a turn that is cut off it has at least `max_tokens` ids. Several
-    wrappers may share an engine, and requests directly to the engine stay free.
+    The ids of a turn end with a stop id, or there are at least `max_tokens` of them for a turn that is cut off. Several
+    wrappers may share an engine. Requests that do not go through a wrapper are not forced.
 
     Args:
         engine: a `VllmEngine` that is started with `FORCING`, or a `ScriptedEngine`.
@@ -53,17 +53,18 @@ def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
 
 
 class ForcedEngine(WrappedEngine):
-    """The engine that `force` returns; everything else is delegated to the wrapped engine.
+    """The engine that `force` returns. It forces ids, and delegates everything else to the wrapped engine.
 
-    A turn that cannot be sampled according to the script is refused (`RequestRejected`): ids outside of the vocabulary,
-    too few ids, ids after a stop id, a turn with a grammar, an engine that samples other ids.
+    A turn that cannot be sampled according to the script is refused (`RequestRejected`). The reasons are: the script
+    has no ids for the turn, ids are outside of the vocabulary, there are too few ids, ids follow a stop id, a stop id
+    comes before `min_tokens`, the turn is constrained, or the engine samples other ids.
     """
 
     def __init__(self, engine: Engine, script: ForcedScript) -> None:
         _refuse_engine(engine)
         super().__init__(engine)
         self.calls: list[RecordedCall] = []
-        """All requests with their answers, including free turns; `assert_exact` compares them."""
+        """All requests with their answers, including free turns; `assert_exact` compares trajectories with them."""
         self._turn = _turn_reader(script)
         self._script_name = _script_name(script)
         self._running: Any = None
@@ -81,11 +82,11 @@ class ForcedEngine(WrappedEngine):
         return ForcedStream(self, request)
 
     def describe(self) -> dict[str, Any]:
-        """The description of the wrapped engine, with the key `forced`, which is stored in run files."""
+        """The description of the wrapped engine, which run files store; the key `forced` has the script's name."""
         return {**self.inner.describe(), "forced": self._script_name}
 
     def _ids(self, request: GenerationRequest) -> list[int] | None:
-        """The ids of a turn; None if it is free."""
+        """The ids of a turn; None if the model samples the turn freely."""
         call = ModelCall(request, _turn_number(request), len(self.calls), self.tokenizer, 0)
         turn = self._turn(call)
         if turn is None:
@@ -137,7 +138,8 @@ class ForcedStream(DeltaStream):
         for sampled, wanted in zip(self._sampled[begin:], self._forced[begin:], strict=False):
             if sampled != wanted:
                 raise RequestRejected(
-                    f"{self._request.name}: the engine sampled {sampled}, not the forced {wanted}: it cannot force ids."
+                    f"{self._request.name}: the engine sampled {sampled}, not the forced {wanted}: this engine cannot "
+                    "force ids. Use a VllmEngine(model, **FORCING), or a ScriptedEngine."
                 )
         self.finish = delta.finish
         return delta
@@ -150,7 +152,7 @@ class ForcedStream(DeltaStream):
 
 
 def _turn_reader(script: ForcedScript) -> Callable[[ModelCall], ForcedTurn]:
-    """A function that returns the ids of a turn, or None if it is free."""
+    """A function that returns the ids of a turn, or None if the model samples the turn freely."""
     if isinstance(script, Mapping):
         agents = {agent: _turns(turns) for agent, turns in script.items()}
         return lambda call: _turn_of_list(agents[call.agent], call) if call.agent in agents else None
@@ -204,7 +206,7 @@ def _refuse_engine(engine: Engine) -> None:
             "them on a VllmEngine(model, **FORCING), or return the wanted ids from generate()."
         )
     if not isinstance(engine, VllmEngine):
-        return  # a scripted engine can force ids; an engine that cannot fails at its first delta
+        return  # a scripted engine can force ids; if another engine cannot, its first delta fails
     fix = "Start it with VllmEngine(model, **FORCING), from runner.testing."
     if _PROCESSOR not in (engine.given.get("logits_processors") or ()):
         raise BadOption(f"force(): this engine has no logits processor that forces ids. {fix}")
@@ -222,7 +224,7 @@ def _turn_number(request: GenerationRequest) -> int:
 
 
 def _refuse_ids(ids: Sequence[int], request: GenerationRequest, vocabulary: int) -> None:
-    """Refuse ids that the engine would not sample as given."""
+    """Raise RequestRejected if the engine would not sample exactly these ids."""
     name, longest = request.name, request.sampling.max_tokens
     if request.constraint is not None:
         raise RequestRejected(

@@ -1,4 +1,4 @@
-"""Finds the leaks of a block of code: threads, processes, tasks, open files and requests, by name."""
+"""A check for leaks of a block of code: threads, processes, tasks, open files and requests, by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
 
     Args:
         engines: engines whose open and waiting requests and live sessions are checked.
-        settle: seconds for ending threads and processes to end.
+        settle: seconds within which threads and processes that are ending must end.
 
     Raises:
         BadOption: an argument is not an engine.
@@ -90,7 +90,7 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
 
 @contextmanager
 def _collect_unclosed() -> Iterator[list[str]]:
-    """Collect the names of objects that the garbage collector closes; other warnings pass."""
+    """Collect reports of objects that the garbage collector closes; other warnings are issued again at the end."""
     unclosed: list[str] = []
     filters: Iterable[Any] = warnings.filters
     named = [(message, category) for action, message, category, *_ in filters if action == "ignore" and message]
@@ -135,7 +135,7 @@ def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list
 
 
 def _passing_kinds() -> tuple[str, ...]:
-    """Kinds of leaks that may end by themselves; another thread may be reading a source file for a traceback."""
+    """Kinds of leaks that may end by themselves. A file is one if another thread may be reading it for a traceback."""
     return ("thread ", "process ", "file ") if threading.active_count() > 1 else ("thread ", "process ")
 
 
@@ -155,7 +155,7 @@ def _is_pooled(thread: threading.Thread) -> bool:
 
 
 def _processes() -> Iterator[str]:
-    """Running child processes. Without a command line a process has ended, or is just starting."""
+    """Running child processes. A process without a command line has ended, or is just starting."""
     for children in Path("/proc/self/task").glob("*/children"):
         for process in _read(children).split():
             command = _read(Path("/proc") / process / "cmdline").replace("\0", " ").strip() or _starting(process)
@@ -201,7 +201,7 @@ def _files() -> Iterator[str]:
 
 
 def _kept_by_event_loop(before: set[str]) -> set[str]:
-    """The descriptor that libuv opens with a loop's first stream and keeps in reserve."""
+    """The descriptor that uvloop opens with the first stream of a loop and keeps; an empty set on other loops."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

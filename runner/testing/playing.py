@@ -1,4 +1,4 @@
-"""Plays episodes in tests: `play` returns the trajectory, with every token checked."""
+"""Episodes in tests: `play` and `play_many` return their trajectories, with every token checked."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from runner.engines.scripted.script import Reply
 from runner.environment.checks import as_environment
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks, environment_tasks
+from runner.environment.task_files import read_tasks
 from runner.environment.task_selection import select
 from runner.episode.key import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
@@ -158,7 +159,7 @@ def choose_task(environment: EnvironmentOrClass, task: Task | str | None) -> Tas
     """The given task, the environment's task with this id, or its first one.
 
     Raises:
-        BadTask: the task does not exist.
+        BadTask: the environment has no task, or its `tasks()` is asynchronous.
     """
     if isinstance(task, Task):
         return task
@@ -190,7 +191,11 @@ async def _play_one(
 
 
 def _of_agent(trajectories: Sequence[Trajectory], agent: str) -> Trajectory:
-    """The trajectory of an agent; for an untrained `main`, the first one."""
+    """The trajectory of an agent; for an untrained `main`, the first one.
+
+    Raises:
+        BadOption: the agent is not trained, or does not exist.
+    """
     for trajectory in trajectories:
         if trajectory.agent == agent:
             return trajectory
@@ -227,7 +232,9 @@ async def _play_many(
     trajectories = await _play_on_home_loop(environment, speaker, _recording_order(chosen, order), options)
     if speaker is not engine:
         _require_no_leftovers(_unused_replies(engine, speaker), trajectories)
-    if not order:  # a task source that receives results has no fixed order
+    if isinstance(chosen, str | Path):  # the run has the path, since it checks the whole file first
+        order = {task.id: number for number, task in enumerate(read_tasks(Path(chosen), environment.task_class()))}
+    if not order:  # an async source, and a source that receives results, have no fixed order
         return trajectories
     return sorted(trajectories, key=lambda t: (order[t.task.id], t.visit, t.index, t.agent != MAIN, t.agent))
 
@@ -288,7 +295,12 @@ MAX_FAULTS: Final = 5
 
 
 def run_sync(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
-    """Run an asynchronous function from synchronous code, on a new event loop or a virtual clock."""
+    """Run an asynchronous function from synchronous code, on a new event loop or a virtual clock.
+
+    Raises:
+        RuntimeError: the caller is on an event loop.
+        BadOption: `clock` is not a virtual clock, or `engine` is a real engine, which needs real time.
+    """
     if _on_an_event_loop():
         raise RuntimeError(
             f"{name}() is for a plain `def test_...`, but was called on an event loop: "
@@ -301,7 +313,8 @@ def run_sync(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock
             f"{name}(clock=): a real engine needs real time. Use a scripted engine, or leave out the clock."
         )
 
-    async def watched() -> T:  # the task's name, since the name of a partial would contain all arguments
+    # The name of this function is the name of the task. The name of a partial would contain all arguments.
+    async def watched() -> T:
         return await recording_unfinished_tasks(function)
 
     try:
@@ -322,7 +335,11 @@ def _on_an_event_loop() -> bool:
 
 
 def _queued_engine(given: EngineOrReplies) -> BaseEngine:
-    """An engine for one episode, in which each reply of a list is used once."""
+    """An engine for one episode, in which each reply of a list is used once.
+
+    Raises:
+        BadOption: the value is neither an engine nor replies.
+    """
     if isinstance(given, BaseEngine | type) or not isinstance(given, list | tuple | Mapping):
         return engine_for(given)
     queued = QueuedEngine()
@@ -339,6 +356,11 @@ def _queued_engine(given: EngineOrReplies) -> BaseEngine:
 
 
 def engine_for(given: EngineOrReplies) -> BaseEngine:
+    """The given engine, or a scripted engine whose conversations each read a list of replies from its beginning.
+
+    Raises:
+        BadOption: the value is neither an engine nor replies.
+    """
     match given:
         case BaseEngine():
             return given
@@ -397,7 +419,10 @@ def _select_tasks(environment: EnvironmentOrClass, most: int | None, only: str |
 
 
 def _recording_order(tasks: Tasks, order: dict[str, int]) -> Tasks:
-    """Yield the tasks, and record their order by id."""
+    """Return the tasks, and record in `order` the position of each id: at once for a list, else as tasks are read.
+
+    A path, an async source, or a source that receives results is returned without a record.
+    """
     if not isinstance(tasks, Iterable) or isinstance(tasks, str | Path) or hasattr(tasks, "finished"):
         return tasks
     if isinstance(tasks, Sequence):

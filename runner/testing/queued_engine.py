@@ -35,7 +35,7 @@ class CheckedEngine(ScriptedEngine):
 
     def __init__(self, **settings: Any) -> None:
         self.problems: list[str] = []
-        """Problems, each with its fix."""
+        """Problems since the last `check()`, one text each."""
         name = settings.pop("template", "pythonic")
         template = _loaded(name) if isinstance(name, str) else name
         super().__init__(self._answer_checked, record=True, template=template, **settings)
@@ -46,10 +46,10 @@ class CheckedEngine(ScriptedEngine):
         return [self.tokenizer.decode(call.prompt) for call in self.calls]
 
     def check(self) -> None:
-        """Raise if there are problems since the previous call.
+        """Raise an error about the problems since the previous call, if there are any.
 
         Raises:
-            AssertionError: the problems, each with its fix.
+            AssertionError: there are problems; the message lists them.
         """
         problems, self.problems = self.problems, []
         if problems:
@@ -79,7 +79,7 @@ class CheckedEngine(ScriptedEngine):
 
 
 class QueuedEngine(CheckedEngine):
-    """Returns the enqueued replies in order, each once. Each agent has its own queue.
+    """A scripted engine that returns the enqueued replies in order, each once. Each agent has its own queue.
 
     `calls` contains a `RecordedCall` for each request; its `prompt` has the exact ids.
 
@@ -119,7 +119,7 @@ class QueuedEngine(CheckedEngine):
             fault: a fault to inject.
 
         Raises:
-            BadOption: a reply is invalid, or cannot be cut into these chunks.
+            BadOption: there is no reply, a reply is invalid, or a reply cannot be cut into these chunks.
         """
         if not sayings:
             raise BadOption("say(): give a reply: a text, call(...), a list of token ids, Reply(...) or a function.")
@@ -134,7 +134,7 @@ class QueuedEngine(CheckedEngine):
         return self
 
     def always(self, saying: ReplySource, *, agent: str = MAIN) -> Self:
-        """Use this reply whenever the queue is empty, any number of times.
+        """Use this reply, any number of times, whenever the queue of the agent is empty.
 
         Raises:
             BadOption: the reply is invalid.
@@ -146,7 +146,7 @@ class QueuedEngine(CheckedEngine):
         return self
 
     def clear(self) -> None:
-        """Remove all enqueued replies."""
+        """Remove all enqueued replies; replies that `always` set stay."""
         self._queues.clear()
 
     def leftovers(self) -> str:
@@ -158,7 +158,7 @@ class QueuedEngine(CheckedEngine):
         count = "1 reply was" if len(left) == 1 else f"{len(left)} replies were"
         return (
             f"{count} never used:{listed}\n"
-            f"The episode ended before, or too many were given: remove them, or {self.drop_advice}."
+            f"The episode ended before it used them, or too many were given: remove them, or {self.drop_advice}."
         )
 
     async def _answer(self, call: ModelCall) -> Reply:
@@ -188,7 +188,7 @@ class QueuedEngine(CheckedEngine):
         hint = f" Only {', '.join(others)} has replies left." if others else ""
         return (
             f"{call.request.name}: no reply is left for this call ({said} used so far).{hint} "
-            f"{self.add_advice}{agent}, or let the episode end before. The prompt ends with {call.prompt[-80:]!r}."
+            f"{self.add_advice}{agent}, or let the episode end earlier. The prompt ends with {call.prompt[-80:]!r}."
         )
 
 
@@ -204,7 +204,7 @@ class _QueuedReply:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that are not arguments of `ScriptedEngine`."""
+    """Raise BadOption for settings that are not arguments of `ScriptedEngine`."""
     known = inspect.signature(ScriptedEngine.__init__).parameters.keys() - {"self", "replies", "record"}
     for name in settings.keys() - known:
         raise BadOption(f"unknown setting {name!r}; the settings are {', '.join(sorted(known))}.")
@@ -231,7 +231,11 @@ def _as_reply(saying: Any) -> Reply:
 
 
 async def _call_function(speaker: Callable[[ModelCall], Any], call: ModelCall) -> Reply:
-    """The reply of a function; the request is rejected if it raises or does not return a reply."""
+    """The reply of a function that plays the model.
+
+    Raises:
+        RequestRejected: the function raised an error, or did not return a reply.
+    """
     name = getattr(speaker, "__qualname__", type(speaker).__name__)
     try:
         answer = speaker(call)

@@ -72,7 +72,7 @@ class RecordedRequest:
 
     def reply(self) -> Reply:
         """The same turn as a reply of a scripted engine."""
-        # The runner cuts a turn again if it cut the turn in the recording, so the finish of the turn does not matter.
+        # A turn that did not end with a stop id may be replayed as LENGTH: if the runner cut it, it cuts it again.
         stops = self.finish is FinishReason.STOP
         finish = FinishReason.STOP if stops else FinishReason.LENGTH
         stop = self.stop if stops else None
@@ -103,7 +103,11 @@ def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedRequest]
 
 
 def read_recording(path: Path, tokenizer: Tokenizer | None) -> Recording:
-    """Read a recording; `tokenizer` replaces a vocabulary that cannot be loaded by the model's name."""
+    """Read a recording. Without `tokenizer`, the vocabulary is loaded by the model's name.
+
+    Raises:
+        BadInput: the file, its vocabulary or its template cannot be used.
+    """
     document = _read(path)
     said = document["engine"]
     return Recording(
@@ -220,7 +224,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path} is not a recording: restore it, or {RERECORD_ADVICE}.")
     if version != RECORDING_VERSION:
         raise BadInput(
-            f"{path} is a recording of version {version!r}, and this is version {RECORDING_VERSION}: {RERECORD_ADVICE}."
+            f"{path} is a recording of version {version!r} and not of version {RECORDING_VERSION}: {RERECORD_ADVICE}."
         )
     try:
         digest = _digest(document)
@@ -266,7 +270,7 @@ def _vocabulary(path: Path, said: dict[str, Any], given: Tokenizer | None) -> To
     if tokenizer.fingerprint != said["fingerprint"]:
         raise BadInput(
             f"{path} was recorded with another vocabulary ({said['fingerprint']}, {name}) than this one "
-            f"({tokenizer.fingerprint}): give that one with tokenizer=, or {RERECORD_ADVICE}."
+            f"({tokenizer.fingerprint}): give the recorded one with tokenizer=, or {RERECORD_ADVICE}."
         )
     return tokenizer
 

@@ -34,7 +34,7 @@ def record(engine: Engine) -> RecordingEngine:
 
 
 def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int = 256) -> ReplayEngine:
-    """An engine that replays a recording: each turn for the same prompt.
+    """An engine that replays a recording: a prompt gets the turn that was recorded for the same prompt.
 
     Args:
         path: the recording's file.
@@ -70,10 +70,10 @@ class RecordingEngine(WrappedEngine):
             BadInput: nothing was recorded, or the engine failed.
         """
         if not self._calls:
-            raise BadInput(f"{path}: the engine had no request, so there is nothing to record.")
+            raise BadInput(f"{path}: the engine had no request, so there is nothing to record: play on it first.")
         failed = [call.name for call in self._calls if call.finish in (None, FinishReason.ERROR)]
         if failed:
-            raise BadInput(f"{path}: the engine failed at {', '.join(failed)}, so nothing is recorded.")
+            raise BadInput(f"{path}: the engine failed at {', '.join(failed)}, so nothing is recorded: record again.")
         write_recording(Path(path), self.inner, self._calls)
 
 
@@ -135,11 +135,11 @@ class _RecordedStream(DeltaStream):
         self._call = RecordedRequest(request.name, array("i", request.prompt))
 
     @property
-    def rest(self) -> list[Delta]:  # type: ignore[override]  # the inner stream's
+    def rest(self) -> list[Delta]:  # type: ignore[override]  # a property: the value is read from the inner stream
         return self._inner.rest
 
     @property
-    def finish(self) -> Finish | None:  # type: ignore[override]  # the inner stream's
+    def finish(self) -> Finish | None:  # type: ignore[override]  # a property like `rest`
         return self._inner.finish
 
     async def __aenter__(self) -> Self:
@@ -163,10 +163,10 @@ class _RecordedStream(DeltaStream):
 
 
 class RecordingFixture:
-    """Implementation of the fixture `recorded_engine`: replays or records engines, and saves the recordings.
+    """Implementation of the fixture `recorded_engine`: it replays or records engines, and saves the recordings.
 
     Args:
-        request: the request of the fixture.
+        request: the fixture `request` of pytest.
         record: "none", "once" or "rewrite".
     """
 
@@ -183,6 +183,9 @@ class RecordingFixture:
             source: the engine to record, or a function that returns one; by default `real_engine()`.
             name: distinguishes several recordings of a test.
             tokenizer: the vocabulary, if it cannot be loaded by the model's name.
+
+        Raises:
+            BadOption: the test already has a recording of this name, or `source` is not an engine and returns none.
         """
         path = self._path(name)
         if path in self._recorded:
@@ -204,7 +207,7 @@ class RecordingFixture:
                 recording.save(path)
 
     def problems(self) -> list[str]:
-        """Differences between replayed recordings and the test."""
+        """Messages about requests that no recorded turn answers, and about recorded turns that were not used."""
         left = [engine.leftovers() for engine in self._replayed]
         return [problem for engine in self._replayed for problem in engine.problems] + [text for text in left if text]
 

@@ -85,8 +85,8 @@ def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
 def conversations(*, max_messages: int = 6, text: SearchStrategy[str] | None = None) -> SearchStrategy[list[Message]]:
     """Conversations that templates accept.
 
-    An optional system message, then user and assistant alternately, with answered calls. The model's message is never
-    the last one.
+    A conversation has an optional system message, a user message, and answers of the model. An answer without calls is
+    followed by a user message, an answer with calls by the results of all calls.
 
     Args:
         max_messages: approximate maximum number of messages.
@@ -130,7 +130,7 @@ def _arguments(tool: Tool) -> SearchStrategy[Any]:
 
 
 def _fitting(schema: JsonSchema, definitions: JsonSchema) -> SearchStrategy[Any]:
-    """Values that fit the schemas of tools; for unknown keywords a text."""
+    """Values that fit a schema of the kind that tools have; texts if its type is unknown here."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return st.deferred(lambda: _fitting(definitions[name], definitions))

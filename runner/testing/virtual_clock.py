@@ -30,9 +30,9 @@ _POLL_SECONDS = 0.005
 class VirtualClock:
     """A clock for event loops in tests.
 
-    While code runs, time is paused. When everything waits, it jumps to the next deadline. A synchronous tool or hook
+    While code runs, time is paused. When everything waits, time jumps to the next deadline. A synchronous tool or hook
     gets one second of real time with the clock paused; if it takes longer, it counts as hanging and time continues. A
-    thread that waits for a call on the loop (`anyio.from_thread`) is not busy, and then has its full second again.
+    thread that waits for a call on the loop (`anyio.from_thread`) is not busy, and has a full second after the call.
 
     Code that waits for the network or another process looks idle, so its deadlines end immediately. In this case use
     `VirtualClock(autojump=False)` and `jump()`.

@@ -1,4 +1,4 @@
-"""Vocabularies without downloads: plain bytes, and an awkward one that changes when decoded and encoded again."""
+"""Vocabularies without downloads: plain bytes, and one whose ids change when they are decoded and encoded again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AwkwardTokenizer(PlainTokenizer):
         self._bytes = dict(enumerate(self.pieces))
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
-        """Ids of the composed text, the longest word first; see `Tokenizer`."""
+        """Ids of the composed text; at each place the longest word that fits. See `Tokenizer`."""
         ids: list[int] = []
         plain: list[int] = []
         for token_id in super().encode(text, content):
@@ -91,7 +91,7 @@ class AwkwardTokenizer(PlainTokenizer):
         return super().encode(text)
 
     def normalize(self, text: str) -> str:
-        """`text` composed; see `Tokenizer`."""
+        """Return `text` composed (NFC); see `Tokenizer`."""
         return unicodedata.normalize("NFC", super().normalize(text))
 
     def _joined(self, said: bytes) -> list[int]:

@@ -1,4 +1,4 @@
-"""A watchdog for event loops in tests: names the code that blocks one."""
+"""A watchdog for event loops in tests: it names the code that blocks a loop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ class LoopWatchdog:
     """An `async with` block in which no code may block the event loop; may be entered several times.
 
     Args:
-        seconds: total time for which one piece of code may block the loop; below 0.1 it has no effect.
-        tick: seconds between two checks; a block of less than four ticks is not noticed.
+        seconds: total time for which one piece of code may be seen to block the loop.
+        tick: seconds between two checks. Up to four ticks at the beginning of a block are not seen.
     """
 
     def __init__(self, seconds: float = 0.2, *, tick: float = TICK_SECONDS) -> None:
         self.seconds = seconds
         """Seconds for which one piece of code may block the loop; may be set before the block is entered."""
         self.blockers: list[Blocker] = []
-        """Code that has blocked the loop for more than `seconds`, the worst of each `async with` block first."""
+        """Code that has blocked the loop for `seconds` or more, the worst of each `async with` block first."""
         self._tick = tick
         self._depth = 0
         self._monitor: LagMonitor
 
     async def __aenter__(self) -> Self:
+        """Begin to watch the running event loop.
+
+        Raises:
+            BadOption: `seconds` is not above 0.
+        """
         if not self.seconds > 0:
             raise BadOption(f"loop_watchdog.seconds = {self.seconds!r}: give a number of seconds above 0.")
         self._depth += 1
@@ -51,10 +56,10 @@ class LoopWatchdog:
         ]
 
     def check(self) -> None:
-        """Raise if code has blocked the loop.
+        """Raise an error if code has blocked the loop.
 
         Raises:
-            AssertionError: the result of `complaints()`.
+            AssertionError: code has blocked the loop; the message has the sentences of `complaints()`.
         """
         __tracebackhide__ = True
         if self.blockers:

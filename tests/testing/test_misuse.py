@@ -22,7 +22,7 @@ MISUSES = {
     "play(Calculator, lambda: 'x')": "*<lambda>(), which plays the model, raised TypeError*1 was given",
     "play(Calculator, [['x', 5]])": "['x', 5] is not a reply: give a text, call(...), a list of them, or Reply(...).",
     "play_many(Calculator, 'x', tasks=-1)": "play_many(tasks=-1): give a number of at least 1, or a list of tasks.",
-    "play_cancelled(Calculator, 'x', check='x')": "play_cancelled(check='x'): give a function of the environment.",
+    "play_cancelled(Calculator, 'x', check='x')": "play_cancelled(check='x'): give a function of one argument.",
     "scripted_engine.say()": "say(): give a reply: a text, call(...), *",
     "scripted_engine.say(None)": "None is not a reply: give a text, call(...), a list of them, or Reply(...).",
     "scripted_engine.say('x', chunks=0)": "chunks=0: give a size of at least 1, a tuple of such sizes*",

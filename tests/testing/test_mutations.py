@@ -303,7 +303,7 @@ def test_tool_that_swallows_its_cancellation_is_found() -> None:
 
     with pytest.raises(
         AssertionError,
-        match=r"cancelled in .*Pays\.add \(.*, but it continued: Pays\.add \(.*test_mutations\.py:\d+\) "
+        match=r"cancelled in .*Pays\.add \(.*, but the scenario continued: Pays\.add \(.*test_mutations\.py:\d+\) "
         r"swallowed the cancellation\. Clean up in `finally`, or raise it again\.",
     ):
         play_cancelled(Pays, [call("add", a=1, b=2), *SAYS[1:]])
@@ -315,7 +315,7 @@ def test_rollout_that_swallows_its_cancellation_is_found() -> None:
             with contextlib.suppress(BaseException):
                 await super().rollout(conversation)
 
-    with pytest.raises(AssertionError, match=r"but it continued: Retries\.rollout \(.* swallowed the cancellation"):
+    with pytest.raises(AssertionError, match=r"but the scenario continued: Retries\.rollout \(.* swallowed the"):
         play_cancelled(Retries, SAYS)
 
 

@@ -211,6 +211,18 @@ def test_play_many_returns_trajectories_by_task_and_index() -> None:
     assert {trajectory.reward for trajectory in played} == {1}
 
 
+def test_play_many_returns_trajectories_in_the_order_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f'{{"id": "{name}", "prompt": "?", "answer": "3"}}\n' for name in ("last", "first")))
+
+    def model(asked: ModelCall) -> str:
+        return "1" if asked.episode == "last#0" and asked.turn < 20 else "stop"
+
+    for tasks in (file, str(file)):
+        played = play_many(Sums, model, tasks=tasks)
+        assert [(trajectory.task.id, len(trajectory.turns)) for trajectory in played] == [("last", 21), ("first", 1)]
+
+
 def test_play_many_plays_the_given_number_of_tasks() -> None:
     assert [trajectory.task.id for trajectory in play_many(Sums, "stop", tasks=2)] == ["b", "a"]
 

@@ -122,7 +122,7 @@ def spoilt(recording: Path, before: str, after: str) -> Path:
     ("before", "after", "message"),
     [
         ('"stop<|im_end|>"', '"step<|im_end|>"', "was edited by hand or merged"),
-        ('"recording": 1', '"recording": 99', "a recording of version 99, and this is version 1"),
+        ('"recording": 1', '"recording": 99', "a recording of version 99 and not of version 1"),
         ('"recording": 1', '"recordin": 1', "is not a recording"),
         ('"calls": [', '"callz": [', "has no 'calls': it was edited by hand"),
         ('"calls": [', '<<<<<<< HEAD "calls": [', "cannot be read as JSON"),

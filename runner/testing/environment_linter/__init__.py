@@ -1,1 +1,1 @@
-"""Environment linter: plays an environment without a model and reports its mistakes."""
+"""Environment linter: it plays an environment without a model and reports its mistakes."""

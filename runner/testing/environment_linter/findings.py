@@ -60,7 +60,7 @@ class Finding:
     """The mistake and the fix."""
 
     fatal: bool = True
-    """True if it makes episodes fail or results wrong."""
+    """True if the mistake makes episodes fail or results wrong."""
 
     of_episode: bool = False
     """True if several episodes may produce the same finding with different numbers."""
@@ -95,7 +95,7 @@ def lifespan_findings(environment: Environment[Any], before: Mapping[str, Any]) 
 
 
 def tool_findings(tools: Sequence[Tool]) -> Iterator[Finding]:
-    """Arguments that some models cannot write, or that may be parsed as a value of another type."""
+    """Arguments that some models cannot write or that may be misread, and parts of schemas that are not enforced."""
     for tool in tools:
         for name, reference in unresolved(tool.parameters):
             yield Finding(
@@ -173,7 +173,7 @@ class SharedState:
                 )
 
     def _values(self) -> Iterator[tuple[str, Any, bool]]:
-        """(name, value, True if it belongs to the class and not to its module)."""
+        """Yield name and value of each shared value, and True if the class has it, or False if its module has it."""
         cls = type(self._environment)
         bases = cls.__mro__[: cls.__mro__.index(Environment)]
         for base in bases:
@@ -212,7 +212,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _snapshot(value: Any, depth: int = 0) -> Any:
-    """A value for later comparison: the contents of containers, the identity of other objects."""
+    """A value for later comparison: plain values, contents of containers (of large ones the length), ids of objects."""
     if isinstance(value, count):
         return repr(value)
     if isinstance(value, _PLAIN) and not isinstance(value, tuple):
@@ -320,7 +320,7 @@ class Differences:
         return Differences(counts, self.examples, self.episodes)
 
     def findings(self, when: str) -> Iterator[Finding]:
-        """A finding for each cause; its text ends with `when`, the condition and the fix."""
+        """A finding for each cause; its text contains `when`, which is the condition of the difference and the fix."""
         for cause, number in sorted(self.counts.items()):
             yield Finding(f"{cause} in {number} of {self.episodes} episodes {when} ({self.examples[cause]}).")
 
@@ -339,7 +339,7 @@ def _score_differences(first: AgentRecord, again: AgentRecord) -> Iterator[Diffe
 def _first_message_difference(
     first: AgentRecord, again: AgentRecord, environment: Environment[Any]
 ) -> Difference | None:
-    """The first message that differs, with its author; None if all are equal."""
+    """Cause and excerpts of the first difference in messages or outcome; None if there is none."""
     for index, (one, other) in enumerate(zip(first.messages, again.messages, strict=False)):
         if one != other:
             return (_author(first, index, environment), *_excerpts(one, other))

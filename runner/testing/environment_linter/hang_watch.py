@@ -1,4 +1,4 @@
-"""Finds the line where an author's code hangs, and ends the process if nothing else can."""
+"""A watch that finds the line where an author's code hangs, and ends the process if nothing else ends the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.concurrency.user_code import is_foreign
 __all__ = ["HangWatch", "busy_thread_places"]
 
 REPORT_SECONDS: Final = 30.0
-"""Interval without progress after which the place is reported, and then reported again."""
+"""Time without progress after which the place is reported, and time until it is reported again."""
 
 END_SECONDS: Final = 300.0
 """Time without progress after which the process ends; the limit of `lifespan()` and `tasks()`."""
@@ -38,18 +38,18 @@ _POLL_SECONDS: Final = 0.25
 
 
 class HangWatch:
-    """Watches a check from a separate thread, used with `with`.
+    """A watch over a check, in a separate thread; a `with` block.
 
     Args:
-        report: prints the place where code hangs.
-        end: ends the process, after printing the reason.
+        report: a function that prints the place where code hangs.
+        end: a function that prints the reason and ends the process.
     """
 
     def __init__(self, report: Callable[[str], None], end: Callable[[str], None]) -> None:
         self.progress: Callable[[], object] = _none
-        """Returns another value after each progress; may be set at any time."""
+        """A function whose result changes with each progress of the check; may be set at any time."""
         self.is_playing: Callable[[], bool] = bool
-        """Returns True while episodes are in flight; may be set at any time."""
+        """A function that returns True while episodes are in flight; may be set at any time."""
         self.places: dict[str, str] = {}
         """The last seen place in an author's code where a task waits, by the task's name."""
         self._since: dict[str, float] = {}
@@ -68,7 +68,7 @@ class HangWatch:
         self._thread.join()
 
     async def mark(self) -> None:
-        """Record at short intervals that the event loop runs, until cancelled."""
+        """Record at short intervals, until cancelled, that the event loop runs, and the places where its tasks wait."""
         self._loop_thread, last = threading.get_ident(), self.progress()
         try:
             while True:
@@ -85,7 +85,7 @@ class HangWatch:
             self._mark = None
 
     def waited(self, name: str) -> float:
-        """Return the seconds for which a task has been at its last seen place, without progress of any task."""
+        """Return the seconds for which a task has been at its last seen place, without any progress; 0 if unknown."""
         since = self._since.get(name)
         return 0.0 if since is None or self._mark is None else self._mark - since
 

@@ -36,7 +36,14 @@ _MIN_BLOCKED_SECONDS: Final = 0.1
 
 
 def play_watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environment[Any]]) -> list[Finding]:
-    """Play under observation. This must not be the first play: what a process loads or opens once is not a leak."""
+    """Play, and return findings about blocking code and about leaks.
+
+    This must not be the first play of the process, since things that a process loads or opens once are not leaks.
+
+    Args:
+        play: a function that plays.
+        environments: the environment objects that play, including those that are appended during the play.
+    """
     long_blocks, brief_blocks = LoopWatchdog(), LoopWatchdog(_MIN_BLOCKED_SECONDS, tick=_TICK_SECONDS)
     tasks: set[str] = set()
 
@@ -64,7 +71,7 @@ def play_watched(play: Callable[[], Awaitable[None]], environments: Sequence[Env
 
 
 def _leak_findings(leaks: Sequence[str], environments: Sequence[Environment[Any]]) -> Iterator[Finding]:
-    """Findings for leaks, one for each attribute that holds them, or else one for all episodes."""
+    """Findings about leaks: one for each attribute that holds leaks, and one for each kind of other leaks."""
     for leak in (leak for leak in leaks if leak.startswith(UNCLOSED)):
         yield Finding(f"{leak}. Close it, or open it with `with`.", fatal=False)
     named: dict[str, str] = {}
@@ -93,7 +100,7 @@ def _holds(value: Any, leak: str) -> bool:
             return bool(value.fileno() == int(number))
         if kind == "process":
             return bool(value.pid == int(number))
-    except Exception:  # it is not a file, or a closed one; an object of the author may raise any exception
+    except Exception:  # the value is not a file, or is closed; an object of the author may raise any exception
         return False
     threads = getattr(value, "_threads", None) or (value,)
     return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)
@@ -130,7 +137,7 @@ class TemporaryFiles:
         self._folder.cleanup()
 
     def findings(self) -> Iterator[Finding]:
-        """Files that were left since the previous call."""
+        """A finding if files or folders are there that were not there at the previous call."""
         now = {path.name for path in Path(self._folder.name).iterdir()}
         left, self._before = sorted(now - self._before), now
         if left:
@@ -143,7 +150,7 @@ class TemporaryFiles:
 
 @contextmanager
 def unawaited_coroutines() -> Iterator[list[Finding]]:
-    """Collect findings for coroutines that are never awaited; other warnings pass."""
+    """Collect findings for coroutines that are never awaited. They and other warnings come when the block has ended."""
     findings: list[Finding] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "coroutine .* was never awaited", RuntimeWarning)

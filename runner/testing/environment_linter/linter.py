@@ -1,4 +1,4 @@
-"""The environment linter: plays an environment several times with a random model, and compares the plays."""
+"""The environment linter: it plays an environment several times with a random model, and compares the plays."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def check_environment(
 
     Args:
         environment: the environment, or its class.
-        episodes: tasks to play, at least 1.
-        tasks: instead of the environment's own: a list, or the path of a JSONL file.
+        episodes: the number of tasks to play, at least 1.
+        tasks: tasks in place of the environment's own: a list, or the path of a JSONL file.
 
     Returns:
         The findings; those that make episodes fail or results wrong are `fatal`.
@@ -131,17 +131,18 @@ class PlayResult:
 
 
 class EnvironmentCheck:
-    """Plays an environment several times and compares the plays.
+    """A check that plays an environment several times and compares the plays.
 
-    1. All episodes at once, in groups of two.
-    2. One at a time, in reverse order.
-    3. If these differ, step 2 again. If not, and tools of one turn may run concurrently, twice more with delayed tools.
+    1. All episodes are played at once, in groups of two.
+    2. They are played one at a time, in reverse order.
+    3. If these plays differ, step 2 is repeated. If not, and tools of one turn may run concurrently, two plays with
+       delayed tools follow.
 
     Args:
-        make: constructs the environment.
-        episodes: tasks to play.
-        watch: reports code that hangs; by default to stderr, and it is not started.
-        tasks: instead of the environment's own.
+        make: a function that constructs the environment.
+        episodes: the number of tasks to play.
+        watch: the watch for code that hangs, entered by the caller; by default one that is not entered.
+        tasks: tasks in place of the environment's own.
     """
 
     def __init__(
@@ -325,7 +326,7 @@ def _without_repeats(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _last_first(tasks: Tasks) -> Tasks:
-    """The tasks in reverse order, so that other episodes precede each one; async sources and task sources unchanged."""
+    """The tasks in reverse order; async sources, and sources that receive results, are returned unchanged."""
     if isinstance(tasks, AsyncIterable) or hasattr(tasks, "finished") or not isinstance(tasks, Iterable):
         return tasks
 
@@ -387,7 +388,7 @@ def _add_trajectory(result: PlayResult, trajectory: Trajectory, watch: HangWatch
     elif trajectory.outcome is Outcome.TIME_LIMIT:
         # While a program sends requests, the runner waits for it in one place, which is not a hang.
         stuck = watch.waited(task) >= HOOK_SECONDS and not trajectory.requests
-        text = f"an episode of at most {MAX_TURNS} turns took longer than {EPISODE_SECONDS:g} s; its engine takes none"
+        text = f"an episode of at most {MAX_TURNS} turns took longer than {EPISODE_SECONDS:g} s; its engine needs no time"
         if stuck:
             text = f"an await did not end within {HOOK_SECONDS:g} s, and the episode had to be cut"
         result.findings.append(Finding(f"{text}{where}", fatal=stuck))
@@ -426,7 +427,7 @@ def _with_delay(tool: Tool, number: count[int]) -> Tool:
 
 @types.coroutine
 def _drive_delayed(coroutine: Coroutine[Any, Any, Any], *, passes: int) -> Generator[Any, Any, Any]:
-    """Drive the coroutine as its task would, with extra passes of the event loop after each of its awaits."""
+    """Run the coroutine as its task would, with extra passes of the event loop after each of its awaits."""
     resume: Callable[[], Any] = partial(coroutine.send, None)
     while True:
         try:
@@ -438,5 +439,5 @@ def _drive_delayed(coroutine: Coroutine[Any, Any, Any], *, passes: int) -> Gener
             for _ in range(passes):
                 yield None
             resume = partial(coroutine.send, value)
-        except BaseException as error:  # including a cancellation, which the coroutine must receive
+        except BaseException as error:  # this may be a cancellation, which the coroutine must receive
             resume = partial(coroutine.throw, error)

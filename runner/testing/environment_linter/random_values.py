@@ -33,20 +33,20 @@ LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 def random_value(schema: Any, rng: random.Random) -> Any:
-    """Return a value that fits a schema, or, if all attempts fail, the value of the last attempt."""
+    """Return a value that fits a schema: the last attempt if all fail, and None if no value can fit."""
     shapes = shapes_for(schema)
     return _fitting(_Drawing(shapes, rng), shapes.of(shapes.whole), shapes.whole)
 
 
 def random_arguments(parameters: Any, rng: random.Random) -> dict[str, Any]:
-    """Return required arguments that fit a tool's schema, or, if all attempts fail, the last attempt's arguments."""
+    """Return required arguments that fit a tool's schema: the last attempt if all fail, and {} if no value can fit."""
     shapes = shapes_for(parameters)
     drawn: dict[str, Any] = _fitting(_Drawing(shapes, rng), shapes.arguments(), shapes.whole) or {}
     return drawn
 
 
 def random_text(pattern: str, rng: random.Random) -> str:
-    """A text that contains a match of a pattern."""
+    """A text that contains a match of a pattern: the last attempt if all fail; a word if the pattern is invalid."""
     try:
         compiled = python_pattern(pattern)
         parsed = importlib.import_module("re._parser").parse(compiled.pattern)
@@ -69,7 +69,7 @@ def _fitting(drawing: _Drawing, shapes: Sequence[ValueShape], whole: Conjunction
 
 
 class _Drawing:
-    """Draws values of one schema."""
+    """A source of random values of one schema."""
 
     def __init__(self, shapes: SchemaShapes, rng: random.Random) -> None:
         self.shapes = shapes
@@ -212,14 +212,14 @@ MAX_TURNS = 8
 
 
 class RandomModel:
-    """Calls the tools one after another with arguments that fit, and replies with a text in the last turn.
+    """A random model: it calls tools one after another with arguments that fit, and replies with a text at the end.
 
     A turn that is constrained to a schema, a pattern, a choice or a call satisfies the constraint.
 
     Replies depend only on the task, the agent and the turn, so all episodes of a group get the same ones.
 
     Args:
-        tools_of: returns the tools that the agent of a call may use.
+        tools_of: a function that returns the tools that the agent of a call may use.
         two_calls: call two asynchronous tools in one turn.
     """
 
@@ -254,7 +254,7 @@ class RandomModel:
 
 
 def _constrained(call: ModelCall, rng: random.Random) -> str | None:
-    """A text that satisfies the sampling's constraint; None without one."""
+    """A text that satisfies the sampling's constraint; None without a constraint."""
     sampling = call.request.sampling
     if sampling.choice is not None:
         return rng.choice(sampling.choice)
@@ -264,7 +264,7 @@ def _constrained(call: ModelCall, rng: random.Random) -> str | None:
 
 
 def _must_call(call: ModelCall, tools: Sequence[Tool]) -> list[Tool]:
-    """Return the tools; one of them must be called. Empty if no call is required."""
+    """Return the tools of which one must be called; an empty list if no call is required."""
     constraint = call.request.constraint
     if constraint is None or constraint.kind is not ConstraintKind.GRAMMAR:
         return []
