@@ -1,4 +1,4 @@
-"""A started run: takes tasks, plays their episodes, and delivers the results."""
+"""A started run: it takes tasks, plays their episodes, and delivers the results."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
 
 def _is_idle(engine: BaseEngine) -> bool:
-    """True if the trainer holds the engine, or if no worker of the engine plays.
+    """True if the engine is paused, or if no worker of the engine plays.
 
-    A run that waits for this is not stuck.
+    A run that waits for such an engine is not stuck.
     """
     return engine.pause_state.on or (isinstance(engine, PlayingEngine) and engine.is_deserted)
 
@@ -67,8 +67,8 @@ def _progress_of(stats: EngineStats) -> tuple[int, int]:
 class ActiveRun:
     """A run whose engines, file and tasks are ready.
 
-    `TaskFeeder` takes a task from its source and begins its episodes, `play_episode` plays and commits one,
-    `GroupScoring` compares it with the others of its task, and `Results` delivers it to the reader.
+    `TaskFeeder` takes a task from its source and begins the task's episodes. `play_episode` plays and commits an
+    episode, `GroupScoring` compares the episodes of a task, and `Results` delivers trajectories to the reader.
     """
 
     options: RunOptions
@@ -154,7 +154,7 @@ class ActiveRun:
         await self.writer.finish(summary.as_dict(), complete=complete)
 
     async def play_episode(self, key: EpisodeKey) -> None:
-        """Play, commit and count an episode; announce it, or its whole group, once scored."""
+        """Play, commit and count an episode. Announce the episode, or its whole group, once its rewards are final."""
         try:
             trajectories = await self._attempts.play(key)
             # The episode is committed before the announcement, so that a resumed run never repeats an announced

@@ -1,4 +1,4 @@
-"""Attempts at an episode: repeated after an engine failure, and when its weights are too old."""
+"""Attempts at episodes: an episode is repeated after an engine failure, and if its weights are too old."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMIT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Plays the episodes of a run, with their repeated attempts."""
+    """A player of the episodes of a run, which repeats failed and outdated attempts."""
 
     state: RunState
     """The state of the run, with the attempts in flight and the counts of repeated ones."""
@@ -45,7 +45,7 @@ class Attempts:
     """The check whether an episode's weights are too old."""
 
     retries: int
-    """The number of times that an episode is repeated after engine failures."""
+    """Maximum number of times that an episode is repeated after engine failures."""
 
     async def play(self, key: EpisodeKey) -> list[Trajectory]:
         """Play an episode and return the trajectories of its last attempt. Only earlier attempts are committed here."""
@@ -83,7 +83,7 @@ class Attempts:
             self.state.add_faults(f"{attempt.key.id}: {fault}" for fault in attempt.faults)
 
     async def _may_retry(self, trajectory: Trajectory, failed_before: int) -> bool:
-        """Return True if the engine failed the episode, works now, and retries are left."""
+        """Return True if the engine failed the episode, all engines work now, and retries are left."""
         if trajectory.outcome is not Outcome.ENGINE_ERROR or self.state.failure is not None:
             return False
         try:

@@ -41,7 +41,7 @@ EXIT_SECONDS: Final = 10.0
 
 
 class PlayedGroups(Iterator[Group]):
-    """Iterator of `BackgroundPlayer.groups` over groups, each as it finishes."""
+    """The iterator that `BackgroundPlayer.groups` returns: groups in the order in which they finish."""
 
     def __init__(self, groups: Iterator[Group], closed: Future[None]) -> None:
         self._groups = groups
@@ -62,7 +62,7 @@ class PlayedGroups(Iterator[Group]):
 
 
 class BackgroundPlayer:
-    """Plays tasks in a thread with its own event loop and engine, for a synchronous trainer.
+    """A `Player` in a thread with its own event loop, for a synchronous trainer.
 
         with BackgroundPlayer(Calculator(), engine, group_size=8) as player:
             groups = player.play_groups(tasks)
@@ -71,7 +71,7 @@ class BackgroundPlayer:
     Methods may be called from any thread. If the thread or its run dies, waiting and later calls raise the cause.
     Leaving the block with an error cancels the episodes in flight.
 
-    It takes the arguments of `Player`, and raises the same errors.
+    The class takes the arguments of `Player`, and raises the same errors.
     """
 
     def __init__(
@@ -103,7 +103,11 @@ class BackgroundPlayer:
 
     @property
     def player(self) -> Player:
-        """The player of the thread; other threads may read its attributes, such as `player.run.summary`."""
+        """The player of the thread; other threads may read its attributes, such as `player.run.summary`.
+
+        Raises:
+            RuntimeError: the player has not begun.
+        """
         if self._player is None:
             raise _not_begun()
         return self._player
@@ -114,12 +118,13 @@ class BackgroundPlayer:
         """Start thread, engine and run.
 
         Raises:
-            BadInput, EngineError, RunFileError: as a `Run` raises when it is entered.
+            RuntimeError: the player was started before.
+            BadInput, EngineError, RunFileError: the run cannot begin; see `Run`.
         """
         if self._thread is not None:
             raise RuntimeError("a player can be started only once: make another BackgroundPlayer(...)")
         started: Future[None] = Future()
-        # A daemon thread, so that the process of a trainer ends without `close`.
+        # The thread is a daemon, so that the process of a trainer ends without `close`.
         self._thread = threading.Thread(target=self._run_thread, args=(started,), name="deltarunner", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)
@@ -135,7 +140,7 @@ class BackgroundPlayer:
         """Play the requested episodes, end the run, close the engine if the run entered it, and end the thread.
 
         Args:
-            cancel: cut the episodes in flight instead.
+            cancel: cancel the episodes in flight, and play no further ones.
         """
         atexit.unregister(self._close_at_exit)
         if self._thread is None:
@@ -165,28 +170,31 @@ class BackgroundPlayer:
     def play_groups(self, tasks: Iterable[Task], *, sampling: Sampling | None = None) -> list[Group]:
         """Play a group for each task, concurrently, and return the groups in the order of the tasks.
 
-        A task that occurs twice is played twice. It raises the errors of `Player.play_group`; the first error cancels
-        the other groups.
+        A task that occurs twice is played twice. This method raises the errors of `Player.play_group`; the first error
+        cancels the other groups.
         """
         return self._call(self._play_groups(list(tasks), sampling))
 
     def play_many(self, episodes: Iterable[tuple[Task, int]]) -> list[list[Trajectory]]:
         """Play single episodes, each by its task and index, concurrently, and return their trajectories in this order.
 
-        It raises the errors of `Player.play`; the first error cancels the other episodes.
+        This method raises the errors of `Player.play`; the first error cancels the other episodes.
         """
         return self._call(gather([partial(self.player.play, task, index=index) for task, index in episodes]))
 
     def groups(self, tasks: Iterable[Task] | None = None, *, full: int | None = None) -> PlayedGroups:
-        """Yield groups as they finish, for a trainer that pulls.
+        """Play tasks, and return an iterator over their groups, which yields each group as it finishes.
 
-        Groups in flight and unread are limited to the run's width. Ending the iteration cancels the groups in flight;
-        so does its `close()`, which any thread may call.
+        As many groups are in flight as fit into the run's width. Ending the iteration cancels the groups in flight; so
+        does `close()` of the iterator, which any thread may call.
 
         Args:
             tasks: the tasks; by default the tasks of the environment, once.
-            full: the number of tasks with spread after which the iteration ends, as in `Run.groups(full=)`. The next
-                call takes the next task of the same iterator.
+            full: the number of tasks with spread after which the iteration ends, as in `Run.groups(full=)`. If `tasks`
+                is an iterator, another call with this iterator continues with its next task.
+
+        Raises:
+            BadOption: `tasks` is not an iterable of tasks.
         """
         if full is not None:
             check_full(full, self.options)
@@ -240,7 +248,7 @@ class BackgroundPlayer:
         """Exchange the engine's weights, also during episodes, as `engine.update_weights` does.
 
         Raises:
-            BadWeights, BadControl, BadOption, EngineError: as `engine.update_weights`.
+            BadWeights, BadControl, BadOption, EngineError: see `engine.update_weights`.
         """
         return self._call(self.engine.update_weights(given, version=version, mode=mode, proof=proof))
 
@@ -248,7 +256,7 @@ class BackgroundPlayer:
         """Compare the engine's weights with a proof, as `engine.prove` does.
 
         Raises:
-            BadWeights, BadControl, EngineError: as `engine.prove`.
+            BadWeights, BadControl, EngineError: see `engine.prove`.
         """
         return self._call(self.engine.prove(proof, adapter))
 
@@ -259,7 +267,7 @@ class BackgroundPlayer:
         try:
             return self._result_of(future)
         except BaseException:
-            future.cancel()  # cancels a call that Ctrl-C has interrupted; a call that is done is not changed
+            future.cancel()  # this ends a call that Ctrl-C has interrupted; a call that is done is not changed
             raise
 
     def _result_of(self, future: Future[T]) -> T:
@@ -269,7 +277,7 @@ class BackgroundPlayer:
             # Only the end of the event loop cancels this task. The thread stores the cause after that.
             assert self._thread is not None
             self._thread.join(EXIT_SECONDS)
-            raise self.error or RunStopped("the event loop of the player ended") from None
+            raise self.error or RunStopped("the player's event loop ended: make another BackgroundPlayer(...)") from None
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
@@ -296,9 +304,9 @@ class BackgroundPlayer:
         except BaseException as caught:
             error = self._error = caught
         finally:
-            self._end_calls(error or RunStopped("the player was closed before it played this"))
+            self._end_calls(error or RunStopped("the player was closed during this call: make another player"))
             if not started.done():
-                started.set_exception(self._error or RunStopped("the player's thread ended before it had started"))
+                started.set_exception(self._error or RunStopped("the player's thread ended before the run began"))
 
     async def _live(self, started: Future[None]) -> None:
         with self._lock:

@@ -67,7 +67,7 @@ def run(
     Args:
         environment: the environment, or its class.
         engine: the engine that the agents sample from.
-        tasks: instead of the environment's own, as `Run` takes them.
+        tasks: tasks in place of the environment's own, as for `Run`.
         quiet: do not print progress on stderr.
         options: the other fields of `RunOptions`, by name.
 
@@ -75,7 +75,7 @@ def run(
         The summary; trajectories are in the run file (`file=`).
 
     Raises:
-        DeltarunnerError: as `Run` does.
+        DeltarunnerError: the run cannot begin, or ends early; see `Run`.
         BadOption: an event loop already runs in this thread, as in a notebook.
         KeyboardInterrupt: after Ctrl-C, when everything is recorded.
         SystemExit: after SIGTERM, when everything is recorded; its code is 143, the exit code of a process that this
@@ -132,7 +132,7 @@ async def supervise(run: Run, reporter: Reporter) -> signal.Signals | None:
         watching.start_soon(reporter.watch, run, name="display")
         try:
             received = await _play_until_signal(run, reporter)
-        except Exception as error:  # returned as a value, since a task group would wrap it
+        except Exception as error:  # the error is kept and raised below, since the task group would wrap it
             failure = error
         watching.cancel_scope.cancel()
     if failure is not None:
@@ -159,7 +159,7 @@ async def _play_until_signal(run: Run, reporter: Reporter) -> signal.Signals | N
 
 
 class Stopper:
-    """Handles the signals of a run."""
+    """A handler of the signals of a run."""
 
     def __init__(self, run: Run, reporter: Reporter, *, give_up: Callable[[], None]) -> None:
         self.started = False

@@ -123,7 +123,7 @@ def fleet_in_words(fleet: FleetStats) -> str:
 
 
 def outdated_in_words(fleet: FleetStats) -> list[str]:
-    """The workers with old weights, counted, or an empty list."""
+    """A phrase about the workers with old weights; an empty list if there are no such workers."""
     outdated = [worker for worker in fleet.workers if worker.version != fleet.version]
     if not outdated:
         return []
@@ -131,7 +131,7 @@ def outdated_in_words(fleet: FleetStats) -> list[str]:
 
 
 def idle_in_words(absent: Mapping[IdleReason, int]) -> list[str]:
-    """The workers that do not play, counted by reason."""
+    """Phrases about the workers that do not play, one for each reason."""
     return [f"{count} {why.value}" for why, count in absent.items()]
 
 

@@ -1,4 +1,4 @@
-"""Group rewards: an episode waits for the others of its task, and they are scored together."""
+"""Group rewards: an episode waits for the other episodes of its task, and all are scored together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logger_for("runs")
 
 
 class GroupScoring:
-    """Computes group rewards, and decides when the rewards of an episode are final."""
+    """The scoring of groups: it computes group rewards, and decides when the rewards of an episode are final."""
 
     def __init__(self, shared: RunShared, writer: RunWriter, summary: Summary, *, group_size: int) -> None:
         self._shared = shared
@@ -45,7 +45,7 @@ class GroupScoring:
         self._open.setdefault((task.id, visit), OpenGroup(0)).missing += missing
 
     async def finished(self, trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], int]:
-        """Count a committed episode, and score its group if it was the last one.
+        """Count a committed episode, and score its group if it was the last episode of the group.
 
         Returns:
             The episodes whose rewards became final, and the number of the group's episodes that this run plays.
@@ -85,7 +85,7 @@ class GroupScoring:
         return by_agent(members, seed=self._shared.seed, group_size=self._group_size)
 
     async def score_stored(self, task: Task, visit: int) -> None:
-        """Score a group if the last run ended after an episode was committed, but before the group rewards were."""
+        """Score a stored group. It has no group rewards, since the last run ended before they were committed."""
         await self._score(self._by_agent(await self._writer.stored_group(task.id, visit)))
 
     async def _score_played(self, new: list[Trajectory]) -> None:
@@ -124,7 +124,8 @@ class GroupScoring:
 async def _give_rewards(shared: RunShared, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
     """Set the group rewards and the new weighted sum of every scored trajectory, in place.
 
-    The author's method gets only scored trajectories. If it raises, they get no reward and `fault` is called.
+    The author's method gets only scored trajectories. If it raises an error, its reward is None for all of them, and
+    `fault` receives a message.
     """
     author = AuthorCode(shared.workers)
     for group in map(_scored, groups):
@@ -155,7 +156,7 @@ def _one_each(values: Any, group: Group, name: str) -> list[Score]:
         raise TypeError(f"return one number per trajectory, got {values!r:.80}")
     scores = [as_score(value, name) for value in values]
     if len(scores) != len(group.trajectories):
-        raise ValueError(f"{len(scores)} numbers for {len(group.trajectories)} trajectories")
+        raise ValueError(f"{len(scores)} numbers for {len(group.trajectories)} trajectories: return one for each")
     return scores
 
 

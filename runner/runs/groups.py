@@ -13,7 +13,7 @@ __all__ = ["OpenGroup", "by_agent"]
 
 @dataclass(slots=True)
 class OpenGroup:
-    """The finished episodes of a task."""
+    """The finished episodes of a group."""
 
     missing: int
     """The number of the group's episodes that this run plays."""
@@ -22,11 +22,11 @@ class OpenGroup:
     """The number of these episodes that are finished."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Their trajectories, if they are kept."""
+    """The trajectories of these episodes; empty where they are not kept."""
 
 
 def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> list[Group]:
-    """Return the groups of one task's trajectories: one group for each trained agent."""
+    """Return the groups of one task's trajectories: one for each trained agent, and one for `main`, trained or not."""
     agents: dict[str, list[Trajectory]] = {}
     episodes: set[int] = set()
     cut_short = False

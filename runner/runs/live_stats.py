@@ -159,7 +159,7 @@ class LiveStats:
 
 
 class StatsReader:
-    """Reads statistics of a run. Four reads a second are cheap, even with ten thousand episodes or 500 workers."""
+    """A reader of statistics of a run. Four reads a second are cheap, even with ten thousand episodes or 500 workers."""
 
     def __init__(self) -> None:
         self._sampled, self._computed = _Pace(), _Pace()
@@ -289,7 +289,7 @@ def _fleet(engine: PlayingEngine) -> FleetStats:
 
 
 def in_words(stats: LiveStats) -> Iterator[str]:
-    """Return the statistics as short phrases."""
+    """Yield the statistics as short phrases."""
     yield f"{stats.done} of {stats.total} episodes" if stats.total else f"{stats.done} episodes"
     yield running_in_words(stats)
     if stats.fleet is not None:

@@ -1,4 +1,4 @@
-"""Observers of a run: each receives its events in a thread of its own, so that none delays the run."""
+"""Observers of a run: each receives the run's events in a separate thread, so that no observer delays the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_SECONDS: Final = 5.0
 
 
 class RunObserver:
-    """Receives the events of a run: override what is needed.
+    """A receiver of the events of a run. A subclass overrides the methods that it needs.
 
         class Rewards(RunObserver):
             def episode(self, trajectories):
@@ -42,22 +42,22 @@ class RunObserver:
     """
 
     def started(self, about: Mapping[str, Any]) -> None:
-        """The run begins; `about` has environment, engine, group_size, seed and file."""
+        """Receive the beginning of the run; `about` has environment, engine, group_size, seed and file."""
 
     def turn(self, trajectory: Trajectory, turn: Turn) -> None:
-        """A turn was taken; called for each turn when its episode has ended, before `episode`."""
+        """Receive a turn; called for each turn when its episode has ended, before `episode`."""
 
     def episode(self, trajectories: Sequence[Trajectory]) -> None:
-        """Called after an episode was stored in the run file, with the trajectories of its agents, `main` first."""
+        """Receive the trajectories of an episode, `main` first, after the episode was stored in the run file."""
 
     def group(self, group: Group) -> None:
-        """The last episode of a task has ended; called for each trained agent."""
+        """Receive a group after its last episode has ended; called for each trained agent."""
 
     def weights(self, version: str) -> None:
-        """The engine has new weights."""
+        """Receive the version of new weights of the engine."""
 
     def ended(self, summary: Summary) -> None:
-        """The run is over."""
+        """Receive the summary after the end of the run."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class _ObserverThread:
         while (event := self.events.get()) is not None:
             try:
                 event(self.observer)
-            except BaseException as error:  # includes SystemExit, which must not end the process
+            except BaseException as error:  # this includes SystemExit, which must not end the process
                 self.failures += 1
                 self.first_error = self.first_error or describe_error(error)
 
@@ -87,7 +87,7 @@ class _ObserverThread:
 
 
 class ObserverThreads:
-    """Sends the events of a run to its observers without waiting.
+    """Threads of the observers of a run. The run sends events without waiting for an observer.
 
     Args:
         observers: the observers, each with a thread.
@@ -103,7 +103,7 @@ class ObserverThreads:
     def start(self, about: Mapping[str, Any]) -> None:
         """Start the threads and announce the run."""
         for watched in self._watched:
-            # A daemon thread, since an observer that never returns must not block the end of the process.
+            # The thread is a daemon, since an observer that never returns must not block the end of the process.
             watched.thread = threading.Thread(target=watched.run, name="deltarunner observer", daemon=True)
             watched.thread.start()
         self._send(lambda observer: observer.started(about))
@@ -132,14 +132,14 @@ class ObserverThreads:
         if group.played >= missing:
             members = self._open.pop(key).trajectories
             for each in by_agent(members, seed=self._seed, group_size=self._group_size):
-                self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # bound now
+                self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # `each` is bound now
 
     def weights(self, version: str) -> None:
         """Announce new weights."""
         self._send(lambda observer: observer.weights(version))
 
     def end(self, summary: Summary) -> list[str]:
-        """Announce the end, wait for the threads for some seconds, and return messages about faults.
+        """Announce the end, wait up to `END_SECONDS` for the threads, and return messages about faults.
 
         This call blocks, so call it in a thread.
         """

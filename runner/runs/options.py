@@ -163,7 +163,7 @@ class RunOptions:
         defaults = RunOptions()
         shown = []
         for each in fields(self):
-            # The values are compared as text, since the tasks may be an array, whose comparison is not one truth value.
+            # The values are compared as text, since tasks may be an array, whose comparison is another array.
             value, default = _shown(getattr(self, each.name)), _shown(getattr(defaults, each.name))
             if value != default:
                 shown.append(f"{each.name}={value}")
@@ -194,7 +194,10 @@ class RunOptions:
         for index in self.indices:
             checked.whole(f"indices={index!r:.60}", index, least=0)
             if index >= self.group_size:
-                raise BadOption(f"indices={self.indices!r:.60}: a group has the episodes 0 to {self.group_size - 1}.")
+                raise BadOption(
+                    f"indices={self.indices!r:.60}: a group has the episodes 0 to {self.group_size - 1}: leave out the "
+                    "others, or set a larger group_size."
+                )
 
     def _check_breaker(self) -> None:
         share: Any = self.breaker
@@ -231,10 +234,10 @@ def _shown(value: Any) -> str:
 
 
 def check_full(full: int, options: RunOptions) -> None:
-    """Check the number of groups with spread that a reader wants.
+    """Check `full`, the number of tasks with spread (rewards that differ) that a reader needs.
 
     Raises:
-        BadOption: it is not a positive integer, or groups have a single episode.
+        BadOption: `full` is not a positive integer, or groups have a single episode.
     """
     checked.whole(f"groups(full={full!r:.60})", full, least=1)
     if options.group_size < 2:
@@ -242,7 +245,11 @@ def check_full(full: int, options: RunOptions) -> None:
 
 
 def check_engine(where: str, engine: Any) -> None:
-    """Refuse a value that is not an engine object."""
+    """Check that a value is an engine object.
+
+    Raises:
+        BadOption: the value is a class, or no engine.
+    """
     if isinstance(engine, type) and issubclass(engine, BaseEngine):
         raise BadOption(f"{where}={engine.__name__} is the class: give an engine object, {engine.__name__}(...).")
     if not isinstance(engine, BaseEngine):
@@ -256,7 +263,7 @@ def _check_engines(engines: Any) -> None:
         )
     for name, engine in (engines or {}).items():
         if not isinstance(name, str):
-            raise BadOption(f"engines={{{name!r:.60}: ...}}: the name of an agent is a string.")
+            raise BadOption(f"engines={{{name!r:.60}: ...}}: give the name of an agent, as a string.")
         check_engine(f"engines[{name!r}]", engine)
 
 

@@ -23,7 +23,7 @@ __all__ = ["Attempt", "EpisodePlayer", "FleetWorker", "IdleReason", "LocalPlayer
 
 
 class Attempt(Protocol):
-    """One attempt at an episode; `Play` implements it."""
+    """One attempt at an episode; `EpisodeRunner` plays it in this process."""
 
     key: EpisodeKey
     """The task, index, visit and attempt number."""
@@ -55,11 +55,11 @@ class Attempt(Protocol):
         """The trajectories so far, after `run` was cancelled."""
 
     def trained_logs(self) -> Iterator[TokenLog]:
-        """The token logs of trained agents so far, if this process has them."""
+        """The token logs of trained agents so far; empty if another process has them."""
 
 
 class EpisodePlayer(Protocol):
-    """Plays episodes."""
+    """A player of the episodes of a run."""
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
         """Return an attempt at an episode; it begins when `run` is called.
@@ -78,7 +78,7 @@ class EpisodePlayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalPlayer:
-    """Plays episodes on the event loop of the run."""
+    """A player of episodes on the event loop of the run."""
 
     shared: RunShared
     """The objects that all episodes of the run share."""
@@ -94,7 +94,7 @@ class LocalPlayer:
         listener(self.width)
 
     def drain(self) -> None:
-        """Release callers that wait for keys of served episodes, since no more keys come."""
+        """End every `Endpoint.wait` of the run, since no further episode begins."""
         self.shared.endpoints.draining.set()
 
 
@@ -147,10 +147,10 @@ class WorkerSetup(Protocol):
         """The engines that exist only on workers, one on each."""
 
     def engines(self) -> AbstractAsyncContextManager[Mapping[BaseEngine, BaseEngine]]:
-        """Enter these engines on the workers; the block receives a placeholder for each.
+        """Enter `worker_engines` on the workers; the block receives a placeholder for each engine.
 
         Raises:
-            BadInput, EngineError: one of them does not start; the message names the worker and the cause.
+            BadInput, EngineError: an engine does not start; the message names the worker and the cause.
         """
 
     def player(
@@ -162,10 +162,10 @@ class WorkerSetup(Protocol):
             shared: the objects that episodes share in this process.
             clock: the time that chat templates see.
             width: maximum number of episodes in flight; None for the capacity of the workers.
-            report: called with messages about events of workers.
+            report: a function that receives messages about events of workers.
 
         Raises:
-            BadInput: a worker cannot play them; the message names the worker and the cause.
+            BadInput: a worker cannot play the episodes; the message names the worker and the cause.
         """
 
 
@@ -202,5 +202,5 @@ class PlayingEngine(Engine):
         """Return the run in the form that workers receive; called before anything starts.
 
         Raises:
-            BadOption: a part of it cannot be sent.
+            BadOption: a part of the run cannot be sent.
         """

@@ -23,7 +23,11 @@ __all__ = ["check_appends", "check_templates", "require_sampling"]
 
 
 def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
-    """Refuse sampling options that the engine does not support: an adapter, an id, a field."""
+    """Check that the engine supports the sampling options.
+
+    Raises:
+        BadOption: the engine does not support an option, or has no such adapter or id.
+    """
     engine.check_sampling(sampling.over(Sampling.defaults()))
     if not isinstance(engine, Engine):
         return
@@ -37,12 +41,12 @@ def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
 
 
 async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime) -> None:
-    """Refuse an unusable template before it renders anything in this process.
+    """Check the templates in another process, before they render anything in this one.
 
     Raises:
-        BadTemplate: it does not compile, never ends, raises on a user message, ...
+        BadTemplate: a template cannot be used: it does not compile, never ends, raises on a user message, ...
     """
-    # imported here, so that importing Run does not import the template probe
+    # This is imported here, so that importing Run does not import the template probe.
     from runner.template_probe import is_bundled, probe
 
     for template in dict.fromkeys(each for each in templates if not is_bundled(each)):
@@ -51,7 +55,7 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
 
 
 async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
-    """Messages about appends that are not exact with this template, and tokens that the vocabulary lacks.
+    """Messages about appends that are not exact with this template, and about tokens that the vocabulary lacks.
 
     The appends of bundled templates are exact and are not checked.
 

@@ -34,7 +34,7 @@ START_INTERVAL_SECONDS: Final = 10.0
 
 
 class Reporter:
-    """Receives the progress of a run. This base class prints only messages that a person must see."""
+    """A receiver of the progress of a run. This base class prints only messages that a person must see."""
 
     async def watch(self, run: Run) -> None:
         """Show the run until cancelled; this class shows nothing."""
@@ -61,7 +61,7 @@ def discard(stream: IO[str]) -> None:
 
 
 class LiveReporter(Reporter):
-    """Shows live statistics of a run."""
+    """A reporter that shows live statistics of a run."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -77,7 +77,7 @@ class LiveReporter(Reporter):
         """Show the run until cancelled."""
         reader = StatsReader()
         self._began = began = time.monotonic()
-        # the caller entered these engines and showed their notes
+        # The caller entered these engines, and showed their notes.
         noted = {each for each in run.engines if each.running}
         # The display is drawn in a thread, since a paused terminal (Ctrl-S) or a full pipe must not stop the run.
         thread = anyio.CapacityLimiter(1)
@@ -98,7 +98,7 @@ class LiveReporter(Reporter):
 
     def finished(self, trajectory: Trajectory) -> None:
         """Store the cause of the last failure."""
-        no_turn = bool(trajectory.error) and not trajectory.turns  # its prompt exceeded the context
+        no_turn = bool(trajectory.error) and not trajectory.turns  # the prompt exceeded the context
         if trajectory.outcome.failed or no_turn:
             self.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"
 
@@ -145,7 +145,7 @@ def _workers_so_far(run: Run) -> str:
 
 
 class PlainReporter(LiveReporter):
-    """Prints a line for every tenth of the run, or every five seconds if that is sooner. The interval grows later."""
+    """A reporter that prints a line every five seconds, later less often, and at each tenth of the run."""
 
     def __init__(self, title: str) -> None:
         super().__init__(title)
@@ -185,6 +185,6 @@ class PlainReporter(LiveReporter):
             self.say(f"  {worker_in_words(worker)}")
 
     def _stopping(self, stats: LiveStats) -> None:
-        if self._tenths >= 0:  # printed once, with the last statistics
+        if self._tenths >= 0:  # this line is printed once, with the last statistics
             self._tenths = -1
             self._say_timed(", ".join(in_words(stats)))

@@ -49,7 +49,7 @@ class Results:
         self._state = state
         self._feed = feed
         self._groups_of = groups_of
-        # the next iteration continues with these if an iteration ends early
+        # If an iteration ends early, the next iteration continues with these groups.
         self._waiting: dict[tuple[str, int], OpenGroup] = {}
         self._announce_to, self._announced = anyio.create_memory_object_stream[QueuedResult](width)
 
@@ -99,7 +99,7 @@ class Results:
             raise StopAsyncIteration from None
 
     def _note(self, result: QueuedResult) -> OpenGroup | None:
-        """Count a result of its task; return the task once all its results were read."""
+        """Count a result of a group, and return the group if all of its results were read, else None."""
         key = result.trajectory.task.id, result.trajectory.visit
         task = self._waiting.setdefault(key, OpenGroup(result.missing))
         task.played += result.last

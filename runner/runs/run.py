@@ -49,7 +49,8 @@ class Run:
         environment: the environment, or its class if it can be constructed without arguments.
         engine: the engine that the agents sample from. A run enters an engine that is not running, and leaves it at
             the end; an engine that the caller entered stays open. Several runs may share an engine.
-        tasks: instead of the environment's own: an iterable, an async iterable, a source, or the path of a JSONL file.
+        tasks: tasks in place of the environment's own: an iterable, an async iterable, a source that receives results,
+            or the path of a JSONL file.
         options: the other fields of `RunOptions`, by name.
 
     Raises (when it is entered):
@@ -170,7 +171,7 @@ class Run:
             raise single from single.__cause__
 
     def drain(self) -> None:
-        """Stop starting episodes. Those in flight are played to their end."""
+        """Begin no further episode. Episodes in flight are played to their end."""
         self._state.drain()
         if self._active is not None:
             self._active.player.drain()

@@ -1,4 +1,4 @@
-"""Builds the header of a run file: the configuration of the run."""
+"""The header of a run file: the configuration of the run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _PACKAGES: Final = (
 
 
 def describe_run(environment: Environment[Any], engine: BaseEngine, options: RunOptions, *, now: datetime) -> Header:
-    """The header of a run whose engines are running. With a run file, it calls git, which takes milliseconds."""
+    """The header of a run whose engines are running. With a run file, this function calls git: some milliseconds."""
     return replace(
         describe_configuration(environment, options, now=now),
         engine=_described(engine),
@@ -105,7 +105,7 @@ def restore_choices(stored: Header, engine: BaseEngine, engines: Mapping[str, Ba
 
 
 def describe_configuration(environment: Environment[Any], options: RunOptions, *, now: datetime) -> Header:
-    """The header without engines, template and git, which are unknown before an engine runs."""
+    """The header without the fields that `describe_run` adds: engines, template, git and code."""
     given = environment.construction()
     recorded = {name: value for name, value in given.items() if _has_json(value)}
     scorers = with_weights(environment.scorers, options.weights)
@@ -118,7 +118,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
         tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
         template_options=_without_secrets(options.template_options),
         tool_format=options.tool_format,
-        # the file returns this form, in which time zones have no names
+        # The file returns this form, in which time zones have no names.
         clock=datetime.fromisoformat(now.isoformat()),
         sampling=options.sampling.given(),
         environment_sampling=environment.sampling.given(),
@@ -139,7 +139,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
 
 
 def _has_json(value: Any) -> bool:
-    """Return True if JSON keeps the whole value: containers, dataclasses, enums and paths qualify."""
+    """Return True if JSON keeps the whole value. It keeps containers, dataclasses, enums and paths too."""
     if value is None or isinstance(value, str | int | float | enum.Enum | Path):
         return True
     if isinstance(value, Mapping):

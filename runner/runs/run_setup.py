@@ -70,7 +70,11 @@ class RunSetup:
         )
 
     async def check_options(self) -> None:
-        """Refuse options that can be checked before an engine starts."""
+        """Check the options that can be checked before an engine starts.
+
+        Raises:
+            BadOption: an option does not fit the engine, or cannot be stored in the run file.
+        """
         options = self.options
         if isinstance(self.engines[0], MessageEngine) and options.tool_format is not None:
             raise BadOption(
@@ -90,7 +94,7 @@ class RunSetup:
             await self.workers.call(Job(partial(require_format, options.tool_format), "vLLM's tool parser"))
 
     async def check_templates(self, now: datetime) -> None:
-        """Refuse an unusable chat template of the running engines."""
+        """Check the chat templates of the running engines; raise BadTemplate if one cannot be used."""
         await check_templates(
             [each.template for each in self.engines if isinstance(each, Engine)], self.options.template_options, now
         )
@@ -109,7 +113,9 @@ class RunSetup:
     async def share(self, now: datetime, endpoints: EndpointServer, resources: Any) -> tuple[RunShared, list[str]]:
         """Return the objects that all episodes share, and messages about faults. The engines must be running.
 
-        Unusable templates are refused before anything is sampled.
+        Raises:
+            BadTemplate: a template cannot be used, or does not support the tools or the appends of the run.
+            BadOption: `tool_choice` cannot be enforced.
         """
         environment, options = self.environment, self.options
         await self.check_templates(now)
@@ -141,7 +147,7 @@ class RunSetup:
         return [*faults, *await check_appends(main, now, self.workers, tools=tools, system=system)]
 
     def _named(self) -> Callable[[Tokenizer], ExternalReader] | None:
-        """Return a factory for the reader of calls in the format that the user named."""
+        """Return a factory for the reader of calls in the format that the user named; None if no format was named."""
         if self.options.tool_format is None:
             return None
         from runner.engines.vllm.call_reader import named_reader

@@ -1,4 +1,4 @@
-"""Staleness: an episode whose oldest sampled id lags too many weight updates is dropped and repeated."""
+"""Staleness: an episode is dropped and repeated if too many weight updates followed its oldest sampled id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ __all__ = ["Staleness"]
 
 
 class Staleness:
-    """Limits the number of weight updates by which an episode may lag; None sets no limit."""
+    """A limit on the number of weight updates by which an episode may lag.
+
+    Args:
+        engine: the engine of the trained agents.
+        max_lag: the limit; None sets no limit.
+
+    Raises:
+        BadOption: there is a limit, but the engine has no weight updates.
+    """
 
     def __init__(self, engine: BaseEngine, max_lag: int | None) -> None:
         if max_lag is not None and not engine.is_controlled:
@@ -28,7 +36,7 @@ class Staleness:
 
     @contextmanager
     def cancelling(self, in_flight: Collection[Attempt]) -> Iterator[None]:
-        """Cancel the episodes in flight that are too old after each weight update, while the block runs."""
+        """While the block runs, cancel the episodes in flight that are too old after each weight update."""
         with self._engine.on_update(partial(self._cut_stale, in_flight)):
             yield
 
@@ -61,6 +69,6 @@ class Staleness:
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:
-    """Return the weight versions of trained ids. With several adapters, a later id may have older weights."""
+    """Yield the weight versions of trained ids. With several adapters, a later id may have older weights."""
     for log in logs:
         yield from dict.fromkeys(span.version for span in log.versions if log.sources[span.start] == Source.SAMPLED)

@@ -1,4 +1,4 @@
-"""Starts a run: engines, run file, shared objects and tasks, in the order of their dependencies."""
+"""The start of a run: engines, run file, shared objects and tasks, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ LOOK_AHEAD_SECONDS = 10
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Start:
+    """The start of a run, which `enter` carries out."""
+
     setup: RunSetup
     """Environment, engines and options."""
     lag: LagMonitor
@@ -128,7 +130,7 @@ class Start:
     async def _restore_choices(self) -> None:
         """Restore the choices that the engines made in the run that is resumed."""
         options = self.setup.options
-        # the caller names the file later, and has restored the choices
+        # If `file` is a function, the caller has restored the choices.
         if options.file is None or callable(options.file):
             return
         look = partial(stored_header, Path(options.file))

@@ -37,7 +37,7 @@ class TaskQuota:
         self._changed = anyio.Event()
 
     def need(self, groups: int | None) -> None:
-        """Let tasks begin while they may be needed for this number of groups; None sets no limit."""
+        """Set the number of groups that the reader needs, which limits the tasks that begin; None sets no limit."""
         self._needed = groups
         self._changed.set()
 
@@ -125,7 +125,7 @@ class RunState:
             self.add_fault(fault)
 
     def drain(self) -> None:
-        """Stop starting episodes. Those in flight are played to their end."""
+        """Begin no further episode. Episodes in flight are played to their end."""
         if not self.draining:
             log.info("no further episode begins; %d are in flight", len(self.in_flight))
         self.draining = True
@@ -141,7 +141,7 @@ class RunState:
             attempt.cancel(ending)
 
     def begin(self, attempt: Attempt) -> None:
-        """Register an attempt. It is cancelled at once if the run was cancelled before its first step."""
+        """Register an attempt. It is cancelled at once if the run or its episode was cancelled before."""
         self.in_flight.add(attempt)
         if self.cancelled_with is not None:
             attempt.cancel(self.cancelled_with)

@@ -70,7 +70,7 @@ class UsageCounts:
         self.models[usage.model] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The counts as a dict for JSON."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"models": dict(self.models)}
 
 
@@ -94,7 +94,7 @@ class Summary:
     """The reward of each trained agent by its name, over its trajectories that have one."""
 
     rewards: dict[str, Mean] = field(default_factory=dict)
-    """The rewards of the same agent by name, before weighting."""
+    """The rewards by name, before weighting, of the agent that `reward` is of."""
 
     environments: dict[str, Mean] = field(default_factory=dict)
     """The reward by environment of a mixture; empty for other environments."""
@@ -118,7 +118,7 @@ class Summary:
     """The number of junctions by (result, anchor, close, seam)."""
 
     junction_causes: Counter[str] = field(default_factory=Counter)
-    """The causes of messages that were not simply appended, counted."""
+    """The number of junctions whose messages were not simply appended, by cause."""
 
     finishes: Counter[FinishReason] = field(default_factory=Counter)
     """The number of turns by finish reason."""
@@ -136,7 +136,7 @@ class Summary:
     """The number of `Episode.chat` requests by verdict."""
 
     tolerated: Counter[str] = field(default_factory=Counter)
-    """The number of these requests by tolerated difference."""
+    """The number of `Episode.chat` requests by tolerated difference."""
 
     times: Timings = field(default_factory=Timings)
     """The total times of all turns, by phase."""
@@ -154,7 +154,7 @@ class Summary:
     """Attempts that were repeated after an engine failure."""
 
     retry_causes: Counter[str] = field(default_factory=Counter)
-    """The causes of these failures, counted."""
+    """The number of these attempts by the cause of the failure."""
 
     stale: int = 0
     """Attempts that were dropped because their weights were too old."""
@@ -302,7 +302,7 @@ class Summary:
         return summary_html(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The summary as a dict for JSON."""
         powers = [1 << power for power in range(self.group_size.bit_length())]
         scored = sum(count for outcome, count in self.outcomes.items() if outcome.scored)
         return {

@@ -1,4 +1,4 @@
-"""The task feeder: takes tasks from their source and begins their episodes as slots become free."""
+"""The task feeder: it takes tasks from their source and begins their episodes as slots become free."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Slots:
 
     async def take(self) -> None:
         """Wait for a free slot and take it; called by one task only."""
-        await anyio.lowlevel.checkpoint()  # needed with a free slot too, so that draining can stop the feeder
+        await anyio.lowlevel.checkpoint()  # this runs with a free slot too, so that draining can stop the feeder
         while self._taken >= self.width:
             self._one_is_free = anyio.Event()
             await self._one_is_free.wait()
@@ -62,7 +62,7 @@ class Slots:
 
 @dataclass(eq=False, kw_only=True)
 class TaskFeeder:
-    """Begins the episodes of a run; the number of slots limits how many run at once."""
+    """A feeder that begins the episodes of a run; the number of slots limits how many episodes run at once."""
 
     feed: TaskFeed
     shared: RunShared
@@ -184,7 +184,7 @@ class TaskFeeder:
             self.state.fail(error, cancel=True)
 
     def _check_system_prompt(self, task: Task) -> None:
-        """Refuse a second system prompt before anything is sampled, unless a hook builds the prompt."""
+        """Raise BadTask if the task has a second system prompt, unless a hook builds the prompt."""
         environment = self.shared.part_of(task).environment
         system_prompt = common_system_prompt(environment)
         if system_prompt is not None and not environment.overrides("prompt"):

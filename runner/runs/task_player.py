@@ -1,4 +1,4 @@
-"""Player: single tasks and groups on a run that stays open, for trainers that own the tasks."""
+"""Player: single tasks and groups on a run that stays open, for trainers that choose the tasks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ __all__ = ["Player"]
 
 
 class Player:
-    """Plays the tasks of a trainer on one run that stays open between calls.
+    """A player of a trainer's tasks, on one run that stays open between calls.
 
         async with Player(environment, engine, group_size=8) as player:
             groups = await player.play_group(task)
 
-    The run has a task of its own, so `start` and `aclose` may be called from any task. Calls may be concurrent. A task
-    may be played several times. Each time is another visit with other seeds. Cancelling a call cancels its episodes. A
-    failed episode is in the result, without a reward. If an error ends the run, every later call raises it.
+    The run has an asyncio task of its own, so `start` and `aclose` may be called from any asyncio task. Calls may be
+    concurrent. A task may be played several times. Each time is another visit with other seeds. Cancelling a call
+    cancels its episodes. A failed episode is in the result, without a reward. If an error ends the run, every later
+    call raises this error.
 
     Args:
         environment: the environment, or its class.
@@ -56,7 +57,7 @@ class Player:
     ) -> None:
         for name in ("tasks", "indices"):
             if name in options:
-                raise BadOption(f"{name}=: a player has no tasks of its own; give them to play() and play_group().")
+                raise BadOption(f"{name}=: a player gets tasks with play() and play_group(): leave the option out.")
         self._requests = TaskRequests()
         self.run = Run(environment, engine, tasks=self._requests, **{"breaker": 1, **options})  # type: ignore[arg-type]  # a dict
         self.error: BaseException | None = None
@@ -70,7 +71,8 @@ class Player:
         """Start the engine and the run.
 
         Raises:
-            BadInput, EngineError, RunFileError: as a `Run` raises when it is entered.
+            RuntimeError: the player was started before.
+            BadInput, EngineError, RunFileError: the run cannot begin; see `Run`.
         """
         if self._host is not None:
             raise RuntimeError("a player can be started only once: make another Player(...)")
@@ -94,18 +96,18 @@ class Player:
         Args:
             task: the task.
             index: the number of the episode within the task's group, which determines its seeds.
-            sampling: the sampling of this episode, such as for validation; takes precedence over the player's sampling.
+            sampling: the sampling of this episode, such as for validation; it overrides the player's sampling.
 
         Raises:
             BadTask: the task cannot be played.
-            BadOption: the engine does not support the sampling; or the index is not one of the group; or rewards
-                compare the group, which needs `play_group`.
-            RunStopped, EngineError, StorageFailed: the run has ended, or ended before the episode did.
+            BadOption: the engine does not support the sampling, the group has no such index, or a group reward compares
+                the episodes of a group, which needs `play_group`.
+            RunStopped, EngineError, StorageFailed: the run ended before the episode.
         """
         size = self.run.options.group_size
         checked.whole(f"index={index!r:.60}", index, least=0)
         if index >= size:
-            raise BadOption(f"index={index}: a group has the episodes 0 to {size - 1}; set group_size=.")
+            raise BadOption(f"index={index}: a group has the episodes 0 to {size - 1}: set a larger group_size.")
         if size > 1 and any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.run.scorers):
             raise BadOption("play(): the environment has a group_reward, which compares a group: use play_group().")
         return await self._played(task, (index,), sampling)
@@ -115,12 +117,12 @@ class Player:
 
         Args:
             task: the task.
-            sampling: the sampling of these episodes; takes precedence over the player's sampling.
+            sampling: the sampling of these episodes; it overrides the player's sampling.
 
         Raises:
             BadTask: the task cannot be played.
             BadOption: the engine does not support the sampling.
-            RunStopped, EngineError, StorageFailed: the run has ended, or ended before the group did.
+            RunStopped, EngineError, StorageFailed: the run ended before the group.
         """
         options = self.run.options
         trajectories = await self._played(task, range(options.group_size), sampling)
@@ -200,14 +202,14 @@ class Player:
         try:
             async with self.run as run:
                 self._started.set()
-                async for _ in run:  # the callers have received them
+                async for _ in run:  # the callers have received the results
                     pass
         except asyncio.CancelledError:
-            self.error = RunStopped("the player's task was cancelled: its event loop ends")
+            self.error = RunStopped("the player's asyncio task was cancelled: its event loop ends")
             raise
         except BaseException as error:
             self.error = error
         finally:
-            self._requests.end(self.error or RunStopped("the player was closed before it played this"))
+            self._requests.end(self.error or RunStopped("the player was closed during this call: make another player"))
             self._started.set()
             self._ended.set()

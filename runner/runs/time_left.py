@@ -44,7 +44,7 @@ class _ProgressPoint:
 
 
 class TimeLeftEstimator:
-    """Estimates the time left from the turns of a run.
+    """An estimator of the time left, from the turns of a run.
 
     Durations of episodes are a biased measure: many episodes run at once, and the first to finish are the shortest. So
     turns are counted. The turns of an episode are estimated from finished and running episodes (Kaplan-Meier), and the
@@ -90,8 +90,8 @@ class TimeLeftEstimator:
         due += [(fresh, more)] if more else []
         still = sum(count * rest.mean for rest, count in due)
         variance = sum(count * rest.variance for rest, count in due)
-        # Near the end, ever fewer episodes run at once. The model here: half of the longest episode runs with free
-        # slots.
+        # Near the end, fewer and fewer episodes run at once. The estimate assumes free slots during half of the longest
+        # episode.
         longest = len(survival) - 1 if more else max(rest.mean for rest, _ in due)
         alone = pace * (width - 1) * longest / 2 if width > 1 else 0.0
         expected = still * pace + alone
@@ -157,7 +157,7 @@ def _remaining_turns(survival: Sequence[float]) -> list[_Remaining]:
 
 
 def _survival(finished: Mapping[int, int], reached: Mapping[int, int]) -> list[float]:
-    """The share of episodes with more than k turns, for each k up to the maximum of the finished ones."""
+    """The share of episodes with more than k turns, for each k from 0 to the most turns of a finished episode."""
     at_risk = sum(finished.values()) + sum(reached.values())
     survival, share = [], 1.0
     for k in range(max(finished) + 1):

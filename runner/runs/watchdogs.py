@@ -30,7 +30,7 @@ MAX_LISTED_EPISODES: Final = 10
 
 
 class Breaker:
-    """Counts failures among the recent episodes."""
+    """A count of the failures among the recent episodes."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -38,8 +38,8 @@ class Breaker:
         self._causes: Counter[str] = Counter()
 
     def note(self, trajectory: Trajectory) -> TooManyFailures | None:
-        """Count an episode, and return the error that ends the run if too many failed."""
-        if trajectory.outcome is Outcome.CANCELLED:  # cancelled from outside, so not a fault of the environment
+        """Count an episode, and return the error that ends the run; None if not too many failed."""
+        if trajectory.outcome is Outcome.CANCELLED:  # the cancellation is not a fault of the environment
             return None
         self._recent.append(trajectory.outcome.failed)
         if trajectory.outcome.failed:
@@ -55,7 +55,11 @@ class Breaker:
 
 
 async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
-    """Wait until an engine dies, even while it is idle, and return the error."""
+    """Wait until an engine dies, even while it is idle, and return the error.
+
+    Raises:
+        Exception: `health()` of an engine raised another error than `EngineDead`.
+    """
     ends: list[Exception] = []
 
     async def watch(engine: BaseEngine) -> None:
@@ -65,7 +69,7 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
             while True:
                 await engine.health()
                 await anyio.sleep(engine.health_interval)
-        except Exception as error:  # returned as a value, since a task group would wrap it
+        except Exception as error:  # the error is kept for below, since the task group would wrap it
             ends.append(error)
             watching.cancel_scope.cancel()
 
@@ -83,7 +87,7 @@ async def until_stuck(in_flight: Collection[Attempt], progress: Callable[[], Has
 
     Args:
         in_flight: the episodes in flight; without any, the run is not stuck.
-        progress: returns a value that changes with any progress.
+        progress: a function whose result changes with any progress.
     """
     seen: Hashable = None
     since = anyio.current_time()
