@@ -28,7 +28,7 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
     """The environment object; a class is constructed without arguments.
 
     Raises:
-        BadEnvironment: it is not an environment, or its class needs arguments.
+        BadEnvironment: the value is not an environment, its class needs arguments, or its constructor raised an error.
     """
     if not isinstance(environment, type) or not issubclass(environment, Environment):
         if not isinstance(environment, Environment):
@@ -51,7 +51,11 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
 
 
 def check_playable(environment: Environment[Any]) -> None:
-    """Refuse an environment without a reward, on which nothing can be trained."""
+    """Check that the environment has a reward, since without one nothing can be trained; a metric is not a reward.
+
+    Raises:
+        BadEnvironment: the environment has no reward.
+    """
     if not any(scorer.kind != ScorerKind.METRIC for scorer in environment.scorers):
         name = type(environment).__name__
         raise BadEnvironment(
@@ -81,7 +85,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
     # setup() may add tools.
     sure = not environment.overrides("setup")
     if sure and choice not in known:
-        raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
+        raise BadOption(f"tool_choice={choice!r}: no such tool; give one of {', '.join(map(repr, known))}.")
     if choice in known and (sure or not chat.parser.writes_as_read):
         # Without this check, the same error would end each episode.
         constraint = chat.parser.constraint(tools, choice)
@@ -99,7 +103,7 @@ def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
         return warnings
     lost = list(losses(form, tools))
     if lost:
-        # the worst losses come first
+        # The worst losses come first.
         lost.sort(key=lambda loss: not loss.uncallable)
         loss = f"of the tool {lost[0].tool!r}: {lost[0].what}{_others(lost)}"
         if lost[0].uncallable:
@@ -159,7 +163,7 @@ def _unenforced(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> I
 
 
 def _others(found: Sequence[object]) -> str:
-    """A sentence that lists all but the first."""
+    """A sentence that lists all but the first; "" if there is only one."""
     if len(found) < 2:
         return ""
     more = f" and {len(found) - 1 - MAX_OTHERS} others" if len(found) - 1 > MAX_OTHERS else ""
@@ -167,7 +171,7 @@ def _others(found: Sequence[object]) -> str:
 
 
 MAX_OTHERS: Final = 5
-"""Tools or arguments that are named after the first."""
+"""Maximum number of tools or arguments that are named after the first."""
 
 
 def common_system_prompt(environment: Hooks) -> str | None:

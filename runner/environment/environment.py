@@ -204,7 +204,7 @@ class Environment(Generic[TaskT]):
 
 
 def check_episode_attributes(name: str, given: Mapping[str, object]) -> None:
-    """Refuse attributes that each episode sets, since an assigned value would be lost.
+    """Check that no attribute is assigned which each episode sets, since the value would be lost.
 
     Raises:
         BadEnvironment: such an attribute is among `given`.
@@ -233,14 +233,17 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
     try:
         inspect.signature(function).bind(None, *[None] * HOOKS[hook])
     except TypeError as error:
-        raise BadEnvironment(f"{cls.__name__}.{hook}: wrong signature ({error}).") from error
+        count = HOOKS[hook] or "no"
+        raise BadEnvironment(
+            f"{cls.__name__}.{hook}: wrong signature ({error}): the runner gives it {count} argument besides self."
+        ) from error
     _check_generator(cls, hook, function)
     if hook == "rollout" and not inspect.iscoroutinefunction(function):
         raise BadEnvironment(f"{cls.__name__}.rollout must be async: write `async def rollout(self, conversation)`.")
 
 
 def _check_generator(cls: type[Environment[Any]], hook: str, function: Callable[..., Any]) -> None:
-    """Refuse generators, except for `tasks` and `lifespan`."""
+    """Raise BadEnvironment for a generator, except for `tasks` and `lifespan`, and for a coroutine as `lifespan`."""
     where = f"{cls.__name__}.{hook}"
     yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if hook == "lifespan":

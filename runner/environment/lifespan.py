@@ -1,4 +1,4 @@
-"""The lifespan of an environment: resources that all episodes share, entered before them and left after them."""
+"""The lifespan of an environment: resources that all episodes share, opened before the first, closed after the last."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["lifespan_of"]
 async def lifespan_of(
     environment: Environment[Any], workers: Workers, *, close_seconds: float | None
 ) -> AsyncIterator[Any]:
-    """Enter the environment's `lifespan()` and yield its value; None without one.
+    """Enter the environment's `lifespan()` and yield its value; None if the environment does not define it.
 
-    A synchronous one is created, entered and left in one worker thread, which is reserved for it.
+    A synchronous lifespan is created, entered and left in one worker thread, which does nothing else.
 
     Raises:
         BadEnvironment: `lifespan()` raised, or did not end in time.

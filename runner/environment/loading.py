@@ -46,7 +46,7 @@ class BundledEnvironment:
     settings: str = ""
 
     usable: bool = True
-    """False if it cannot be imported."""
+    """False if the environment cannot be imported."""
 
     missing: str = ""
     """Command that installs the package that the environment needs; "" if nothing is missing."""
@@ -80,7 +80,7 @@ def find_environment(name: str) -> type[Environment[Any]]:
     `:Class` may be omitted if the module defines one environment.
 
     Raises:
-        BadEnvironment: it does not exist; the message lists the known ones.
+        BadEnvironment: no environment has this name; the message lists the names of bundled environments.
     """
     where, _, cls = name.partition(":")
     if where.endswith(".py"):
@@ -97,7 +97,7 @@ def find_environment(name: str) -> type[Environment[Any]]:
             f"Unknown environment {name!r}.{meant} Bundled: {', '.join(sorted(entries)) or 'none'}. "
             f"Give your own as path.py:Class or module:Class."
         )
-    # As with `python -m`; a console script does not search the current folder.
+    # The current folder is searched, as with `python -m`. A console script does not search it by default.
     _look_in(Path.cwd())
     return _class_in(_imported(where, name), cls, name)
 
@@ -117,7 +117,7 @@ def settings_in_name(name: str) -> dict[str, str]:
 
 
 def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:
-    # The current folder is excluded, since an author's envs/ in it would hide ours.
+    # The current folder is not searched, since a folder envs/ of the author would hide the bundled package envs.
     return _class_in(_imported(entry.module, entry.name), entry.attr, entry.name)
 
 
@@ -127,7 +127,8 @@ def _imported(module: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             raise BadEnvironment(
-                f"Environment {name!r}: the module {error.name!r} is neither installed nor in this folder."
+                f"Environment {name!r}: the module {error.name!r} is neither installed nor in this folder: "
+                "install it, or correct the name."
             ) from None
         raise _unloadable(name, error) from error
     except (Exception, SystemExit) as error:
@@ -137,7 +138,7 @@ def _imported(module: str, name: str) -> ModuleType:
 def _module_of_file(path: Path) -> ModuleType:
     """Load a file as a module. A file inside a package gets its dotted name, so that its imports work."""
     if not path.is_file():
-        raise BadEnvironment(f"The file {str(path)!r} does not exist; give the path of a Python file, path.py:Class.")
+        raise BadEnvironment(f"{str(path)!r} is not an existing file; give the path of a Python file, path.py:Class.")
     path = path.resolve()
     parts, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file():
@@ -234,7 +235,7 @@ def construct_named(name: str, settings: Mapping[str, str]) -> Environment[Any]:
 def _parameters(cls: type[Environment[Any]]) -> Iterator[inspect.Parameter]:
     try:
         hints = typing.get_type_hints(cls.__init__)
-    except Exception:  # evaluating annotations may raise anything
+    except Exception:  # evaluating annotations may raise any exception
         hints = {}
     signature = inspect.signature(cls.__init__)
     for name, parameter in list(signature.parameters.items())[1:]:
@@ -266,7 +267,9 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
     except PydanticUserError:  # a type that pydantic does not support
         if str in typing.get_args(hint):
             return text
-        raise BadOption(f"--set {name}: {cls.__name__} takes {hint!r}, which cannot be given as text.") from None
+        raise BadOption(
+            f"--set {name}: {cls.__name__} takes {hint!r}, which cannot be given as text: construct it in Python."
+        ) from None
     if hint is parameter.empty or hint is Any:
         return json_or_text(text)
     try:
@@ -281,6 +284,7 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
 
 
 def json_or_text(text: str) -> Any:
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     import orjson
 
     try:

@@ -1,4 +1,4 @@
-"""An agent program as an environment: a command, a working folder, and a check. Needs no Python code."""
+"""An agent program as an environment: a command, a working folder, and a check. It needs no Python code."""
 
 from __future__ import annotations
 
@@ -56,17 +56,21 @@ class Program(Environment):
 
         Args:
             agent: the command; `{prompt}` is replaced by the task's prompt, `{model}` by the model's name, `{base_url}`
-                by the endpoint's URL. It is split like in a shell, but does not run in one.
+                by the endpoint's URL. The command is split as in a shell, but does not run in a shell.
             check: a command that exits with 0 in the folder if the program solved the task.
             copy: the folder to copy for each episode.
             wrap: a command that runs the program and the check, such as `bwrap ...`; `{folder}` is replaced by the
                 working folder, `{home}` by HOME.
             programs: maximum number of concurrent programs; 0 for four per core.
-            code: a program that does not exit with 0 fails; otherwise only the check decides.
+            code: True if a program that does not exit with 0 fails; False if only the check decides.
             train: train all threads or none; None trains threads with tools.
             system_as_user: turn later system messages into user messages.
             overflow: if a history does not fit: "tell" returns an error to the program, "end" ends the episode.
             sent_history: "append" continues the sampled history, "client" the history that the program sends.
+
+        Raises:
+            BadEnvironment: a command is invalid or its program is missing, or `copy` is not an existing folder.
+            BadOption: another value is invalid.
         """
         self._serving = serving_options(train, system_as_user, overflow, sent_history)
         self.argv = split_command("agent", agent)
@@ -77,7 +81,7 @@ class Program(Environment):
         self.checking = split_command("check", check) if check else []
         self.copy = Path(copy) if copy else None
         if self.copy is not None and not self.copy.is_dir():
-            raise BadEnvironment(f"copy={copy!r}: the folder does not exist.")
+            raise BadEnvironment(f"copy={copy!r} is not an existing folder: give the folder to copy for each episode.")
         self.wrap = split_command("wrap", wrap) if wrap else []
         if self.wrap:
             _refuse_missing("wrap", wrap, self.wrap)
@@ -111,7 +115,7 @@ class Program(Environment):
 
     @reward
     async def passes(self) -> float:
-        """1 if the check passes, else 0."""
+        """1 if the check passes, or without a check if the program exits with 0; else 0."""
         if not self.checking:
             return float(self.finished is not None and self.finished.ok)
         return float(await self._is_solved())
@@ -132,18 +136,22 @@ class Program(Environment):
 
 
 def split_command(name: str, command: str) -> list[str]:
-    """Split a command like a shell does. Errors call it `name`."""
+    """Split a command as a shell does.
+
+    Raises:
+        BadEnvironment: the command is empty, or its quotes are invalid. The message calls the command `name`.
+    """
     try:
         argv = shlex.split(command)
     except ValueError as error:
-        raise BadEnvironment(f"{name}={command!r:.80}: invalid shell syntax ({error}).") from None
+        raise BadEnvironment(f"{name}={command!r:.80}: invalid shell syntax ({error}): correct its quotes.") from None
     if not argv:
         raise BadEnvironment(f"{name}={command!r:.80}: give a command.")
     return argv
 
 
 def _refuse_missing(name: str, command: str, argv: list[str]) -> None:
-    """Refuse a program that is not on PATH.
+    """Raise BadEnvironment if the program of a command is not on PATH.
 
     A program given with a folder is not checked, since the copied folder may contain it.
     """

@@ -18,7 +18,7 @@ __all__ = ["TaskChecks"]
 
 
 class TaskChecks:
-    """Checks the tasks of an environment.
+    """The checks of the tasks of an environment.
 
     Args:
         environment: the environment.
@@ -35,7 +35,7 @@ class TaskChecks:
         """Check a task and return it.
 
         Raises:
-            BadTask: it is not a task, has no id, or has an invalid value.
+            BadTask: the value is not a task, or the task has no id or an invalid value.
         """
         _check_id(task)
         try:
@@ -67,7 +67,8 @@ class TaskChecks:
         """Check the tasks of a JSONL file, or the first `most` of them, and return their number.
 
         Raises:
-            BadTask: a task is invalid or has the id of an earlier one, or the file is empty; names file and line.
+            BadTask: a task is invalid or has the id of an earlier one, or the file is empty. The message
+                names the file, and the line.
         """
         places: dict[str, int] = {}
         for number, task in islice(read_numbered_tasks(path, self._task_class), most):
@@ -133,4 +134,4 @@ def _check_id(task: Any) -> None:
     try:
         task.id.encode()
     except UnicodeEncodeError:
-        raise BadTask(f"the task id {task.id!r} is not valid text: it contains half a surrogate pair.") from None
+        raise BadTask(f"the task id {task.id!r} is not valid text, since it has half a surrogate pair: remove it.") from None

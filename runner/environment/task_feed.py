@@ -67,11 +67,11 @@ def environment_tasks(environment: Environment[Any]) -> Tasks:
 
 
 class TaskFeed:
-    """Returns tasks one at a time, when an episode can begin.
+    """A feed of tasks: it returns them one at a time, when an episode can begin.
 
     `next` and `finished` of a synchronous source run in worker threads, because they may block. A list cannot block and
-    is read directly. An asynchronous source runs in a task of its own, since it may keep a task group open between two
-    tasks.
+    is read directly. An asynchronous source runs in a separate task of the event loop, since it may keep a task group
+    open between two of its tasks.
 
     Args:
         tasks: the source.
@@ -118,7 +118,7 @@ class TaskFeed:
         """Take and check the first task, which `next` returns later.
 
         A source that receives results is skipped, since it may choose by results. If an asynchronous source has no
-        task within `seconds`, the request continues in the source's own task.
+        task within `seconds`, the request continues, and `next` returns its result.
 
         Raises:
             BadTask: the first task is invalid.
@@ -150,10 +150,10 @@ class TaskFeed:
         return next(self._synchronous, _END)
 
     async def finished(self, trajectory: Trajectory) -> None:
-        """Send a result to the source if it has `finished`, one at a time.
+        """Send a result to a source that has `finished`; results are sent one at a time.
 
         Raises:
-            BadTask: its `finished` raised.
+            BadTask: `finished` of the source raised an error, or cancelled its own task of the event loop.
         """
         if not self._is_notified:
             return
@@ -177,9 +177,9 @@ class TaskFeed:
 
 
 class _SourceTask:
-    """A task that requests tasks of an asynchronous source and closes it.
+    """A task of the event loop that takes tasks from an asynchronous source, and closes the source.
 
-    The source may keep scopes open between two requests.
+    It is always the same task, since the source may keep scopes open between two requests.
     """
 
     def __init__(self, source: AsyncIterator[Any]) -> None:
@@ -221,7 +221,7 @@ class _SourceTask:
     async def _run(self) -> None:
         try:
             await self._answer_requests()
-        except (Exception, BaseExceptionGroup) as raised:  # also of a task group that it keeps open
+        except (Exception, BaseExceptionGroup) as raised:  # a source that keeps a task group open may raise a group
             error: BaseException | None = raised
             if isinstance(error, BaseExceptionGroup):
                 _, error = error.split((GeneratorExit, anyio.get_cancelled_exc_class()))

@@ -30,17 +30,22 @@ def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
     """The tasks of a JSONL file, read as they are needed.
 
     Raises:
-        BadTask: a line is not an object, lacks a field or has unknown keys; names file and line.
+        BadTask: the path is not an existing file, or a line is not an object, lacks a field or has unknown keys. The
+            message names the file, and the line.
     """
     return (task for _, task in read_numbered_tasks(path, task_class))
 
 
 def read_numbered_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[tuple[int, Task]]:
-    """The tasks of a JSONL file with their line numbers, from 1."""
+    """The tasks of a JSONL file with their line numbers, from 1.
+
+    Raises:
+        BadTask: the path is not an existing file, or, from the iteration, a line is invalid.
+    """
     if path.is_dir():
         raise BadTask(f"{str(path)!r} is a folder; give the path of a JSONL file with one task per line.")
     if not path.is_file():
-        raise BadTask(f"the task file {str(path)!r} does not exist; give a JSONL file with one task per line.")
+        raise BadTask(f"{str(path)!r} is not an existing file; give a JSONL file with one task per line.")
     return _read_lines(path, task_class)
 
 
@@ -74,7 +79,7 @@ def _task_of(line: bytes, build: TaskBuilder, where: str) -> Task:
         raise BadTask(f"{where}: not UTF-8 (byte {error.start + 1} of the line): save the file as UTF-8.") from error
     except (ValueError, RecursionError) as error:
         begun = line.strip() in (b"[", b"{") or line.strip().startswith(b"[")
-        fix = " Write each task on its own line, without a list around them." if begun else ""
+        fix = " Write each task on its own line, without a list around them." if begun else " Correct this line."
         raise BadTask(f"{where}: not JSON ({error}).{fix}") from error
     if not isinstance(fields, dict):
         fix = "; write each task on its own line, without a list around them" if isinstance(fields, list) else ""

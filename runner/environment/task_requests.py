@@ -63,16 +63,16 @@ class TaskRequest:
 
 
 class TaskRequests:
-    """A task source that plays what callers request, and delivers to each caller its own episodes.
+    """A task source for episodes that callers request. Each caller receives the episodes of its request.
 
     The same task may be requested again: episode i of a task is played for the n-th time as visit n, so its seeds
-    depend on no other request. A visit whose episode is in the resumed run file is passed over.
+    depend on no other request. A visit whose episode is in the resumed run file is skipped.
     """
 
     def __init__(self) -> None:
         self.first_visit = 0
         self.visit_step = 1
-        """The distance of two visits, since processes that share tasks play only every n-th visit."""
+        """The difference between two visits here. Each of n processes that share tasks plays every n-th visit."""
         self._waiting: deque[TaskRequest] = deque()
         self._changed = anyio.Event()
         self._closed = False
@@ -110,14 +110,14 @@ class TaskRequests:
         return max(self._visits.get((request.task.id, index), self.first_visit) for index in request.indices)
 
     def begin(self, request: TaskRequest, visit: int) -> None:
-        """Record that the episodes of a request begin, as this visit."""
+        """Record that the episodes of a request begin, with `visit` as their visit number."""
         request.visit = visit
         for index in request.indices:
             self._visits[request.task.id, index] = visit + self.visit_step
             self._playing[request.task.id, visit, index] = request
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:
-        """Give the trajectories of one episode to its caller."""
+        """Deliver the trajectories of one episode to the request that it belongs to, if any."""
         first = trajectories[0]
         request = self._playing.pop((first.task.id, first.visit, first.index), None)
         if request is not None:

@@ -84,7 +84,7 @@ def check_ahead(
 def find_selected(chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks) -> Tasks:
     """Find the selected task before the start, if possible.
 
-    Not possible for async sources, sources that receive results, and generators that may use the value of `lifespan()`.
+    Async sources, sources that receive results, and generators that may use the value of `lifespan()` are not read.
 
     Raises:
         BadTask: the task is missing or invalid, or the source raised.

@@ -277,7 +277,7 @@ class BackgroundPlayer:
             # Only the end of the event loop cancels this task. The thread stores the cause after that.
             assert self._thread is not None
             self._thread.join(EXIT_SECONDS)
-            raise self.error or RunStopped("the player's event loop ended: make another BackgroundPlayer(...)") from None
+            raise self.error or RunStopped("the event loop of the player ended: make another player") from None
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:

@@ -159,7 +159,7 @@ class LiveStats:
 
 
 class StatsReader:
-    """A reader of statistics of a run. Four reads a second are cheap, even with ten thousand episodes or 500 workers."""
+    """A reader of statistics of a run. Four reads a second are cheap, even with 10,000 episodes or 500 workers."""
 
     def __init__(self) -> None:
         self._sampled, self._computed = _Pace(), _Pace()

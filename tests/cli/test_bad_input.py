@@ -66,7 +66,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
         "BadEnvironment",
         ["nknown environment 'calculater'", "Did you mean 'calculator'?"],
     ),
-    "unknown file": (["nothing.py:Greeting"], "BadEnvironment", ["file 'nothing.py' does not exist", "path.py:Class"]),
+    "unknown file": (["nothing.py:Greeting"], "BadEnvironment", ["'nothing.py' is not an existing file", "path.py:"]),
     "unknown class": (["mine.py:Greetings"], "BadEnvironment", ["Greetings does not exist", "Greeting"]),
     "no reward": (["mine.py:Rewardless"], "BadEnvironment", ["Rewardless has no reward", "@reward"]),
     "a task without id": (["mine.py:Nameless"], "BadTask", ["a task has no id", "'who am I?'", "unique"]),
@@ -145,7 +145,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "no task file": (
         ["mine.py:Greeting", "--tasks", "none.jsonl"],
         "BadTask",
-        ["the task file 'none.jsonl' does not exist", "JSONL"],
+        ["'none.jsonl' is not an existing file", "JSONL"],
     ),
     "a misspelt field": (
         ["mine.py:Greeting", "--tasks", "typo.jsonl", "-n", "2"],

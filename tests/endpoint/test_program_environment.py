@@ -105,7 +105,7 @@ def test_options_of_programs_go_together(work: Path, further: Any, named: str) -
     [
         ({"agent": "claude -p"}, r"\{prompt\}"),
         ({"agent": "claude 'oh {prompt}"}, "invalid shell syntax"),
-        ({"agent": "claude {prompt}", "copy": "/no/such/folder"}, "the folder does not exist"),
+        ({"agent": "claude {prompt}", "copy": "/no/such/folder"}, "not an existing folder"),
         ({"agent": "claude {prompt}", "check": " "}, "give a command"),
         ({"agent": "no-such-agent {prompt}"}, "agent='no-such-agent .*the program 'no-such-agent' is not on PATH"),
         ({"agent": "sh {prompt}", "check": "no-such-check -q"}, "check='no-such-check -q': the program"),

@@ -101,7 +101,7 @@ def test_an_authors_own_envs_folder_hides_no_bundled_environment(folder: Path) -
     [
         ("calculater", "Did you mean 'calculator'"),
         ("nowhere", "Bundled: .*calculator, .*guess_number, .*program, reasoning"),
-        ("nowhere.py:Mine", "file 'nowhere.py' does not exist"),
+        ("nowhere.py:Mine", "'nowhere.py' is not an existing file"),
         ("no_such_module:Mine", "the module 'no_such_module' is neither installed"),
         ("envs.calculator:Mine", "Mine does not exist; envs.calculator has Calculator"),
         ("runner.tasks:Task", "is not a subclass of runner.Environment"),

@@ -42,7 +42,7 @@ class NeverStarted(ScriptedEngine):
 
 
 FILES: dict[str, tuple[bytes | None, str]] = {
-    "missing": (None, "the task file .* does not exist; give a JSONL file"),
+    "missing": (None, "is not an existing file; give a JSONL file"),
     "empty": (b"", "has no task: write one JSON object per line"),
     "blank lines": (b"\n  \n\n", "has no task"),
     "not JSON": (f"{GOOD}\nhello\n".encode(), r"tasks.jsonl:2: not JSON"),
@@ -224,7 +224,7 @@ WRONG = {
     "AfterOpening": "no puzzles here",
     "DatedAfterOpening": r"task 'a': info\['when'\] is of type datetime.date",
     "NothingAfterOpening": r"tasks\(\) returned None: return a list of Task",
-    "Missing": "the task file 'nowhere.jsonl' does not exist",
+    "Missing": "'nowhere.jsonl' is not an existing file",
 }
 
 
