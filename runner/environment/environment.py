@@ -235,7 +235,7 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
     except TypeError as error:
         count = HOOKS[hook] or "no"
         raise BadEnvironment(
-            f"{cls.__name__}.{hook}: wrong signature ({error}): the runner gives it {count} argument besides self."
+            f"{cls.__name__}.{hook}: wrong signature ({error}): the runner passes {count} argument besides self."
         ) from error
     _check_generator(cls, hook, function)
     if hook == "rollout" and not inspect.iscoroutinefunction(function):

@@ -21,7 +21,7 @@ class OpenEpisodes(Environment):
     """Episodes with one key each. An episode ends with `POST base_url/end`, with `POST end_url`, or with the run.
 
     Only `end_url` accepts a reward, so that a program with only the key cannot reward itself. An episode without a
-    reported reward has none.
+    reported reward has no reward.
     """
 
     limits = Limits(seconds=None)
@@ -37,7 +37,8 @@ class OpenEpisodes(Environment):
         """Create the environment.
 
         Args:
-            notify: called for each new key with the episode's id, its endpoint, and the folder of settings for clients.
+            notify: a function that is called for each new key with the episode's id, the episode's endpoint, and the
+                folder of settings for clients.
             train: train all threads or none; None trains threads with tools.
             system_as_user: turn later system messages into user messages.
             overflow: if a history does not fit: "tell" returns an error to the client, "end" ends the episode.

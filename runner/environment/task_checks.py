@@ -134,4 +134,6 @@ def _check_id(task: Any) -> None:
     try:
         task.id.encode()
     except UnicodeEncodeError:
-        raise BadTask(f"the task id {task.id!r} is not valid text, since it has half a surrogate pair: remove it.") from None
+        raise BadTask(
+            f"the task id {task.id!r:.60} is not valid text, since it has half a surrogate pair: remove that half."
+        ) from None

@@ -123,7 +123,7 @@ class ActiveRun:
                 try:
                     with self._recording_weights():
                         await self._play_tasks()
-                except DeltarunnerError as error:  # caught inside the task group, which would wrap the error
+                except DeltarunnerError as error:  # it is caught here, since the task group would wrap it
                     log.error("the run ends early: %s: %s", type(error).__name__, error)
                     self.state.failure = self.state.failure or error
                 watched.cancel_scope.cancel()
@@ -220,7 +220,7 @@ class ActiveRun:
 
     def _record_weights(self, number: int) -> None:
         engine = self.engines[number]
-        # if the version is the same, only an adapter has changed
+        # If the version is the same, only an adapter has changed.
         if self._versions.get(number) != engine.weight_version:
             self._versions[number] = engine.weight_version
             log.info("engine %d has weights %r", number, engine.weight_version)

@@ -58,7 +58,7 @@ class PlayedGroups(Iterator[Group]):
         with suppress(concurrent.futures.InvalidStateError):  # the iterator was closed before
             self._closed.set_result(None)
         with suppress(ValueError):  # another thread waits in the generator, and ends it
-            self._groups.close()  # type: ignore[attr-defined]  # a generator
+            self._groups.close()  # type: ignore[attr-defined]  # the iterator is a generator
 
 
 class BackgroundPlayer:
@@ -80,7 +80,7 @@ class BackgroundPlayer:
         check_engine("engine", engine)
         self.engine = engine
         """The engine; it belongs to the event loop of the thread."""
-        self.options = RunOptions(**{"breaker": 1, **options})  # type: ignore[arg-type]  # a dict
+        self.options = RunOptions(**{"breaker": 1, **options})  # type: ignore[arg-type]  # mypy does not check the dict
         """The checked options with their defaults."""
         self.environment = as_environment(environment)
         """The environment object."""
@@ -93,7 +93,7 @@ class BackgroundPlayer:
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._over = False
-        self._starting: anyio.CancelScope  # the scope of the start; created on the event loop, like `_loop`
+        self._starting: anyio.CancelScope  # the scope of the start; it is created on the event loop
         self._cancelled = self._is_started = False
 
     @property
@@ -331,7 +331,7 @@ class BackgroundPlayer:
         finally:
             await self.player.aclose()
             with anyio.move_on_after(EXIT_SECONDS):  # wait for the calls that the end of the run has woken
-                while self._calls:  # noqa: ASYNC110  # callbacks of futures, also in other threads, empty it
+                while self._calls:  # noqa: ASYNC110  # callbacks of futures, also in other threads, empty the set
                     await anyio.sleep(0.001)
 
     def _stuck(self, blocker: Blocker) -> None:

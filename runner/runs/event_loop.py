@@ -93,7 +93,7 @@ def run(
 
     async def play() -> tuple[Summary, signal.Signals | None]:
         played = Run(environment, engine, tasks=tasks, **options)
-        # Plain lines, even on a terminal, since other output of the program would break a live display.
+        # The reporter prints plain lines, even on a terminal, since other output would break a live display.
         reporter = Reporter() if quiet else PlainReporter(type(played.environment).__name__)
         received = await supervise(played, reporter)
         for fault in [] if quiet else list(played.summary.faults)[-MAX_REPORTED_FAULTS:]:
@@ -117,8 +117,9 @@ def on_event_loop(function: Callable[[*Arguments], Awaitable[T]], *arguments: *A
 async def supervise(run: Run, reporter: Reporter) -> signal.Signals | None:
     """Enter a run and play it to its end, with a reporter.
 
-    The first Ctrl-C drains, the second cancels, the third ends the process; SIGTERM cancels. An event loop that is
-    blocked for a minute ends the process with `RunStuck.exit_code`, after finished episodes are committed.
+    The first Ctrl-C drains the run, the second cancels it, the third ends the process; SIGTERM cancels the run. An
+    event loop that is blocked for a minute ends the process with `RunStuck.exit_code`, after the finished episodes are
+    committed.
 
     Returns:
         The signal that ended the run early; None if no signal did.

@@ -57,7 +57,7 @@ class Trouble(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStats:
-    """A fleet at one moment."""
+    """The workers of a run at one moment."""
 
     workers: tuple[FleetWorker, ...] = ()
     """The playing workers, ordered by number."""

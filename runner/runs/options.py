@@ -56,7 +56,7 @@ class RunKeywords(TypedDict, total=False):
 class RunOptions:
     """The options of a run, checked, with None replaced by the default.
 
-    They are passed by name to `Run`, to `run()`, and to the players of `runner.testing`.
+    They are passed by name to `Run`, `run()` and `Player`, and to `play()` and `play_many()` of `runner.testing`.
 
     Raises:
         BadOption: an option has a wrong value; the message names the option and the fix.
@@ -182,7 +182,7 @@ class RunOptions:
             "file": Path(self.file) if isinstance(self.file, str) else self.file,
         }
         for name, value in settled.items():
-            object.__setattr__(self, name, value)  # a frozen dataclass has no other way
+            object.__setattr__(self, name, value)  # the dataclass is frozen, so attributes cannot be assigned
 
     def limits_of(self, environment: Environment[Any]) -> Limits:
         """The limits of an episode with every field set: from these options, the environment, or the defaults."""

@@ -53,7 +53,7 @@ class Run:
             or the path of a JSONL file.
         options: the other fields of `RunOptions`, by name.
 
-    Raises (when it is entered):
+    Raises (when it is constructed or entered):
         BadInput: an argument cannot be used; the message names it and the fix.
         RunFileError: the file holds another configuration, or cannot be written.
         EngineError: the engine does not start.
@@ -71,14 +71,14 @@ class Run:
         **options: Unpack[RunKeywords],
     ) -> None:
         self.environment = as_environment(environment)
-        """The environment object, for tasks, shared resources and group rewards. Every episode has its own copy."""
+        """The environment object, for tasks, shared resources and group rewards. Each episode has its own object."""
         check_playable(self.environment)
         check_engine("engine", engine)
         self.engine = engine
         """The engine of every agent without a separate one."""
         if self.environment.engines:
             options["engines"] = {**self.environment.engines, **(options.get("engines") or {})}
-        self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # it replaces None and names
+        self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # RunOptions replaces None and names
         """The checked options with their defaults."""
         self.workers = Workers(self.options.concurrency.threads)
         """The threads in which the author's synchronous code runs."""

@@ -50,7 +50,7 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
             It shows the ids around the fault, decoded if an engine is given.
     """
     if not isinstance(trajectory, Trajectory):
-        raise BadOption(f"assert_exact({trajectory!r:.60}): give a trajectory, such as play(...) returns.")
+        raise BadOption(f"assert_exact({trajectory!r:.60}): give a trajectory, as play(...) returns it.")
     _check_begun(trajectory)
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]

@@ -68,7 +68,8 @@ async def cancel_everywhere(
     runs ready tasks in random order, so the number of suspensions of a scenario that waits for other tasks may vary.
 
     Args:
-        scenario: returns the coroutine of one run. All runs must have the same steps and new state.
+        scenario: a function that returns the coroutine of one run. All runs must have the same steps, and each must
+            begin with new state.
         check: a function, sync or async, that is called after every run, cancelled or not. It raises if it finds
             leftovers.
 
@@ -136,7 +137,7 @@ class _CancelledRun:
         left = set(map(id, _causes(raised)))
         lost = [error for error in self.delivered if id(error) not in left]
         if raised is not None and len(lost) == len(self.delivered):
-            return  # another error: a library made it from a delivered cancellation, or the scenario failed
+            return  # `raised` is another error: a library made it from a cancellation, or the scenario failed
         for error in lost:
             if swallower := _swallower(error):
                 verb = "returned" if raised is None else "continued"
@@ -150,7 +151,7 @@ class _CancelledRun:
         """Run the coroutine as its task would, and cancel `scope` at the suspension with the number `at`."""
         coroutine = self.coroutine
         suspensions = 0
-        resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731  # replaced below
+        resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731  # the function is replaced below
         while True:
             try:
                 awaited = resume()

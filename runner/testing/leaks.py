@@ -45,7 +45,7 @@ UNFINISHED_TASKS: Final[deque[str]] = deque(maxlen=64)
 
 
 class Leaked(AssertionError):
-    """The block leaked something; the message lists it."""
+    """The error of `no_leaks`; the message lists what the block left open."""
 
     def __init__(self, leaks: Sequence[str]) -> None:
         self.leaks = tuple(leaks)
@@ -57,8 +57,8 @@ class Leaked(AssertionError):
 def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
     """Fail if the block leaves a thread, a process, a task, an open file or an open request.
 
-    A file that only the garbage collector closes counts as open. Works inside and outside of an event loop. An
-    exception of the block is raised with notes about the leaks.
+    A file that only the garbage collector closes counts as open. The check works inside and outside of an event
+    loop. An exception of the block is raised with notes about the leaks.
 
     Args:
         engines: engines whose open and waiting requests and live sessions are checked.
@@ -135,7 +135,7 @@ def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list
 
 
 def _passing_kinds() -> tuple[str, ...]:
-    """Kinds of leaks that may end by themselves. A file is one if another thread may be reading it for a traceback."""
+    """Kinds of leaks that may end by themselves. A file may if another thread is reading it for a traceback."""
     return ("thread ", "process ", "file ") if threading.active_count() > 1 else ("thread ", "process ")
 
 
@@ -195,7 +195,7 @@ def _files() -> Iterator[str]:
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:  # the descriptor of this listing
+        except OSError:  # this is the descriptor of the listing itself
             continue
         yield f"file {descriptor} ({target})"
 

@@ -112,7 +112,7 @@ class QueuedEngine(CheckedEngine):
         """Enqueue replies.
 
         Args:
-            sayings: the replies, one each.
+            sayings: the replies, one for each request of the agent.
             agent: the agent that uses them.
             chunks: the way in which ids are cut into deltas: see `Chunks`, or `inside("é")` to cut inside a piece.
             latency: when the ids arrive, in ticks of the engine.
@@ -192,7 +192,7 @@ class QueuedEngine(CheckedEngine):
         )
 
 
-_loaded = cache(ChatTemplate.load)  # compiled once per process, because tests create many engines
+_loaded = cache(ChatTemplate.load)  # a template is compiled once per process, because tests create many engines
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,11 @@ class RecordedRequest:
     logprobs: list[float] | None = field(default_factory=list)
     """Log-probability of each sampled id in nats; None if the engine returned none."""
     finish: FinishReason | None = None
-    """Reason of the end; None before it."""
+    """Reason for the end of the turn; None before the end."""
     stop: int | None = None
     """The stop id that ended the turn, if any."""
     top: TopLogprobs | None = None
-    """Top log-probabilities at each sampled id; None if not requested."""
+    """Top log-probabilities at each sampled id; None if they were not requested."""
 
     def add(self, delta: Delta) -> None:
         self.said.extend(delta.token_ids)
@@ -72,7 +72,7 @@ class RecordedRequest:
 
     def reply(self) -> Reply:
         """The same turn as a reply of a scripted engine."""
-        # A turn that did not end with a stop id may be replayed as LENGTH: if the runner cut it, it cuts it again.
+        # A turn without a stop id is replayed as LENGTH. If the runner cut the turn, it cuts the turn again.
         stops = self.finish is FinishReason.STOP
         finish = FinishReason.STOP if stops else FinishReason.LENGTH
         stop = self.stop if stops else None

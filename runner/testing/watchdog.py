@@ -12,7 +12,7 @@ __all__ = ["LoopWatchdog"]
 
 
 class LoopWatchdog:
-    """An `async with` block in which no code may block the event loop; may be entered several times.
+    """An `async with` block in which no code may block the event loop. It may be entered several times.
 
     Args:
         seconds: total time for which one piece of code may be seen to block the loop.

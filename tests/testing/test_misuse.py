@@ -31,7 +31,7 @@ MISUSES = {
     "scripted_engine.say('x', chunks=inside('y'))": "inside('y'): 'y' does not occur in 'x': name a piece *",
     "scripted_engine.say('x', fault='error')": "fault='error': give Fault.error(at=3), *",
     "scripted_engine.say('x', latency=5)": "latency=5: give Latency(first=..., between=...), in ticks.",
-    "assert_exact('x')": "assert_exact('x'): give a trajectory, such as play(...) returns.",
+    "assert_exact('x')": "assert_exact('x'): give a trajectory, as play(...) returns it.",
     "record('x')": "record('x'): give the engine to record.",
     "replay('no.json')": "the recording no.json does not exist: run pytest with --runner-record=once*",
     "VirtualClock().jump(-1)": "jump(-1): give a number of seconds, 0 or more.",

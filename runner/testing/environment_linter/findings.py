@@ -192,7 +192,7 @@ class SharedState:
 
 def _all_defaults(cls: type, bases: Iterable[type]) -> Iterator[tuple[str, Any, bool]]:
     # Defaults are created once: every call without the argument gets the same object.
-    yield from _defaults(cls.__init__, cls.__name__)  # type: ignore[misc]  # of this class
+    yield from _defaults(cls.__init__, cls.__name__)  # type: ignore[misc]  # the constructor of this class
     for base in bases:
         for name, value in vars(base).items():
             # Unwrap class methods, static methods and decorated functions.

@@ -38,7 +38,7 @@ _POLL_SECONDS: Final = 0.25
 
 
 class HangWatch:
-    """A watch over a check, in a separate thread; a `with` block.
+    """A watch over a check of an environment, in a separate thread; used with `with`.
 
     Args:
         report: a function that prints the place where code hangs.

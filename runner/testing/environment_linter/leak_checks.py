@@ -150,7 +150,7 @@ class TemporaryFiles:
 
 @contextmanager
 def unawaited_coroutines() -> Iterator[list[Finding]]:
-    """Collect findings for coroutines that are never awaited. They and other warnings come when the block has ended."""
+    """Collect findings for coroutines that are never awaited. The list is filled when the block has ended."""
     findings: list[Finding] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "coroutine .* was never awaited", RuntimeWarning)

@@ -23,7 +23,7 @@ __all__ = ["MAX_TURNS", "RandomModel", "random_arguments", "random_text", "rando
 
 
 MAX_TRIES: Final = 60
-"""Attempts to draw a value that passes the validator, which checks more than the shape."""
+"""Maximum number of attempts to draw a value that passes the validator, which checks more than the shape."""
 
 MAX_DEPTH: Final = 6
 """Depth from which optional parts are left out."""
