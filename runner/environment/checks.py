@@ -65,7 +65,7 @@ def check_playable(environment: Environment[Any]) -> None:
 
 
 def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
-    """Refuse tools that the template cannot print or whose calls cannot be parsed; warn about smaller losses.
+    """Check that the template can print the tools and that their calls can be parsed; smaller losses are warnings.
 
     Only tools of the class are checked. Tools that `setup()` adds, or that a client offers, are known only in an
     episode.
@@ -75,7 +75,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
 
     Raises:
         BadTemplate: the template does not support tools, or writes calls that cannot be parsed.
-        BadOption: `tool_choice` is not the name of a tool, or cannot be enforced.
+        BadOption: `tool_choice` names no tool and no mode, or cannot be enforced.
     """
     tools = environment.bound_tools()
     warnings = _check_calls_carried(tools, chat) if tools else []

@@ -67,14 +67,14 @@ class Environment(Generic[TaskT]):
     call of it. The runner reads it before every turn, so it may be reassigned at any time.
     """
     limits: Limits = Limits()
-    """Limits of the environment. The limits of a run override them field by field. May be assigned in `setup()`."""
+    """Limits of the environment. The limits of a run override them field by field. `setup()` may assign limits."""
     sampling: Sampling = Sampling()
     """Sampling of the environment. The sampling of a run overrides it field by field. The runner reads it before every
     turn, so it may be reassigned at any time.
     """
     engines: Mapping[str, BaseEngine] = {}
     """Separate engines of untrained agents, such as a judge, by the agent's name. The engines of a run override them.
-    May be assigned in `__init__()`.
+    `__init__()` may assign engines.
     """
 
     task: TaskT = cast("Any", _EpisodeAttribute())
@@ -146,7 +146,7 @@ class Environment(Generic[TaskT]):
         return None
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Play the whole episode, turn by turn; it ends when this returns."""
+        """Play the whole episode, turn by turn. The episode ends when this method returns."""
         while True:
             turn = await conversation.generate()
             reply = await self.episode.answer(turn)  # one result per call, or what step(turn) returns
@@ -204,7 +204,7 @@ class Environment(Generic[TaskT]):
 
 
 def check_episode_attributes(name: str, given: Mapping[str, object]) -> None:
-    """Check that no attribute is assigned which each episode sets, since the value would be lost.
+    """Check that `given` has no attribute that each episode sets, since an assigned value would be lost.
 
     Raises:
         BadEnvironment: such an attribute is among `given`.
@@ -229,7 +229,7 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
     if function is getattr(Environment, hook):
         return
     if not callable(function):
-        raise BadEnvironment(f"{cls.__name__}.{hook} must be a method, it is {type(function).__name__}.")
+        raise BadEnvironment(f"{cls.__name__}.{hook} = {function!r:.60}: define {hook} as a method.")
     try:
         inspect.signature(function).bind(None, *[None] * HOOKS[hook])
     except TypeError as error:

@@ -59,7 +59,7 @@ class Player:
             if name in options:
                 raise BadOption(f"{name}=: a player gets tasks with play() and play_group(): leave the option out.")
         self._requests = TaskRequests()
-        self.run = Run(environment, engine, tasks=self._requests, **{"breaker": 1, **options})  # type: ignore[arg-type]  # a dict
+        self.run = Run(environment, engine, tasks=self._requests, **{"breaker": 1, **options})  # type: ignore[arg-type]  # mypy does not check the dict
         self.error: BaseException | None = None
         """The error that ended the run; None while it plays, and after `aclose`."""
         self._checks = TaskChecks(self.run.environment, is_kept=self.run.options.file is not None)

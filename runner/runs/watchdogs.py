@@ -69,7 +69,7 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
             while True:
                 await engine.health()
                 await anyio.sleep(engine.health_interval)
-        except Exception as error:  # the error is kept for below, since the task group would wrap it
+        except Exception as error:  # the error is used below, since the task group would wrap it
             ends.append(error)
             watching.cancel_scope.cancel()
 
