@@ -1,4 +1,4 @@
-"""Calls to several workers at the same time. A worker whose answer differs from the others is dismissed."""
+"""Calls to several workers at the same time. A worker that fails or hangs where another one answers is dismissed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ async def gather_answers(
     step: Callable[[WorkerHandle], Awaitable[Any]],
     finished: Callable[[WorkerHandle, Exception | None], None] = lambda _, error: None,
 ) -> tuple[dict[WorkerHandle, Any], dict[WorkerHandle, Exception]]:
-    """Run a step with several workers at the same time. No failure cancels the others.
+    """Run a step with several workers at the same time. A `WorkerLost` or `DeltarunnerError` cancels no other step.
 
     Args:
         handles: the workers.
         step: a function that calls one worker.
-        finished: called as soon as a step is over, with its error if it failed.
+        finished: a function that is called with the worker as soon as its step has ended, and with the step's error or
+            None.
 
     Returns:
         The result of each step, and each `WorkerLost` or `DeltarunnerError`, both in the order in which steps ended.
@@ -51,7 +52,7 @@ async def gather_answers(
 
 
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
-    """Call a method on several workers at the same time, and return the answers of the workers that are still alive.
+    """Call a method on several workers at the same time, and return the answers. Lost and dismissed workers have none.
 
     A worker that raises is dismissed if another worker does not raise, since their states differ then. A worker that
     hangs after another one has answered is dismissed too.
@@ -60,11 +61,11 @@ async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patie
         handles: the workers.
         call: the name of the method.
         arguments: its arguments.
-        patience: seconds that a worker may answer later than the first one. Seconds in which its engine samples do not
-            count, since the call may wait for turns to end.
+        patience: seconds in which a worker must answer after another one has answered. Time in which its engine samples
+            does not count, since the call may wait for turns to end.
 
     Raises:
-        DeltarunnerError: all workers raised; the error of the first one.
+        DeltarunnerError: no worker answered, and at least one raised; the error of the first one.
     """
     answers, errors = await _asked(handles, call, arguments, patience)
     if errors and not answers:
@@ -76,11 +77,11 @@ async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patie
 async def compare(
     handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float
 ) -> dict[WorkerHandle, Any]:
-    """Call a method that changes nothing, so that an error of one worker counts as the error of all workers.
+    """Call a method that changes nothing, as `ask` does, but raise `BadInput` even if only one worker raises it.
 
     Raises:
-        BadInput: a worker refuses the arguments; the message names the worker if others accept them.
-        DeltarunnerError: all workers raised.
+        BadInput: a worker refuses the arguments; the message names the worker if others accept the arguments.
+        DeltarunnerError: no worker answered, and at least one raised; the error of the first one.
     """
     answers, errors = await _asked(handles, call, arguments, patience)
     for handle, error in errors.items():
@@ -127,7 +128,7 @@ async def _dismiss_the_late(waiting: Iterable[WorkerHandle], call: str, patience
             if _sampled(handle) != sampled:
                 active[handle] = _sampled(handle), now
             elif now - since > patience:
-                handle.dismiss(f"{call}: it did not answer within {patience:g} s after another worker had")
+                handle.dismiss(f"{call}: no answer within {patience:g} s after another worker answered")
 
 
 def _sampled(handle: WorkerHandle) -> int:
@@ -140,14 +141,16 @@ def _dismiss(call: str, errors: Mapping[WorkerHandle, Exception]) -> None:
 
 
 GRACE_SECONDS: Final = 30.0
-"""Maximum number of seconds of a step after a worker was lost in a transfer: the others may wait forever."""
+"""Seconds without an answer after which a transfer that has lost a worker is ended. The other workers may wait for the
+lost one forever.
+"""
 
 
 class TransferGroup:
-    """Workers that are called together.
+    """The workers of one transfer of weights, which are called together.
 
     Args:
-        handles: the workers; their ranks follow this order.
+        handles: the workers, in the order of their ranks.
     """
 
     def __init__(self, handles: Iterable[WorkerHandle]) -> None:
@@ -157,7 +160,7 @@ class TransferGroup:
         """The lost workers and the reasons, in the order of their loss."""
         self.pending: set[WorkerHandle] = set()
         self.finished = False
-        """True if the last step was taken."""
+        """True if the last step of the transfer has run."""
         self._scope = anyio.CancelScope()
         self._seconds = math.inf
         self._lost_at = 0.0
@@ -165,7 +168,7 @@ class TransferGroup:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[anyio.CancelScope]:
-        """Leave the block if no worker was called or answered for this long, or `GRACE_SECONDS` after a loss."""
+        """Cancel the block if no worker answers for `seconds`, or for `GRACE_SECONDS` after a worker was lost."""
         self._seconds = seconds
         with anyio.CancelScope() as self._scope:
             self._push_limit()
@@ -175,7 +178,7 @@ class TransferGroup:
         self._scope.deadline = anyio.current_time() + (GRACE_SECONDS if self.lost else self._seconds)
 
     def lose(self, handle: WorkerHandle, why: object) -> None:
-        """Remove a worker, and end it if it is alive."""
+        """Remove a worker from the group, and end the worker if it is alive."""
         if handle in self.lost:
             return
         self._lost_at = self._lost_at or anyio.current_time()
@@ -188,10 +191,10 @@ class TransferGroup:
     async def ask(
         self, call: str, arguments: Callable[[WorkerHandle], tuple[Any, ...]], *, compares: bool = False
     ) -> dict[WorkerHandle, Any]:
-        """Call a method on all workers that are left, and return the answers of the workers that stay.
+        """Call a method on all workers that are left, and return the answers by worker.
 
-        A worker that refuses is lost if other workers do not refuse, since its state differs from theirs. A worker that
-        refuses because another one was lost stays.
+        A worker refuses by raising `BadInput`. It is lost if other workers do not refuse, since its state differs from
+        theirs. It stays if a worker was lost, since the loss may be its reason. Any other error loses the worker.
 
         Args:
             call: the name of the method.
@@ -199,7 +202,7 @@ class TransferGroup:
             compares: True if the method changes nothing, so that one refusal counts for all workers.
 
         Raises:
-            BadInput: all workers refuse, or one refuses with `compares`, and none was lost; the first error.
+            BadInput: no worker was lost, and all workers refuse, or one of them with `compares`; the first error.
         """
 
         async def step(handle: WorkerHandle) -> Any:
@@ -224,7 +227,7 @@ class TransferGroup:
         return answers
 
     async def until_answered(self) -> None:
-        """Wait for pending answers until the grace period is over."""
+        """Wait for the pending answers, at most until `GRACE_SECONDS` after the first loss."""
         with anyio.CancelScope(deadline=self._lost_at + GRACE_SECONDS):
             while self.pending:
                 self._answered = anyio.Event()

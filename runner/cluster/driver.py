@@ -43,7 +43,7 @@ MAX_EVENTS: Final = 100
 """Number of fleet events that are kept."""
 
 MAX_UNLOCKED_ROUNDS: Final = 3
-"""Number of times that a new worker catches up without the lock, before it takes the lock."""
+"""Maximum number of times that a new worker catches up without the lock, before it does so under the lock."""
 
 END_SECONDS: Final = 30.0
 """Seconds that workers may take to end by themselves."""
@@ -57,14 +57,14 @@ class _OpenedRun:
 
 
 class Driver:
-    """The workers of a fleet while the block of `at_work` is entered.
+    """The driver of a fleet, which starts, calls and replaces workers within the block of `at_work`.
 
     Args:
         launcher: starts workers.
         engine: the engine of each worker, not entered.
         fleet: the slots and the assignments.
-        stall_seconds: seconds that the fleet may have too few workers before it counts as dead, and that a worker may
-            hang in a call that another one has answered before it is dismissed.
+        stall_seconds: seconds after which a fleet with too few workers counts as dead, and after which a worker that
+            hangs in a call, which another worker has answered, is dismissed.
     """
 
     def __init__(self, launcher: Launcher, engine: BaseEngine, fleet: Fleet, *, stall_seconds: float) -> None:
@@ -82,7 +82,7 @@ class Driver:
         self.events: deque[str] = deque(maxlen=MAX_EVENTS)
         """The latest events of the fleet, for people."""
         self.stall_seconds = stall_seconds
-        """Seconds that the fleet may lack workers, and that a worker may answer later than others."""
+        """The argument of the same name."""
         self._engine = engine
         self._numbers = itertools.count()
         self._attempts = itertools.count()
@@ -107,7 +107,7 @@ class Driver:
         """Run the fleet within this block, with at least as many workers as required.
 
         Raises:
-            BadInput, EngineError: a worker does not start, or does not match the others.
+            BadInput, EngineError: machines are missing, or a worker does not start, or does not match the others.
         """
         await self.launcher.open()
         try:
@@ -137,7 +137,7 @@ class Driver:
                 raise EngineDead(
                     f"for {self.stall_seconds:g} s there was room for {self._placed_count} of at least "
                     f"{self.fleet.least} workers: the cluster has too few free cores or GPUs. "
-                    f"{self._not_placed}".rstrip()
+                    f"Add machines, or give fewer workers. {self._not_placed}".rstrip()
                 )
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._next_change()
@@ -152,7 +152,7 @@ class Driver:
         await self._changed.wait()
 
     def _change(self) -> None:
-        """Wake all tasks that wait for a change."""
+        """Notify the tasks and listeners that wait for a change, and assign waiting episodes to free slots."""
         self._changed.set()
         self._changed = anyio.Event()
         now = anyio.current_time()
@@ -207,7 +207,7 @@ class Driver:
             log.info("%s starts; lost predecessors: %d", handle.name, len(handle.slot.deaths))
             steps.start_soon(until_lost, self._watch_start)
             await self._meet(handle)
-            # Read heartbeats from here on, since calls to all workers include this worker.
+            # Heartbeats are read before `_admit`, since calls to all workers include this worker from then on.
             steps.start_soon(until_lost, self._read_heartbeats)
             await self._admit(handle)
 
@@ -255,7 +255,7 @@ class Driver:
             self._change()
 
     async def _end_workers(self) -> None:
-        """Let all workers end by themselves, and kill workers that take too long."""
+        """Kill workers that are starting, ask the others to end, and kill those that take too long."""
         with anyio.move_on_after(END_SECONDS):
             for handle in self._handles.values():
                 if handle.info is None:
@@ -281,8 +281,8 @@ class Driver:
         opened: set[int] = set()
         caught = FleetSnapshot()
         for rounds in itertools.count():
-            # Loading an engine takes long, so the first rounds run without the lock: many workers start at once, and
-            # updates do not wait. A worker whose state is outdated after each of them catches up under the lock.
+            # Loading weights takes long, so the first rounds run without the lock: many workers start at once, and
+            # updates do not wait. A worker whose state is still outdated after these rounds catches up under the lock.
             if rounds < MAX_UNLOCKED_ROUNDS and not caught.has_weights_of(self.snapshot):
                 caught = await self._catch_up(handle, self.snapshot)
             if await self._admitted(handle, opened, caught, waits=rounds < MAX_UNLOCKED_ROUNDS):
@@ -302,13 +302,13 @@ class Driver:
         return snapshot
 
     async def _admitted(self, handle: WorkerHandle, opened: set[int], caught: FleetSnapshot, *, waits: bool) -> bool:
-        """Let a worker play if its state matches the fleet, and return whether it does.
+        """Admit a worker to the fleet, and return True; or return False if it must first open runs or catch up.
 
         Args:
             handle: the worker.
             opened: the runs that it has set up.
             caught: the state that the worker has.
-            waits: True if the worker may first catch up once more.
+            waits: True to return False for an outdated worker; False to bring it up to date here, under the lock.
         """
         async with self.settled:
             if not opened >= self._runs.keys():
@@ -328,7 +328,7 @@ class Driver:
                 self.has_weights(handle, self.snapshot.version or handle.version)
             else:
                 self.fleet.mark_waiting(handle.slot)
-                self._note_event(f"{handle.name} waits for the next weights: a transfer brought the present ones")
+                self._note_event(f"{handle.name} waits for the next weights: those of a transfer are not kept")
         return True
 
     def has_weights(self, handle: WorkerHandle, version: str) -> None:
@@ -338,7 +338,7 @@ class Driver:
         handle.version = version
         if handle.slot.state is not WorkerSlotState.READY:
             assert handle.info is not None, "a worker that answered has described itself"
-            # Twice as many episodes as requests, as in a run of one process: some wait for tools while others sample.
+            # A worker plays twice as many episodes as its engine runs requests: some wait for tools, others sample.
             self.fleet.mark_ready(handle.slot, 2 * handle.info.places)
             log.info("%s plays, with weights %r", handle.name, version)
             self._change()
@@ -372,7 +372,7 @@ class Driver:
 
     @property
     def absent(self) -> Counter[IdleReason | None]:
-        """Number of other slots that do not play, by reason."""
+        """Number of slots by the reason why they do not play; slots that play have the key None."""
         return Counter(idle_reason(slot, self._handles.get(slot)) for slot in self.fleet.slots)
 
     async def known(self) -> EngineKnown:
@@ -391,8 +391,8 @@ class Driver:
         """Call a method on the worker with the lowest load; if that worker is lost, on another one.
 
         Raises:
-            EngineDead: no worker is left; the message has the reason of the last one.
-            DeltarunnerError: the worker raised it.
+            EngineDead: no worker plays, or all were lost; the message has the reason of the last loss.
+            DeltarunnerError: the worker raised this error.
         """
         tried, why = set[WorkerHandle](), ""
         while handles := [handle for handle in self.handles if handle not in tried]:
@@ -403,7 +403,7 @@ class Driver:
             except WorkerLost as lost:
                 why = f": {idlest.name}: {lost}"
         self.require_alive()
-        raise EngineDead(f"{call}: no worker plays now{why}")
+        raise EngineDead(f"{call}: no worker plays now{why}. Try again later.")
 
     def require_alive(self) -> None:
         """Return if there are enough workers, or may soon be.
@@ -447,7 +447,7 @@ class Driver:
         """Set a run up on every worker, including workers that start later.
 
         Raises:
-            BadInput: a worker cannot play it.
+            BadInput: a worker cannot play the run.
         """
         run = _OpenedRun(packed, clock)
         async with self.settled:
@@ -463,7 +463,7 @@ class Driver:
             await handle.process.send("run_opened", number)
 
     async def close_run(self, number: int) -> list[str]:
-        """End a run on every worker, and return the faults while it ended, for people."""
+        """End a run on every worker, and return the faults that occurred while it ended, for people."""
         async with self.settled:
             del self._runs[number]
             self.launcher.forget_run(number)

@@ -37,14 +37,15 @@ DRAIN_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class HostedSession(Session):
-    """A conversation, by its number on the host."""
+    """A conversation, which the host identifies by its number."""
 
     number: int = 0
     beside: int | None = None
+    """The number of the session that was given as `beside`; None without one."""
 
 
 class HostedEngine(Engine):
-    """An engine in another process, which other clients may share. It does not support a trainer's calls.
+    """The client of an engine in another process, which other clients may share. It does not support a trainer's calls.
 
     A subclass implements the connection to the process.
     """
@@ -100,7 +101,7 @@ class HostedEngine(Engine):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.running = False
-        self._die(EngineDead("the engine was closed"))
+        self._die(EngineDead("the engine was closed: enter it again to send requests"))
         if self._process is not None:
             self._process.send("leave", self._name)
         # The task group receives no exception, since it would wrap an exception that leaves the block.
@@ -245,7 +246,7 @@ class HostedEngine(Engine):
         return number
 
     def cut(self, number: int) -> None:
-        """Make the host leave a stream."""
+        """Make the host end the stream of this number."""
         if self._process is not None and self._death is None:
             self._process.send("cut", self._name, number)
 
@@ -310,7 +311,7 @@ class HostedStream(DeltaStream):
         return self._ended is not None or self._failure is not None
 
     async def _cut(self) -> None:
-        """Make the host leave the stream, and wait for its last event."""
+        """Make the host end the stream if it is not over, and wait for its last event."""
         try:
             if not self._is_over:
                 self._engine.cut(self._number)
@@ -340,7 +341,7 @@ class HostedStream(DeltaStream):
             return
         self._inside = False
         try:
-            # The host itself leaves a stream whose end was read.
+            # This sends nothing if the end of the stream was read, since the host has left the stream then.
             await self._cut()
         finally:
             self.rest.extend(self._deltas)

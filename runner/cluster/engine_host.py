@@ -34,7 +34,7 @@ class Ended:
 
 
 StreamEvent: TypeAlias = Delta | Ended | DeltarunnerError | None
-"""An event of a stream: a delta, its end, or its error; None once its request was admitted."""
+"""An event of a stream: a delta, the stream's end, or its error. None reports that the request was admitted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +131,7 @@ class SentRequest:
 @dataclass(eq=False, slots=True)
 class _HostClient:
     last_request: float
-    """Time of its last request, in seconds that the host has listened."""
+    """Time of its last request, in seconds of the host's clock, which stops while the host is suspended."""
     buffer: StreamBuffer = field(default_factory=StreamBuffer)
     """Events of its streams since its last read."""
     some: anyio.Event = field(default_factory=anyio.Event)
@@ -148,7 +148,7 @@ class _HostClient:
 
 
 class EngineHost(EngineProcess):
-    """Serves one engine to many clients. Each client numbers its own streams and sessions."""
+    """The host of one engine for many clients. Each client numbers its own streams and sessions."""
 
     def __init__(self, engine: BaseEngine) -> None:
         super().__init__(engine)
@@ -164,7 +164,7 @@ class EngineHost(EngineProcess):
         if client_name not in self._clients:
             raise EngineDead(
                 f"the engine got no request from this client for {SILENT_SECONDS:g} s, and closed its connection: "
-                "enter it again."
+                "enter the engine again."
             )
         now = anyio.current_time()
         # At most two intervals count in one step, since this process receives no requests while it is suspended.
@@ -217,7 +217,7 @@ class EngineHost(EngineProcess):
         return client.sessions[sent.session]
 
     async def cut(self, client_name: str, number: int) -> None:
-        """Leave a stream, in any state."""
+        """End a stream. Its request may also arrive later, or may have ended already."""
         client = self._clients.get(client_name)
         if client is None:
             return
@@ -227,7 +227,7 @@ class EngineHost(EngineProcess):
             client.cut[number] = self._running_seconds
 
     async def event(self, client_name: str) -> StreamBatch:
-        """Wait for events of this client's streams, and return all events since its last read; none after it has left.
+        """Wait for events of this client's streams, and return all events since its last read; [] once it has left.
 
         Raises:
             EngineDead: the client was dropped.

@@ -39,8 +39,8 @@ class EngineProcess:
         """Run the engine until `end` is called.
 
         Raises:
+            DeltarunnerError: the engine does not start; the message has the machine.
             EngineDead: the engine cannot answer any more.
-            DeltarunnerError: the engine does not start.
         """
         try:
             async with self.engine:
@@ -75,7 +75,7 @@ class EngineProcess:
             raise deaths[0]
 
     async def hello(self) -> None:
-        """Answer, in any state of the engine."""
+        """Return at once, in any state of the engine, to show that the process answers."""
 
     async def join(self) -> WorkerInfo:
         """Describe this worker, once its engine runs.
@@ -137,17 +137,17 @@ def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
 
 
 def require_like_the_first(info: WorkerInfo, first: WorkerInfo, number: int) -> None:
-    """Check that a worker has the versions, the vocabulary and the template of the first worker.
+    """Check that a worker has all values of the first worker's `WorkerInfo.same`, such as versions and the template.
 
     Raises:
-        BadOption: something differs; the message names it, the worker, and both machines.
+        BadOption: a value differs; the message has its name, the worker, and both machines.
     """
     for what, value in first.same.items():
         if info.same.get(what) != value:
             fix = f' Give one for all: VllmEngine(dtype="{value}").' if what == "dtype" else ""
             raise BadOption(
-                f"worker {number} on {info.node} has {what} {info.same.get(what, 'none')}, and the first one, on "
-                f"{first.node}, has {value}: they have to be the same on every machine.{fix}"
+                f"worker {number} on {info.node} has {what} {info.same.get(what, 'none')}, and the first worker, "
+                f"on {first.node}, has {value}: they have to be the same on every machine.{fix}"
             )
 
 
@@ -155,7 +155,7 @@ def require_like_this_process(info: WorkerInfo, number: int) -> None:
     """Check that a worker has the versions of this process.
 
     Raises:
-        BadOption: something differs; the message names it, and the worker.
+        BadOption: a version differs; the message has the package and the worker.
     """
     for what, here in versions_here().items():
         there = info.same.get(what, here)  # a distribution that is missing on one side does not matter

@@ -69,7 +69,7 @@ class FleetEngine(PlayingEngine):
                 "VllmEngine('MODEL'). A run in one process, without workers, can use a server or an API."
             )
         if engine.running:
-            raise BadOption(f"{kind}(engine): it was entered here and cannot be sent; pass one that was not entered.")
+            raise BadOption(f"{kind}(engine): this engine was entered here and cannot be sent: pass one that was not.")
         self.engine = engine
         self.least, self.most = _range(kind, workers)
         self.launcher = launcher
@@ -82,7 +82,7 @@ class FleetEngine(PlayingEngine):
 
     async def __aenter__(self) -> Self:
         if self.running:
-            raise RuntimeError("this fleet is already running")
+            raise RuntimeError("this fleet is already running: leave it before you enter it again")
         async with AsyncExitStack() as exit_stack:
             fleet = Fleet(self.least, self.most)
             driver = Driver(self.launcher, self.engine, fleet, stall_seconds=self._stall_seconds)
@@ -111,7 +111,7 @@ class FleetEngine(PlayingEngine):
 
     @property
     def driver(self) -> Driver:
-        """The driver of the workers; not for authors."""
+        """The driver of the workers; not for authors. Raises BadControl if the fleet was not entered."""
         if self._driver is None:
             raise BadControl(f"{type(self).__name__} is not running: use it as `async with`, or give it to a run.")
         return self._driver
@@ -130,7 +130,7 @@ class FleetEngine(PlayingEngine):
 
     @property
     def events(self) -> Sequence[str]:
-        """The events of the fleet so far, for people: lost workers and the reasons."""
+        """The latest events of the fleet, for people, such as lost workers with the reasons."""
         return self._driver.events if self._driver is not None else ()
 
     def workers(self) -> list[FleetWorker]:
@@ -148,7 +148,7 @@ class FleetEngine(PlayingEngine):
         return {why: counted[why] for why in IdleReason if counted[why]}
 
     def stats(self) -> EngineStats:
-        """The sum of the statistics of all workers' engines."""
+        """The statistics of all workers' engines together: sums, and the highest usage of a KV cache."""
         heartbeats = [handle.heartbeat.stats for handle in self.driver.handles if handle.heartbeat is not None]
         usages = [stats.kv_usage for stats in heartbeats if stats.kv_usage is not None]
         return EngineStats(
@@ -172,7 +172,7 @@ class FleetEngine(PlayingEngine):
         )
 
     def is_alive(self) -> bool:
-        """Return whether there are enough workers, or may soon be."""
+        """Return True if there are enough workers, or may soon be."""
         return self.running and not self.driver.fleet.hopeless
 
     async def health(self) -> None:
@@ -205,11 +205,21 @@ class FleetEngine(PlayingEngine):
     # --- for its trainer
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
-        """Refuse a proof that a worker's engine could not score."""
+        """Check that the engine of every worker can score a proof.
+
+        Raises:
+            BadWeights: the proof has ids outside of the vocabulary, or too many ids.
+            BadControl: the engines cannot score a proof.
+        """
         await self._fleet_runtime.control("check_proof", proof)
 
     async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
-        """Compare the weights of every worker with a proof, and return the worst figures."""
+        """Compare the weights of every worker with a proof, and return the worst figures.
+
+        Raises:
+            BadWeights: the proof does not fit, or does not hold on a worker.
+            BadControl: the engines cannot score, or they sleep.
+        """
         runtime, driver = self._fleet_runtime, self.driver
         async with driver.settled:  # the lock is not held during the proof, for which a paused fleet has to be resumed
             # the proof is kept, since workers that start later score it too
@@ -236,16 +246,18 @@ class FleetEngine(PlayingEngine):
         """Pack a run for the workers.
 
         Raises:
-            BadOption: a part of it cannot be sent.
+            BadOption: a part of the run cannot be sent, or the workers cannot enter an engine of `engines=`.
         """
         options, environment = setup.options, setup.environment
         kind = type(self).__name__
         for name, engine in options.engines.items():
             if engine is self:
-                raise BadOption(f"engines[{name!r}]: {kind} already plays every agent without an engine of its own.")
+                raise BadOption(
+                    f"engines[{name!r}]: {kind} already plays every agent without an engine of its own: leave it out."
+                )
             if engine.running and not isinstance(engine, HostedEngine):
                 raise BadOption(
-                    f"engines[{name!r}]: it was entered here, but each worker enters its own copy: give an "
+                    f"engines[{name!r}]: this engine was entered here, but each worker enters its own copy: give an "
                     "engine that was not entered."
                 )
         for_workers = replace(options, tasks=None, file=None, retry_failed=False, observers=())
@@ -265,7 +277,11 @@ class FleetEngine(PlayingEngine):
         return sent
 
     def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
-        """Let each worker enter its own copy of these engines too. Raises BadOption if there is not enough room."""
+        """Reserve what each worker needs to enter its own copy of these engines too.
+
+        Raises:
+            BadOption: the workers do not have enough room.
+        """
 
 
 def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Slots for workers and the assignment of episodes to them. Independent of clock, event loop and Ray."""
+"""Slots for workers, and the assignment of episodes to slots. `Fleet` uses neither a clock nor the event loop."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ __all__ = ["Assignment", "Fleet", "SlotQueue", "WorkerSlot", "WorkerSlotState"]
 HOUR_SECONDS: Final = 3600.0
 
 MAX_RESTARTS: Final = 3
-"""Restarts of the worker of one slot within an hour."""
+"""Maximum number of restarts of the worker of one slot within an hour."""
 
 BACK_OFF_SECONDS: Final = 1.0
 """Seconds that a slot stays empty after the first death of its worker; doubled after each further death."""
 
 UNPLACED_RETRY_SECONDS: Final = 2.0
-"""Seconds until a worker without a machine is tried again."""
+"""Seconds until the start of a worker, for which no machine had room, is tried again."""
 
 KEPT_WORKER_RATIO: Final = 4
-"""While other episodes wait, one in this many workers, and at least one, is kept for last tries."""
+"""While other episodes wait, last tries get at most one in this many workers, but always one."""
 
 MAX_AFFINITY_IMBALANCE: Final = 2
-"""An episode goes to the worker that plays its group, unless this worker has more than this many episodes more than the
-worker with the lowest load."""
+"""An episode goes to a worker that plays its group, if this worker has at most this many episodes more than the worker
+with the lowest load.
+"""
 
 
 class WorkerSlotState(enum.StrEnum):
     EMPTY = "empty"
     """No worker: none was started yet, or the last one died and its back-off is not over."""
     UNPLACED = "unplaced"
-    """No machine had room for its worker; it is tried again."""
+    """No machine had room for its worker; the start is tried again."""
     STARTING = "starting"
     """Its worker was requested; it starts, or waits for a machine."""
     WAITING = "waiting"
@@ -54,7 +55,7 @@ class Assignment:
     group: Hashable = None
     """Episodes of one group begin with the same prompt, so one worker plays them faster."""
     again: bool = False
-    """True if its worker died before; such episodes come before new ones."""
+    """True if a worker died while it played the episode. Such episodes come before new ones."""
     last_chance: bool = False
     """True if the episode fails when one more worker dies. It is then played alone on a worker, since an episode that
     kills workers must not fail others on the same worker.
@@ -87,7 +88,7 @@ class WorkerSlot:
 
     @property
     def load(self) -> float:
-        """The used share of its width."""
+        """The number of its episodes as a share of its width; infinite if its width is 0."""
         return len(self.assignments) / self.width if self.width else math.inf
 
 
@@ -107,7 +108,7 @@ class Fleet:
         self._waiting: tuple[deque[Assignment], ...] = (deque(), deque(), deque())
         self._turn = 0
         self._keeps = False
-        """True if the last assignment kept a slot for a last try."""
+        """True if, at the last `give_out`, a last try was played or a slot was kept for one."""
 
     # --- state
 
@@ -150,7 +151,7 @@ class Fleet:
         return due
 
     def next_start(self) -> float:
-        """Return the time at which the next empty slot gets a worker; infinite if all are taken."""
+        """Return the time at which the next empty slot gets a worker; infinite if no slot is empty."""
         return min((slot.free_at for slot in self.slots if slot.is_empty), default=math.inf)
 
     def mark_ready(self, slot: WorkerSlot, width: int) -> None:
@@ -178,7 +179,7 @@ class Fleet:
         return lost
 
     def mark_unplaced(self, slot: WorkerSlot, now: float) -> None:
-        """Mark the slot's worker as one for which no machine had room. It is tried again later."""
+        """Mark the slot's worker as one for which no machine had room. The start is tried again later."""
         slot.state, slot.free_at = WorkerSlotState.UNPLACED, now + UNPLACED_RETRY_SECONDS
 
     # --- episodes
@@ -197,7 +198,7 @@ class Fleet:
             queue.remove(assignment)
 
     def give_out(self) -> list[Assignment]:
-        """Assign waiting episodes to free slots, and return them.
+        """Assign waiting episodes to free slots, and return the episodes that were assigned.
 
         Last tries come first, each on a worker without other episodes. Then come episodes whose worker died, and then
         the others in the order in which they were added.
@@ -212,7 +213,10 @@ class Fleet:
         return assigned
 
     def _assign_alone(self, last_chances: deque[Assignment], *, others_wait: bool) -> Iterator[Assignment]:
-        """Assign last tries, and keep workers for waiting ones. A kept worker gets no other episodes."""
+        """Assign last tries to idle workers, and keep busy workers for further last tries.
+
+        A kept worker gets no other episodes.
+        """
         ready = self.ready
         taken = [slot for slot in ready if any(assignment.last_chance for assignment in slot.assignments)]
         limit = max(1, len(ready) // KEPT_WORKER_RATIO) if others_wait else len(ready)

@@ -13,7 +13,7 @@ __all__ = ["LeasedLimiter", "LimiterService", "SharedLimiters"]
 
 
 class SharedLimiters:
-    """Grants leases. A fleet has one, which every worker calls."""
+    """The service that grants leases of limiters. A fleet has one, which every worker calls."""
 
     def __init__(self) -> None:
         self._limiters: dict[tuple[int, str], anyio.CapacityLimiter] = {}
@@ -21,7 +21,7 @@ class SharedLimiters:
         self._gone: set[int] = set()
 
     async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
-        """Wait for a lease. Returns False if the request was cancelled or its worker was forgotten.
+        """Wait for a lease, and return True; return False if the request was cancelled or its worker was forgotten.
 
         Raises:
             BadOption: the limiter was opened with another limit before.
@@ -55,7 +55,7 @@ class SharedLimiters:
             del self._limiters[key]
 
     def _release(self, held: tuple[int, int]) -> None:
-        if held not in self._leases:  # it was refused or revoked
+        if held not in self._leases:  # the lease was refused or revoked
             return
         limiter, scope = self._leases.pop(held)
         if held in limiter.statistics().borrowers:
@@ -65,7 +65,7 @@ class SharedLimiters:
 
 
 class LimiterService(Protocol):
-    """A worker's access to the service."""
+    """A worker's access to `SharedLimiters`."""
 
     def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> Awaitable[bool]:
         """Call `SharedLimiters.acquire`."""
@@ -102,9 +102,12 @@ class LeasedLimiter:
             self._limiter_service.release(self._worker, lease)
             raise
         if not granted:
-            raise EngineError(f"limiter({self._name!r}, {self._limit}): worker {self._worker} was dismissed.")
+            raise EngineError(
+                f"limiter({self._name!r}, {self._limit}): worker {self._worker} was dismissed, and another worker "
+                "plays its episodes again."
+            )
         self._held[borrower] = lease
 
     def release_on_behalf_of(self, borrower: object) -> None:
-        """Let the next borrower proceed."""
+        """Release the borrower's lease, so that the next borrower may proceed."""
         self._limiter_service.release(self._worker, self._held.pop(borrower))

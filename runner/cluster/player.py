@@ -27,7 +27,7 @@ PARTIAL_SECONDS: Final = 10.0
 
 
 class FleetPlayer:
-    """Plays the episodes of one run on a fleet.
+    """The player of the episodes of one run on a fleet.
 
     Args:
         driver: has the workers.
@@ -46,18 +46,18 @@ class FleetPlayer:
         self._listener: Callable[[int], None] | None = None
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> FleetAttempt:
-        """Return an attempt at an episode. It waits for a worker when it is run."""
+        """Return an attempt at an episode. Its `run` waits for a worker."""
         return FleetAttempt(self, key, last_try=last_try)
 
     def watch_width(self, listener: Callable[[int], None]) -> None:
-        """Call the listener with the number of episodes that all workers take, when workers come or go."""
+        """Call the listener with the maximum number of episodes in flight, now and when workers come or go."""
         self._listener = listener
         self.notify()
 
     def notify(self) -> None:
         """Call the listener now."""
         if self._listener is not None:
-            # At least 1: without a worker, one episode begins and waits for a worker, and so does the run.
+            # At least 1, so that without a worker one episode begins and waits for one, and the run waits with it.
             self._listener(self._width or max(1, self.driver.fleet.width))
 
     def drain(self) -> None:
@@ -66,7 +66,7 @@ class FleetPlayer:
 
 
 class FleetAttempt:
-    """An attempt at an episode on some worker."""
+    """An attempt at an episode on one of the workers."""
 
     def __init__(self, player: FleetPlayer, key: EpisodeKey, *, last_try: bool) -> None:
         self.key = key
@@ -87,11 +87,11 @@ class FleetAttempt:
         self._trajectories: list[Trajectory] | None = None
 
     def trained_logs(self) -> Iterator[TokenLog]:
-        """Empty: the logs are on the worker, which checks them."""
+        """Return an empty iterator: the logs are on the worker, which checks them."""
         return iter(())
 
     def trajectories(self) -> list[Trajectory]:
-        """The trajectories so far."""
+        """Return the trajectories that a worker returned; before that, one trajectory without turns."""
         if self._trajectories is None:
             self._trajectories = self._silent(self._ending or Ending(Outcome.CANCELLED))
         return self._trajectories
@@ -107,7 +107,12 @@ class FleetAttempt:
             self._cut(self._handle)
 
     async def run(self) -> list[Trajectory]:
-        """Play the episode, and return its trajectories."""
+        """Play the episode, and return its trajectories.
+
+        Raises:
+            BadTask: the task cannot be sent to a worker.
+            DeltarunnerError: the worker raised this error.
+        """
         driver = self._player.driver
         try:
             with self._waiting:
@@ -160,7 +165,7 @@ class FleetAttempt:
         deaths[self._episode] += 1
         number = deaths.pop(self._episode) if self._last_try else deaths[self._episode]
         workers = "1 worker was" if number == 1 else f"{number} workers were"
-        error = f"{workers} lost while playing it, the last one {handle.name}: {handle.why or lost}"
+        error = f"{workers} lost while playing this episode, the last one {handle.name}: {handle.why or lost}"
         # If the run has already cut the episode, the outcome is the ending that the run gave.
         return self._silent(self._ending or Ending(Outcome.ENGINE_ERROR, error=error))
 
@@ -170,7 +175,7 @@ class FleetAttempt:
     def _packed_key(self) -> bytes:
         try:
             packed: bytes = self._player.driver.launcher.pack(
-                self.key, "cannot", "give it plain values, and make the rest of them in setup()"
+                self.key, "cannot", "give the task plain values, and construct other objects in setup()"
             )
         except BadOption as error:
             raise BadTask(f"task {self.key.task.id!r} goes to a worker, and {error}") from None

@@ -55,7 +55,7 @@ class WorkerInfo:
     context: int
     weight_version: str
     adapters: tuple[str, ...]
-    """The adapters that its engine has from the beginning."""
+    """The adapters that its engine has from its start."""
     controlled: bool
     """True if the weights of its engine can be updated."""
     same: Mapping[str, str]
@@ -80,7 +80,7 @@ class EngineKnown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherKnown:
-    """The properties of an engine of another agent, which each worker enters."""
+    """The properties of an engine that other agents use, and of which each worker enters its own copy."""
 
     ids: EngineKnown | None
     """The properties for token ids; None for an engine that takes messages."""
@@ -104,7 +104,7 @@ class FleetSnapshot:
     readable: bool = True
     """True if the weights can be read. The weights of a transfer cannot, since they are not kept anywhere."""
     adapters: tuple[tuple[str, int, Any, Mapping[str, Any] | None], ...] = ()
-    """Each adapter with its number, its reference, and its configuration."""
+    """Name, number, reference and configuration (or None) of each adapter."""
     asleep: int = 0
     """The sleep level of the fleet; 0 if it is awake."""
     awake: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class RunSpec:
     """The class; each worker constructs its own object."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     options: RunOptions
-    """The options of the run without tasks and file, which belong to the driver."""
+    """The options of the run, without those that only the driver uses, such as tasks and file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class PlayingNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A worker's state, sent every second."""
+    """A worker's state, which the driver requests every few seconds."""
 
     now: float
     """The time of its event loop."""
@@ -180,7 +180,7 @@ class WorkerProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts workers and sends large values to them."""
+    """An object that starts workers and sends large values to them."""
 
     async def open(self) -> None:
         """Connect to the machines.

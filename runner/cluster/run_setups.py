@@ -24,11 +24,11 @@ __all__ = ["RunSetups", "placeholder_for"]
 
 
 class RunSetups:
-    """A run in the form that workers receive.
+    """One run on the workers of a fleet: its engines and its player there.
 
     Args:
-        driver: returns the workers, once they are there.
-        packed: a `RunSpec`.
+        driver: returns the driver of the fleet; called once the fleet is entered.
+        packed: a pickled `RunSpec`.
         others: the engines of other agents that workers enter, by agent.
     """
 
@@ -45,7 +45,7 @@ class RunSetups:
 
     @asynccontextmanager
     async def engines(self) -> AsyncIterator[Mapping[BaseEngine, BaseEngine]]:
-        """Let the workers enter the engines of `worker_engines` within the block, and yield a placeholder for each."""
+        """Enter `worker_engines` on every worker for the block, and yield a placeholder for each of the engines."""
         if not self._others:
             yield {}
             return
@@ -61,7 +61,7 @@ class RunSetups:
                 handle.process.send("close_run", self._number)
 
     async def _entered(self, driver: Driver, number: int) -> Mapping[str, OtherKnown]:
-        """Let the workers enter the engines, and return the descriptions from one worker."""
+        """Enter the engines on every worker, and return their properties, by agent, from one worker."""
 
         async def enter(handle: WorkerHandle) -> None:
             handle.process.send("keep_run", number, self._packed, None)
@@ -83,7 +83,12 @@ class RunSetups:
     async def player(
         self, shared: RunShared, clock: datetime, width: int | None, on_event: Callable[[str], None]
     ) -> AsyncIterator[EpisodePlayer]:
-        """Yield the player of the run's episodes, for the duration of the block."""
+        """Yield the player of the run's episodes, for the duration of the block.
+
+        Raises:
+            BadInput: a worker cannot play the run.
+            BadEnvironment: faults occurred while the run ended on the workers.
+        """
         driver = self._driver()
         number = driver.run_number() if self._number is None else self._number
         await driver.open_run(number, self._packed, clock)
@@ -99,7 +104,7 @@ class RunSetups:
             raise BadEnvironment("; ".join(failures))
 
 
-_PLACEHOLDER_ERROR = "this engine exists only on the workers, one on each, and not in this process."
+_PLACEHOLDER_ERROR = "this engine runs only on the workers, and not in this process: use it in an episode."
 
 
 def placeholder_for(known: OtherKnown) -> BaseEngine:
@@ -108,7 +113,7 @@ def placeholder_for(known: OtherKnown) -> BaseEngine:
 
 
 class _Placeholder(BaseEngine):
-    """Placeholder for an engine that exists only on the workers. Its failures show up as episode outcomes."""
+    """Placeholder for an engine that exists only on the workers. Its failures are in the outcomes of episodes."""
 
     running = True
 
@@ -117,10 +122,10 @@ class _Placeholder(BaseEngine):
         self.places, self.context = known.places, known.context
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing to close."""
+        """Do nothing, since there is nothing to close."""
 
     def stats(self) -> EngineStats:
-        """Empty statistics."""
+        """Return empty statistics."""
         return EngineStats(open=0)
 
     async def health(self) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's calls to a fleet: each call goes to all workers, and later to workers that start later."""
+"""The trainer's calls to a fleet: each call goes to all workers, and workers that start later get the same state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             self.driver.change_snapshot(paused=False)
 
     async def check_update(self, given: Any, version: str) -> CheckedUpdate:
-        """Let every worker compare new weights with its model, and connect to the trainer if one sends them.
+        """Compare new weights with the model on every worker, and connect the workers if a trainer sends the weights.
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails; no worker was changed.
@@ -80,13 +80,11 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         return CheckedUpdate(version, max(seconds.values(), default=0.0), weights)
 
     async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Let every worker update its weights.
+        """Update the weights on every worker, and return when all workers have the new weights.
 
-        Each updates once it has compared them, and does not wait for the others.
-
-        A worker that fails is dismissed, and its successor starts with the new weights. Returns when all workers have
-        them. A trainer's transfer reaches all workers at once; workers that start later get the weights of the next
-        update.
+        A worker does not wait for other workers. A worker that fails is dismissed, and its successor starts with the
+        new weights. A trainer's transfer reaches all workers at once; workers that start later get the weights of the
+        next update.
 
         Raises:
             EngineError: fewer workers than the minimum received the transfer.
@@ -115,7 +113,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
     def _noted(self, checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightUpdate:
         update = _slowest(checked, updates)
         self.proof_figures = update.proof
-        if update.moved is False and checked.proof is None:  # the workers' own warnings are in their logs
+        if update.moved is False and checked.proof is None:  # the warnings of each worker are in its log
             warn_always(
                 _log,
                 "the weights %r change no score on a worker: they are the old ones, they differ by less than rounding, "
@@ -135,7 +133,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             raise
 
     def _notify(self, checked: CheckedUpdate) -> None:
-        """Call the listeners, now or with the figures of a proof that waits for the cache."""
+        """Call the listeners. If a proof waits until the cache is awake, `wake` calls them, with its figures."""
         self._proof_waits = checked.proof is not None and bool(self.asleep)
         if not self._proof_waits:
             self.notify_listeners()

@@ -40,7 +40,7 @@ class _Meeting:
     """True if the workers form one communication group, which breaks when one of them is lost."""
 
     def is_of(self, handles: Collection[WorkerHandle]) -> bool:
-        """True if a transfer reaches exactly these workers."""
+        """True if a transfer can reach exactly these workers: all connected ones, or some if they are not ranked."""
         return set(handles) == set(self.ranks) or (not self.ranked and set(handles) <= set(self.ranks))
 
 
@@ -66,7 +66,7 @@ class FleetTransfers:
         self._numbers = itertools.count(1)
 
     async def check(self, transfer: WeightTransfer | LocalTransfer, version: str) -> None:
-        """Let all workers compare the weights, and connect to the trainer if they are not connected.
+        """Compare the weights on all workers, and connect the workers to the trainer if they are not connected.
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails; nothing was changed.
@@ -84,7 +84,7 @@ class FleetTransfers:
                 raise self._broken_off()
 
     def forget(self) -> None:
-        """Forget the last comparison: other weights are compared."""
+        """Forget the last comparison, since other weights are to be compared."""
         self._compared = "", frozenset()
 
     async def apply(
@@ -95,14 +95,14 @@ class FleetTransfers:
         took: Callable[[WorkerHandle], None],
         proof: WeightProof | None = None,
     ) -> list[WeightUpdate]:
-        """Let the workers pause, receive the weights and continue.
+        """Pause the workers, load the weights on them, and resume them.
 
         Args:
             transfer: the checked transfer.
             version: the version that the weights will have.
             mode: the treatment of turns that are being sampled.
             took: called with each worker that has the weights.
-            proof: the proof that each worker's engine must pass with them.
+            proof: the proof that each worker's engine must pass with the weights; None without one.
 
         Returns:
             The update of each worker.
@@ -136,7 +136,9 @@ class FleetTransfers:
                 except BadWeights as error:
                     if not updates:
                         raise
-                    raise EngineError(f"{self._shares(version)}, and the others cannot get them: {error}") from error
+                    raise EngineError(
+                        f"{self._shares(version)}, and the other workers cannot get these weights: {error}"
+                    ) from error
             if any(handle in driver.handles for handle in self._lacking(version)):
                 continue  # a worker was lost before any weight was sent, and the others continued unchanged
             if self._having(version) >= driver.fleet.least:
@@ -182,7 +184,7 @@ class FleetTransfers:
     # --- connections
 
     async def _require_fitting(self, transfer: WeightTransfer, handles: Sequence[WorkerHandle]) -> None:
-        """Refuse a connection that cannot work, before any worker compares anything."""
+        """Raise BadWeights for a connection that cannot work, before any worker compares weights."""
         given = transfer.init
         if given is None:
             met = self._met_elsewhere()
@@ -198,14 +200,17 @@ class FleetTransfers:
         if offset is None or self._is_met(transfer, handles):
             return
         if not isinstance(offset, int):
-            raise BadWeights(f"WeightTransfer(init=...): rank_offset={offset!r} is not a whole number.")
+            raise BadWeights(
+                f"WeightTransfer(init=...): rank_offset={offset!r} is not a whole number: give the number of ranks "
+                "before the workers' own."
+            )
         await self._count_ranks(handles)
         size, there = given.get("world_size"), offset + sum(self._ranks.values())
         if size is not None and size != there:
             raise BadWeights(
                 f"WeightTransfer(init=...): world_size={size!r}, and there are {there} ranks: {offset} before the "
-                f"workers' own (rank_offset), and {there - offset} of {len(self._ranks)} workers. Count them by "
-                "`len(await engines.devices())` before they connect."
+                f"workers' own (rank_offset), and {there - offset} of {len(self._ranks)} workers. Before you connect, "
+                "count the workers' ranks by `len(await engines.devices())`."
             )
 
     def _met_elsewhere(self) -> _Meeting:
@@ -221,7 +226,7 @@ class FleetTransfers:
     async def _prepare(
         self, transfer: WeightTransfer | LocalTransfer, version: str, handles: Sequence[WorkerHandle]
     ) -> bool:
-        """Let workers compare the weights and connect to the trainer, as far as needed, as one transfer group.
+        """Compare the weights on workers and connect them to the trainer as one transfer group, unless this was done.
 
         Returns:
             True if the workers are ready; False if all workers were lost, or one that the others need.
@@ -278,10 +283,10 @@ class FleetTransfers:
         return isinstance(met.whom, Mapping) and transfer.init in (None, met.whom)
 
     async def _meet(self, transfer: WeightTransfer | LocalTransfer) -> None:
-        """Connect the transfer group to the trainer. If one worker is lost, all workers are left unconnected.
+        """Connect the transfer group to the trainer. If a worker that the others need is lost, none is connected.
 
         Raises:
-            BadWeights: the connection fails, and not because of a worker.
+            BadWeights: the connection fails for another reason than a lost worker.
         """
         transfer_group, name, ranked = self._transfer_group, type(transfer).__name__, self._is_ranked(transfer)
         await self._part()
@@ -350,7 +355,11 @@ class FleetTransfers:
         await self._transfer_group.ask("meet", lambda handle: (inits[handle],))
 
     async def step(self, step: TransferStep, part: Any = None) -> None:
-        """Let every worker take a step, and return when all did."""
+        """Run one step of the weight transfer on every worker, and wait until all have run it.
+
+        Raises:
+            ConnectionError: no worker is left.
+        """
         transfer_group = self._transfer_group
         await transfer_group.ask("take_step", lambda _: (step, part))
         if not transfer_group.handles:
@@ -367,13 +376,13 @@ class FleetTransfers:
         took: Callable[[WorkerHandle], None],
         proof: WeightProof | None,
     ) -> list[WeightUpdate] | None:
-        """Let the transfer group pause and receive the weights; None if it continued before any weight was sent."""
+        """Pause the transfer group, send it the weights, and return the updates; None if nothing was sent."""
         assert self._met is not None, "the transfer is prepared"
         transfer_group = self._transfer_group = TransferGroup(self._transfer_group.handles)
         number, sends = next(self._numbers), False
         try:
             pauses = await transfer_group.ask("hold", lambda _: (number, mode))
-            # No weight was sent yet. Without the lost workers, the others would hang.
+            # Nothing is sent if a worker of a communication group was lost, since the others would hang without it.
             sends = bool(transfer_group.handles) and not (transfer_group.lost and self._met.ranked)
         finally:
             if not sends:
@@ -417,13 +426,13 @@ class FleetTransfers:
         if transfer_group.lost:
             await self._part()
         if failure and not was_lost:
-            raise EngineError(f"{self._shares(version)}: {failure}. The others are replaced.")
+            raise EngineError(f"{self._shares(version)}: {failure}. The other workers are replaced.")
         if proof is not None and dead and len(dead) == len(handles):
             raise dead[0]
         return updates
 
     async def _sent(self, transfer: WeightTransfer | LocalTransfer) -> str:
-        """Send the weights to the waiting transfer group, and return why that failed, or ""."""
+        """Send the weights to the waiting transfer group. Return "", or the reason why this failed."""
         transfer_group = self._transfer_group
         try:
             with transfer_group.limited(transfer.seconds) as scope:
@@ -436,7 +445,7 @@ class FleetTransfers:
             return f"the trainer failed: {worker_error(error)}"
         if scope.cancelled_caught:
             return self._hangs() if transfer_group.lost else f"the trainer sent nothing for {transfer.seconds:g} s"
-        return "" if transfer_group.finished else "the trainer ended before it had sent all"
+        return "" if transfer_group.finished else "the trainer ended before it had sent all weights"
 
     # --- messages
 
@@ -470,7 +479,7 @@ def _for_ranks(info: Any, ranks: int) -> Any:
 
 
 def _on_a_free_port(info: Any) -> Any:
-    """Return the same address with a free port if its port is taken. Blocks the thread.
+    """Return a trainer's init info, with a free port if its port is taken. Blocks the thread.
 
     Threads of an earlier connection may hang, and keep the port.
     """

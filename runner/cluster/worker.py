@@ -68,10 +68,10 @@ class WorkerRun:
     others: dict[str, BaseEngine] = field(default_factory=dict)
     """The engines of agents that have their own."""
     entered: anyio.Event = field(default_factory=anyio.Event)
-    """Set once the engines in `others` run, or have failed."""
+    """Set once the engines in `others` have been entered, or have failed."""
     clock: datetime | None = None
     begun: anyio.Event = field(default_factory=anyio.Event)
-    """Set once the clock is known, or will not be."""
+    """Set once the clock is known, or the run is closed without one."""
     opened: anyio.Event = field(default_factory=anyio.Event)
     """Set once the run can be played, or has failed."""
     over: anyio.Event = field(default_factory=anyio.Event)
@@ -112,7 +112,7 @@ class Worker(EngineProcess):
         return f"worker {self.number} on {socket.gethostname()}"
 
     async def end(self) -> None:
-        """End the worker: close its runs, and let `live` close the engine and return."""
+        """End the worker: close its runs, and make `live` close the engine and return."""
         for number in list(self._runs):
             await self.close_run(number)
         await super().end()
@@ -135,14 +135,14 @@ class Worker(EngineProcess):
     async def keep_run(self, number: int, packed: bytes, clock: datetime | None) -> None:
         """Set a run up, and keep it until `close_run`. Faults are reported by `run_opened` and `close_run`.
 
-        Without a clock only the engines of its other agents are entered, until this is called again with one.
+        Without a clock, only the engines of the run's other agents are entered, and another call brings the clock.
 
         Args:
             number: the driver's number for the run.
             packed: a `RunSpec`.
             clock: the time that chat templates see.
         """
-        run = self._runs.setdefault(number, WorkerRun())  # another call may have created it
+        run = self._runs.setdefault(number, WorkerRun())  # another call may have created the entry
         if clock is not None:
             run.clock = clock
             run.begun.set()
@@ -218,7 +218,7 @@ class Worker(EngineProcess):
             run.lag = await exit_stack.enter_async_context(LagMonitor(workers))
             run.lag.on_stuck = partial(_end_stuck, self.number, self.record_exit_reason)
             resources = await setup.open_resources(exit_stack)
-            run.shared, _ = await setup.share(run.clock, *resources)  # the driver prints the notes too
+            run.shared, _ = await setup.share(run.clock, *resources)  # the notes are not used: the driver prints them
             run.shared.make_limiter = partial(LeasedLimiter, self._limiter_service, self._leases, number, self.number)
             staleness = Staleness(self.engine, options.max_version_lag)
             exit_stack.enter_context(staleness.cancelling(run.episodes.values()))
@@ -243,7 +243,7 @@ class Worker(EngineProcess):
         return sent
 
     async def close_run(self, number: int) -> list[str]:
-        """End a run here once none of its episodes is in flight. Returns the faults while it ended, for people."""
+        """End a run on this worker, and return the faults that occurred while it ended, for people."""
         run = self._runs.pop(number, None)
         if run is None:  # this worker started while the run was closing
             return []
@@ -260,17 +260,21 @@ class Worker(EngineProcess):
     # --- episodes
 
     async def play(self, run_number: int, number: int, packed: bytes) -> AttemptResult:
-        """Play an attempt at an episode to its end. `packed` is a pickled `EpisodeKey`."""
+        """Play an attempt at an episode to its end. `packed` is a pickled `EpisodeKey`.
+
+        Raises:
+            BadTask: the task cannot be read on this machine.
+        """
         run = self._runs[run_number]
         key = self._key(packed)
         episode = run.episodes[number] = EpisodeRunner(run.shared, key)
-        if number in run.cut:  # the cut arrived first
+        if number in run.cut:  # the cut arrived before this call
             episode.cancel(run.cut.pop(number))
         try:
             trajectories = await episode.run()
         finally:
             del run.episodes[number]
-        # The driver has the task, and returns the same object that its caller passed.
+        # The task is left out, since the driver puts the task of its own caller there.
         return AttemptResult([replace(each, task=NO_TASK) for each in trajectories], episode.faults, episode.permanent)
 
     def _key(self, packed: bytes) -> EpisodeKey:
@@ -299,6 +303,9 @@ class Worker(EngineProcess):
         """Compare new weights with the model, which continues to sample. Returns the seconds that it took.
 
         The tensors of a transfer are only announced here; `meet` and `receive_weights` do the rest.
+
+        Raises:
+            BadWeights: the weights do not fit the model.
         """
         self._checked = self._relay = None
         weights = await _read(given)
@@ -312,7 +319,7 @@ class Worker(EngineProcess):
         self._checked = self._relay = None
 
     async def update_weights(self, fleet: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Load the weights that were checked last."""
+        """Load the weights that were checked last, or check and load the fleet's weights if these are others."""
         checked, self._checked = self._checked, None
         if (
             checked is None or checked.version != fleet.version
@@ -338,10 +345,10 @@ class Worker(EngineProcess):
         self._relay = relay
 
     async def hold(self, number: int, mode: PauseMode) -> float:
-        """Pause until `receive_weights` or `release`, unless the engine does not run. Returns the seconds that it took.
+        """Pause the engine, if it runs, until `receive_weights` or `release`. Returns the seconds that it took.
 
         Args:
-            number: increases with each call.
+            number: number of the pause, which increases with each call.
             mode: the treatment of turns that are being sampled.
         """
         began = time.monotonic()
@@ -368,13 +375,13 @@ class Worker(EngineProcess):
         """Load the weights that arrive by `take_step`, and continue sampling.
 
         Raises:
-            BadControl: other weights were checked since.
+            BadControl: no weights, or others, were checked last.
         """
         checked, relay = self._checked, self._relay
         self._checked = None
         try:
             if checked is None or relay is None or checked.version != version:
-                raise BadControl(f"the weights {version!r} were not checked last")
+                raise BadControl(f"the weights {version!r} are not the weights that were checked last: check them again")
             return await self.engine.apply_update(replace(checked, proof=proof))
         finally:
             if relay is not None:
@@ -382,7 +389,7 @@ class Worker(EngineProcess):
             await self._resume_held()
 
     async def take_step(self, step: TransferStep, part: Any = None) -> None:
-        """Let the engine take a step of the transfer, and return when the step is done."""
+        """Run one step of the transfer on the engine, and return when the step is done."""
         assert self._relay is not None, "it was announced"
         await self._relay.bring(step, part)
 
@@ -411,7 +418,7 @@ class Worker(EngineProcess):
         return await cast("Engine", self.engine).score(ids, **named)
 
     async def catch_up(self, snapshot: FleetSnapshot) -> None:
-        """Bring the engine to the fleet's weights and adapters. May be called again if these have changed."""
+        """Load the weights and adapters of the fleet's state. May be called again with a later state."""
         engine, caught = self.engine, self._caught
         if not caught.version:
             await self._prove_first_weights(snapshot)
@@ -428,7 +435,7 @@ class Worker(EngineProcess):
         """Measure the differences that rounding causes before new weights are loaded, as the other workers did.
 
         Raises:
-            BadWeights: the engine started with other weights than the other workers, and there was no update since.
+            BadWeights: the engine started with other weights than other workers, and there was no update.
         """
         for proof in snapshot.first_proofs:
             try:
@@ -436,10 +443,11 @@ class Worker(EngineProcess):
             except BadWeights:
                 if not snapshot.version:
                     raise
-                # The trainer may have overwritten the folder. Then the tolerances of the table apply.
+                # The trainer may have overwritten the folder of the first weights. Later proofs then have the
+                # tolerances that `engines/proofs.py` lists by number type.
 
     async def apply_snapshot(self, snapshot: FleetSnapshot) -> None:
-        """Pause the engine or put it to sleep if the engines of the fleet are paused or asleep."""
+        """Pause the engine, put it to sleep, or wake parts of its memory, as in the fleet's state."""
         if snapshot.paused:
             await self.engine.pause()
         if snapshot.asleep:
@@ -449,7 +457,7 @@ class Worker(EngineProcess):
 
 
 async def _read(given: Any) -> Any:
-    """Return a value of the driver. If it is a reference, read the value from there."""
+    """Return a value that the driver has sent, or the value that the reference it has sent refers to."""
     # A thread is used, since the value may come from another machine, and episodes continue during that time.
     return await anyio.to_thread.run_sync(given.read) if isinstance(given, StoredObject) else given
 

@@ -20,7 +20,7 @@ __all__ = ["HeartbeatListener", "WorkerHandle", "answer_within", "idle_reason", 
 log = logger_for("cluster")
 
 SILENCE_STEP_SECONDS: Final = 3.0
-"""Seconds of one step of a silence. A step counts once, even if this process was suspended for longer."""
+"""Seconds of one step in which a silence is measured. A step counts once, even if it took longer."""
 
 _IDLE_REASONS: Final = {
     WorkerSlotState.UNPLACED: IdleReason.UNPLACED,
@@ -56,8 +56,7 @@ class WorkerHandle:
     heartbeat_at: float = 0.0
     """Time of the latest heartbeat, in the event loop's time."""
     ahead: float = 0.0
-    """Difference of this event loop's time to the worker's. It is measured once, so that a suspended worker is shown as
-    waiting.
+    """This event loop's time minus the worker's. It is measured once, so that a suspended worker is shown as waiting.
     """
     attempts: dict[int, HeartbeatListener] = field(default_factory=dict)
     version: str = ""
@@ -95,14 +94,14 @@ class WorkerHandle:
         return type(error)(f"{error} ({self.name})")
 
     def dismiss(self, why: str) -> None:
-        """End the worker; others play its episodes again."""
+        """Kill the worker. Other workers play its episodes again."""
         log.warning("%s is dismissed: %s", self.name, why)
         self.why = self.why or why
         self.process.kill()
 
 
 def idle_reason(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | None:
-    """Return why the worker of a slot does not play; None if it does.
+    """Return why the worker of a slot does not play; None if it plays.
 
     Args:
         slot: a slot of the fleet.
@@ -113,7 +112,7 @@ def idle_reason(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | N
     if slot.state is WorkerSlotState.EMPTY:
         return (
             IdleReason.LOST if slot.deaths else IdleReason.UNPLACED
-        )  # the slot never had a worker, since machines are still being connected
+        )  # without a death, the slot never had a worker, since machines are still being connected
     if handle is not None and handle.why:  # the slot counts as playing until the end of its worker is confirmed
         return IdleReason.LOST
     return _IDLE_REASONS.get(slot.state)
@@ -123,7 +122,8 @@ async def live(handle: WorkerHandle) -> None:
     """Wait until a worker's process ends.
 
     Raises:
-        WorkerLost: it ended.
+        WorkerLost: the process ended.
+        DeltarunnerError: the engine does not start, or died.
     """
     await handle.process.send("live")
     raise WorkerLost("it ended")
@@ -133,10 +133,10 @@ async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") ->
     """Return the answer of a worker.
 
     Time in which this process or its event loop was suspended does not count. After a trainer computed on the loop for
-    minutes, or the process was stopped, the answers may already be there.
+    minutes, or the process was stopped, the answers may have arrived already.
 
     Raises:
-        WorkerLost: it did not answer within `limit` seconds; the message contains `when`.
+        WorkerLost: the worker did not answer within `limit` seconds; the message contains `when`.
     """
     for _ in range(math.ceil(limit / SILENCE_STEP_SECONDS)):
         with anyio.move_on_after(SILENCE_STEP_SECONDS):

@@ -120,4 +120,4 @@ async def test_block_of_a_dismissed_worker_is_not_entered() -> None:
         await anyio.wait_all_tasks_blocked()
         await launcher.limiter_service.forget(1)
         await anyio.wait_all_tasks_blocked()
-        assert errors == ["limiter('door', 1): worker 1 was dismissed."]
+        assert errors == ["limiter('door', 1): worker 1 was dismissed, and another worker plays its episodes again."]

@@ -88,7 +88,7 @@ async def test_actor_keeps_nothing_of_a_caller_that_left(worker: RayWorker) -> N
         assert await worker.send("who_calls") == 2
         last = guest.send("double", 2)
         guest.part()
-        with pytest.raises(WorkerLost, match="it was left"):
+        with pytest.raises(WorkerLost, match="this client has disconnected from it"):
             await last
         while await worker.send("who_calls") == 2:
             pass

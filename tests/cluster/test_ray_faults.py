@@ -359,7 +359,8 @@ async def test_episode_that_exhausts_memory_fails_by_name_and_alone(
     assert {name for name, each in by_task.items() if each.outcome is Outcome.COMPLETED} == {"a", "b", "c", "d"}
     memory = r"its machine was short of memory, and Ray ended it: \S+ used / \S+ limit"
     assert by_task["hungry"].outcome is Outcome.ENGINE_ERROR
-    assert re.match(rf"3 workers were lost while playing it, the last one .*: {memory}", by_task["hungry"].error)
+    lost_workers = rf"3 workers were lost while playing this episode, the last one .*: {memory}"
+    assert re.match(lost_workers, by_task["hungry"].error)
     lost = [event for event in engine.events if "is lost" in event]
     assert len(lost) == 3
     assert all(re.search(memory, event) for event in lost)

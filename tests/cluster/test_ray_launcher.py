@@ -55,7 +55,7 @@ async def test_actors_beside_a_connection_have_the_given_runtime_env(ray: Any) -
         envs.append(ray.remote().options.call_args.kwargs["runtime_env"]["env_vars"])
         await each.close()
     assert envs == [{"A": "0"}, {"A": "1"}]
-    with pytest.raises(BadOption, match=r"RayEngines\(runtime_env=...\): Ray does not take it: .*no-such-folder"):
+    with pytest.raises(BadOption, match=r"RayEngines\(runtime_env=...\): Ray refuses this value: .*no-such-folder"):
         await launcher(runtime_env={"working_dir": "no-such-folder"}).open()
 
 
@@ -82,7 +82,7 @@ def test_a_machine_without_deltarunner_is_named_with_what_to_install() -> None:
         "ip=192.0.2.7, actor_id=3586a)\n  File ...\nModuleNotFoundError: No module named 'runner'\n"
     )
     assert message.startswith(
-        "a worker cannot be made on 192.0.2.7: deltarunner is not there, or another version of it"
+        "a worker cannot be made on 192.0.2.7: deltarunner is missing there, or has another version"
     )
     assert "pip install 'deltarunner[ray]" in message
     other = calls._not_made("(pid=1, ip=192.0.2.7)\nModuleNotFoundError: No module named 'mine'")

@@ -91,7 +91,7 @@ def test_a_token_is_shown_where_a_cluster_asks_for_it(
         assert refused is not None
         why = "RAY_AUTH_MODE=disabled is set here" if given == "disabled" else None
         missing = "this machine has none" if token is None else "this machine has another one"
-        assert refused.startswith(f"it asks for a token, and {why or missing}")
+        assert refused.startswith(f"the cluster there requires a token, and {why or missing}")
         assert "Copy the file ~/.ray/auth_token" in refused
     restore_variables(before)
     assert [os.environ.get(name) for name in VARIABLES] == [None, None]

@@ -204,5 +204,6 @@ async def test_episode_that_kills_its_workers_fails_alone(cluster: Standing) -> 
     poison = by_task["poison"]
     assert poison.outcome is Outcome.ENGINE_ERROR
     assert re.match(
-        r"3 workers were lost while playing it, the last one worker \d+ on \S+: its process died", poison.error
+        r"3 workers were lost while playing this episode, the last one worker \d+ on \S+: its process died",
+        poison.error,
     )

@@ -86,14 +86,14 @@ async def test_engine_that_does_not_start_names_its_worker() -> None:
 
 async def test_an_engine_of_another_agent_that_was_entered_here_is_refused() -> None:
     async with fleet(2) as (engine, _), ScriptedEngine("Fine.") as judge:
-        await refused(r"engines\['judge'\]: it was entered here", engine, engines={"judge": judge})
+        await refused(r"engines\['judge'\]: this engine was entered here", engine, engines={"judge": judge})
     async with fleet(2) as (engine, _):
         await refused(r"engines\['judge'\]", engine, engines={"judge": engine})
 
 
 async def test_an_engine_that_was_entered_here_cannot_become_a_fleets() -> None:
     async with ScriptedEngine("hi") as entered:
-        with pytest.raises(BadOption, match="it was entered here"):
+        with pytest.raises(BadOption, match="this engine was entered here"):
             async with fleet(2, entered):
                 pass
 

@@ -175,7 +175,8 @@ def test_episode_that_kills_its_workers_is_given_up_by_name() -> None:
         assert set(outcomes.values()) == {Outcome.COMPLETED}
         (poison,) = (each for each in got if each.task.id == "t3")
         assert (
-            poison.error == f"3 workers were lost while playing it, the last one {place(killed[-1])}: its process died"
+            poison.error
+            == f"3 workers were lost while playing this episode, the last one {place(killed[-1])}: its process died"
         )
 
     VirtualClock().run(run)
@@ -206,7 +207,7 @@ def test_several_episodes_that_kill_workers_cost_no_other_one(
         assert {each.task.id for each in got if each.outcome is not Outcome.COMPLETED} == {*poison}
         assert len(got) == tasks * group_size
         for each in got:
-            assert not each.error or each.error.startswith("3 workers were lost while playing it")
+            assert not each.error or each.error.startswith("3 workers were lost while playing this episode")
 
     VirtualClock().run(run)
 

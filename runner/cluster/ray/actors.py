@@ -65,7 +65,7 @@ class WorkerActor(EngineActor):
     tick = 0.01  # the delay batches many short calls, and matters little to episodes, which take seconds
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """Return a worker with this number, which uses this limiter service."""
+        """Return a worker. `arguments` are its number and the actor of the limiter service."""
         number, limiter_service = arguments
         worker = Worker(engine, number, RayLimiterService(limiter_service))
         worker.record_exit_reason = record_exit_reason
@@ -73,14 +73,14 @@ class WorkerActor(EngineActor):
 
 
 class HostActor(EngineActor):
-    tick = 0.0  # no delay, since the client waits for the first id; events during a call are sent with the next one
+    tick = 0.0  # no delay, since the client waits for the first id; events during a call are sent with the next call
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         return EngineHost(engine)
 
 
 class RayLimiterService:
-    """A worker's access to the limiter service in another actor."""
+    """A worker's access to the `SharedLimiters` in another actor."""
 
     def __init__(self, limiter_service: Any) -> None:
         self._limiter_service = limiter_service

@@ -33,7 +33,7 @@ ASK_AGAIN_SECONDS: Final = 0.2
 """Seconds between two requests for the reason why an actor is unavailable."""
 
 _SCRIPT: Final = b"__main__"
-"""Classes of a script must be sent by value, which only Ray's pickler does."""
+"""The module name of a script in a pickle. Its classes must be sent by value, which only Ray's pickler does."""
 
 Call: TypeAlias = tuple[int, str, Any]
 """Number, method, and arguments: pickled, or as objects where only Ray can pickle them."""
@@ -45,8 +45,8 @@ Answer: TypeAlias = tuple[int, bytes]
 class RayWorker:
     """The caller's side of an actor.
 
-    Calls of one tick are sent as one call of Ray, and results come back the same way: one call of Ray, which returns
-    results, is always pending. This call also fails when the actor dies.
+    Calls of one tick are sent as one call of Ray. While results are awaited, another call of Ray is pending. It returns
+    all results of a tick, and fails when the actor dies.
 
     Args:
         actor: Ray's handle of an `AnsweringActor`.
@@ -69,7 +69,7 @@ class RayWorker:
         self._lost: BaseException | None = None
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
-        """Call a method of the actor's object."""
+        """Call a method of the actor's object, and return its answer, to be awaited."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         if self._lost is not None:
@@ -96,7 +96,7 @@ class RayWorker:
             self._fetch_answers()
 
     def _is_disconnected(self) -> bool:
-        """True if other code has closed the connection. All pending calls are lost then."""
+        """Return True if other code has closed the connection, and fail all pending calls then."""
         if self._connected():
             return False
         self._lose(WorkerLost("other code of this process called ray.shutdown()"))
@@ -108,7 +108,8 @@ class RayWorker:
             self._take.remote(self._name, [call])
             self._sent += 1
         except Exception as error:
-            _fail(self._answers.pop(number), BadOption(f"{name}: what is sent to a worker cannot be pickled: {error}"))
+            fix = "give values that can be sent to a worker, such as functions of a module"
+            _fail(self._answers.pop(number), BadOption(f"{name}: an argument cannot be pickled ({error}): {fix}."))
 
     def _fetch_answers(self) -> None:
         if self._is_disconnected():
@@ -147,7 +148,7 @@ class RayWorker:
                 self._fetch_answers()
 
     def _fetch_reason(self) -> None:
-        """Ask Ray again for the reason. Ray reports a dead process as unavailable until it has the cause."""
+        """Call the actor again for the cause of its loss. Until Ray has it, Ray reports a dead actor as unavailable."""
         if self._is_disconnected():
             return
         try:
@@ -173,10 +174,13 @@ class RayWorker:
         self._answers.clear()
 
     def part(self) -> None:
-        """Disconnect from the actor once the pending calls were sent; their results are lost. Other callers keep it."""
+        """Send the waiting calls, and disconnect from the actor, which other callers may continue to use.
+
+        The results of pending calls are lost.
+        """
         if self._lost is None and not self._is_disconnected():
             self._send()
-            self._lose(WorkerLost("it was left"))
+            self._lose(WorkerLost("this client has disconnected from it"))
             self._actor.part.options(num_returns=0).remote(self._name, self._sent)
 
     def kill(self) -> None:
@@ -189,7 +193,7 @@ class RayWorker:
 
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     answer.set_exception(error)
-    answer.exception()  # the exception is retrieved, so that asyncio does not warn about one that nothing awaits
+    answer.exception()  # retrieves the exception; otherwise asyncio warns if nothing awaits the future
 
 
 class RayAnswer:
@@ -231,14 +235,14 @@ def _why(error: BaseException) -> str:
 
 
 def _how(report: str) -> str:
-    """Return how a process died, as far as Ray reports it."""
+    """Return how a process died, as a clause to append; "" if Ray does not report it."""
     if (code := re.search(r"exit code[ =:]+(-?\d+)", report)) is not None:
         number = int(code[1])
         try:
             return f": {signal.Signals(-number).name}" if number < 0 else f" with exit code {number}"
         except ValueError:
             return f" with exit code {number}"
-    if "connection error" in report:  # a process that ends without a message was ended by the kernel
+    if "connection error" in report:  # Ray reports this for a process that was killed or that crashed
         return ": it was killed (SIGKILL, for example by the kernel when memory is short) or crashed; see its log"
     return ""
 
@@ -251,7 +255,7 @@ def _not_made(report: str) -> str:
         return f"a worker cannot be made{where}: {cause}"
     version = installed_version("deltarunner")
     return (
-        f"a worker cannot be made{where}: deltarunner is not there, or another version of it ({cause}). Install it "
+        f"a worker cannot be made{where}: deltarunner is missing there, or has another version ({cause}). Install it "
         f"with the Python that `ray start` runs with on that machine: pip install 'deltarunner[ray]"
         f"{f'=={version}' if version is not None else ''}', and what its engine needs."
     )
@@ -269,7 +273,7 @@ def record_exit_reason(words: str) -> None:
 
 
 async def _exit_reason(error: BaseException) -> str:
-    """The recorded reason of the actor's exit, if any."""
+    """Return the recorded reason of the exit of an actor, from Ray's error about the actor; "" without one."""
     from ray.exceptions import ActorDiedError
 
     if not isinstance(error, ActorDiedError) or error.actor_id is None:
@@ -286,7 +290,7 @@ def _exit_reason_key(actor: str) -> bytes:
 
 
 class Raised:
-    """An error that a method raised, on its way to the caller."""
+    """An error that a method raised, in the form that is sent to the caller."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -304,7 +308,7 @@ def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A method failed with an error outside our tree: its worker cannot be trusted."""
+    """A failure of a method with an error that is no `DeltarunnerError`. The caller treats the worker as lost."""
 
     why: str
 
@@ -334,7 +338,7 @@ class _Caller:
 
 
 class AnsweringActor:
-    """The actor's side: calls methods of `process`."""
+    """The actor's side of the calls, which calls the methods of `process`."""
 
     tick: float
     """Seconds that results wait for others to be sent with them."""
@@ -351,7 +355,7 @@ class AnsweringActor:
                 group.start_soon(self._answer, caller, *call)
 
     async def part(self, name: str, sent: int) -> None:
-        """Forget a caller once all messages it sent have arrived: Ray may deliver this one before others."""
+        """Forget a caller once all messages it sent have arrived: Ray may deliver this message before others."""
         caller = self._callers[name]
         caller.sent = sent
         caller.some.set()
@@ -388,7 +392,7 @@ class AnsweringActor:
 
 
 class _ArgumentPickler(pickle.Pickler):
-    """Leaves references to Ray's store to Ray, which counts them."""
+    """A pickler that refuses references to Ray's store. Ray must pickle these references, since it counts them."""
 
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, StoredObject):
@@ -396,7 +400,10 @@ class _ArgumentPickler(pickle.Pickler):
 
 
 def _wrapped(arguments: tuple[Any, ...]) -> Any:
-    """Pickle the arguments of each call by itself, so that an unreadable one fails only its own call."""
+    """Pickle the arguments of one call, so that unreadable arguments fail only this call.
+
+    Arguments that only Ray can pickle are returned as they are.
+    """
     buffer = io.BytesIO()
     try:
         _ArgumentPickler(buffer).dump(arguments)
@@ -409,7 +416,7 @@ def _wrapped(arguments: tuple[Any, ...]) -> Any:
 def _packed(answer: Any) -> bytes:
     try:
         return pickle.dumps(answer)
-    except Exception:  # only Ray can pickle it, such as an object of a script's own class
+    except Exception:  # only Ray can pickle the answer, such as an object of a class of a script
         try:
             packed: bytes = importlib.import_module("ray").cloudpickle.dumps(answer)
         except Exception as error:

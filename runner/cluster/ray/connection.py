@@ -40,8 +40,8 @@ _FIX: Final = (
 def give_own_token(until_left: ExitStack) -> None:
     """Create a token for a cluster of this process, in a place where other clusters do not look.
 
-    Ray would write one to ~/.ray/auth_token, and the next `ray start` on this machine would require it from all
-    machines.
+    Ray would write a token to ~/.ray/auth_token, and the next `ray start` on this machine would require it from all
+    machines. Nothing is done if the user has set a token or another mode, or if this Ray has no tokens.
 
     Args:
         until_left: removes the token when it is closed, before `restore_variables` is called.
@@ -64,8 +64,8 @@ def give_own_token(until_left: ExitStack) -> None:
 def admit(address: str) -> str | None:
     """Choose whether this process shows a token to a running cluster, as the cluster requires.
 
-    Without this function, Ray shows a token only for the address "auto". There it also shows a token to a cluster
-    without tokens, which then ends every actor.
+    Without this function, Ray shows a token only for the address "auto", and then also to a cluster without tokens,
+    which ends every actor of a process that shows one.
 
     Returns:
         The reason why the cluster refuses every token of this process, with the fix; None if the cluster accepts one
@@ -84,7 +84,7 @@ def admit(address: str) -> str | None:
     given = os.environ.get(_MODE)
     modes = ("disabled", "token") if given is None else (given,)
     for mode in modes:
-        if mode == "token" and not has_token:  # Ray would end this process
+        if mode == "token" and not has_token:  # without a token, Ray would end this process
             continue
         _set_mode(mode)
         try:
@@ -98,11 +98,11 @@ def admit(address: str) -> str | None:
         return None
     has = "this machine has none" if not has_token else "this machine has another one"
     asked = "RAY_AUTH_MODE=disabled is set here" if given == "disabled" else has
-    return f"it asks for a token, and {asked}. {_FIX}"
+    return f"the cluster there requires a token, and {asked}. {_FIX}"
 
 
 def restore_variables(before: Mapping[str, str | None]) -> None:
-    """Restore the variables, so that the next cluster is treated as the first one.
+    """Restore the variables, so that a connection to another cluster begins without settings of this connection.
 
     A process that has started its own cluster requires tokens from then on. A running cluster without tokens would end
     every actor as soon as it is made.
@@ -235,7 +235,7 @@ class _RayThread(threading.Thread):
 
 
 class Connection:
-    """The connection. Ray allows one per process, so its last user closes it."""
+    """The connection of this process to Ray. Ray allows one per process, so its last user closes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -259,7 +259,7 @@ class Connection:
             address: address of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
 
         Raises:
-            BadOption: the cluster does not exist, or this process is connected to another one.
+            BadOption: the cluster cannot be reached or used, or this process is connected to another one.
         """
         with self._lock:
             session = RaySession.current()
@@ -332,7 +332,7 @@ class Connection:
                     raise BadOption(
                         f"{_given(who, given, address)}: {_other_versions(address, *versions.groups())}"
                     ) from error
-                # Our own check found a listener, but Ray looked at another address.
+                # `_require_listener` found a listener, but Ray may have tried another address of this machine.
                 loopback = f" {_LOOPBACK}" if _is_loopback(address) else ""
                 reason = str(error).rstrip(".")
                 raise BadOption(f"{_nowhere(who, given, address)}: {reason}. {RIGHT_ADDRESS}{loopback}") from error
@@ -343,10 +343,13 @@ CONNECTION: Final = Connection()
 
 
 def uploaded(who: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """Upload the local folders of a `runtime_env` to the cluster, as `ray.init` does; return it with their addresses.
+    """Upload the local folders of a `runtime_env` to the cluster, as `ray.init` does.
+
+    Returns:
+        The `runtime_env` with the addresses of the uploaded folders.
 
     Raises:
-        BadOption: Ray does not take it.
+        BadOption: Ray does not accept the `runtime_env`.
     """
     if not runtime_env:
         return {}
@@ -356,17 +359,17 @@ def uploaded(who: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
             for kind in ("py_modules", "working_dir"):
                 module = importlib.import_module(f"ray._private.runtime_env.{kind}")
                 upload = getattr(module, f"upload_{kind}_if_needed")
-                # Some releases of Ray have no such parameter and always do that.
+                # Releases of Ray without this parameter always respect .gitignore files.
                 asked = {"include_gitignore"} & inspect.signature(upload).parameters.keys()
                 made = upload(made, scratch_dir=scratch, **dict.fromkeys(asked, True))
         made.pop("excludes", None)
         return dict(importlib.import_module("ray.runtime_env").RuntimeEnv(**made))
     except Exception as error:  # any error of Ray
-        raise BadOption(f"{who}(runtime_env=...): Ray does not take it: {error}") from error
+        raise BadOption(f"{who}(runtime_env=...): Ray refuses this value: {error}") from error
 
 
 def _require_listener(who: str, given: str | None, address: str) -> None:
-    """Check the address first: Ray would try to connect for most of a minute."""
+    """Raise BadOption if no server of HTTP/2 listens at the address: Ray would try to connect for most of a minute."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():  # "auto" finds a cluster on this machine, or fails at once
         return
@@ -381,26 +384,26 @@ def _require_listener(who: str, given: str | None, address: str) -> None:
 
 
 def _require_head(who: str, address: str) -> None:
-    """Check that the cluster of this process is there: Ray would try to reach it for a minute, and end the process."""
+    """Raise BadOption if the cluster of this process is gone: Ray would try for a minute, and end the process."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         raise BadOption(
             f"{who}: this process is connected to a cluster of Ray that is gone, the one at {address} ({error}). A "
-            "cluster ends with the thread that called ray.init(). Start this process again, and call it in the main "
-            f"thread, or leave it to {who}."
+            "cluster ends with the thread that called ray.init(). Start this process again, and call ray.init() in the "
+            f"main thread, or let {who} connect."
         ) from None
 
 
 def _speaks_http2(peer: socket.socket) -> bool:
-    """True if a server answers the begin of HTTP/2. The head of a cluster does, because it is a gRPC server."""
+    """Return True if a server answers the first bytes of HTTP/2, as the head of a cluster, a gRPC server, answers."""
     answer = b""
     try:
         peer.sendall(HTTP2_BEGIN)
         while len(answer) < HTTP2_FRAME_HEADER_BYTES and (more := peer.recv(HTTP2_FRAME_HEADER_BYTES)):
             answer += more
-    except OSError:  # a time-out too
+    except OSError:  # a time-out is an OSError too
         return False
     return answer[3:4] == HTTP2_SETTINGS
 
@@ -420,12 +423,12 @@ def _other_versions(address: str, ray_there: str, python_there: str, ray_here: s
     return (
         f"the cluster of Ray at {address!r} has Ray {ray_there} and Python {python_there}, and this process, on "
         f"{socket.gethostname()}, has Ray {ray_here} and Python {python_here}: they have to be the same on every "
-        f"machine. Either {' and '.join(fix)}, or start the cluster with what is here."
+        f"machine. Either {' and '.join(fix)}, or start the cluster with these versions."
     )
 
 
 def _meet(one: str, other: str) -> bool:
-    """True if two addresses are of one host. A name may have several IPv4 and IPv6 addresses."""
+    """Return True if two addresses have one host and port. A host name may have several IPv4 and IPv6 addresses."""
     return not _places(one).isdisjoint(_places(other))
 
 

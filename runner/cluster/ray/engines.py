@@ -127,7 +127,7 @@ class RayEngine(HostedEngine):
         run(Game, RayEngines(VllmEngine("policy"), workers=8), engines={"judge": judge})
 
     Use it for judges and simulated users that many workers share, or as the model of environments that cannot be sent
-    to workers. The process that enters the engine starts and ends it; the workers of a run use the same one. Requests
+    to workers. The process that enters the engine starts and ends it; the workers of a run share this engine. Requests
     are sent one by one, and deltas of all streams come back in one batch per tick. The weights of this engine cannot be
     updated.
 
@@ -205,7 +205,7 @@ class RayEngine(HostedEngine):
     async def _until_placed(self, process: WorkerProcess) -> None:
         placed = False
         try:
-            # The start of an engine is not limited; the caller of `join` waits for it.
+            # Only the wait for a machine is limited. The caller of `join` waits for the engine as long as it starts.
             with anyio.move_on_after(self._stall_seconds):
                 await process.send("hello")
                 placed = True

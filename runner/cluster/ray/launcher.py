@@ -44,7 +44,7 @@ HEADLESS_SECONDS: Final = 40.0
 
 
 class RayLauncher:
-    """Starts workers on a Ray cluster.
+    """The launcher of workers on a Ray cluster.
 
     Args:
         who: the name of the user in errors.
@@ -87,7 +87,7 @@ class RayLauncher:
         """Add GPUs to each worker for other engines that it enters, unless gpus= sets their number.
 
         Raises:
-            BadOption: the workers were started with fewer.
+            BadOption: the workers were started with fewer GPUs.
         """
         if self._given_gpus is not None:
             return
@@ -100,7 +100,11 @@ class RayLauncher:
             )
 
     async def open(self) -> None:
-        """Connect to the cluster, or start one."""
+        """Connect to the cluster, or start one.
+
+        Raises:
+            BadOption: the cluster cannot be reached, or is too small.
+        """
         require_asyncio(f"{self._who}: Ray")
         try:
             await anyio.to_thread.run_sync(self._connect)
@@ -113,7 +117,7 @@ class RayLauncher:
     def _connect(self) -> None:
         CONNECTION.enter(self, who=self._who, address=self._address)
         ray, self._session, self._session_seen = ray_module(), RaySession.current(), -math.inf
-        # This applies only to actors started here, since other code of this process may use other environments.
+        # The environment is only for actors started here, since other code of this process may use another one.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
         self._head = ray.get_runtime_context().gcs_address
         there = ray.cluster_resources()
@@ -151,7 +155,7 @@ class RayLauncher:
                 )
 
     def _require_a_machine(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Raise if no machine is large enough: Ray would wait for one without a message."""
+        """Raise BadOption if no machine is large enough: Ray would wait for one without a message."""
 
         def has(node: Mapping[str, Any]) -> tuple[float, float]:
             there = node["Resources"]
@@ -175,7 +179,7 @@ class RayLauncher:
         return _counted(self._gpus, self._cpus)
 
     async def require_head(self) -> None:
-        """Return if the cluster's head answers, or did so a moment ago.
+        """Return if the cluster's head answers, or has answered in the last `HEADLESS_SECONDS`.
 
         Raises:
             EngineDead: the head is gone, or other code has closed this process's connection to the cluster.
@@ -212,8 +216,8 @@ class RayLauncher:
     def _require_session(self) -> None:
         if not self._is_connected():
             raise EngineDead(
-                f"{self._who}: other code of this process called ray.shutdown(), which ended its workers. Call it "
-                "after the run. Announced results are kept: run the same command again to continue."
+                f"{self._who}: other code of this process called ray.shutdown(), which ended its workers. Call that "
+                "function after the run. Announced results are kept: run the same command again to continue."
             )
 
     async def close(self) -> None:
@@ -235,7 +239,7 @@ class RayLauncher:
         return RayWorker(actor, tick=self.worker_kind.tick, connected=self._is_connected)
 
     def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
-        """Start a process with an engine for all clients that have its name."""
+        """Start a process with an engine for all clients that have this name."""
         actor = self._actor(HostActor, name=name).remote(self._packed(engine), self._surroundings())
         return RayWorker(actor, tick=HostActor.tick, connected=self._is_connected)
 
@@ -298,7 +302,7 @@ def host_called(name: str) -> RayWorker:
     try:
         return RayWorker(ray_module().get_actor(name), tick=HostActor.tick)
     except ValueError as error:
-        raise EngineDead("the engine's process is gone") from error
+        raise EngineDead("the engine's process is gone: keep the RayEngine entered until its users end") from error
 
 
 def pickled(value: Any, what: str, fix: str, dumps: Callable[[Any], bytes]) -> bytes:
@@ -320,7 +324,7 @@ def _counted(gpus: float, cpus: float) -> str:
 
 
 def _on_this_node() -> Any:
-    """Prefer this machine, and allow others."""
+    """Return a strategy that prefers this machine and allows others."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     here = ray_module().get_runtime_context().get_node_id()
     return strategies.NodeAffinitySchedulingStrategy(here, soft=True)
