@@ -381,7 +381,7 @@ class Worker(EngineProcess):
         self._checked = None
         try:
             if checked is None or relay is None or checked.version != version:
-                raise BadControl(f"the weights {version!r} are not the weights that were checked last: check them again")
+                raise BadControl(f"the weights {version!r} were not checked last: check them again")
             return await self.engine.apply_update(replace(checked, proof=proof))
         finally:
             if relay is not None:
@@ -435,7 +435,7 @@ class Worker(EngineProcess):
         """Measure the differences that rounding causes before new weights are loaded, as the other workers did.
 
         Raises:
-            BadWeights: the engine started with other weights than other workers, and there was no update.
+            BadWeights: the engine started with other weights than the other workers, and there was no update since.
         """
         for proof in snapshot.first_proofs:
             try:

@@ -1,1 +1,1 @@
-"""Serves an episode to agent programs over HTTP: three wire forms of requests, and one request handler."""
+"""The HTTP endpoint of an episode for agent programs: three wire forms of requests, and one request handler."""

@@ -100,7 +100,7 @@ _EMPTY: Final = {
 
 
 class _MessageWriter(AnswerWriter):
-    """Writes the events of blocks, one block after another."""
+    """The writer of an answer as a sequence of blocks."""
 
     keep_alive: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -175,14 +175,14 @@ class _MessageWriter(AnswerWriter):
     # --- blocks
 
     def _within(self, kind: _BlockKind) -> bytes:
-        """Return the events that open a block of this kind, if it is not open."""
+        """Return the events that open a block of this kind; b"" if one is open."""
         if self._open is kind:
             return b""
         closed, self._open = self._closed(), kind
         return closed + self._start(_EMPTY[kind])
 
     def _closed(self) -> bytes:
-        """Return the events that close the open block."""
+        """Return the events that close the open block; b"" without one."""
         if self._open is None:
             return b""
         signed = b""
@@ -220,7 +220,7 @@ _STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 def _head(handle: str, model: str) -> dict[str, Any]:
-    # Clients treat answers with the same id as one answer.
+    # The id is made of the turn's handle, since clients treat answers with the same id as one answer.
     return {"id": f"msg_{handle.removeprefix('call_')}", "type": "message", "role": "assistant", "model": model}
 
 
@@ -257,12 +257,12 @@ def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
 
 
 def _finite(logprobs: Sequence[float]) -> list[float | None]:
-    """Return log-probabilities in a form that JSON supports."""
+    """Return log-probabilities, with None in place of infinities and NaN, which JSON lacks."""
     return [each if math.isfinite(each) else None for each in logprobs]
 
 
 def _json(value: Any) -> bytes:
-    """Encode a value as JSON. Unpaired surrogates are replaced, and integers may have any size."""
+    """Encode a value as JSON. Unpaired surrogates become question marks, and integers may have any size."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
     except TypeError:

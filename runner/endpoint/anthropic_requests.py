@@ -1,4 +1,4 @@
-"""Reads requests in the form of Anthropic's Messages: blocks become messages with text, calls and results."""
+"""Requests in the form of Anthropic's Messages: their blocks become messages with text, calls and results."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _read_message(index: int, message: Mapping[str, Any], *, strict: bool = Fals
 
 
 class _Block:
-    """A block of a content."""
+    """A block of the content of a message or of a tool result."""
 
     # A first request may have a thousand blocks, so the constructor does little.
     __slots__ = ("_index", "_path", "given", "kind")
@@ -168,14 +168,18 @@ class _Block:
         return value if isinstance(value, str) else bad(f"{self.where}.{name}: give a string, not {value!r:.60}.")
 
     def refuse(self, role: str) -> NoReturn:
-        """Refuse the block, since a message with this role cannot have it."""
+        """Raise Refused, since a message with this role cannot have the block."""
         bad(
-            f"{self.where}: a block of type {self.kind!r:.60} cannot be put before the model here; give {_TAKEN[role]}."
+            f"{self.where}: a block of type {self.kind!r:.60} cannot be in the model's prompt: give {_TAKEN[role]}."
         )
 
 
 def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
-    """Return the blocks of a content; a string is one block."""
+    """Return the blocks of a content; a string is one block.
+
+    Raises:
+        Refused: the content is neither a string nor a list of blocks.
+    """
     content = holder.get(name)
     if isinstance(content, str):
         return [_Block({"type": "text", "text": content}, where)]
@@ -201,7 +205,7 @@ def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> 
 def _lines(blocks: Sequence[_Block], role: str, *, strict: bool = True) -> str:
     """Join the texts of blocks by newlines, so that the lines of one block can be removed later.
 
-    A block that is not text is refused if `strict`. Otherwise, a note replaces it.
+    A block that is not text raises `Refused` if `strict`. Otherwise, a note replaces the block.
     """
     return "\n".join([_text(block, role, strict=strict) for block in blocks])
 
@@ -225,9 +229,9 @@ def _add_system(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
 
 
 def _add_user(history: _ReadHistory, blocks: Sequence[_Block], *, strict: bool) -> None:
-    """Add the results, which answer the previous message, and then the user's text.
+    """Add the results of tools, which answer the previous message, and then the user's text.
 
-    The user's new message must be text; in the past, and in results, a note replaces other content.
+    The user's new message must be text. In earlier messages and in results, a note replaces other content.
     """
     results = [_result(block) for block in blocks if block.kind == "tool_result"]
     history.messages += results
@@ -247,7 +251,7 @@ def _result(block: _Block) -> dict[str, Any]:
 
 
 def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
-    """Add a turn. Its pieces are joined without separators, in the form in which they were sampled."""
+    """Add a turn. Its pieces are joined without separators, as they were sampled."""
     content, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     handle, notes = "", list[_Block]()
     for block in blocks:
@@ -267,7 +271,7 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
                 content.append(_text(block, "assistant", strict=False))
                 notes.append(block)
     message = _message("assistant", "".join(content), blocks, **_has_notes(notes))
-    if handle and not calls:  # the ids of calls name the turn too
+    if handle and not calls:  # if there are calls, their ids name the turn
         message["handle"] = handle
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
@@ -323,7 +327,7 @@ def _tool_choice(
     kind, name = given.get("type"), given.get("name")
     if kind == "tool":
         if name not in [tool["function"]["name"] for tool in tools]:
-            bad(f"tool_choice.name: none of the tools that can be called is named {name!r:.60}.")
+            bad(f"tool_choice.name: {name!r:.60} is not one of the tools that can be called: give the name of one.")
         return str(name)
     choice = _CHOICES.get(kind) if isinstance(kind, str) else None
     return choice or bad(f"tool_choice.type: give auto, any, tool or none, not {kind!r:.60}.")
@@ -353,7 +357,7 @@ def _sampling(
 
 
 def _session(body: Mapping[str, Any]) -> str:
-    """Return the session id from Claude Code's user id: the end of a text, or a field of JSON."""
+    """Return the session id from Claude Code's user id: the end of a text, or a field of JSON; "" without one."""
     user = field_of(body, "metadata", dict, {}).get("user_id")
     if not isinstance(user, str):
         return ""

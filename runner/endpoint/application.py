@@ -46,7 +46,7 @@ log = logger_for("endpoint")
 T = TypeVar("T")
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
-"""Receives a message of ASGI."""
+"""Function that receives a message of ASGI."""
 
 MAX_BODY_BYTES: Final = 32 * 2**20
 """Maximum size of a body."""
@@ -78,7 +78,7 @@ _END: Final = "/end"
 
 
 class Application:
-    """Routes the requests of a run to its episodes.
+    """The ASGI application that routes the requests of a run to its episodes.
 
     Args:
         hosts: accepted values of the Host header. A browser that another site directs here sends a different one.
@@ -91,7 +91,7 @@ class Application:
         self._routes: dict[bytes, tuple[str, EpisodeRoute]] = {}
         self._ends: dict[bytes, tuple[str, EpisodeRoute]] = {}
         self._over: OrderedDict[bytes, str] = OrderedDict()
-        # Bodies are parsed one at a time, since parsing computes and shares the interpreter with the event loop.
+        # Large bodies are parsed one at a time, since a thread that parses slows the event loop down.
         self._threads = anyio.CapacityLimiter(1)
 
     # --- keys
@@ -122,7 +122,11 @@ class Application:
         return route
 
     def _known_route(self, keys: Sequence[str]) -> EpisodeRoute:
-        """Return the route of the first known key. A client may also send other keys."""
+        """Return the route of the first known key. A client may also send other keys.
+
+        Raises:
+            Refused: no key is known, or the episode of a key is over.
+        """
         refused = Refused(
             Reason.UNAUTHORIZED, "the request has no API key: send the api_key of the episode's endpoint."
         )
@@ -163,7 +167,8 @@ class Application:
         host = headers.get("host", "").lower()
         if host not in self.hosts and not (self._any_address and _is_address(host)):
             raise Refused(
-                Reason.FORBIDDEN, "the Host header is not an address of this endpoint: use the endpoint's base_url."
+                Reason.FORBIDDEN,
+                f"the Host header {host!r:.60} is not an address of this endpoint: use the endpoint's base_url.",
             )
         keys, path = _keys_and_path(scope["path"], headers)
         method = scope["method"]
@@ -213,8 +218,8 @@ class Application:
 async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep: bool = True) -> bytes:
     """Return the body of a request.
 
-    Without `keep`, the body is read and discarded, since a client whose connection closes early does not read the
-    reason.
+    Without `keep`, the body is read and discarded, since a client that is cut off while it sends does not read the
+    reason of the refusal.
 
     Raises:
         ClientGone: the client disconnected before its request was complete.
@@ -240,7 +245,7 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep
     if size > MAX_BODY_BYTES:
         raise _too_large()
     if reading.cancelled_caught:
-        raise Refused(Reason.SLOW, f"the body did not arrive within {BODY_SECONDS:g} s.")
+        raise Refused(Reason.SLOW, f"the body did not arrive within {BODY_SECONDS:g} s: send the request again.")
     return b"".join(parts)
 
 
@@ -254,7 +259,7 @@ def _check_headers(headers: Headers) -> None:
 
 
 def _too_large() -> Refused:
-    return Refused(Reason.TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB.")
+    return Refused(Reason.TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB: send a shorter history.")
 
 
 def _request(route: EpisodeRoute, form: WireForm, raw: bytes, headers: Headers) -> WireRequest:
@@ -302,7 +307,7 @@ async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, rewa
 
 async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
     async def begin(headers: Sequence[tuple[bytes, bytes]], status: int) -> None:
-        # The rest of the body is ignored.
+        # The connection is closed, since the rest of the body is not read.
         closing = [*headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": closing})
 

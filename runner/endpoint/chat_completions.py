@@ -133,7 +133,7 @@ class ChatCompletions(WireForm):
 
 
 def _refuse_unknown_answers(body: Mapping[str, Any]) -> None:
-    """Refuse requests for unsupported kinds of answers."""
+    """Raise Refused if a request asks for an unsupported kind of answer."""
     for name in ("n", "best_of"):
         if field_of(body, name, int, 1) != 1:
             bad(f"{name}: one answer is sampled per request; send another request for a further answer.")
@@ -234,7 +234,7 @@ def _chosen(given: Any) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """Return the mode, or the name of the only allowed tool if a call is required. Other lists are not enforced."""
+    """Return the mode, or the name of the only allowed tool if a call is required. Another list is not granted."""
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.allowed_tools.mode: give auto or required, not {mode!r:.60}.")
@@ -272,7 +272,7 @@ def _assistant(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(parts: Any) -> str | None:
-    """Return the joined text of the parts of a reasoning; None if there is no text."""
+    """Return the joined texts of the parts of a reasoning; None if the parts have no text."""
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str)) or None
 
@@ -298,7 +298,7 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 class _CompletionWriter(AnswerWriter):
-    """Writes chunks. Constant parts are encoded once."""
+    """The writer of an answer as chunks, whose constant parts are encoded once."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         super().__init__(request, model, text_of)

@@ -34,7 +34,7 @@ class Address:
         return text
 
     def _values(self) -> dict[str, object]:
-        """Return the names of an address with their values. In a small context, clients reserve only a share."""
+        """Return the names that `fill` replaces, with their values. Reserves are at most a share of the context."""
         return {
             "base_url": self.base_url,
             "root_url": self.root_url,
@@ -68,7 +68,7 @@ class Client:
     pointers: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that set the folder of its files, in place of its home; `{home}` is the folder."""
     flags: Sequence[str] = ()
-    """Command-line flags, for programs without such variables or files."""
+    """Command-line flags for a program that does not read `files`, since it keeps its own home."""
 
 
 _OPENCODE = {
@@ -118,14 +118,14 @@ sandbox_mode = "danger-full-access"
 check_for_update_on_startup = false
 
 [features]
-view_image = false  # an image could not be put before the model
+view_image = false  # a prompt here has only text
 
 [model_providers.deltarunner]
 name = "deltarunner"
 base_url = "{base_url}"
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
-# It does not count comments during a wait for a place in the engine as events.
+# Codex does not count the comments that it receives while it waits for the engine as events.
 stream_idle_timeout_ms = 3600000
 """
 
@@ -143,7 +143,7 @@ _CODEX_FLAGS = (
 
 
 def _json(value: object) -> str:
-    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # these values become numbers
+    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # the values between # become numbers
 
 
 CLIENTS: Final = (
@@ -267,7 +267,7 @@ def files(address: Address) -> dict[str, str]:
 
 
 def flags(address: Address) -> dict[str, list[str]]:
-    """Return the command-line flags of programs without such variables or files, by the program's command."""
+    """Return the command-line flags of programs that do not read `files`, by the program's command."""
     return {
         client.command.split()[0]: [address.fill(flag) for flag in client.flags] for client in CLIENTS if client.flags
     }

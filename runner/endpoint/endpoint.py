@@ -36,7 +36,7 @@ from runner.trajectory import Turn
 __all__ = ["ChatThread", "Endpoint", "serving"]
 
 END_GRACE_SECONDS: Final = 10.0
-"""Time for a program to end by itself after a refused request because the episode is over."""
+"""Time for a program to end by itself once the episode is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,8 @@ class Endpoint:
 
         Raises:
             ProgramFailed: the exit code is not 0, although the episode was not over and the last turn was not cut.
-            BadOption: the program or the folder does not exist, or the system cannot start it.
+            EpisodeOver: the episode is over, and the program did not end in ten seconds.
+            BadOption: the program or the folder does not exist, or the system cannot start the program.
             SandboxFailed: the sandbox is gone, or cannot reach the endpoint.
         """
         for given in (argv, wrap):
@@ -206,7 +207,12 @@ class Endpoint:
     async def _until_finished(
         self, wait: Callable[[], Awaitable[FinishedProgram]], name: str, *, check: bool
     ) -> FinishedProgram:
-        """Wait for a program. Once the episode is over, it has a few seconds to end."""
+        """Wait for a program, which has a few seconds to end once the episode is over.
+
+        Raises:
+            EpisodeOver: the program did not end in this time.
+            ProgramFailed: see `run`.
+        """
         finished: FinishedProgram | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(self._until_late, group.cancel_scope)
@@ -219,7 +225,7 @@ class Endpoint:
         return finished
 
     def _cut_short(self) -> bool:
-        """Return True if the last turn was cut by a limit of its length; some programs fail after such a turn."""
+        """Return True if the last turn of a trained conversation was cut at a limit, after which some programs fail."""
         turns = [thread.turns[-1] for thread in self.threads if thread.trained and thread.turns]
         return any(turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT) for turn in turns)
 
@@ -229,7 +235,7 @@ class Endpoint:
         scope.cancel()
 
     async def home(self) -> Path:
-        """Return the HOME of programs, with settings for known clients. It is removed when the block ends."""
+        """Return the HOME of programs, with settings for known clients. The folder is removed with the endpoint."""
         if self._home is None:
             # An error while a program's files are removed must not fail the episode.
             make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)
@@ -265,7 +271,7 @@ async def serving(
     Args:
         server: the run's server.
         handler: the episode.
-        threads: returns its threads.
+        threads: a function that returns the conversations of the episode.
         model: name of the model.
         context: maximum context of the model, in ids.
         max_requests: maximum number of requests in flight.

@@ -61,7 +61,7 @@ class EpisodeRoute:
         """Number of requests in flight."""
         self._scopes: set[anyio.CancelScope] = set()
         self.on_over: Callable[[], None] = _nothing
-        """Called whenever a client is refused because the episode is over."""
+        """Called when a client ends the episode, and whenever a client is refused because the episode is over."""
         self.ended = anyio.Event()
         """Set once a client ended the episode."""
         self.end_body: Mapping[str, Any] = {}
@@ -103,7 +103,7 @@ class EpisodeRoute:
 
     @contextmanager
     def cutting(self, scope: anyio.CancelScope) -> Iterator[None]:
-        """Return a block whose scope is cancelled when the route is shut."""
+        """Cancel the scope if the route is shut while the block runs."""
         self._scopes.add(scope)
         try:
             yield

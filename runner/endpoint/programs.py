@@ -1,4 +1,4 @@
-"""Runs an agent program in its own process group, and ends all processes that it started."""
+"""Agent programs in process groups of their own, and the end of all processes that a program started."""
 
 from __future__ import annotations
 
@@ -156,11 +156,11 @@ class RunningProgram:
 async def run_program(
     argv: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
 ) -> AsyncIterator[RunningProgram]:
-    """Run a program while the block runs.
+    """Start a program, and end the program and all processes that it started when the block is left.
 
     Args:
         argv: the command; a relative path is searched in `cwd`, then in the working folder of this process.
-        cwd: its working folder.
+        cwd: its working folder; None for the folder of this process.
         env: its whole environment.
 
     Raises:
@@ -171,11 +171,12 @@ async def run_program(
             raise BadOption(f"run({argv!r:.80}): give a list of strings, not of {type(each).__name__}.")
     given = [os.fspath(each) for each in argv]
     if cwd is not None and not await anyio.Path(cwd).is_dir():
-        raise BadOption(f"run({given[:1]!r:.80}, cwd={os.fspath(cwd)!r}): this folder does not exist.")
+        raise BadOption(f"run({given[:1]!r:.80}, cwd={os.fspath(cwd)!r}): this is not an existing folder: create it.")
     found = _found(given[0], cwd, env) if given else None
     if found is None:
         raise BadOption(
-            f"run({given!r:.80}): {given[0] if given else ''!r} is not a program on PATH or by its path: install it."
+            f"run({given!r:.80}): {given[0] if given else ''!r} is not a program on PATH or by its path: "
+            "install it, or give its path."
         )
     mark = secrets.token_hex(16)
     try:

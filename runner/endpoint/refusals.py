@@ -72,7 +72,7 @@ _STATUS = {
 
 
 class Refused(Exception):
-    """A request without an answer.
+    """The refusal of a request.
 
     Args:
         reason: the reason.
@@ -97,7 +97,7 @@ def ended() -> Refused:
 
 
 def refusal_of(error: Exception) -> Refused:
-    """Return the refusal for an error: with the text of our own errors, but without details of internal ones."""
+    """Return the refusal for an error. It has the text of errors that callers can fix, and of no internal error."""
     match error:
         case Refused():
             return error

@@ -1,4 +1,4 @@
-"""Reads fields that several wire forms share, from bodies and headers. A refusal names the wrong field."""
+"""Fields of bodies and headers that several wire forms share. A refusal names the wrong field."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SAMPLING_NUMBERS: Final = tuple(
 
 
 def bad(message: str) -> NoReturn:
-    """Refuse the request as invalid."""
+    """Raise Refused with this message, since the request is invalid."""
     raise Refused(Reason.INVALID, message)
 
 
@@ -109,12 +109,12 @@ def _without_half(found: re.Match[bytes]) -> bytes:
 
 
 def _may_hold_more(raw: bytes) -> bool:
-    """Return True if a body may have too many values. This counts separators, also inside of texts."""
+    """Return True if a body may have too many values, by a count of separators that includes those inside of texts."""
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_VALUES
 
 
 def _values_in(raw: bytes) -> int:
-    """Return the number of values in a body; a lower bound if it is not JSON."""
+    """Return the number of values in a body; only a lower bound if it has very many strings or is not JSON."""
     bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
     if strings > 2 * MAX_VALUES:  # the strings include keys
@@ -124,25 +124,29 @@ def _values_in(raw: bytes) -> int:
 
 
 def check_size(chat_call: ChatCall) -> None:
-    """Refuse a request whose prompt would take a long time to create.
+    """Check that the prompt of a request does not take a long time to create.
 
     Raises:
-        Refused: it has too many tools or calls, or a tool is too large; the message has the limit.
+        Refused: the request has too many tools or calls, or a tool is too large; the message has the limit.
     """
     if len(chat_call.tools) > MAX_TOOLS:
-        bad(f"tools: {len(chat_call.tools):,} of them, more than {MAX_TOOLS:,}: offer fewer.")
+        bad(f"tools: {len(chat_call.tools):,} of them, more than {MAX_TOOLS:,}: offer fewer tools.")
     made = map(_CALLS_OF, filter(dict.__instancecheck__, chat_call.messages))
     calls = sum(map(len, filter(list.__instancecheck__, made)))
     if calls > MAX_CALLS:
-        bad(f"the history has {calls:,} calls of tools, more than {MAX_CALLS:,}: send a shorter one.")
+        bad(f"the history has {calls:,} calls of tools, more than {MAX_CALLS:,}: send a shorter history.")
     for index, tool in enumerate(chat_call.tools):
         size = len(canonical_json(tool))
         if size > MAX_TOOL_BYTES:
-            bad(f"tools[{index}]: it has {size:,} bytes, more than {MAX_TOOL_BYTES:,}: shorten its schema.")
+            bad(f"tools[{index}]: this tool has {size:,} bytes, more than {MAX_TOOL_BYTES:,}: shorten its schema.")
 
 
 def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
-    """Return a field, which must be of this type. Null equals a missing field, and 1.0 is a whole number."""
+    """Return a field; the default for null or a missing field. The number 1.0 is a whole number.
+
+    Raises:
+        Refused: the field has another type.
+    """
     value = body.get(name)
     if value is None:
         return default
@@ -154,7 +158,7 @@ def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T
 
 
 def inner_field(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
-    """Return a field of an object that is itself a field."""
+    """Return a field of an object that is itself a field, as `field_of` does."""
     try:
         return field_of(holder, name, kind, default)
     except Refused as refused:
@@ -167,7 +171,11 @@ def _whole(value: Any) -> Any:
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return a field that is a list of objects; an empty list for null or a missing field."""
+    """Return a field that is a list of objects; an empty list for null or a missing field.
+
+    Raises:
+        Refused: the field is another value.
+    """
     values = field_of(body, name, list, [])
     if not all(map(dict.__instancecheck__, values)):
         index, value = next((index, value) for index, value in enumerate(values) if not isinstance(value, dict))
@@ -176,7 +184,11 @@ def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def number(body: Mapping[str, Any], name: str) -> float | None:
-    """Return a field that is a number; None for a missing field."""
+    """Return a field that is a number; None for a missing field.
+
+    Raises:
+        Refused: the field is not a number.
+    """
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         bad(f"{name}: give a number, not {value!r:.60}.")
@@ -184,7 +196,11 @@ def number(body: Mapping[str, Any], name: str) -> float | None:
 
 
 def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return the stop strings: one, or a list of them."""
+    """Return the stop strings of a field, which is a string or a list of strings; () without one.
+
+    Raises:
+        Refused: the field is another value, or a string is empty.
+    """
     value = body.get(name) or ()
     given = (value,) if isinstance(value, str) else value
     if not isinstance(given, Sequence) or not all(isinstance(each, str) and each for each in given):
@@ -193,19 +209,23 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the smallest of the fields that limit the number of sampled ids; null and -1 set no limit."""
+    """Return the smallest of the fields that limit the number of sampled ids; None if all are null or -1.
+
+    Raises:
+        Refused: a field is not a whole number, or less than 1.
+    """
     given = list[int]()
     for name in names:
         value = field_of(body, name, int, -1)
         if value < 1 and value != -1:
-            bad(f"{name}={value}: give 1 or more, or null to leave it to the run.")
+            bad(f"{name}={value}: give 1 or more, or null for the limit of the run.")
         if value != -1:
             given.append(value)
     return min(given, default=None)
 
 
 def sampling_of(body: Mapping[str, Any], names: Iterable[str], **further: Any) -> Sampling | None:
-    """Return the sampling of a request; None if it has no such field.
+    """Return the sampling of a request; None if the request sets no field of `names` or `further`.
 
     Raises:
         Refused: a value is not allowed.
@@ -251,6 +271,8 @@ _NO_CONSTRAINTS: Final = ("grammar", "structural_tag", "guided_grammar")
 
 def constraint_of(body: Mapping[str, Any], schema: dict[str, Any] | None) -> dict[str, Any]:
     """Return the constraint on an answer, by its name in `Sampling`, from a given schema or from vLLM's fields.
+
+    The result is an empty dict without a constraint.
 
     Raises:
         Refused: a field requests a constraint that cannot be enforced here.
@@ -315,7 +337,11 @@ def _is_short(value: Any) -> bool:
 
 
 def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Return the JSON schema for an answer, from a field like OpenAI's `response_format`; None for any text."""
+    """Return the JSON schema for an answer, from a field like OpenAI's `response_format`; None if any text is allowed.
+
+    Raises:
+        Refused: the field is invalid.
+    """
     match form.get("type"):
         case None | "text":
             return None
@@ -325,7 +351,7 @@ def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             inner = form.get("json_schema", form)
             schema = inner.get("schema") if isinstance(inner, Mapping) else None
             if not isinstance(schema, dict):
-                bad(f"{where}: a json_schema has an object as its schema, not {schema!r:.60}.")
+                bad(f"{where}: give an object as the schema of a json_schema, not {schema!r:.60}.")
             return schema
         case other:
             bad(f"{where}: give the type text, json_object or json_schema, not {other!r:.60}.")
@@ -334,9 +360,9 @@ def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 def with_constraint(
     constraint: dict[str, Any], tools: Sequence[Any], tool_choice: ToolChoice | None, not_granted: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the constraint on an answer, if it can be enforced.
+    """Return the constraint on an answer; an empty dict if it cannot be enforced, which is recorded as not granted.
 
-    A turn that may call tools cannot be constrained; this is recorded as not granted.
+    A turn that may call tools cannot be constrained.
     """
     if constraint and tools and tool_choice != "none":
         not_granted["response_format"] = "a turn that may call tools is not held to a schema"
@@ -358,7 +384,7 @@ _MAX_LABEL_CHARACTERS: Final = 200
 
 
 def label_of(headers: Headers) -> str:
-    """Return the client's own name for the caller; "" without one."""
+    """Return the client's own name for the conversation, from a header; "" without one."""
     named = next((headers[name] for name in _LABELS if headers.get(name)), "")
     return (named or _codex_field(headers, "thread_id"))[:_MAX_LABEL_CHARACTERS]
 

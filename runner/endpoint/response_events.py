@@ -1,4 +1,4 @@
-"""Writes an answer in the form of OpenAI's Responses: items one after another, each opened with its first piece.
+"""The writer of an answer in the form of OpenAI's Responses: items, each of which begins with its first piece.
 
 Text after a call is a separate message; the joined messages of a turn are its content. Requested extras are additional
 fields of events: `prompt_token_ids` in the first event, `token_ids` in the next event that is sent. Log-probabilities
@@ -67,10 +67,10 @@ class _OpenItem:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes events. Constant parts of deltas are encoded once."""
+    """The writer of an answer as events. The constant parts of deltas are encoded once."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
-        """Write an answer; see `AnswerWriter`."""
+        """Begin the answer to a request; see `AnswerWriter`."""
         super().__init__(request, model, text_of)
         self._created = int(time.time())
         self._tools: Mapping[str, OfferedTool] = request.options["tools"]
@@ -192,7 +192,7 @@ class ResponseWriter(AnswerWriter):
         return b'%b,"sequence_number":%d,"delta":%b%b}\n\n' % (part.delta, self._number - 1, encode(text), further)
 
     def _close(self, status: str = "completed") -> bytes:
-        """Return the events that end the open item."""
+        """Return the events that end the open item; b"" without one."""
         part = self._open
         if part is None:
             return b""

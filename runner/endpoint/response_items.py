@@ -1,4 +1,4 @@
-"""Reads the items of OpenAI's Responses as messages. Several items of one turn become one message.
+"""Messages from the items of OpenAI's Responses. Several items of one turn become one message.
 
 An item names its turn in one of three ways: by its id, which is the turn's handle after `rs_`, `msg_`, `fc_` or `ctc_`;
 by the id of a call; or by the encrypted content of reasoning, which contains only the handle. An item that is a
@@ -44,7 +44,7 @@ _TEXTS: Final = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-"""Field with the text, by the type of a part."""
+"""Name of the field with the text, by the type of a part."""
 
 _ROLES: Final = {"user": "user", "system": "system", "developer": "system"}
 
@@ -97,7 +97,7 @@ def minted(call_id: str) -> str:
 
 @dataclass(slots=True)
 class ReadItems:
-    """Items as messages."""
+    """The messages that items were read as."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The messages."""
@@ -223,7 +223,7 @@ class _ItemReader:
             case str() if not is_last:
                 self._note(kind, item)
             case _:
-                bad(f"{where}: an item of the type {kind!r:.60} cannot be put before a model: leave it out.")
+                bad(f"{where}: an item of the type {kind!r:.60} cannot be in a prompt: leave it out.")
 
     def _reference(self, given: str) -> None:
         """Read an item that has only an id. The episode finds its turn."""
@@ -248,7 +248,7 @@ class _ItemReader:
 
     def _message(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
         role = item.get("role")
-        # A bad item is refused in the new part of the input. In the past, a note replaces it.
+        # Content that is not text is refused in the new part of the input. In earlier parts, a note replaces it.
         strict = is_last and role != "assistant"
         content, has_notes = _text_of(item.get("content"), f"{where}.content", strict=strict)
         if role == "assistant":
@@ -330,5 +330,5 @@ def _text_of_part(part: Any, where: str, *, strict: bool) -> tuple[str, bool]:
         return text, False
     if strict or kind in _TEXTS:
         what = f"{part!r:.60}" if kind in _TEXTS else f"of the type {kind!r:.60}"
-        bad(f"{where} is {what}: only text can be put before a model; give {{'type': 'input_text', 'text': '...'}}.")
+        bad(f"{where} is {what}: only text can be in a prompt: give {{'type': 'input_text', 'text': '...'}}.")
     return note_of(part), True

@@ -1,4 +1,4 @@
-"""Reads the tools of OpenAI's Responses: functions, custom tools, and namespaces of both. Other tools are dropped."""
+"""Tools of OpenAI's Responses: functions, custom tools, and namespaces of both. Other tools are dropped."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _chosen(given: Mapping[str, Any], where: str) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """Return the mode, or the name of the only allowed tool if a call is required. Other lists are not enforced."""
+    """Return the mode, or the name of the only allowed tool if a call is required. Another list is not granted."""
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.mode: give auto or required, not {mode!r:.60}.")

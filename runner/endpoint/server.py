@@ -66,7 +66,7 @@ def parse_listen(text: str) -> Listen:
 
 
 class EndpointServer:
-    """Serves the episodes of one run.
+    """The HTTP server of the episodes of one run.
 
     Args:
         listen: the address. Anyone who can reach it and has a key can use the model.
@@ -105,7 +105,11 @@ class EndpointServer:
 
     @contextlib.contextmanager
     def serving(self, route: EpisodeRoute) -> Iterator[tuple[str, str]]:
-        """Serve a route while the block runs. Yield its key, and the second key that ends the episode."""
+        """Serve a route while the block runs. Yield its key, and the second key that ends the episode.
+
+        Raises:
+            BadOption: nothing can listen at the address, or a library of the server is not installed.
+        """
         application = self._application or self._start()
         keys = application.open(route)
         try:
@@ -133,7 +137,7 @@ class EndpointServer:
 
     def _start(self) -> Application:
         if self._group is None:
-            raise RuntimeError("the run is not running: an episode can be served while it is played")
+            raise RuntimeError("the server of the run is not entered: serve an episode while its run plays it")
         require_asyncio("an endpoint")
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -141,7 +145,7 @@ class EndpointServer:
         try:
             bound = socket.create_server((host, port), family=family, dualstack_ipv6=both)
         except OSError as error:
-            raise BadOption(f"listen={host}:{port}: nothing can listen there ({error}); give another one.") from None
+            raise BadOption(f"listen={host}:{port}: nothing can listen there ({error}): give another.") from None
         bound.setblocking(False)
         port = bound.getsockname()[1]
         names = (
@@ -172,11 +176,11 @@ class EndpointServer:
             self._stopped.set()
 
 
-def _server(application: Application) -> Any:  # noqa: C901  # it holds a class, whose base is optional
+def _server(application: Application) -> Any:  # noqa: C901  # the function has a class, whose base is optional
     """Return the HTTP server.
 
     Raises:
-        BadOption: its library is not installed.
+        BadOption: uvicorn or httptools is not installed.
     """
     try:
         import uvicorn
@@ -192,11 +196,11 @@ def _server(application: Application) -> Any:  # noqa: C901  # it holds a class,
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
     class Protocol(HttpToolsProtocol):
-        """A connection that is closed if there are too many, or if the head of a request is too late."""
+        """A connection, which is closed if there are too many connections, or if the head of a request is too late."""
 
         _unread = 0
 
-        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as in uvicorn
             super().connection_made(transport)
             # An event loop sets TCP_NODELAY only on sockets that were created with a protocol number. Without it, a
             # request whose body is sent separately waits for 40 ms.

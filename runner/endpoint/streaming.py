@@ -1,4 +1,4 @@
-"""Answers one request: as a stream of events while the turn is sampled, or in one piece at its end."""
+"""The answer to one request: a stream of events while the turn is sampled, or one piece at the turn's end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["ClientConnection", "ClientGone", "Send", "answer", "send_json", "sen
 log = logger_for("endpoint")
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends a message of ASGI."""
+"""Function that sends a message of ASGI."""
 
 CLIENT_READ_SECONDS: Final = 60.0
 """Longest time for a client to read written data, before its answer is cut."""
@@ -69,7 +69,7 @@ class ClientConnection:
 
     @contextmanager
     def left_if_unread(self, scope: anyio.CancelScope) -> Iterator[None]:
-        """Cancel the scope if the client does not read the written data while the block runs."""
+        """Cancel the scope if, while the block runs, the client does not read data for `CLIENT_READ_SECONDS`."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -174,7 +174,7 @@ async def _streamed(
 
 
 class _Events:
-    """Sends the events of a turn in few writes, and comments during silence.
+    """A sink that sends the events of a turn in few writes, and comments during silence.
 
     Events that arrive at the end of the turn are written together with the end.
     """
@@ -229,7 +229,7 @@ class _Events:
                     timer.cancel()
 
     def taken(self) -> bytes:
-        """Return the events that are not written yet; possibly none."""
+        """Return the bytes of the events that are not written yet; b"" without any."""
         came, self._came = self._came, []
         return self._writer.write(came) if came else b""
 

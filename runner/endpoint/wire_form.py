@@ -92,13 +92,13 @@ class Restarted(Exception):
 
 
 class AnswerWriter(ABC):
-    """Writes one answer, in one piece or event by event. The end of a stream has all data that was not sent before.
+    """The writer of one answer, in one piece or in events. The end of a stream has all data that was not sent before.
 
     A subclass writes each part. Each of its methods returns the bytes to send, which may be empty.
     """
 
     keep_alive: ClassVar[bytes] = b": waiting\n\n"
-    """Sent while there are no events."""
+    """The bytes that are sent while there are no events."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         """Begin the answer to a request.
@@ -129,7 +129,7 @@ class AnswerWriter(ABC):
         return self.request.ids or self.request.logprobs
 
     def write(self, progress: Iterable[TurnProgress]) -> bytes:
-        """Write the progress of the turn, in few events.
+        """Return the bytes of the turn's progress, in few events.
 
         Raises:
             Restarted: the turn is sampled again although a part of it was sent.
@@ -137,7 +137,7 @@ class AnswerWriter(ABC):
         return b"".join(self._write_one(each) for each in _merged(progress))
 
     def end(self, answered: Answered) -> bytes:
-        """Write the rest of the turn, and its end."""
+        """Return the bytes of the rest of the turn, and of the end of the stream."""
         parts: list[bytes] = []
         if not self._begun:
             parts.append(self._begin(TurnAdmitted(answered.turn.handle, answered.turn.prompt_ids)))
@@ -200,12 +200,12 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
-        """Return the bytes of a tool call, the `index`-th one of the answer."""
+        """Return the bytes of a tool call, which has this index in the answer."""
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
         """Return the bytes of further sampled ids, if the client requested ids.
 
-        The text of these ids may be sent before or after them.
+        The text of these ids may be sent before or after the ids.
         """
         return b""
 
@@ -257,7 +257,7 @@ def cached_of(turn: Turn) -> int:
 
 
 def _merged(progress: Iterable[TurnProgress]) -> Iterable[TurnProgress]:
-    """Merge adjacent pieces of text."""
+    """Yield the progress, with adjacent pieces of text or of reasoning merged."""
     last: TurnProgress | None = None
     for each in progress:
         if isinstance(each, ContentPiece) and isinstance(last, ContentPiece):
@@ -298,7 +298,10 @@ def logprob_rows(
     *,
     count: int,
 ) -> list[dict[str, Any]]:
-    """Return the log-probability of each id as OpenAI writes it, with the `count` most likely ids at its position."""
+    """Return the log-probability of each id as OpenAI writes it, with the `count` most likely ids at its position.
+
+    If `logprobs` is None, the log-probability of each id is 0.
+    """
     rows = [] if top is None or not count else list(zip(top.id_rows(), top.logprob_rows(), strict=True))
     rows_of_ids = []
     for index, token_id in enumerate(token_ids):
@@ -310,7 +313,7 @@ def logprob_rows(
 
 
 _MIN_LOGPROB: Final = -9999.0
-"""Replaces minus infinity, which JSON lacks."""
+"""Value in place of minus infinity, which JSON lacks."""
 
 
 def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
@@ -318,7 +321,7 @@ def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
     logprob = logprob if math.isfinite(logprob) else _MIN_LOGPROB
     try:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-    except UnicodeEncodeError:  # the id is a part of a character
+    except UnicodeEncodeError:  # the bytes of the id are a part of a character
         raw = text.encode("utf-8", "surrogateescape")
     # OpenAI writes such a token in this way: the joined bytes of several tokens are the text.
     token = "".join(f"\\x{ord(each) - 0xDC00:02x}" if each >= "\udc80" and each <= "\udcff" else each for each in text)

@@ -70,10 +70,10 @@ def client_environ() -> dict[str, str]:
 
 
 def variable_flags(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the options that set variables of a container, and the variables of the client itself.
+    """Return the options that set variables of a container, and the variables that the client passes on by name.
 
-    Every process of the machine can read the command line, so the values are not in it. Only values of variables that
-    the client itself reads, such as PATH and LD_PRELOAD, are there, since they must not change the client.
+    Every process of the machine can read the command line, so it has only names. The exceptions are variables that the
+    client itself reads, such as PATH and LD_PRELOAD: their values are in the options, so that the client keeps its own.
     """
     passed = {k: v for k, v in variables.items() if k not in _KEPT and not k.startswith(_CLIENT_BEGINNINGS)}
     return [f"--env={key}" if key in passed else f"--env={key}={value}" for key, value in variables.items()], passed
@@ -161,7 +161,7 @@ class Output:
 class _FileOutput(Output):
     """An output that is written to a file, up to a maximum size.
 
-    Raises:
+    Raises (from `add`):
         OSError: the output is larger, or there is no space.
     """
 
@@ -196,9 +196,9 @@ class CallResult:
 
     @property
     def error(self) -> str:
-        """The end of the command's standard error; if that is empty, the end of its output."""
+        """The end of the command's stderr, or else of its stdout; a note if the command reached its time limit."""
         if self.code == -1:
-            return "it did not end in time"
+            return "the command did not end in time"
         return output_tail(self.stderr.strip() or self.stdout)
 
 
@@ -234,12 +234,12 @@ class ContainerClient:
             stdin: its input.
             into: the file that receives the output; the result then has none.
             seconds: time limit.
-            most_bytes: maximum size of the output in bytes; a larger output is shortened, or an error with a file.
+            most_bytes: maximum size of the output in bytes. A larger output is shortened, or is an error with `into`.
             env: further variables of the client.
             while_runs: called with the client's process id; its context is left when the client has ended.
 
         Raises:
-            OSError: the file has no space, or there is more than `most_bytes`.
+            OSError: `into` has no space, or the output for it is larger than `most_bytes`.
         """
         limiter = _limiter.get(None)
         if limiter is None:
@@ -264,7 +264,7 @@ class ContainerClient:
     def start(
         self, arguments: Sequence[str], *, stdin: IO[bytes] | None, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a command. It has its own session, so that Ctrl-C in a terminal does not reach it."""
+        """Start a command in its own session, so that Ctrl-C in a terminal does not reach the command."""
         # The process is started without the event loop. uvloop would leave pipes open in processes that the client
         # starts and that outlive the client.
         return subprocess.Popen(

@@ -89,7 +89,7 @@ class ContainerSandbox:
 
     Args:
         client: the client of podman or docker.
-        name: its name.
+        name: the name of the container.
     """
 
     def __init__(self, client: ContainerClient, name: str) -> None:
@@ -156,7 +156,7 @@ class ContainerSandbox:
 
     async def restore(self) -> None:
         """End all processes and put back the programs of the image, as in `Sandbox.restore`."""
-        # The container is stopped first, so that no process can undo the change, and started with the image's shell.
+        # The container is stopped first, so that no process can undo the change. It then starts with the image's shell.
         await self._stop()
         damage = ""
         try:
@@ -176,7 +176,7 @@ class ContainerSandbox:
 
         Raises:
             SandboxGone: the container does not exist.
-            SandboxFailed: it does not stop.
+            SandboxFailed: the container does not stop.
         """
         for _ in range(MAX_STOPS):
             stopped = await self._client.call("stop", "-t", "0", self.name)
@@ -218,7 +218,7 @@ class ContainerSandbox:
         """Return the content of a file, as in `Sandbox.read`."""
         where = await self._absolute(path)
         follow = ["-L"] if self._client.is_docker else []
-        # One block more than the header and the largest allowed file, to detect that a file is larger.
+        # The first half of the output is kept. This half has room for the header and the largest allowed file.
         result = await self._client.call("cp", *follow, f"{self.name}:{where}", "-", most_bytes=2 * (most_bytes + 4096))
         if not result.ok:
             await self._check_running()
@@ -226,9 +226,9 @@ class ContainerSandbox:
         with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
             member = archive.next()
             if member is None or not member.isreg():
-                raise OSError(f"{path!r} is not a regular file in the sandbox")
+                raise OSError(f"{path!r} is not a regular file in the sandbox: give the path of one")
             if member.size > most_bytes:
-                raise OSError(f"{path!r} has {member.size} bytes, more than most_bytes={most_bytes}")
+                raise OSError(f"{path!r} has {member.size} bytes, more than most_bytes={most_bytes}: raise it")
             content = archive.extractfile(member)
             assert content is not None
             return content.read()
@@ -249,7 +249,7 @@ class ContainerSandbox:
         """Copy a file or folder, as in `Sandbox.upload`."""
         where = await self._absolute(path)
         if not await anyio.Path(source).exists():
-            raise FileNotFoundError(f"upload({os.fspath(source)!r}): this file or folder does not exist.")
+            raise FileNotFoundError(f"upload({os.fspath(source)!r}): this is not an existing file or folder: give one.")
         owner = await self._user()
         with tempfile.TemporaryFile() as file:
             await anyio.to_thread.run_sync(_pack, Path(source), where.lstrip("/"), owner, file)
@@ -266,7 +266,7 @@ class ContainerSandbox:
         if not isinstance(path, str) or not path:
             raise BadOption(f"path={path!r:.80}: give the path of a file in the sandbox.")
         if "\0" in path:
-            raise OSError(f"{path!r:.80} contains a zero byte, which no path can")
+            raise OSError(f"{path!r:.80} contains a zero byte, which no path may contain: leave it out")
         if not path.startswith("/"):
             if self._workdir is None:
                 self._workdir = (await self._inspect("{{.Config.WorkingDir}}")) or "/"
@@ -274,7 +274,7 @@ class ContainerSandbox:
         return posixpath.normpath(path)
 
     async def _user(self) -> tuple[int, int]:
-        """The ids of the user and the group of the sandbox."""
+        """Return the ids of the user and the group of the sandbox."""
         if self._owner is None:
             name = await self._inspect("{{.Config.User}}")
             self._owner = (0, 0)
@@ -293,7 +293,7 @@ class ContainerSandbox:
     # --- the way to the endpoint
 
     async def listen(self, port: int) -> socket.socket:
-        """Listen inside, as in `Sandbox.listen`."""
+        """Listen inside the container, as in `Sandbox.listen`."""
         pid = int(await self._inspect("{{.State.Pid}}"))
         return await anyio.to_thread.run_sync(listen_inside, pid, port)
 
@@ -337,7 +337,7 @@ class _Command:
             self._too_much.set()
 
     async def run(self, seconds: float | None, input: bytes | None, end_inside: Any) -> SandboxEnd:
-        """Run the command to its end or to a limit. `end_inside(session, mark)` ends its processes."""
+        """Run the command to its end or to a limit, where `end_inside(session, mark)` ends its processes."""
         self._begin()
         began = loop_time()
         with tempfile.TemporaryFile() if input is not None else nullcontext() as file:
@@ -386,7 +386,7 @@ class _Command:
 
     @property
     def has_begun(self) -> bool:
-        """True if it was started in the container."""
+        """True if the command was started in the container."""
         return bool(self._session)
 
     @property
@@ -394,7 +394,7 @@ class _Command:
         """True if the container's limit of processes prevented the start."""
         if self._session:
             return False
-        # docker writes its messages to the output
+        # docker writes its messages to stdout
         words = decoded(self._stderr.content() + self._stdout.content()).lower()
         return not any(cause in words for cause in _OTHER_CAUSES)
 

@@ -1,4 +1,4 @@
-"""The provider of sandboxes by podman or docker: finds the engine, creates containers, and removes them."""
+"""The provider of sandboxes by podman or docker, which finds the engine, and creates and removes containers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Containers:
         try:
             self._commands = [shlex.split(given)] if given.strip() else [["podman"], ["docker"]]
         except ValueError as error:
-            raise BadOption(f"Containers({given!r:.80}): invalid shell syntax ({error}).") from None
+            where = "Containers(engine=)" if engine else ENGINE_VARIABLE
+            raise BadOption(f"{where}: {given!r:.80} is not a shell command ({error}): correct its quotes.") from None
         self._client: ContainerClient | None = None
         self._watcher: Watcher
         self._root = ""
@@ -83,7 +84,7 @@ class Containers:
         container = ContainerSandbox(client, name)
         with self._watcher.watching():
             try:
-                # This is not cancelled, since a killed client may leave a container that appears later.
+                # The creation is not cancelled, since a killed client may leave a container that appears later.
                 with anyio.CancelScope(shield=True):
                     await _create(client, name, image, options)
                 yield container
@@ -91,7 +92,7 @@ class Containers:
                 await remove_container(client, name)
 
     async def check(self) -> None:
-        """Find the engine. The first call also removes leftover containers of killed processes.
+        """Find the engine. The first call also removes the containers of processes that have ended.
 
         Raises:
             SandboxUnavailable: no engine works.
@@ -129,7 +130,11 @@ def default_provider() -> Containers:
 
 
 async def _working(commands: Sequence[Sequence[str]]) -> tuple[ContainerClient, str]:
-    """Return the first engine that works, and the folder of its containers."""
+    """Return the client of the first engine that works, and the folder of the engine's containers.
+
+    Raises:
+        SandboxUnavailable: no engine works.
+    """
     reasons = []
     for argv in commands:
         client = ContainerClient(argv)
@@ -162,7 +167,7 @@ async def _create(client: ContainerClient, name: str, image: str, options: Sandb
     internet = "bridge" if client.is_docker else "private"
     flags.append(f"--network={'none' if options.network == 'none' else internet}")
     flags += [f"--storage-opt=size={options.disk_mb}m"] if options.disk_mb is not None else []
-    # Otherwise podman copies proxy variables, with their passwords, into containers.
+    # Without this option, podman copies proxy variables, with their passwords, into containers.
     flags += [] if client.is_docker else ["--http-proxy=false"]
     flags += [f"--tmpfs={path}:rw,exec,size={size},mode=1777" for path, size in options.tmpfs.items()]
     variables, passed = variable_flags(options.env)

@@ -1,4 +1,4 @@
-"""Images of sandboxes: built from a folder once for each content, or found by name."""
+"""Images of sandboxes: built from a folder once for each content, or found or pulled by name."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ async def find_image(
     Args:
         client: the client of podman or docker.
         image: the name of the image.
-        folder: the folder with the Dockerfile; it replaces the name.
+        folder: the folder with the Dockerfile, which replaces the name; None to use the name.
         seconds: time limit of the build or the pull.
         while_runs: see `ContainerClient.call`.
 
     Raises:
         ImageBuildFailed: the build fails.
-        SandboxFailed: the folder or the image does not exist.
+        SandboxFailed: the folder has no Dockerfile, or the image is not on this machine and cannot be pulled.
     """
     if folder is None:
         async with _locked(image):
@@ -81,7 +81,8 @@ async def _build(client: ContainerClient, folder: Path, tag: str, seconds: float
     result = await client.call(*arguments, seconds=seconds, most_bytes=BUILD_OUTPUT_BYTES, while_runs=while_runs)
     if not result.ok:
         late = result.code == -1
-        why = f"it took longer than {seconds:g} s" if late else f"{client.argv[0]} build ended with code {result.code}"
+        ended = f"{client.argv[0]} build ended with code {result.code}"
+        why = f"the build took longer than build_seconds={seconds:g}" if late else ended
         output = b"\n".join(part for part in (result.stdout, result.stderr) if part).decode("utf-8", "replace")
         raise ImageBuildFailed(f"image folder {str(folder)!r}: {why}:\n{output.strip()[-2000:]}")
 
@@ -105,7 +106,7 @@ async def _locked(image: str) -> AsyncIterator[None]:
 
 
 def _hash_of(folder: Path) -> str:
-    """The first 24 digits of the SHA-256 of all paths, modes, links and contents of a folder."""
+    """Return the first 24 hex digits of the SHA-256 of all paths, modes, links and contents of a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         status = path.lstat()

@@ -1,4 +1,4 @@
-"""Removes the containers of a process that has ended: a watcher for this process, and a sweep for earlier ones."""
+"""Removal of the containers of a process that has ended: by a watcher for this process, by a sweep for earlier ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 REMOVALS_COUNT: Final = 2
-"""Attempts to remove a container."""
+"""Maximum number of attempts to remove a container."""
 
 OWNER_LABEL: Final = "deltarunner.owner"
 """Label of a container: the process that it belongs to."""
@@ -60,7 +60,7 @@ _log = logger_for("sandbox")
 
 
 def owner_of(pid: int) -> str:
-    """Return the machine, the boot, the process-id namespace, the id and the start time of a process."""
+    """Return a text with the machine, the boot, the process-id namespace, the id and the start time of a process."""
     return f"{_machine()}:{_boot()}:{_namespace()}:{pid}:{_start_time(pid)}"
 
 
@@ -70,7 +70,7 @@ def own_label() -> str:
 
 
 def _machine() -> str:
-    """An id of this machine that does not change at a restart."""
+    """Return an id of this machine that does not change at a restart."""
     try:
         return Path("/etc/machine-id").read_text().strip() or platform.node()
     except OSError:
@@ -86,7 +86,7 @@ def _namespace() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """The start time of a process in ticks since boot; "" if it does not exist."""
+    """Return the start time of a process in ticks since boot; "" if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -94,7 +94,7 @@ def _start_time(pid: int) -> str:
 
 
 def _is_dead(owner: str) -> bool:
-    """True if the process of a label has ended.
+    """Return True if the process of a label has ended.
 
     A process on another machine that shares the container engine, or in another process-id namespace, counts as living.
     """
@@ -110,7 +110,7 @@ def _is_dead(owner: str) -> bool:
 
 
 async def remove_leftovers(client: ContainerClient) -> list[str]:
-    """Remove the containers of processes that have ended, and return their ids."""
+    """Remove the containers of processes that have ended, and return the containers' ids. A failure is only logged."""
     label = f'{{{{.Label "{OWNER_LABEL}"}}}}' if client.is_docker else f'{{{{index .Labels "{OWNER_LABEL}"}}}}'
     listed = await client.call("ps", "-a", "--filter", f"label={OWNER_LABEL}", "--format", f"{{{{.ID}}}} {label}")
     rows = [line.split() for line in listed.text.splitlines()]
@@ -139,7 +139,9 @@ def remove_flags(client: ContainerClient) -> list[str]:
 
 
 class Watcher:
-    """A process that removes the containers of this process if it is killed. It lives while a container may exist.
+    """A separate process, which removes the containers of this process if this process is killed.
+
+    It runs while a container may exist.
 
     Args:
         client: the client of podman or docker.
@@ -153,7 +155,7 @@ class Watcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A block during which the watcher lives."""
+        """Keep the watcher running while the block runs."""
         with self._lock:
             self._used_count += 1
             if self._process is None or self._process.poll() is not None:
@@ -168,7 +170,7 @@ class Watcher:
 
     @contextmanager
     def ending(self, pid: int) -> Iterator[None]:
-        """A block during which the watcher also ends this client, with all processes of its session."""
+        """Keep the watcher running while the block runs. It also ends this client and all processes of its session."""
         with self.watching():
             self._send(f"+{pid}")
             try:

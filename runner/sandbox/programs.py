@@ -1,4 +1,4 @@
-"""Restores the programs of an image in a container from outside, without running anything in the container."""
+"""Restoration of the programs of an image in a container, from outside, without running anything in the container."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.sandbox.leftovers import own_label, remove_container
 __all__ = ["restore_programs"]
 
 DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Default folders of programs, for an image that names none."""
+"""Folders of programs for an image that does not set PATH."""
 
 PRELOADED: Final = "/etc/ld.so.preload"
 """The list of libraries that each program loads first."""
@@ -42,12 +42,13 @@ _CONFIGURATION: Final = "{{.Image}} {{.Config.WorkingDir}}{{range .Config.Env}}\
 
 
 async def restore_programs(client: ContainerClient, name: str) -> None:
-    """Put back the files of the image in the folders of PATH that the container replaced, removed or shadows.
+    """Put back the image's files in the folders of PATH, where the container has replaced, removed or hidden them.
 
-    A folder at or below the working folder is left as it is. Nothing is copied if the container changed none of them.
+    A folder at or below the working folder is left as it is. A changed list of preloaded libraries is emptied. Nothing
+    is copied if the container has changed neither a folder nor this list.
 
     Raises:
-        OSError: the container has a folder under the name of a program, or no space.
+        OSError: the files cannot be put back: a folder has the name of a program, or there is no space.
         SandboxFailed: the engine fails.
     """
     image, folders = await _folders(client, name)
@@ -164,7 +165,7 @@ def _is_before(folder: str, other: str, folders: Mapping[str, object]) -> bool:
 
 
 def _programs(packed: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
-    """The files and links that are directly in a packed folder."""
+    """Yield the files and links that are directly in a packed folder; nothing for an empty archive."""
     if not packed.read(1):
         return
     packed.seek(0)

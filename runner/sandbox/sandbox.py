@@ -65,7 +65,7 @@ class Executed:
 
 
 class Sandbox(Protocol):
-    """A computer of its own for one episode. It is removed at the end of the episode.
+    """A separate computer for one episode, which is removed at the end of the episode.
 
     Actions of the model are not errors: a command that fails, hangs, or floods its output returns an `Executed`.
     `SandboxGone` is raised if the sandbox was removed from outside.
@@ -102,7 +102,7 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str, *, most_bytes: int = FILE_BYTES) -> bytes:
-        """Return the content of a regular file. Nothing runs in the sandbox for this.
+        """Return the content of a regular file. No program runs in the sandbox for this call.
 
         Args:
             path: the path; a relative one begins at the working folder.
@@ -184,7 +184,7 @@ class SandboxOptions:
     processes: int | None = 256
     """Processes and threads; None for no limit."""
     disk_mb: int | None = None
-    """Space for files that the sandbox writes, in MiB; None for no limit. An engine that cannot limit it refuses it."""
+    """Space for files that the sandbox writes, in MiB; None for no limit. Some engines refuse a limit."""
     network: str = "none"
     """"none", or "internet" for the default network of the provider."""
     tmpfs: Mapping[str, str] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class SandboxOptions:
 
 
 class SandboxProvider(Protocol):
-    """Opens sandboxes. `Containers` is the provider for podman and docker; others may be passed to `sandbox()`."""
+    """A provider of sandboxes, such as `Containers` for podman and docker. Others may be passed to `sandbox()`."""
 
     async def prepare(self, options: SandboxOptions) -> None:
         """Find or build the image and try the options, so that a mistake is found before any episode.

@@ -199,7 +199,7 @@ def too_large(path: str, what: str) -> tuple[dict[str, Any], str]:
             messages = [*messages[:2], user("One.")]
         case _:
             messages, tools = [user("One.")], [{"type": "function", "function": described}]
-            said = "tools[0]: it has"
+            said = "tools[0]: this tool has"
     if path == "/chat/completions":
         return chat_body(messages, tools=tools), said
     made = responses_of(messages, tools) if path == "/responses" else anthropic_of(messages, tools)
