@@ -41,7 +41,7 @@ async def gather_answers(
     async def run(handle: WorkerHandle) -> None:
         try:
             answers[handle] = await step(handle)
-        except (WorkerLost, DeltarunnerError) as error:  # stored as a value, because a task group would wrap it
+        except (WorkerLost, DeltarunnerError) as error:  # the error is stored, because a task group would wrap it
             errors[handle] = error
         finished(handle, errors.get(handle))
 
@@ -194,7 +194,7 @@ class TransferGroup:
         """Call a method on all workers that are left, and return the answers by worker.
 
         A worker refuses by raising `BadInput`. It is lost if other workers do not refuse, since its state differs from
-        theirs. It stays if a worker was lost, since the loss may be its reason. Any other error loses the worker.
+        theirs. It stays if a worker was lost, since the loss may be its reason. A worker with any other error is lost.
 
         Args:
             call: the name of the method.

@@ -406,7 +406,7 @@ class Driver:
         raise EngineDead(f"{call}: no worker plays now{why}. Try again later.")
 
     def require_alive(self) -> None:
-        """Return if there are enough workers, or may soon be.
+        """Return if there are enough workers, or may soon be enough.
 
         Raises:
             EngineDead: there are not enough workers; the message has the reason.

@@ -141,7 +141,7 @@ class HostedEngine(Engine):
 
     @property
     def pid(self) -> int:
-        """The process id of the engine, on its machine."""
+        """The process id of the engine, on its machine. Raises EngineDead if the engine was not entered."""
         if self._info is None:
             raise EngineDead(NOT_RUNNING)
         return self._info.pid
@@ -173,7 +173,7 @@ class HostedEngine(Engine):
         return replace(self._stats, open=len(self._streams) - waiting, waiting=waiting, sampled_tokens=self.sampled)
 
     def is_alive(self) -> bool:
-        """True if the engine can answer, as far as is known."""
+        """Return True if the engine can answer, as far as is known."""
         return self.running and self._death is None
 
     async def health(self) -> None:
@@ -210,7 +210,11 @@ class HostedEngine(Engine):
         return scores
 
     def describe(self) -> dict[str, Any]:
-        """The engine's description of itself, for the header of a run file."""
+        """Return the engine's description of itself, for the header of a run file.
+
+        Raises:
+            EngineDead: the engine was not entered.
+        """
         if self._info is None:
             raise EngineDead(NOT_RUNNING)
         return dict(self._info.description)
@@ -229,7 +233,11 @@ class HostedEngine(Engine):
     # --- streams
 
     def begin(self, stream: HostedStream, request: GenerationRequest) -> int:
-        """Send a request, and return its number. The host names the stream by this number."""
+        """Send a request, and return its number, by which the host names the stream.
+
+        Raises:
+            EngineDead: the engine cannot answer.
+        """
         self.require_alive()
         assert self._process is not None, "it is alive"
         number = next(self._numbers)
@@ -270,7 +278,7 @@ class HostedStream(DeltaStream):
         self._inside = False
         self._ended: Ended | None = None
         self._failure: DeltarunnerError | None = None
-        self._event: anyio.Event | None = None  # created only when a reader has to wait
+        self._event: anyio.Event | None = None  # an event exists only while a reader waits
 
     def take_event(self, event: StreamEvent) -> None:
         if isinstance(event, Delta):

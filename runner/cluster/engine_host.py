@@ -81,7 +81,7 @@ def each_of(batch: StreamBatch) -> Iterator[tuple[int, StreamEvent]]:
 
 
 def _is_plain(delta: Delta) -> bool:
-    """True if the delta has only ids and log-probabilities."""
+    """Return True if the delta has only ids and log-probabilities."""
     return delta.logprobs is not None and delta.finish is None and delta.top is None and delta.side is None
 
 

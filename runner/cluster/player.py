@@ -182,7 +182,7 @@ class FleetAttempt:
         return packed
 
     def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
-        """Note the episode's state in a heartbeat of its worker."""
+        """Record the episode's state from a heartbeat of its worker; see `HeartbeatListener`."""
         assert self._handle is not None, "only an attempt on a worker gets heartbeats"
         if playing is not None:
             self.turns_taken = playing.turns

@@ -59,7 +59,8 @@ class WorkerInfo:
     controlled: bool
     """True if the weights of its engine can be updated."""
     same: Mapping[str, str]
-    """Values that must be equal on all workers: versions of packages, fingerprints of vocabulary and template, dtype.
+    """Values that must be equal on all workers, such as versions of packages, the fingerprint of the template, and the
+    dtype.
     """
     description: Mapping[str, Any]
     """The engine's description for the header of a run file."""
@@ -112,7 +113,10 @@ class FleetSnapshot:
     paused: bool = False
 
     def has_weights_of(self, newer: FleetSnapshot) -> bool:
-        """True if a worker in this state has the weights, proofs and adapters of a newer one."""
+        """Return True if a worker in this state has the weights, proofs and adapters of a newer state.
+
+        Weights that cannot be read any more are not required.
+        """
         same_weights = self.version == newer.version or not newer.readable
         return same_weights and (self.adapters, self.first_proofs) == (newer.adapters, newer.first_proofs)
 

@@ -55,8 +55,8 @@ class RunSetups:
             known = await self._entered(driver, self._number)
             yield {engine: placeholder_for(known[name]) for name, engine in self._others.items()}
         finally:
-            # This does nothing if the run was opened and closed. It does not wait for the workers, since an engine may
-            # take minutes to start and to end.
+            # `close_run` does nothing on a worker that has closed the run already. Its answer is not awaited, since an
+            # engine may take minutes to start and to end.
             for handle in driver.members:
                 handle.process.send("close_run", self._number)
 

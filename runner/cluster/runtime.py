@@ -27,7 +27,7 @@ _log = logger_for("cluster")
 
 
 class FleetRuntime(EngineRuntime[OpenRequest]):
-    """The `EngineRuntime` of many engines. Nothing is sampled in this process, so the gate stays empty.
+    """The `EngineRuntime` of many engines. Nothing is sampled in this process, so the admission gate stays empty.
 
     The driver keeps the fleet's state in `snapshot` and brings new workers to it. No worker is added during a call.
     """
@@ -140,7 +140,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
     async def _apply_transfer(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         def took(handle: WorkerHandle) -> None:
-            if self.version != checked.version:  # the first worker that has the new weights
+            if self.version != checked.version:  # this is the first worker that has the new weights
                 self._add_version(checked.version)
                 self.driver.change_snapshot(version=checked.version, weights=None, proof=None, readable=False)
             self.driver.has_weights(handle, checked.version)

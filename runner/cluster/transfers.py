@@ -266,7 +266,7 @@ class FleetTransfers:
             if self._checkpoint is None:
                 calls = ask(handles[:1], "checkpoint", patience=self._driver.stall_seconds)
                 self._checkpoint = next(iter((await calls).values()), None)
-            if self._checkpoint is None:  # engines without a model
+            if self._checkpoint is None:  # the engines have no model
                 self._source = transfer.source
                 forms = await anyio.to_thread.run_sync(forms_of_source, self._source)
             else:

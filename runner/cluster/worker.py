@@ -139,7 +139,7 @@ class Worker(EngineProcess):
 
         Args:
             number: the driver's number for the run.
-            packed: a `RunSpec`.
+            packed: a pickled `RunSpec`.
             clock: the time that chat templates see.
         """
         run = self._runs.setdefault(number, WorkerRun())  # another call may have created the entry
@@ -319,7 +319,7 @@ class Worker(EngineProcess):
         self._checked = self._relay = None
 
     async def update_weights(self, fleet: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Load the weights that were checked last, or check and load the fleet's weights if these are others."""
+        """Load the weights that were checked last. If the fleet has other weights, check and load the fleet's."""
         checked, self._checked = self._checked, None
         if (
             checked is None or checked.version != fleet.version
@@ -457,7 +457,7 @@ class Worker(EngineProcess):
 
 
 async def _read(given: Any) -> Any:
-    """Return a value that the driver has sent, or the value that the reference it has sent refers to."""
+    """Return a value from the driver; for a reference, the value that the reference refers to."""
     # A thread is used, since the value may come from another machine, and episodes continue during that time.
     return await anyio.to_thread.run_sync(given.read) if isinstance(given, StoredObject) else given
 

@@ -33,7 +33,7 @@ class HeartbeatListener(Protocol):
     """An attempt on a worker, updated with each heartbeat."""
 
     def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
-        """Note the attempt's state in a heartbeat.
+        """Record the attempt's state from a heartbeat.
 
         Args:
             playing: its state; None if the heartbeat lists only episodes that have waited longer.

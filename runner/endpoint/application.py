@@ -218,8 +218,8 @@ class Application:
 async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep: bool = True) -> bytes:
     """Return the body of a request.
 
-    Without `keep`, the body is read and discarded, since a client that is cut off while it sends does not read the
-    reason of the refusal.
+    Without `keep`, the body is read and discarded, and the result is b"". A client that is cut off while it sends would
+    not read the reason of the refusal.
 
     Raises:
         ClientGone: the client disconnected before its request was complete.
@@ -294,7 +294,11 @@ async def _count(route: EpisodeRoute, chat_call: ChatCall, receive: Receive, sen
 
 
 async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, reward: bool) -> None:
-    """End the episode of a route, with the reward in the body if the key allows one."""
+    """End the episode of a route, with the reward in the body if the key allows one.
+
+    Raises:
+        Refused: the key does not allow a reward, or the reward is not a number.
+    """
     value = number(body, "reward")
     if value is not None and not reward:
         raise Refused(

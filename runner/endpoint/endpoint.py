@@ -153,7 +153,7 @@ class Endpoint:
             argv: the program and its arguments.
             cwd: its working folder; its home by default.
             env: further variables.
-            wrap: a command to put before it, such as `["bwrap", ...]` or `["docker", "run", ...]`.
+            wrap: a command to put before `argv`, such as `["bwrap", ...]` or `["docker", "run", ...]`.
             check: True to raise `ProgramFailed` if the exit code is not 0.
             sandbox: the sandbox to run it in; `cwd` is then a path inside.
             user: its user in the sandbox.

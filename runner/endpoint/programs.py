@@ -181,8 +181,8 @@ async def run_program(
     mark = secrets.token_hex(16)
     try:
         process = _started([found, *given[1:]], cwd, {**env, PROGRAM_ID_VARIABLE: mark})
-    # Examples: an argument of 128 KiB or more or with a zero byte, a variable that is not text, a script without an
-    # interpreter.
+    # This happens, for example, for an argument of 128 KiB or more or with a zero byte, a variable that is not text, or
+    # a script without an interpreter.
     except (OSError, TypeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None

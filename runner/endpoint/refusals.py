@@ -97,7 +97,7 @@ def ended() -> Refused:
 
 
 def refusal_of(error: Exception) -> Refused:
-    """Return the refusal for an error. It has the text of errors that callers can fix, and of no internal error."""
+    """Return the refusal for an error. It has the error's text, or a general text if the error is an internal one."""
     match error:
         case Refused():
             return error

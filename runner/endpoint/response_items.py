@@ -97,7 +97,7 @@ def minted(call_id: str) -> str:
 
 @dataclass(slots=True)
 class ReadItems:
-    """The messages that items were read as."""
+    """The messages that were read from items."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The messages."""
@@ -226,7 +226,7 @@ class _ItemReader:
                 bad(f"{where}: an item of the type {kind!r:.60} cannot be in a prompt: leave it out.")
 
     def _reference(self, given: str) -> None:
-        """Read an item that has only an id. The episode finds its turn."""
+        """Read an item that has only an id, by which the episode finds its turn. Raise Refused for any other id."""
         if _handle_of({"id": given}) == "":
             raise refusal_of(UnknownReference(given, is_item=True))
         prefix = given.partition("_")[0]

@@ -119,7 +119,7 @@ class EndpointServer:
 
     @contextlib.asynccontextmanager
     async def accepting(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Also accept connections from a socket that listens at 127.0.0.1 in a sandbox while the block runs."""
+        """While the block runs, also accept connections from a socket that listens at 127.0.0.1 in a sandbox."""
         assert self._application is not None
         self._application.hosts |= {f"127.0.0.1:{listener.getsockname()[1]}"}
         config, state = self._server.config, self._server.server_state
@@ -145,7 +145,9 @@ class EndpointServer:
         try:
             bound = socket.create_server((host, port), family=family, dualstack_ipv6=both)
         except OSError as error:
-            raise BadOption(f"listen={host}:{port}: nothing can listen there ({error}): give another.") from None
+            raise BadOption(
+                f"listen={host}:{port}: nothing can listen there ({error}): give another address."
+            ) from None
         bound.setblocking(False)
         port = bound.getsockname()[1]
         names = (

@@ -95,7 +95,7 @@ WRITE_INTERVAL_SECONDS: Final = 0.02
 """Interval between writes of a stream. The first and the last write are immediate."""
 
 FIRST_BYTE_SECONDS: Final = 2.0
-"""Time after which a waiting client receives the head of its answer. Before it, a refusal has its own status."""
+"""Time after which a waiting client receives the head of its answer. A refusal before that has its own status."""
 
 KEEP_ALIVE_SECONDS: Final = 10.0
 """Time without data after which a stream sends a comment to keep the connection alive."""
@@ -278,7 +278,7 @@ async def send_refusal(
 
 
 async def send_json(send: Send, body: bytes, status: int = 200) -> None:
-    """Send an answer in one piece."""
+    """Send an answer of JSON in one piece."""
     await send({"type": "http.response.start", "status": status, "headers": _json_headers(body)})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -147,7 +147,7 @@ class Output:
 
     @property
     def head(self) -> bytes:
-        """The first bytes."""
+        """The kept bytes of the beginning."""
         return bytes(self._head)
 
     def content(self) -> bytes:
@@ -232,7 +232,7 @@ class ContainerClient:
         Args:
             arguments: the command and its arguments.
             stdin: its input.
-            into: the file that receives the output; the result then has none.
+            into: the file that receives the output; `stdout` of the result is then empty.
             seconds: time limit.
             most_bytes: maximum size of the output in bytes. A larger output is shortened, or is an error with `into`.
             env: further variables of the client.

@@ -183,7 +183,7 @@ class ContainerSandbox:
             if stopped.ok:
                 return
             await self._status()
-        raise SandboxFailed(f"sandbox {self.name} does not stop: {stopped.error}")
+        raise SandboxFailed(f"sandbox {self.name} does not stop: {stopped.error}. Check that the engine runs.")
 
     async def _status(self) -> tuple[str, bool]:
         """Return the state of the container, and whether it ran out of memory.
@@ -218,7 +218,7 @@ class ContainerSandbox:
         """Return the content of a file, as in `Sandbox.read`."""
         where = await self._absolute(path)
         follow = ["-L"] if self._client.is_docker else []
-        # The first half of the output is kept. This half has room for the header and the largest allowed file.
+        # Half of `most_bytes` is kept from the beginning, which is enough for the header and the largest allowed file.
         result = await self._client.call("cp", *follow, f"{self.name}:{where}", "-", most_bytes=2 * (most_bytes + 4096))
         if not result.ok:
             await self._check_running()
@@ -228,7 +228,7 @@ class ContainerSandbox:
             if member is None or not member.isreg():
                 raise OSError(f"{path!r} is not a regular file in the sandbox: give the path of one")
             if member.size > most_bytes:
-                raise OSError(f"{path!r} has {member.size} bytes, more than most_bytes={most_bytes}: raise it")
+                raise OSError(f"{path!r} has {member.size} bytes, more than most_bytes={most_bytes}: raise this limit")
             content = archive.extractfile(member)
             assert content is not None
             return content.read()

@@ -79,7 +79,11 @@ async def restore_programs(client: ContainerClient, name: str) -> None:
 
 
 async def _folders(client: ContainerClient, name: str) -> tuple[str, list[str]]:
-    """Return the image, and the folders of programs that are not below the working folder."""
+    """Return the image, and the folders of programs that are not at or below the working folder.
+
+    Raises:
+        SandboxFailed: the engine fails.
+    """
     result = await client.call("container", "inspect", "--format", _CONFIGURATION, name)
     if not result.ok:
         raise SandboxFailed(f"sandbox {name} cannot be inspected: {result.error}. {_CHECK}")
@@ -110,7 +114,11 @@ def _is_at_or_below(path: str, folder: str) -> bool:
 
 @asynccontextmanager
 async def _original(client: ContainerClient, image: str) -> AsyncIterator[str]:
-    """Open a block with a container of the image, which is not started. The block receives the container's name."""
+    """Open a block with a container of the image, which is not started. The block receives the container's name.
+
+    Raises:
+        SandboxFailed: the engine fails.
+    """
     name = f"deltarunner-{secrets.token_hex(6)}"
     try:
         with anyio.CancelScope(shield=True):

@@ -97,6 +97,7 @@ class Sandbox(Protocol):
                 that writes more than 64 MiB is ended.
 
         Raises:
+            BadOption: `argv` is not a list of strings.
             SandboxGone: the sandbox does not exist any more.
         """
         ...

@@ -192,7 +192,7 @@ async def test_a_connection_that_was_there_before_stays(ray: Any) -> None:
 
 
 async def test_a_cluster_that_is_too_small_is_left_again(ray: Any) -> None:
-    with pytest.raises(BadOption, match=r"each worker needs 5 CPU, and the cluster has 4\. Ask for less"):
+    with pytest.raises(BadOption, match=r"each worker needs 5 CPU, and the cluster has 4\. Give smaller cpus="):
         await launcher(cpus=5).open()
     assert not ray.is_initialized()
 

@@ -51,8 +51,8 @@ class RayWorker:
     Args:
         actor: Ray's handle of an `AnsweringActor`.
         tick: seconds that a call waits for others to be sent with it.
-        connected: False once the connection to the actor's cluster is closed. Then Ray must not be called, since it
-            would start another cluster.
+        connected: a function that returns False once the connection to the actor's cluster is closed. Then Ray must
+            not be called, since it would start another cluster.
     """
 
     def __init__(self, actor: Any, *, tick: float, connected: Callable[[], bool] = lambda: True) -> None:
@@ -308,7 +308,7 @@ def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure of a method with an error that is no `DeltarunnerError`. The caller treats the worker as lost."""
+    """A failure of a method with an error other than a `DeltarunnerError`. The caller treats the worker as lost."""
 
     why: str
 

@@ -246,7 +246,7 @@ class Connection:
         self._own = False
         """True if the cluster was started with the connection."""
         self._until_left = ExitStack()
-        """Restores this process's authentication settings from before the connection."""
+        """A stack that restores the authentication settings that this process had before the connection."""
         self._kept: list[ExitStack] = []
         """Settings that stay until the process ends."""
 

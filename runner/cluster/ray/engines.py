@@ -79,7 +79,7 @@ class RayEngines(FleetEngine):
         launcher.least = self.least
 
     async def health(self) -> None:
-        """Return when there are enough workers, or may soon be.
+        """Return if there are enough workers, or may soon be enough.
 
         Raises:
             EngineDead: there are not enough workers, or the cluster's head is gone; the message has the reason.
@@ -105,7 +105,7 @@ def require_ray(who: str, address: str | None = None) -> None:
         given = f"{who}: RAY_ADDRESS={address}"
     if address.startswith("ray://"):
         raise BadOption(
-            f"{given}: Ray Client would send every call by a detour; start the script on a "
+            f"{given}: Ray Client is not supported, since it would slow down every call: start the script on a "
             "machine of the cluster, with address='auto'."
         )
 
@@ -215,7 +215,7 @@ class RayEngine(HostedEngine):
         if not placed:
             raise EngineDead(
                 f"RayEngine: for {self._stall_seconds:g} s no machine had room for the engine's process, which needs "
-                f"{self._launcher.needs} on one machine. Give RayEngines fewer workers, or the cluster more machines."
+                f"{self._launcher.needs} on one machine. Give RayEngines fewer workers, or add machines to the cluster."
             )
 
 

@@ -31,16 +31,16 @@ MAX_CONCURRENT_CALLS: Final = 100_000
 """Number of calls that an actor runs at once. By default Ray would silently queue calls beyond a thousand."""
 
 _ONCE: Final = {"max_task_retries": 0}
-"""Options for messages to the limiters that may be lost. Otherwise Ray would print its retries on stdout."""
+"""Options for messages to the limiter service that may be lost. By default Ray would print retries on stdout."""
 
 HEAD_SECONDS: Final = 5.0
-"""Seconds between two checks of the cluster's head, and the time that one may take."""
+"""Seconds between two checks of the cluster's head, and the time limit of a check."""
 
 SESSION_SECONDS: Final = 0.1
 """Seconds between two comparisons of the session. A comparison takes about 10 us."""
 
 HEADLESS_SECONDS: Final = 40.0
-"""Seconds without a head after which it counts as dead. Ray ends this process after a minute, without a message."""
+"""Seconds without an answer after which the head counts as dead. Ray ends this process after a minute, silently."""
 
 
 class RayLauncher:
@@ -125,8 +125,8 @@ class RayLauncher:
             self._gpus = self._engine_gpus + self._other_gpus if there.get("GPU", 0) else 0
         self._require_resources(there)
         self._require_a_machine(ray.nodes())
-        # The service runs on the driver's machine, since another machine may be lost. If it is killed nevertheless, as
-        # by Ray on a machine short of memory, Ray starts an empty service, and the requests are sent again.
+        # The service runs on the driver's machine, since another machine may be lost. If it is killed nevertheless,
+        # for example for its memory, Ray starts an empty service, and the requests are sent again.
         self._limiter_service = (
             ray.remote(SharedLimiters)
             .options(
@@ -146,8 +146,8 @@ class RayLauncher:
                 cluster = f"the cluster has {there.get(name, 0):g}"
                 if self.least == 1:
                     raise BadOption(
-                        f"{self._who}: each worker needs {each:g} {name}, and {cluster}. Ask for less per worker, or "
-                        "add machines."
+                        f"{self._who}: each worker needs {each:g} {name}, and {cluster}. Give smaller cpus= or gpus=, "
+                        "or add machines."
                     )
                 raise BadOption(
                     f"{self._who}: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and "
