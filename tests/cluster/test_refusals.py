@@ -117,7 +117,7 @@ async def test_invalid_number_of_workers_is_refused(workers: Any) -> None:
 async def test_a_worker_unlike_the_first_is_refused_by_what_differs(what: str, other: dict[str, Any]) -> None:
     async with fleet(2) as (engine, launcher):
         _give_the_second_one(launcher, dice_engine(**other))
-        with pytest.raises(BadOption, match=rf"worker \d on .* has {what} .* the first one, on"):
+        with pytest.raises(BadOption, match=rf"worker \d on .* has {what} .* the first worker, on"):
             await played(Dice, engine)
 
 

@@ -281,7 +281,7 @@ def image(where: list[Any]) -> Any:
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema: give a JSON schema"),
         ({"tools": [RUN, {"input_schema": {}}]}, "tools[1].name: give the tool's name"),
         ({"tools": [{**RUN, "description": 3}]}, "tools[0].description: give a string"),
-        ({"tool_choice": {"type": "tool", "name": "walk"}}, "tool_choice.name: none of the tools"),
+        ({"tool_choice": {"type": "tool", "name": "walk"}}, "tool_choice.name: 'walk' is not one of the tools"),
         ({"tool_choice": {"type": []}}, "tool_choice.type: give auto, any, tool or none"),
         ({"tool_choice": "any"}, "tool_choice: give an object"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format: give the type"),

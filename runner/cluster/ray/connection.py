@@ -423,7 +423,7 @@ def _other_versions(address: str, ray_there: str, python_there: str, ray_here: s
     return (
         f"the cluster of Ray at {address!r} has Ray {ray_there} and Python {python_there}, and this process, on "
         f"{socket.gethostname()}, has Ray {ray_here} and Python {python_here}: they have to be the same on every "
-        f"machine. Either {' and '.join(fix)}, or start the cluster with these versions."
+        f"machine. Either {' and '.join(fix)}, or start the cluster with the versions of this process."
     )
 
 
