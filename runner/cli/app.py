@@ -58,7 +58,7 @@ class Commands(TyperGroup):
 
 
 def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
-    """Return the arguments with each episode id that begins with a dash moved after `--`: it is not an option."""
+    """Return the arguments with each episode id that begins with a dash moved after `--`, where no option is read."""
     options = [option for option in options if option.startswith("-")] + ["-h", "--help"]
     if "--" in args:
         return args
@@ -104,16 +104,16 @@ def options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options without a command."""
+    """Options of `deltarunner` itself, before any command."""
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Run the command line, and end the process with the exit code of the command."""
     try:
         app()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    # Only commands that played have threads that may hang; the others do not load this module.
+    # Only commands that play episodes have threads that may hang. Other commands do not load this module.
     if "runner.runs.event_loop" in sys.modules:
         from runner.runs.event_loop import end_process
 
@@ -328,7 +328,7 @@ def label(
     episode: Annotated[str | None, typer.Argument(help="An episode's id; without one, all labels are listed.")] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A label; may be repeated.")] = None,
     note: Annotated[str | None, typer.Option(metavar="TEXT", help="A note.")] = None,
-    reader: Annotated[str | None, typer.Option(metavar="NAME", help="Your name; default the user's.")] = None,
+    reader: Annotated[str | None, typer.Option(metavar="NAME", help="Your name; default: your account's.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what you wrote about the episode.")] = False,
 ) -> int:
     """Keep labels and a note about an episode in a file beside the run file; pages and `show` display them."""
@@ -354,9 +354,9 @@ def verify(
 @command("verify-trace")
 def verify_trace(
     file: Annotated[Path, typer.Argument(help="Traces of OpenEnv or verifiers, or rows like TRL's; JSON or JSONL.")],
-    model: Annotated[str, typer.Option(help="The model that sampled them: a folder, a Hugging Face id, smollm2-135m.")],
+    model: Annotated[str, typer.Option(help="The model that sampled the ids: folder, Hugging Face id, smollm2-135m.")],
     template: Annotated[
-        str | None, typer.Option(help="Its chat template, if not its own: pythonic, hermes, or a file.")
+        str | None, typer.Option(help="Chat template: pythonic, hermes, or a file; default: the model's.")
     ] = None,
     template_option: Annotated[list[str] | None, TEMPLATE_OPTION] = None,
     now: Annotated[
@@ -388,7 +388,9 @@ def verify_trace(
 
 @command("check-template")
 def check_template(
-    name: Annotated[str, typer.Argument(metavar="MODEL|FILE", help="A model, its folder, a .jinja file, or a name.")],
+    name: Annotated[
+        str, typer.Argument(metavar="MODEL|FILE", help="A model, its folder, a .jinja file, or a bundled template.")
+    ],
     template: Annotated[
         str | None, typer.Option(help="Check the model with this chat template: pythonic, hermes, or a file.")
     ] = None,
@@ -445,7 +447,7 @@ def new(
 def check(
     environment: Annotated[str, ENVIRONMENT],
     settings: Annotated[list[str] | None, SETTINGS] = None,
-    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Tasks to try.")] = 4,
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Number of tasks to try.")] = 4,
     tasks: Annotated[Path | None, typer.Option(help="JSONL file of tasks; default: the environment's.")] = None,
 ) -> int:
     """Check an environment without a model, and report its mistakes."""

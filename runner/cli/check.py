@@ -30,7 +30,7 @@ __all__ = ["check_command"]
 
 CHECKED_ASPECTS = (
     "tools: schemas, arguments that some chat templates cannot write, calls of one turn that depend on each other",
-    "rewards: that raise, are not numbers, or differ when an episode is repeated or within a group",
+    "rewards: errors, values that are not numbers, values that differ when an episode is repeated or within a group",
     "tasks: ids, and values that a run file cannot keep",
     "episodes: shared state, open resources, random numbers without a seed",
     "code: blocked event loop, missing await, lifespan(), hooks, exit_stack",
@@ -38,7 +38,16 @@ CHECKED_ASPECTS = (
 
 
 def check_command(name: str, settings: tuple[str, ...], *, episodes: int, tasks: Path | None) -> int:
-    """Check an environment, print the findings, and return the exit code: 3 if one is fatal."""
+    """Check an environment, or the tasks of Harbor, and print the findings.
+
+    If the checked code hangs, this ends the process with exit code 3.
+
+    Returns:
+        The exit code: 3 if a finding is fatal or a Harbor task is wrong, else 0.
+
+    Raises:
+        BadEnvironment: the environment cannot be loaded or played.
+    """
     if name.partition(":")[0] == HARBOR:
         return _check_harbor(name, parse_pairs(settings, "--set"))
     started: list[EnvironmentCheck] = []
@@ -83,10 +92,10 @@ def _print_waiting(text: str) -> None:
 
 
 def _end_process(started: Sequence[EnvironmentCheck], text: str) -> None:
-    """Print the findings so far and end the process; code that hangs cannot be ended in another way."""
+    """Print the findings so far, and `text` about the code that hangs. End the process: such code cannot be stopped."""
     if started:
         check = started[0]
-        with suppress(Exception):  # the play may change the findings at any moment
+        with suppress(Exception):  # the thread that plays may change the findings during the copy
             _print(check, distinct([Finding(text), *check.current.findings]))
         if check.temporary is not None:
             check.temporary.cleanup()

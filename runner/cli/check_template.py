@@ -51,7 +51,7 @@ class CheckedTemplate:
     """The template, not compiled, because compiling may never end."""
 
     model: ResolvedModel | None = None
-    """The model whose vocabulary is used; None for bytes and the template's control tokens."""
+    """The model whose vocabulary is used; if None, the vocabulary is bytes and the template's control tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class TemplateReport:
     """For each kind of append: whether it is possible, and how exactly."""
 
     example: Sequence[ExamplePassage]
-    """A short conversation as it would appear in the token log."""
+    """The ids of a short conversation, as a run would record them."""
 
     stops: Mapping[str, int]
     """Ids that end a turn, by token."""
@@ -77,10 +77,10 @@ class TemplateReport:
     """Control tokens that the template writes and the vocabulary lacks."""
 
     named: ToolFormatCheck | None = None
-    """Check of the tool format that the user named."""
+    """Check of the tool format that the user named; None without one, or if the template shows no tools."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """`fitted`: schemas are rewritten for the template; `unseen`: parts that it still omits. Empty without tools."""
+    """`fitted`: schemas are rewritten for the template; `unseen`: parts that are still omitted. Empty without tools."""
 
     @property
     def missing(self) -> list[AppendVerdict]:
@@ -100,14 +100,18 @@ class TemplateReport:
 
     @property
     def misread(self) -> bool:
-        """Return True if calls cannot be parsed, or are parsed differently from the template's text."""
+        """True if calls cannot be parsed, or are not parsed to what the template was given."""
         return not (self.turn.reads_calls if self.named is None else self.named.reads_all)
 
 
 def check_template_command(
     name: str, *, template: str | None, options: Sequence[str], tool_format: str | None = None, as_json: bool
 ) -> int:
-    """Check a template, print the result, and return the exit code: `BadTemplate`'s if anything is missing."""
+    """Check a template, print the result, and return the exit code: `BadTemplate.exit_code` if anything is missing.
+
+    Raises:
+        BadInput: the template cannot be used, or an option is invalid; with `as_json` the error is also printed.
+    """
     console = make_console()
     given = parse_values(options, "--template-option")
     try:
@@ -153,7 +157,7 @@ def _examine(subject: CheckedTemplate, options: Mapping[str, Any], tool_format: 
     profile = TemplateProfile.from_json(answer["profile"])
     if unread := [name for name in options if name not in profile.options]:
         known = ", ".join(profile.options) or "none"
-        raise BadOption(f"--template-option {unread[0]}: the template does not read it; it reads {known}.")
+        raise BadOption(f"--template-option {unread[0]}: the template reads only these variables: {known}.")
     turn = LearntFormat.from_json(answer["turn"])
     named = None
     if tool_format is not None and profile.carries_tools:
@@ -321,7 +325,7 @@ def _turn(findings: TemplateReport) -> Table:
 
 
 def _arguments(findings: TemplateReport) -> Iterator[tuple[str, str, str]]:
-    """The rows about the schemas of tools in prompts."""
+    """Rows about the schemas of tools in prompts, as (label, text, meaning); empty without tools."""
     if findings.arguments.get("fitted"):
         sentence = (
             "Parts that the template omits are rewritten: references inlined, X or null as X, notes as descriptions."

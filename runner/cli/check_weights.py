@@ -22,7 +22,7 @@ from runner.training.weight_check import CheckedTensor, TensorVerdict, Way, Weig
 __all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
 
 WRONG_WEIGHTS_CODE = 7
-"""Exit code if new weights are wrong, none is right, or the check ended early."""
+"""Exit code if a row is wrong, no row is right, or the check ended early."""
 LOG = Path("runs/check-weights.log")
 _STYLES = {
     TensorVerdict.RIGHT: "green",
@@ -36,7 +36,10 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
     """Check the weights of a model, and print a row for each kind of tensor and way of updating.
 
     Returns:
-        `WRONG_WEIGHTS_CODE` if a row is wrong, none is right or rows are missing, else 0.
+        `WRONG_WEIGHTS_CODE` if a row is wrong, no row is right, or the check ended early; else 0.
+
+    Raises:
+        BadOption: one of `ways` or `options` is invalid.
     """
     wrong = [way for way in ways if way not in list(Way)]
     if wrong:
@@ -61,7 +64,7 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
 
 
 def show(report: WeightReport, console: Console) -> None:
-    """Print a report: a row for each kind of tensor and way, and the verdicts in one line."""
+    """Print a report: a row for each kind of tensor and way, and the number of rows with each verdict in one line."""
     table = Table("way", "tensor", "verdict", "median", "largest", "why", box=None, pad_edge=False)
     for row in report.rows:
         figures = ["" if value is None else f"{value:.2g}" for value in (row.median, row.largest)]

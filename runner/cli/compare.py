@@ -1,4 +1,4 @@
-"""`deltarunner compare`: which of several run files is better, task by task."""
+"""`deltarunner compare`: compare run files task by task, and show which one is better."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ MAX_SHOWN_SLICES = 60
 
 
 def compare_command(files: Sequence[Path], *, by: str | None, as_json: bool) -> int:
-    """Compare each file with the first one, print the results, and return the exit code."""
+    """Compare each file with the first one, print the results, and return the exit code.
+
+    Raises:
+        BadOption: fewer than two files are given.
+    """
     if len(files) < 2:
         raise BadOption("compare: give at least two run files; each is compared with the first.")
     comparisons = [compare(files[0], other, by=by) for other in files[1:]]

@@ -44,7 +44,7 @@ MAX_BAR_WIDTH: Final = 100
 
 
 REPEATED_LINES: Final = 20
-"""Recent lines that are printed again after the window is cleared."""
+"""Number of recent lines that are printed again after the window is cleared."""
 
 
 class _ConsoleReporter(LiveReporter):
@@ -107,7 +107,10 @@ class LiveDisplay(_ConsoleReporter):
             self._recent_lines.append(Text(printable(line)))
 
     def _follow_size(self) -> None:
-        """Clear a resized window, because the number of lines that the old frame now takes depends on the terminal."""
+        """If the window has a new size, clear it and print the recent lines again.
+
+        The old frame cannot be erased alone: how many lines it takes now depends on the terminal.
+        """
         size = self.console.size
         if self._live is None or size == self._size:
             return
@@ -119,7 +122,7 @@ class LiveDisplay(_ConsoleReporter):
         self._begin()
 
     def restore(self) -> None:
-        """Show the cursor again. Writes directly to the terminal, since this may interrupt a redraw."""
+        """Show the cursor again, with a direct write to the terminal, since this may interrupt the code that draws."""
         with suppress(OSError, ValueError):
             os.write(self.console.file.fileno(), b"\x1b[?25h\n")
 
@@ -142,7 +145,7 @@ class LiveDisplay(_ConsoleReporter):
 
 
 def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> RenderableType:
-    """A frame of the live display."""
+    """A frame of the live display, for a terminal of `width` columns and `height` lines."""
     above: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
     if width >= MIN_FULL_WIDTH and stats.total:
         above.append(_bar(stats.total, stats.done, width))

@@ -27,7 +27,11 @@ _DATABASE = b"SQLite format 3"
 
 
 def export_command(file: Path, *, format: str, output: Path | None, chosen: TrajectoryFilter) -> int:
-    """Write the chosen trajectories next to the run file or to `output` (`-` is stdout); return the exit code."""
+    """Write the chosen trajectories next to the run file or to `output` (`-` is stdout); return the exit code.
+
+    Raises:
+        BadOption: the format is unknown, the file has no token ids, or the target must be kept.
+    """
     write = _FORMATS.get(format)
     if write is None:
         raise BadOption(f"--format {format}: give {' or '.join(_FORMATS)}.")
@@ -59,17 +63,17 @@ def _to_stdout(run_file: RunFile, write: Exporter, chosen: TrajectoryFilter) -> 
 
 
 def check_target(file: Path, target: Path, *, named: bool) -> None:
-    """Refuse to replace a run file or its companions, or an existing file that the user did not name."""
+    """Raise BadOption if `target` is a run file or a part of one, or exists and was not `named` by the user."""
     own = file.resolve()
     beside = (f"{own.name}-wal", f"{own.name}-shm", f".{own.name}.lock")
     if target.resolve() in (own, *map(own.with_name, beside)) or _is_database(target):
-        raise BadOption(f"-o {target} is a run file or part of one, and would be overwritten. Give another path (-o).")
+        raise BadOption(f"{target} is a run file or part of one, and would be overwritten. Give another path (-o).")
     if target.exists() and not named:
         raise BadOption(f"{target} exists. To replace it, give -o {target}.")
 
 
 def _is_database(path: Path) -> bool:
-    with suppress(OSError):  # an unreadable target raises later, when the export writes it
+    with suppress(OSError):  # writing to a target that cannot be read raises the error later
         if path.is_file():
             with path.open("rb") as opened:
                 return opened.read(len(_DATABASE)) == _DATABASE

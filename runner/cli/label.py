@@ -1,4 +1,4 @@
-"""`deltarunner label`: labels and notes of readers about episodes."""
+"""`deltarunner label`: labels and notes that people write about episodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ __all__ = ["label_command"]
 def label_command(
     file: Path, episode: str | None, *, labels: Sequence[str], note: str | None, reader: str | None, remove: bool
 ) -> int:
-    """Add, remove or list labels; return the exit code."""
+    """Add, remove or list labels; return the exit code.
+
+    Raises:
+        BadOption: options are missing, do not belong together, or have an invalid value.
+    """
     console = make_console()
     with RunFile(file) as run_file:
         if episode is None:
@@ -34,11 +38,12 @@ def label_command(
             for problem in found.problems:
                 console.print(Text(printable(problem), "yellow"), soft_wrap=True)
             return 0
-        run_file.row(episode)  # refuses an episode that does not exist
+        run_file.row(episode)  # raises an error if the episode does not exist
     if remove == bool(labels or note):
         raise BadOption("label: give --label NAME, --note TEXT or both; or --remove alone.")
-    if any(not each.strip() or "\n" in each for each in labels):
-        raise BadOption("--label: give a name of one line.")
+    for each in labels:
+        if not each.strip() or "\n" in each:
+            raise BadOption(f"--label {each!r:.60}: give a name of one line.")
     name = reader or os.environ.get("DELTARUNNER_READER") or _user()
     made = add_label(file, episode, labels=labels, note=note or "", reader=name)
     words = f"removed what {name} wrote about" if remove else f"{made.words} about"
@@ -49,5 +54,5 @@ def label_command(
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # the user has no name, as in a container
+    except (KeyError, OSError):  # the account has no name, for example in a container
         return "reader"

@@ -17,7 +17,7 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def parse_pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
-    """The values by name; empty if the option was not given.
+    """Return the values by name; an empty dict if the option was not given.
 
     Raises:
         BadOption: "=" is missing, or a name is given twice.
@@ -25,11 +25,11 @@ def parse_pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
-        # The text is split only at the first "=", since values may contain more.
+        # The text is split only at the first "=", since a value may contain "=" as well.
         if not equals or not name:
             raise BadOption(f"{option} {text}: write {option} name=value.")
         if name in found:
-            raise BadOption(f"{option} {name} is given twice.")
+            raise BadOption(f"{option} {name} is given twice: give it once.")
         found[name] = value
     return found
 
@@ -40,12 +40,12 @@ def parse_value(text: str) -> Any:
 
 
 def parse_values(given: Iterable[str] | None, option: str) -> dict[str, Any]:
-    """`parse_pairs`, with each value parsed by `parse_value`."""
+    """Return the result of `parse_pairs`, with each value parsed by `parse_value`."""
     return {name: parse_value(value) for name, value in parse_pairs(given, option).items()}
 
 
 def parse_limits(given: Iterable[str] | None) -> Limits:
-    """Limits from `name=value`; the value `none` removes a limit.
+    """Return the limits of texts `name=value`; the value `none` removes a limit.
 
     Raises:
         BadOption: a limit is unknown, or its value is invalid.
@@ -61,7 +61,7 @@ def parse_limits(given: Iterable[str] | None) -> Limits:
 
 
 def parse_logit_bias(given: Iterable[str] | None) -> dict[int, Any]:
-    """Biases by token id from `id=bias`; `Sampling` checks their values.
+    """Return the biases of texts `id=bias`, by token id; `Sampling` checks the biases.
 
     Raises:
         BadOption: the text before "=" is not a token id.

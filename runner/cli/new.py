@@ -45,7 +45,7 @@ class Names:
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """The names for one given name; `word-game`, `word_game` and `WordGame` have the same result.
+        """Return the names for a given name; for `word-game`, `word_game` and `WordGame` they are the same.
 
         Raises:
             BadOption: the name is not valid, or is taken.
@@ -63,7 +63,7 @@ class Names:
         return names
 
     def render(self, text: str) -> str:
-        """A text of the template project, whose name is new-environment, with this project's names."""
+        """Return a text of the template project with the names of this project in place of new-environment's."""
         return (
             text.replace("new_environment", self.package)
             .replace("new-environment", self.project)
@@ -76,16 +76,21 @@ def _taken(names: Names) -> str:
     if keyword.iskeyword(names.package) or keyword.iskeyword(names.environment):
         return f"{names.package} and {names.environment} cannot both be names in Python"
     if names.environment in runner.__all__ or hasattr(builtins, names.environment):
-        return f"its class would be called {names.environment}, which environments use for something else"
+        return f"its class would be called {names.environment}, a name that environments use for something else"
     if names.package in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}:
         return "an environment of that name is installed (`deltarunner list`)"
     if names.package in sys.stdlib_module_names or names.package == "tests" or find_spec(names.package) is not None:
-        return f"there is a module {names.package} already; one would hide the other"
+        return f"there is a module {names.package} already, and one of the two would hide the other"
     return ""
 
 
 def new_command(name: str, folder: Path | None) -> int:
-    """Write the project, and print the next commands."""
+    """Write the project, print the next commands, and return the exit code 0.
+
+    Raises:
+        BadOption: the name or the folder cannot be used.
+        StorageFailed: the folder cannot be written.
+    """
     names = Names.of(name)
     folder = folder if folder is not None else Path(name)
     write_project(names, folder)
@@ -106,14 +111,14 @@ def write_project(names: Names, folder: Path) -> None:
     """Write the project to a new folder; after an error nothing is left.
 
     Raises:
-        BadOption: the folder exists, or its parent does not.
+        BadOption: the folder exists, or its parent is not an existing folder.
         StorageFailed: the folder cannot be written.
     """
     if os.path.lexists(folder):
         raise BadOption(f"{folder} exists and is not overwritten: give another --folder.")
     if not folder.absolute().parent.is_dir():
         raise BadOption(
-            f"The folder {folder.parent} for {folder.name} does not exist: create it, or give another --folder."
+            f"{folder.parent}, for {folder.name}, is not an existing folder: create it, or give another --folder."
         )
     # The folder has another name until it is complete.
     unfinished = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
@@ -127,7 +132,7 @@ def write_project(names: Names, folder: Path) -> None:
 
 
 def installed_from() -> str:
-    """The address from which pip can install this deltarunner; "" for the package index."""
+    """The address from which pip can install this deltarunner; "" if it is the package index or unknown."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file() and (checkout / "runner" / "cli").is_dir():
         return checkout.as_uri()
@@ -144,7 +149,7 @@ def installed_from() -> str:
 
 
 def _with_source(pyproject: str, source: str) -> str:
-    """The pyproject.toml with requirements that install from `source`."""
+    """Return the pyproject.toml with requirements that install from `source`; unchanged if `source` is ""."""
     if not source:
         return pyproject
     note = "# The installation of deltarunner that created this project."
@@ -171,7 +176,7 @@ def _write(names: Names, folder: Path) -> None:
 
 
 def _skeleton() -> Path:
-    """The folder of the template project: in a wheel inside the package, in a checkout next to it."""
+    """The folder of the template project: inside the package in a wheel, next to the package in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "templates" / "environment"
     return inside if inside.is_dir() else package.parent / "templates" / "environment"

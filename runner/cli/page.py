@@ -33,7 +33,11 @@ def report_command(
     by: str | None,
     prices: Path | None,
 ) -> int:
-    """Write the page next to the run file, or to `output`; return the exit code."""
+    """Write the page next to the run file, or to `output`; return the exit code.
+
+    Raises:
+        BadOption: `by` is given without `against`, or the page would replace a file that must be kept.
+    """
     if by is not None and against is None:
         raise BadOption(f"--by {by}: give --against A.db as well, the file to compare with.")
     table = None if prices is None else read_prices(prices)
@@ -57,7 +61,7 @@ def view_command(path: Path, *, port: int, prices: Path | None) -> int:
     console = make_console()
     console.print(Text(viewer.address), soft_wrap=True)
     console.print(
-        Text("The key in the address opens it, read-only, on this machine. Ctrl-C ends the viewer."), style="dim"
+        Text("The address, with its key, opens the pages on this machine. Ctrl-C ends the viewer."), style="dim"
     )
     console.file.flush()
     try:

@@ -1,4 +1,4 @@
-"""Redirects the output of libraries and child processes from the terminal to a log file."""
+"""Redirection of the output of libraries and child processes from the terminal to a log file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TerminalStreams", "quiet_output"]
 
 @dataclass(frozen=True, slots=True)
 class TerminalStreams:
-    """The streams from before the redirection."""
+    """Streams that still write to where stdout and stderr wrote before the redirection."""
 
     stdout: TextIO
     stderr: TextIO
@@ -28,7 +28,7 @@ def quiet_output(path: Path) -> Iterator[TerminalStreams]:
     """Append everything written to descriptors 1 and 2 to the file `path`; yield the terminal's streams.
 
     The descriptors are redirected, not `sys.stdout`, because engines write from C++ and from child processes, which
-    inherit descriptors. They are restored at the end.
+    inherit descriptors. The descriptors are restored at the end.
 
     Raises:
         StorageFailed: the file cannot be written.

@@ -28,19 +28,19 @@ from runner.transcript import printable, printable_line
 __all__ = ["lag_lines", "make_console", "naming_slow_code", "own_command", "plain_table", "quoted", "summary_table"]
 
 MAX_FAULTS = 3
-"""Maximum number of faults, and of causes, that are shown; the others are counted."""
+"""Maximum number of faults that are shown, and of causes of repeated attempts."""
 NOTABLE_SECONDS = 1.0
-"""Total seconds of a late event loop below which no code is named."""
+"""Total seconds of blocking below which no code is named, if the event loop was not late."""
 PIPED_WIDTH = 200
 """Columns of piped output; Rich's default of 80 would cut paths and tables."""
 MAX_PLAIN_MEAN = 1e9
-"""Means above this are shown with an exponent, since a float may have 309 digits."""
+"""Means from this number on are shown with an exponent, since a float may have 309 digits."""
 UNTRAINED = "no request is trained: programs without tools are trained only with --train, or serve(train=True)"
 
 
 @contextmanager
 def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
-    """Print the running line of the author's code on stderr at this interval: its import or `tasks()` may be slow."""
+    """Print on stderr, at this interval, which line of the author's code runs: an import or `tasks()` may be slow."""
     caller, over = threading.get_ident(), threading.Event()
     script = os.path.abspath(sys.argv[0])  # the command's own script is not an author's code
 
@@ -61,7 +61,7 @@ def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
 
 
 class _ReaderOptionalConsole(Console):
-    """A console that ignores a closed pipe, such as after `head`: the run does not depend on its output."""
+    """A console that ignores a closed pipe, such as after `head`, since the run does not depend on its output."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -69,7 +69,7 @@ class _ReaderOptionalConsole(Console):
 
 
 class _PipedConsole(Console):
-    """A console that raises `BrokenPipeError`; Rich itself would exit with another code."""
+    """A console that raises `BrokenPipeError` if the pipe is closed; Rich would exit with another code."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -189,7 +189,7 @@ def _counts(counts: Mapping[str, object]) -> Text:
 
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The mean reward of each trained agent; the agent of `rewards` is first."""
+    """(label, mean reward) of each trained agent; first comes the agent whose single rewards the summary has."""
     agents = summary["agents"]
     if len(agents) < 2:
         return [("reward", summary["reward"])]
@@ -221,7 +221,7 @@ def _usage(usage: Mapping[str, Any]) -> str:
 
 
 def _turns(summary: Mapping[str, Any], verbose: bool) -> str:
-    """The number of turns, with counts of the turns that the model did not end itself."""
+    """The number of turns, and how many ended without a stop id or began a new segment; with `verbose`, all ends."""
     ends = {name: count for name, count in summary["finishes"].items() if verbose or name != FinishReason.STOP}
     began = _new_segments(summary["junctions"])
     parts = [str(summary["turns"]), *(f"{name} {count}" for name, count in ends.items())]
@@ -246,7 +246,7 @@ def _junctions(junctions: Mapping[str, int]) -> Iterator[str]:
 
 
 def _retried(count: int, causes: Mapping[str, int]) -> str:
-    """The number of repeated attempts by cause; files of older versions have no causes."""
+    """The number of repeated attempts by cause, or without causes for files of older versions."""
     if not causes:
         return f"{count} after an engine failure"
     shown = [f"{n} after: {printable_line(cause)}" for cause, n in list(causes.items())[:MAX_FAULTS]]
@@ -265,7 +265,7 @@ def _faults(faults: Sequence[str]) -> Text:
 
 
 def lag_lines(lag: LagMonitor) -> Iterator[Text]:
-    """The lag of the event loop and the code that blocked it; empty if it was on time."""
+    """Lines about the lag of the event loop and the code that blocked it; none if it was on time."""
     late = lag.percentile(99)
     blockers = lag.blockers(MAX_FAULTS)
     if late > LATE_SECONDS:

@@ -54,23 +54,23 @@ __all__ = ["ConsoleRun", "RunPlan", "play_plan", "real_engine", "run_command", "
 FOLDER = Path("runs")
 
 _SERVER_OPTIONS = ("dialect", "name", "places", "stream_interval", "timeout")
-"""Arguments of a `RemoteEngine` that --engine-option takes."""
+"""Names of the arguments of `RemoteEngine` that --engine-option can set."""
 
 _API_OPTIONS = frozenset(
     {"context", "places", "max_tokens_field", "reasoning_field", "leave_out", "extra_body", "timeout"}
 )
-"""Arguments of a `ChatEngine` that --engine-option takes."""
+"""Names of the arguments of `ChatEngine` that --engine-option can set."""
 
 
 def real_engine(settings: RunSettings) -> BaseEngine:
-    """The engine that the settings select: vLLM in this process, a server, or a chat API."""
+    """Return the engine of the settings: vLLM in this process, a server, or a chat API; raise BadOption if invalid."""
     arguments = parse_values(settings.engine_options, "--engine-option")
     if settings.api_model is not None:
         return _chat_engine(settings, arguments)
     if settings.api_url is not None:
         raise BadOption(f"--api-url {settings.api_url}: give --api-model as well, the model's name in that API.")
     for name in arguments.keys() & {"model", "template"}:
-        raise BadOption(f"--engine-option {name}=...: give --{name}.")
+        raise BadOption(f"--engine-option {name}=...: use the option --{name} instead.")
     return _vllm_engine(settings, arguments) if settings.server is None else _remote_engine(settings, arguments)
 
 
@@ -103,7 +103,7 @@ def _chat_engine(settings: RunSettings, arguments: dict[str, Any]) -> BaseEngine
     unknown = sorted(arguments.keys() - _API_OPTIONS)
     if unknown:
         raise BadOption(
-            f"--engine-option {unknown[0]}=...: with --api-model there are {', '.join(sorted(_API_OPTIONS))}."
+            f"--engine-option {unknown[0]}=...: with --api-model the options are {', '.join(sorted(_API_OPTIONS))}."
         )
     assert settings.api_model is not None
     return ChatEngine(settings.api_model, base_url=settings.api_url, api_key=settings.api_key or None, **arguments)
@@ -122,7 +122,7 @@ def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
 
 
 def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine] = real_engine) -> int:
-    """Play, and return the exit code; after a signal, 128 plus its number."""
+    """Play the run, and return the exit code; after a signal, it is 128 plus the number of the signal."""
     return play_plan(settings, lambda: RunPlan.of(settings, make_engine))
 
 
@@ -150,7 +150,7 @@ def play_plan(
 
 
 def _log_path(settings: RunSettings) -> Path:
-    """The path of the run's log. It has no number, because the number of the run file is known only with its header."""
+    """The path of the run's log. It has no number, since the run file gets its number later, with its header."""
     name = settings.file or FOLDER / f"{short_name(settings.environment_name)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
 
@@ -165,7 +165,7 @@ def _console(settings: RunSettings, log: Path) -> Iterator[Console]:
 
 
 def _print_json(settings: RunSettings, log: Path, shown: ConsoleRun | None, failure: DeltarunnerError | None) -> None:
-    """Print the last line of `--json`, also for a run that was refused before it began."""
+    """With `--json`, print the results as one line of JSON, also if an error ended the run before its start."""
     if not settings.json:
         return
     run, received = (shown.run, shown.received) if shown else (None, None)
@@ -201,7 +201,7 @@ class RunPlan:
 
     @classmethod
     def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> RunPlan:
-        """The plan for these settings; invalid ones are refused."""
+        """Return the plan for these settings. Raise an error such as BadOption if they are invalid."""
         given = parse_pairs(settings.settings, "--set")
         if settings.others:
             environment: Environment[Any] = _mixture(settings, given)
@@ -213,7 +213,7 @@ class RunPlan:
     def of_environment(
         cls, settings: RunSettings, environment: Environment[Any], make_engine: Callable[[RunSettings], BaseEngine]
     ) -> RunPlan:
-        """The plan for an environment object."""
+        """Return the plan for an environment object; raise the same errors as `of`."""
         check_playable(environment)
         if settings.template is not None:
             ChatTemplate.load(settings.template)
@@ -222,7 +222,7 @@ class RunPlan:
         tasks, total = _tasks(settings, environment, options.group_size)
         options = replace(options, tasks=tasks)
         if settings.file is not None:
-            # Checked before the engine starts, since its start takes long.
+            # The file is checked before the engine starts, since that takes long.
             check_resumable(settings.file, environment, options, model=settings.model_name)
         return cls(
             settings=settings,
@@ -244,7 +244,7 @@ class RunPlan:
 
 
 def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
-    """Several environments; a setting is named with its environment: `--set calculator.examples=1`."""
+    """The mixture of several environments. A setting has the name of its environment: `--set calculator.examples=1`."""
     own: dict[str, dict[str, str]] = {name: {} for name, _, _ in settings.mixed()}
     for name, value in given.items():
         part, dot, rest = name.partition(".")
@@ -256,7 +256,7 @@ def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
 
 
 def run_options(settings: RunSettings) -> RunOptions:
-    """The options of the run without tasks and file."""
+    """The options of the run without tasks and file; raise BadOption if one is invalid."""
     limits = parse_limits(settings.limits)
     given: dict[str, Any] = {name: getattr(settings, name) for name in ("group_size", "seed", "history", "listen")}
     options = RunOptions(
@@ -272,7 +272,7 @@ def run_options(settings: RunSettings) -> RunOptions:
         return options
     size = options.group_size
     if settings.index >= size:
-        raise BadOption(f"--index {settings.index}: the episodes of a group are 0 to {size - 1} (--group-size {size}).")
+        raise BadOption(f"--index {settings.index}: the episodes of a group are 0 to {size - 1}; raise --group-size.")
     return replace(options, indices=(settings.index,))
 
 
@@ -286,9 +286,9 @@ def _sampling(settings: RunSettings) -> Sampling:
 
 
 def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> tuple[Tasks, int | None]:
-    """The tasks, checked as far as possible before the engine starts, and the number of episodes if known.
+    """The tasks, checked as far as possible before the engine starts, and the number of episodes.
 
-    Each task has `size` episodes.
+    Each task has `size` episodes, with --index one. The number is None if it is unknown.
     """
     if settings.retry_failed and settings.task is not None and settings.file is None:
         raise BadOption("--retry-failed --task: a single task is stored only with --file; give a file.")
@@ -303,7 +303,7 @@ def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> t
         return chosen, None if known is None else known * each
     if settings.episodes % each:
         raise BadOption(
-            f"--episodes {settings.episodes} is not a multiple of --group-size {size}; groups are played completely."
+            f"--episodes {settings.episodes} is not a multiple of --group-size {size}: give a multiple of it."
         )
     most = settings.episodes // each
     chosen, _ = check_ahead(select(source, task_class, most=most), source, environment, checks, most=most)
@@ -317,9 +317,9 @@ class ConsoleRun(Reporter):
         self.run: Run | None = None
         """The run; None until it is created."""
         self.received: signal.Signals | None = None
-        """The signal that ended the run early."""
+        """The signal that ended the run early; None without one."""
         self.earlier = 0
-        """The number of episodes that the run file had before."""
+        """The number of episodes in the run file that earlier launches finished."""
         self._plan = plan
         self._settings = plan.settings
         self._console = console
@@ -329,10 +329,10 @@ class ConsoleRun(Reporter):
         self._kept: list[Trajectory] = []
 
     def play(self) -> int:
-        """Play the run, print the results, also after an error, and return the exit code."""
+        """Play the run, print the results, and return the exit code. Raise an error after the results are printed."""
         try:
             self.say(f"log   {self._log} (what vLLM and the environment print)")
-            with quiet_output(self._log):  # a separator, since a log may contain several launches
+            with quiet_output(self._log):  # a line that separates the launches in one log
                 print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {self._command()}")
             with log_to_file(self._log, self._settings.log_level, secrets=self._keys()):
                 self._require_tool_format()
@@ -359,7 +359,7 @@ class ConsoleRun(Reporter):
         return [key for key in (self._settings.api_key, self._settings.server_key) if key]
 
     def _resolve_model(self) -> None:
-        """Download or convert the model, which may take long and prints progress."""
+        """Download or convert the model if an engine needs it here. This may take long, and prints progress."""
         from runner.engines.remote.engine import RemoteEngine
         from runner.engines.vllm.engine import VllmEngine
         from runner.models import resolve_model
@@ -372,7 +372,7 @@ class ConsoleRun(Reporter):
             resolve_model(self._settings.model, say=self.say)
 
     def _require_tool_format(self) -> None:
-        """Check the name of the tool format before anything is downloaded."""
+        """Raise BadOption if the tool format is unknown, before anything is downloaded."""
         if self._plan.options.tool_format is not None:
             from runner.engines.vllm.call_reader import require_format
 
@@ -412,9 +412,9 @@ class ConsoleRun(Reporter):
         await self._display.watch(run)
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Keep the trajectory if it is shown at the end."""
+        """Keep the trajectory if its transcript may be shown at the end."""
         wanted = self._settings.show or (self._plan.options.group_size if self._settings.task is not None else 0)
-        # The examples are chosen by id and not by time, since the shortest episodes finish first.
+        # The transcripts are chosen by id and not by time, since the shortest episodes finish first.
         self._kept = sorted([*self._kept, trajectory], key=_by_id)[:wanted]
         self._display.finished(trajectory)
 
@@ -446,7 +446,7 @@ class ConsoleRun(Reporter):
         if not summary.episodes or unplayable < summary.episodes:
             return
         last = self._display.last_fault or ", ".join(summary.outcomes)
-        raise TooManyFailures(f"no episode of {summary.episodes} could be scored; the last one: {last}")
+        raise TooManyFailures(f"no episode of {summary.episodes} was scored: correct the cause; the last one: {last}")
 
     # --- afterwards
 
@@ -493,5 +493,5 @@ class ConsoleRun(Reporter):
 
 
 def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
-    """A sort key by which task 9 comes before task 10."""
+    """A sort key with which task 9 comes before task 10."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", trajectory.id)]

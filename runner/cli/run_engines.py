@@ -14,14 +14,14 @@ from runner.errors import BadOption
 __all__ = ["agent_engines", "engine_with_workers"]
 
 API = "api:"
-"""The beginning of an engine that is a chat API."""
+"""Prefix of a value of `--engine` that selects a chat API."""
 
 _WORKER_OPTIONS = {"worker_gpus": "gpus", "worker_cpus": "cpus", "stall_seconds": "stall_seconds"}
-"""Options that are arguments of `RayEngines`, with their names there."""
+"""The options that are arguments of `RayEngines`, each with the name of its argument."""
 
 
 def agent_engines(settings: RunSettings) -> dict[str, BaseEngine]:
-    """The engines by agent. Each is given as `api:MODEL`, `api:MODEL@URL` or `MODEL@URL`.
+    """The engines of `--engine`, by agent. Each is given as `api:MODEL`, `api:MODEL@URL` or `MODEL@URL`.
 
     Raises:
         BadOption: an engine cannot be read, or its package is missing.
@@ -59,7 +59,8 @@ def engine_with_workers(settings: RunSettings, make_engine: Callable[[RunSetting
     """The engine, or with `--workers` a `RayEngines` with this engine on each worker.
 
     Raises:
-        BadOption: another option does not work with workers, or Ray is not installed.
+        BadOption: an option does not work with workers, or only with workers; the engine does not return token ids; or
+            Ray is not installed.
     """
     if settings.workers is None:
         for name in ("cluster", *_WORKER_OPTIONS):
@@ -77,7 +78,7 @@ def engine_with_workers(settings: RunSettings, make_engine: Callable[[RunSetting
     engine = make_engine(settings)
     if not isinstance(engine, Engine):
         raise BadOption(
-            f"--workers {settings.workers}: {type(engine).__name__} does not return token ids: give one that does."
+            f"--workers {settings.workers}: {type(engine).__name__} does not return token ids: give another engine."
         )
     given = {argument: getattr(settings, name) for name, argument in _WORKER_OPTIONS.items()}
     given = {argument: value for argument, value in given.items() if value is not None}
@@ -85,7 +86,7 @@ def engine_with_workers(settings: RunSettings, make_engine: Callable[[RunSetting
 
 
 def _numbers(text: str) -> int | tuple[int, int]:
-    """The number of workers in `4`, or (minimum, maximum) in `8-64`."""
+    """Return the number of workers in `4`, or (minimum, maximum) in `8-64`; raise BadOption for other texts."""
     found = re.fullmatch(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?", text, re.ASCII)
     least, most = (int(number) for number in (found[1], found[2] or found[1])) if found else (1, 0)
     if least > most:
@@ -105,7 +106,7 @@ def _require_none_in_the_way(settings: RunSettings) -> None:
                 "one of them."
             )
     if settings.debug:
-        raise BadOption(f"{given} and --debug: breakpoint() stops this process, which plays no episode; give one.")
+        raise BadOption(f"{given} and --debug: breakpoint() stops this process, which plays no episode; leave one out.")
     if settings.listen is not None and parse_listen(settings.listen)[1]:
         raise BadOption(
             f"{given} and --listen {settings.listen}: each worker serves its own episodes; give a host without a port."

@@ -24,10 +24,10 @@ from runner.errors import BadOption
 __all__ = ["serve_command"]
 
 NAME = "serve"
-"""The environment's name in the names of run files."""
+"""The word in names of run files that otherwise is the name of the environment."""
 
 _PLAYER_OPTIONS = ("sampling", "limits", "concurrency", "seed", "template_options", "tool_format", "history", "listen")
-"""The options of a run that a player for a trainer takes."""
+"""Names of the fields of `RunOptions` that are passed to `VerifiersServer`."""
 
 _DEFAULTS = {each.name: each.default for each in fields(RunSettings)}
 
@@ -37,17 +37,20 @@ def serve_command(
     make_engine: Callable[[RunSettings], BaseEngine] = real_engine,
     on_key: Callable[[list[str]], None] | None = None,
 ) -> int:
-    """Serve until Ctrl-C, and return the exit code. The open episodes then end normally.
+    """Serve until Ctrl-C, and return the exit code. After Ctrl-C the open episodes end normally.
 
-    `--concurrency` is the number of open keys; after one ends, the next is printed. `on_key` also receives the lines
-    of each key.
+    Each episode has a key, and `--concurrency` episodes are open at once; after one has ended, the key of the next is
+    printed. `on_key` also receives the printed lines.
+
+    Raises:
+        BadOption: an option is invalid, or needs `--as`.
     """
     if isinstance(settings, ServeSettings) and settings.protocol is not None:
         return serve_trainer(settings, make_engine)
     bind = settings.bind if isinstance(settings, ServeSettings) else None
     if settings.environment is not None or settings.settings or bind is not None:
         named = settings.environment or ("--set" if settings.settings else "--bind")
-        raise BadOption(f"serve {named}: an environment is served to a trainer with --as verifiers.")
+        raise BadOption(f"serve {named}: to serve an environment to a trainer, add --as verifiers.")
     settings = replace(settings, environment=NAME, concurrency=settings.concurrency or 1)
     say: list[Callable[[str], None]] = []
 
@@ -65,15 +68,19 @@ def serve_command(
 
 
 def serve_trainer(settings: ServeSettings, make_engine: Callable[[RunSettings], BaseEngine] = real_engine) -> int:
-    """Play an environment for clients of verifiers until Ctrl-C, and return the exit code."""
+    """Play an environment for clients of verifiers until Ctrl-C, and return the exit code.
+
+    Raises:
+        BadOption: an option is invalid.
+    """
     from runner.trainers.verifiers_server import VerifiersServer
 
     if settings.protocol != "verifiers":
-        raise BadOption(f"--as {settings.protocol}: the protocol is verifiers.")
+        raise BadOption(f"--as {settings.protocol}: the protocol is not known: give verifiers.")
     if settings.environment is None:
         raise BadOption("serve --as verifiers: give an environment (`deltarunner list`).")
     if settings.file is not None:
-        raise BadOption(f"--file {settings.file}: the trainer keeps the traces; leave it out.")
+        raise BadOption(f"--file {settings.file}: the trainer keeps the traces; leave this option out.")
     environment = construct(find_environment(settings.environment), parse_pairs(settings.settings, "--set"))
     check_playable(environment)
     given = run_options(settings)
@@ -81,7 +88,7 @@ def serve_trainer(settings: ServeSettings, make_engine: Callable[[RunSettings], 
     own_model = settings.model != _DEFAULTS["model"]
 
     def engine_of(url: str, model: str) -> BaseEngine:
-        """The engine of a request, on the address that --server names, if it is given."""
+        """The engine for a request of a client: on the server of --server, else on the client's `url`."""
         folder = settings.model if own_model else model
         named = [*(settings.engine_options or ()), *([f"name={model}"] if folder != model else [])]
         return make_engine(replace(settings, server=settings.server or url, model=folder, engine_options=named))
@@ -98,7 +105,7 @@ def serve_trainer(settings: ServeSettings, make_engine: Callable[[RunSettings], 
 
 
 def key_lines(episode: str, endpoint: Endpoint, home: Path) -> list[str]:
-    """The settings for programs that are started by hand. Configuration files are in the folder `home`."""
+    """The lines to print for a key: settings for programs that a user starts; `home` has their configuration files."""
     exported = _assigned(endpoint.environ)
     address = Address(endpoint.base_url, endpoint.root_url, endpoint.api_key, endpoint.model, endpoint.context)
     codex = shlex.join(flags(address)["codex"])

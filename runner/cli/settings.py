@@ -51,7 +51,7 @@ HARBOR = "harbor"
 """The environment that plays tasks of Harbor, with or without an agent program."""
 
 DATASET_OPTIONS = ("prompt", "answer", "score", "id", "system", "info", "where", "shuffle", "skip", "take", "cache")
-"""The options of `dataset`; each is an argument of its constructor."""
+"""The options of the environment `dataset`; each is an argument of the environment's constructor."""
 
 ENVIRONMENT = typer.Argument(
     metavar="ENV",
@@ -112,7 +112,8 @@ SAMPLING = "sampling options"
 class RunSettings:
     """The options of `deltarunner run` as given on the command line; only their types are checked.
 
-    None stands for an option that was not given. `RunOptions` has the defaults, but is slow to import for `--help`.
+    None stands for an option that was not given. The defaults are in `RunOptions`, which is not imported here: its
+    import is slow, and `--help` would wait for it.
     """
 
     environment: Annotated[str | None, ENVIRONMENT] = None
@@ -124,13 +125,13 @@ class RunSettings:
         str | None, typer.Option(metavar="COMMAND", help="Play an agent program instead of ENV: 'claude -p {prompt}'.")
     ] = None
     check: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="With --agent: exits with 0 if the program solved the task.")
+        str | None, typer.Option(metavar="COMMAND", help="With --agent: command whose exit code 0 means solved.")
     ] = None
     copy: Annotated[Path | None, typer.Option(help="With --agent: folder to copy for each episode.")] = None
     wrap: Annotated[
         str | None,
         typer.Option(
-            metavar="COMMAND", help="With --agent: command to wrap it in, such as a sandbox; {folder}, {home}."
+            metavar="COMMAND", help="With --agent: a command before it, such as a sandbox; {folder}, {home}."
         ),
     ] = None
     sandbox: Annotated[
@@ -259,7 +260,7 @@ class RunSettings:
         list[str] | None, typer.Option(metavar="FIELD", help="dataset: a further field for the scorer.")
     ] = None
     where: Annotated[
-        list[str] | None, typer.Option(metavar="CONDITION", help="dataset: only such rows: 'level>=4', 'type=algebra'.")
+        list[str] | None, typer.Option(metavar="CONDITION", help="dataset: only rows with: 'level>=4', 'type=algebra'.")
     ] = None
     shuffle: Annotated[
         int | None, typer.Option(metavar="SEED", min=0, help="dataset: shuffle the rows with this seed.")
@@ -323,7 +324,7 @@ class RunSettings:
         """The short name, the full name and the weight of each environment of a mixture.
 
         Raises:
-            BadOption: two environments have the same short name, or an option of another kind of run is given.
+            BadOption: two environments have the same short name.
         """
         from runner.environment.loading import short_name
 
@@ -334,12 +335,13 @@ class RunSettings:
             full = before if is_weighted else text
             name = short_name(full)
             if name in found:
-                raise BadOption(f"{self.environment} {' '.join(self.others or ())}: {name!r} is named twice.")
+                given = " ".join((self.environment or "", *(self.others or ())))
+                raise BadOption(f"{given}: {name!r} is named twice: name it once.")
             found[name] = (name, full, float(weight) if is_weighted else 1.0)
         return list(found.values())
 
     def serving(self) -> dict[str, Any]:
-        """Keyword arguments for `OpenEpisodes` and `Program`; None stands for the default."""
+        """Keyword arguments of `OpenEpisodes` and `Program`; None stands for the default."""
         return {
             "train": self.train,
             "system_as_user": self.system_as_user,
@@ -348,10 +350,10 @@ class RunSettings:
         }
 
     def with_program(self) -> RunSettings:
-        """The settings with an environment, and with options of `dataset` and of `--agent` as its arguments.
+        """Return settings with an environment, and with options of `dataset` and of `--agent` as its arguments.
 
         Raises:
-            BadOption: an environment is missing, or an option does not belong to the environment.
+            BadOption: the environment or a needed option is missing, or an option does not belong to the environment.
         """
         return self._with_dataset()._with_program()
 
@@ -360,7 +362,7 @@ class RunSettings:
         if self.environment not in (DATASET, "mcp") or self.others:
             if given and self.others:
                 name = next(iter(given))
-                raise BadOption(f"--{name}: give it to one of the environments, such as --set dataset.{name}=VALUE.")
+                raise BadOption(f"--{name}: give it to one environment, such as --set dataset.{name}=VALUE.")
             if given:
                 raise BadOption(f"--{next(iter(given))} is an option of the environment `dataset`: {DATASET_USAGE}")
             return self
@@ -374,7 +376,9 @@ class RunSettings:
     def _with_harbor_agent(self, given: Mapping[str, Any]) -> RunSettings:
         own = [name for name in ("check", "copy", "wrap", "sandbox") if name in given]
         if own:
-            raise BadOption(f"--{own[0]} and {self.environment}: a Harbor task has its own sandbox and check.")
+            raise BadOption(
+                f"--{own[0]} and {self.environment}: a Harbor task has its own sandbox and check; leave --{own[0]} out."
+            )
         settings = [f"{name}={value}" for name, value in given.items()]
         return dataclasses.replace(self, settings=[*settings, *(self.settings or [])])
 
@@ -416,6 +420,8 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings(RunSettings):
+    """The options of `deltarunner serve` as given on the command line; of the inherited ones, those in `SERVED`."""
+
     protocol: Annotated[
         str | None,
         typer.Option("--as", metavar="verifiers", help="Play ENV for a trainer that speaks this protocol (prime-rl)."),
@@ -429,11 +435,11 @@ class ServeSettings(RunSettings):
 def options_from(
     settings: type[S], only: Collection[str] | None = None
 ) -> Callable[[Callable[[S], int]], Callable[..., int]]:
-    """Decorate a function that takes a settings object, so that each field becomes an option of the command.
+    """Return a decorator for a function of a settings object: each field becomes an option of the command.
 
     Args:
         settings: a dataclass with fields annotated as parameters of Typer.
-        only: the fields that become options; None for all.
+        only: names of the fields that become options; None for all fields.
     """
     parameters = [each for each in _parameters(settings) if only is None or each.name in only]
     hints = {each.name: each.annotation for each in parameters}

@@ -36,7 +36,7 @@ __all__ = ["show_command"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
-    """The choice of episodes for the table, and the thresholds for the results."""
+    """The options of the table: its episodes and their order, thresholds for the results, and prices."""
 
     failed: bool = False
     where: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def show_command(
     console = make_console()
     if episode is not None and chosen != RowOptions():
         raise BadOption(
-            "--failed, --where, --sort, --by, --fail-under, --prices: they are for the table; leave the episode out."
+            "--failed, --where, --sort, --by, --fail-under, --prices: these are for the table; leave the episode out."
         )
     with RunFile(file) as run_file:
         if requests and episode is None:
@@ -180,11 +180,11 @@ def _settings(run_file: RunFile) -> str:
 
 
 MAX_SETTING_CHARS = 60
-"""Longest shown setting; the header of the file has the whole value."""
+"""Maximum length of a shown setting; the header of the file has the whole value."""
 
 
 def _shortened(text: str) -> str:
-    """A long text without its middle: the end of a path distinguishes it."""
+    """Cut the middle out of a long text, since paths often differ only at the end."""
     half = (MAX_SETTING_CHARS - 3) // 2
     return text if len(text) <= MAX_SETTING_CHARS else f"{text[:half]}...{text[-half:]}"
 
@@ -234,7 +234,7 @@ def _transcript(
 
 
 def _show_neighbours(run_file: RunFile, console: Console, shown: Trajectory) -> None:
-    """Print the ids of the episodes before and after the shown one."""
+    """Print the ids of the episodes before and after the shown one, if there are such episodes."""
     row = next(
         each for each in run_file.rows(task_id=shown.task.id, trained=None, superseded=None) if each.id == shown.id
     )
@@ -252,7 +252,7 @@ def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:
 
 
 def _find_row(run_file: RunFile, episode: str) -> EpisodeRow | str:
-    """The episode with an id; the id of a task stands for its first episode in the file."""
+    """Return the first episode of the task with this id, a trained one if there is one; else the given id."""
     first = next(run_file.rows(task_id=episode), None) or next(run_file.rows(task_id=episode, trained=None), None)
     return episode if first is None else first
 
@@ -269,7 +269,7 @@ def show_requests(run_file: RunFile, console: Console, episode: EpisodeRow | str
     requests = sorted(((request, thread) for thread in threads for request in thread.requests), key=_number)
     console.print(headline(first), soft_wrap=True)
     if not requests:
-        console.print("No requests: its environment neither uses Episode.chat nor serves a program.", style="dim")
+        console.print("No requests: the environment neither uses Episode.chat nor serves a program.", style="dim")
         return
     table = plain_table()
     for name in COLUMNS:
@@ -314,7 +314,10 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
 
 
 def _milliseconds(request: ChatRequest, turn: Turn | None) -> str:
-    """Milliseconds of the alignment, and until the first id, the last id, and the end of delivery."""
+    """Milliseconds of matching the history, to the first id, to the last id, and of the whole request.
+
+    The ids count from the turn's start in the engine. Without a turn, only the first number is returned.
+    """
     if turn is None:
         return f"{1e3 * request.align_seconds:.1f}"
     first = turn.timings.queued + turn.timings.first_token

@@ -1,4 +1,4 @@
-"""Checks a tool format that the user named against the calls that a chat template writes, for `check-template`."""
+"""Comparison of a tool format that the user named with the calls that a chat template writes, for `check-template`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ToolFormatCheck:
         profile: TemplateProfile,
         learnt: LearntFormat,
     ) -> ToolFormatCheck:
-        """Check the format in this process. The template must have been probed before, so that it is known to end.
+        """Check the format in this process. A probe must have shown before that rendering the template ends.
 
         Raises:
             BadOption: the format does not exist, or does not work with the vocabulary.
@@ -81,7 +81,7 @@ class ToolFormatCheck:
     def misreads(self) -> str:
         """A clause about calls that are misread or cannot be checked; "" if all are read."""
         if self.checked is None:
-            return "it cannot be checked: the template writes no call"
+            return "no call can be checked: the template writes none"
         if not self.checked.differences:
             return ""
         first, wrong = self.checked.differences[0], len(self.checked.differences)

@@ -1,4 +1,4 @@
-"""Describes a learnt format of turns: one call with named slots, the marks of reasoning, and its limits."""
+"""Description of a learnt format of turns: one call with named slots, the marks of reasoning, and limitations."""
 
 from __future__ import annotations
 

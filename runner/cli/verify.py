@@ -47,7 +47,7 @@ class VerifyResult:
     ids: int = 0
     """Number of token ids, from the table of episodes."""
     messages: int = 0
-    """Number of trajectories from chat APIs, which have no prompt ids to rebuild."""
+    """Number of trajectories from message servers, which have no prompt ids to rebuild."""
     differing: int = 0
     """Number of trajectories with a difference."""
     difference: Difference | None = None
@@ -61,10 +61,16 @@ class VerifyResult:
 def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False) -> int:
     """Rebuild every prompt of the file, print the first difference, and return the exit code.
 
+    Turns of message servers have no prompt ids; they are compared with their messages.
+
     Args:
         file: the run file.
         models: folders or names of models with the run's vocabulary, if the header's path is not valid any more.
-        json: print one line of JSON instead, also after an error.
+        json: print one line of JSON instead of text, also after an error.
+
+    Raises:
+        RunFileError: the file cannot be read.
+        BadModel: the vocabulary of the run is not found.
     """
     try:
         with RunFile(file) as run_file:
@@ -98,7 +104,7 @@ def _verify_file(run_file: RunFile, models: Sequence[str]) -> VerifyResult:
 
 
 def _header_difference(run_file: RunFile) -> Difference | None:
-    """The first change of the header since the first launch of the run recorded it."""
+    """Return the first change of the header since the run began, or the first launch that differs from it, or None."""
     noted = run_file.first_launch()
     changes = [] if noted is None else noted.changes(run_file.header)
     if not changes:
@@ -121,14 +127,14 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: ChatModels) -> Differ
         trajectory = run_file.trajectory(row)
     except RunFileError as error:
         cause = error.__cause__ or error
-        explanation = f"its rows are not a valid trajectory: {type(cause).__name__}: {cause}"
+        explanation = f"the rows of the episode are not a valid trajectory: {type(cause).__name__}: {cause}"
         return differ(kind=Kind.UNREADABLE, explanation=explanation)
     # The row has these counts too, for lists of episodes; in a damaged file they may differ from the trajectory.
     counted = {name: getattr(row, name) for name in _COUNTS}
     held = episode_row(trajectory)
     wrong = next((name for name in _COUNTS if counted[name] != held[name]), None)
     if wrong is not None:
-        explanation = f"its row counts {counted[wrong]} ({wrong}), but the trajectory has {held[wrong]}"
+        explanation = f"the row of the episode counts {counted[wrong]} ({wrong}), but the trajectory has {held[wrong]}"
         return differ(kind=Kind.LAYOUT, explanation=explanation)
 
     def other(agent: str) -> Trajectory:
@@ -156,7 +162,11 @@ class ChatModels:
         self._chats: dict[str | None, ChatModel] = {}
 
     def of(self, agent: str) -> ChatModel:
-        """The chat model of an agent."""
+        """Return the chat model of an agent.
+
+        Raises:
+            BadModel: its vocabulary is not found.
+        """
         placed = agent if agent in self._header.engines else None
         if placed not in self._chats:
             self._chats[placed] = self._make(placed)
@@ -182,7 +192,7 @@ class ChatModels:
         for tokenizer in self._candidates(engine):
             if tokenizer.fingerprint == engine["tokenizer"]:
                 return tokenizer
-        looked_at = ", ".join(self._given) or engine.get("model")
+        looked_at = ", ".join(self._given) or engine.get("model") or "the engine"
         raise BadModel(
             f"The vocabulary of {looked_at} is not the run's, whose fingerprint is "
             f"{engine['tokenizer']}. Give the folder of the run's model: --model FOLDER."
@@ -198,8 +208,8 @@ class ChatModels:
         model = engine.get("model")
         if not isinstance(model, str) or engine.get("kind") == "scripted":
             raise BadModel(
-                f"The run had a vocabulary with fingerprint {engine['tokenizer']}, and its file does not name the "
-                f"model. Give its folder: --model FOLDER."
+                f"The run had a vocabulary with fingerprint {engine['tokenizer']}, and the run file does not "
+                f"name the model. Give its folder: --model FOLDER."
             )
         try:
             yield _load_vocabulary(model)
@@ -242,7 +252,7 @@ def _print(console: Console, file: Path, verdict: VerifyResult) -> None:
         say(f"{file}: {looked_at}: {counted(verdict.differing, 'trajectory')} {verb}; the first one:")
         say(_place(found), "bold")
     else:
-        say(f"{file}: {looked_at}: each one follows, but as a whole they are not the run's result")
+        say(f"{file}: {looked_at}: each one is right by itself, but together they are not the run's result")
         say(found.episode, "bold")
     say(f"{found.kind.value}: {found.explanation}", "red")
     sides = (("stored", found.stored, found.stored_ids), ("derived", found.derived, found.derived_ids))

@@ -46,7 +46,7 @@ class ScoreOptions:
     sampling: Sequence[str] = ()
     """Fields of `Sampling`, as NAME=VALUE."""
     tolerance: float | None = None
-    """Allowed difference of an id, in nats; None for the default."""
+    """Allowed difference of the log-probability of an id, in nats; None for the default."""
 
 
 @dataclass(slots=True)
@@ -98,11 +98,15 @@ def verify_trace_command(
         now: the time that the template saw, in ISO form.
         score: start an engine with the model, and compare the log-probabilities too.
         score_options: options of that engine; only with `score`.
-        as_json: print one line of JSON instead, also after an error.
+        as_json: print one line of JSON instead of text, also after an error.
+
+    Raises:
+        BadOption: an option is invalid, or needs `score`.
+        DeltarunnerError: the model, the template or the file cannot be used.
     """
     given = score_options or ScoreOptions()
     if not score and given != ScoreOptions():
-        raise BadOption("--engine-option, --sampling and --tolerance are options of the scores: add --score.")
+        raise BadOption("--engine-option, --sampling and --tolerance are used only with --score: add it.")
     totals, traces = _Totals(), list[Trace]()
     try:
         variables = parse_values(options, "--template-option")
@@ -144,7 +148,7 @@ def _score(totals: _Totals, traces: Sequence[Trace], model: str, template: str |
     except TypeError:
         known = {each.name for each in dataclasses.fields(Sampling)}
         unknown = next(name for name in fields if name not in known)
-        raise BadOption(f"--sampling {unknown}: Sampling has no such field.") from None
+        raise BadOption(f"--sampling {unknown}: Sampling has no such field: give {', '.join(sorted(known))}.") from None
     tolerance = DEFAULT_TOLERANCE_NATS if given.tolerance is None else given.tolerance
     totals.scores = ScoreReport()
 

@@ -18,10 +18,10 @@ MIN_TABLE_WIDTH: Final = 70
 """Columns of the terminal below which the table has only its most important columns."""
 
 MAX_NODE_CHARS: Final = 20
-"""Longest shown name of a node."""
+"""Maximum length of a shown name of a node."""
 
 MAX_VERSION_CHARS: Final = 12
-"""Longest shown version of weights."""
+"""Maximum length of a shown version of weights."""
 
 _COLUMNS: Final = ("worker", "node", "playing", "weights", "lag", "silent", "longest wait")
 _FEWER_COLUMNS: Final = ("worker", "playing", "longest wait")
@@ -77,7 +77,7 @@ def _table(workers: Sequence[FleetWorker], fleet: FleetStats, width: int) -> lis
     columns = _COLUMNS if whole else _FEWER_COLUMNS
     rows: list[Sequence[Cell]] = [[(name, "dim") for name in columns]]
     rows += [(_cells if whole else _fewer_cells)(worker, fleet.troubles(worker), width) for worker in workers]
-    # The columns are aligned here, because a table of Rich takes seven times as long, several times a second.
+    # The columns are aligned here, because a table of Rich takes seven times as long, and each frame has one.
     widths = [max(cell_len(text) for text, _ in column) for column in zip(*rows, strict=True)]
     return [_aligned(row, columns, widths) for row in rows]
 
@@ -149,7 +149,7 @@ def _range(least: int, most: int) -> str:
 
 
 def _short(name: str, most: int) -> str:
-    """A long name without its middle: the start of a machine's name is common, and its end distinguishes it."""
+    """Cut the middle out of a long name: names of machines often begin alike, and differ at the end."""
     name = shown_line(name)
     if len(name) <= most:
         return name

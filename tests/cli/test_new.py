@@ -242,7 +242,7 @@ def test_existing_target_is_refused_and_not_overwritten(there: str, tmp_path: Pa
 
 
 def test_a_folder_in_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"The folder .*nowhere for word-game does not exist: create it"):
+    with pytest.raises(BadOption, match=r"nowhere, for word-game, is not an existing folder: create it"):
         write_project(Names.of("word-game"), tmp_path / "nowhere" / "word-game")
     assert not list(tmp_path.iterdir())
 

@@ -266,7 +266,7 @@ def test_several_environments_play_from_the_command_line(
         assert Counter(row.id.partition("/")[0] for row in stored) == {"calculator": 4, "guess_number": 2}
     assert "guess_number " in said
     assert "calculator.exact" in said
-    assert deltarunner("run", "calculator", "calculator:2")[1].endswith("'calculator' is named twice.")
+    assert deltarunner("run", "calculator", "calculator:2")[1].endswith("'calculator' is named twice: name it once.")
     assert (
         "name the environment as well: calculator.NAME, guess_number.NAME"
         in deltarunner("run", "calculator", "guess_number", "--set", "first=1")[1]

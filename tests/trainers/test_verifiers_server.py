@@ -400,11 +400,11 @@ async def test_address_that_is_taken_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ({"protocol": "tinker", "environment": "calculator"}, "--as tinker: the protocol is verifiers"),
+        ({"protocol": "tinker", "environment": "calculator"}, "--as tinker: the protocol is not known"),
         ({"protocol": "verifiers"}, "give an environment"),
         ({"protocol": "verifiers", "environment": "calculator", "file": "x.db"}, "the trainer keeps the traces"),
-        ({"environment": "calculator"}, "served to a trainer with --as verifiers"),
-        ({"bind": "tcp://127.0.0.1:1"}, "serve --bind: an environment is served"),
+        ({"environment": "calculator"}, "serve calculator: to serve an environment to a trainer, add --as"),
+        ({"bind": "tcp://127.0.0.1:1"}, "serve --bind: to serve an environment"),
     ],
 )
 def test_options_of_the_command_that_do_not_fit_are_refused(given: Any, fault: str) -> None:

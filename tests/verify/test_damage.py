@@ -161,7 +161,7 @@ def test_a_junction_record_that_does_not_follow_is_found(path: Path, change_of_i
 
 def test_counts_in_an_episodes_row_that_are_not_its_own_are_found(path: Path) -> None:
     change(path, "UPDATE episodes SET turns = turns + 1 WHERE id = 't1#0' AND agent = 'main'")
-    assert "its row counts" in damaged(path)["explanation"]
+    assert "the row of the episode counts" in damaged(path)["explanation"]
 
 
 def test_an_id_whose_source_is_not_its_own_is_found(path: Path) -> None:
