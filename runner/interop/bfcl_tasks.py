@@ -1,4 +1,4 @@
-"""BFCL v4, multi-turn: function calls over several requests, scored by the package's own checker."""
+"""BFCL v4, multi-turn: function calls over several requests, scored by the checker of the package bfcl_eval."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_STEPS_COUNT = 20
 _MORE_FUNCTIONS: Final = "I have updated some more functions you can choose from. What about now?"
 """The request with which BFCL adds functions (DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)."""
 _TYPES: Final = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""Types of JSON schema for BFCL's own type names."""
+"""The type of JSON Schema for each name of a type that only BFCL uses."""
 _MULTI_TURN: Final = "eval_checker.multi_turn_eval"
 
 
@@ -69,10 +69,14 @@ class Bfcl(Environment):
         return (Task(id=name, prompt=entry["question"][0]) for name, entry in _entries(self._category).items())
 
     def setup(self) -> None:
-        """Find the task, and its functions."""
+        """Find the task, and make tools of its functions.
+
+        Raises:
+            BadTask: the category has no task with this id.
+        """
         entry = _entries(self._category).get(self.task.id)
         if entry is None:
-            raise BadTask(f"task {self.task.id!r:.80}: the category {self._category!r} has no task with this id.")
+            raise BadTask(f"task {self.task.id!r:.80} is not in the category {self._category!r}: correct the id.")
         self._entry = entry
         self.tools += [self._tool(each) for each in entry["function"]]
 
@@ -101,7 +105,7 @@ class Bfcl(Environment):
 
     @reward
     def accuracy(self) -> float:
-        """1 if BFCL's checker accepts the calls; 0 if a request was not reached."""
+        """1 if BFCL's checker accepts the calls, else 0; also 0 if a request was not reached."""
         right = self._entry["ground_truth"]
         if len(self._requests) != len(right):
             return 0.0
@@ -111,7 +115,8 @@ class Bfcl(Environment):
     def close(self) -> None:
         """Free the objects that BFCL keeps for this episode."""
         kept = vars(_bfcl(f"{_MULTI_TURN}.multi_turn_utils"))
-        for name in [name for name in list(kept) if name.startswith(self._model)]:  # other threads add names
+        # The names are copied, since other threads add names at the same time.
+        for name in [name for name in list(kept) if name.startswith(self._model)]:
             del kept[name]
 
     def _tool(self, described: Mapping[str, Any]) -> Tool:
@@ -127,7 +132,7 @@ class Bfcl(Environment):
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         unusable = [each for each in arguments if not each.isidentifier()]
-        if unusable:  # BFCL evaluates calls as Python code
+        if unusable:  # BFCL would evaluate such a name as Python code
             raise ToolError(f"unknown argument {unusable[0]!r:.60}")
         written = f"{name}({', '.join(f'{each}={value!r}' for each, value in arguments.items())})"
         self._ran.append(written)
@@ -143,7 +148,7 @@ class Bfcl(Environment):
 
 
 def _schema(described: Any) -> Any:
-    """The JSON schema for BFCL's description of parameters."""
+    """Return the JSON schema for BFCL's description of parameters."""
     if isinstance(described, list):
         return [_schema(each) for each in described]
     if not isinstance(described, Mapping):

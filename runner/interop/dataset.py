@@ -52,7 +52,7 @@ class Dataset(Environment):
             tasks: a JSONL, CSV or Parquet file, `hf:NAME[SPLIT]`, or an iterable of mappings.
             prompt: a field, or a text with fields, such as "Question: {question}"; a field may also be a list of
                 messages.
-            answer: the field or text of the reference answer; "" for none.
+            answer: the field or text of the reference answer; "" if tasks have no answer.
             score: exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC, judge:@FILE or
                 module:function; in Python also a function of the reply's text and the task, or `judge()`.
             id: a field, or a text with fields, that is unique; by default a hash of prompt and answer.
@@ -62,7 +62,7 @@ class Dataset(Environment):
             shuffle: the seed of a shuffled order.
             skip: the number of rows to leave out at the beginning, after `where` and `shuffle`.
             take: the number of rows to keep after the skipped ones.
-            cache: with a judge of `judge:`, a file that keeps its scores for later runs.
+            cache: with score="judge:...", a file that keeps the scores of the judge for later runs.
 
         Raises:
             BadOption: an argument is invalid.
@@ -84,7 +84,7 @@ class Dataset(Environment):
         if isinstance(score, str) and score.startswith(JUDGE_PREFIX):
             score = judge_of_option(score, cache)
         elif cache:
-            raise BadOption(f"cache={cache!r:.60}: it keeps the scores of a judge: give score='judge:RUBRIC'.")
+            raise BadOption(f"cache={cache!r:.60}: a cache keeps the scores of a judge: give score='judge:RUBRIC'.")
         self._judge = score if isinstance(score, Judge) else None
         self._scorer = None if self._judge is not None else scorer_of(score)
         if self._scorer is not None and self._scorer.needs_answer and self._answer is None:
@@ -95,7 +95,11 @@ class Dataset(Environment):
         self._cost = JudgeCost()
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each row. Rows are read as they are needed."""
+        """One task for each row. Rows are read as they are needed.
+
+        Raises:
+            BadTask: the file cannot be read, a field is missing, or a row cannot be used.
+        """
         source = source_of(self._tasks)
         templates = [each for each in (self._prompt, self._answer, self._id) if each is not None]
         needed = {*self._info, *(each.column for each in self._where)}.union(*(each.columns for each in templates))
@@ -114,7 +118,7 @@ class Dataset(Environment):
                 raise BadTask(f"{name}: row {number} {error}.") from None
 
     def _built(self, rows: Iterator[tuple[int, Row]], name: str) -> Iterator[Task]:
-        # Store eight bytes of each id: a set of whole ids would grow with the data set.
+        # Only eight bytes of each id are stored, since whole ids of a large data set would need too much memory.
         seen: dict[bytes, int] = {}
         copies: dict[bytes, int] = {}
         for number, row in rows:
@@ -130,7 +134,9 @@ class Dataset(Environment):
                 yield Task(f"{task.id}-{copies[key]}", task.prompt, task.answer, task.info)
         if not seen:
             raise BadTask(
-                f"{name}: no row is left after where, skip and take." if self._selects else f"{name}: no rows."
+                f"{name}: no row is left after where, skip and take: choose others."
+                if self._selects
+                else f"{name}: no rows: give a data set with rows."
             )
 
     @property
@@ -146,7 +152,7 @@ class Dataset(Environment):
             made_id = self._hash(prompt, answer) if self._id is None else self._id(row)
             missing = next((name for name in self._info if name not in row), None)
             if missing is not None:
-                raise RowValueError(f"has no field {missing!r}; it has {', '.join(map(str, row))}")
+                raise RowValueError(f"has no field {missing!r}; its fields are {', '.join(map(str, row))}")
         except RowValueError as error:
             raise BadTask(f"{where} {error}.") from None
         except ValueError as error:
@@ -159,7 +165,7 @@ class Dataset(Environment):
 
     @reward
     async def correct(self) -> float | None:
-        """The score of the reply."""
+        """The score of the reply; None if a scoring function returns None."""
         if self._judge is not None:
             return await self._judge.score(self.episode, self.task, self._cost)
         assert self._scorer is not None
@@ -167,12 +173,12 @@ class Dataset(Environment):
 
     @metric
     def judged(self) -> dict[str, float]:
-        """The cost of the judge; empty without one."""
+        """The cost of the judge, by name; empty without a judge."""
         return {} if self._judge is None else self._cost.as_metrics()
 
 
 def _as_prompt(value: Any) -> Prompt:
-    """The value of the prompt's field: text, or a list of messages."""
+    """Return the value of the prompt's field as text or a list of messages; raise RowValueError for other values."""
     if isinstance(value, str):
         if not value.strip():
             raise RowValueError("has an empty prompt")

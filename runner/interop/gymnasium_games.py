@@ -19,7 +19,7 @@ from runner.trajectory import Turn
 __all__ = ["Gymnasium"]
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
-"""Terminal codes in the text of a game."""
+"""Codes of colours in the text that a game renders."""
 
 
 class Gymnasium(Environment):
@@ -45,7 +45,7 @@ class Gymnasium(Environment):
         """Choose the game.
 
         Args:
-            game: its id, such as "FrozenLake-v1"; "module:Game-v0" imports the module first.
+            game: the id of the game, such as "FrozenLake-v1"; "module:Game-v0" imports the module first.
             actions: the names of the actions of a discrete space, in order; by default their numbers.
             describe: the text of an observation; by default the game's own text if it renders as text, else the values.
             parse: the action for the text of a turn, for other than discrete and text spaces; it raises ValueError for
@@ -56,7 +56,8 @@ class Gymnasium(Environment):
             options: arguments of `gymnasium.make`.
 
         Raises:
-            BadEnvironment: the package is missing, the game is unknown, or its actions need `parse`.
+            BadEnvironment: the package is missing.
+            BadOption: `actions` is not a list of names.
         """
         self._gymnasium = optional_package("gymnasium", extra="gymnasium", least="1.0")
         if isinstance(actions, str) or not all(isinstance(each, str) and each for each in actions):
@@ -72,8 +73,13 @@ class Gymnasium(Environment):
         self._steps = 0
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each seed."""
-        self._made().close()  # made once here, so that an error is raised before the first episode
+        """One task for each seed.
+
+        Raises:
+            BadEnvironment: the game is unknown, or its actions need `parse`.
+            BadOption: `actions` has not as many names as the game has actions.
+        """
+        self._made().close()  # the game is made once here, so that an error is raised before the first episode
         return (Task(id=f"{self._game}-{number}") for number in range(self._games))
 
     def setup(self) -> None:
@@ -119,7 +125,7 @@ class Gymnasium(Environment):
         try:
             env = self._gymnasium.make(self._game, **options)
         except (self._gymnasium.error.Error, ImportError, TypeError) as error:
-            raise BadEnvironment(f"Gymnasium has no game {self._game!r} that can be made: {error!s:.300}") from None
+            raise BadEnvironment(f"game={self._game!r:.60} cannot be made ({error!s:.300}): correct the id.") from None
         space, spaces = env.action_space, self._gymnasium.spaces
         if self._parse is None and not isinstance(space, spaces.Discrete | spaces.Text):
             env.close()
@@ -128,7 +134,7 @@ class Gymnasium(Environment):
             )
         if self._names and isinstance(space, spaces.Discrete) and len(self._names) != space.n:
             env.close()
-            raise BadOption(f"actions={self._names!r:.80}: {self._game} has {space.n} actions, name all of them.")
+            raise BadOption(f"actions={self._names!r:.80}: {self._game} has {space.n} actions: name all of them.")
         return env
 
     def _renders_text(self) -> bool:
@@ -170,7 +176,7 @@ class Gymnasium(Environment):
 
 
 def _as_text(observation: Any) -> str:
-    """An observation as text; arrays as lists of rounded numbers."""
+    """Return an observation as text: a string unchanged, other values as JSON with rounded numbers."""
     return observation if isinstance(observation, str) else json.dumps(_plain(observation))
 
 

@@ -117,10 +117,10 @@ def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
     """
     configuration = _configuration(folder)
     if names := unsupported(folder):
-        raise BadTask(f"Harbor task {str(folder)!r} needs {', '.join(names)}, which is not supported.")
+        raise BadTask(f"Harbor task {str(folder)!r} needs {', '.join(names)}, which is not supported: leave it out.")
     for name in (INSTRUCTION, TEST_SCRIPT):
         if not (folder / name).is_file():
-            raise BadTask(f"Harbor task {str(folder)!r} has no {name}.")
+            raise BadTask(f"Harbor task {str(folder)!r} has no {name}: add this file.")
     environment, agent = _table(configuration, "environment"), _table(configuration, "agent")
     verifier, solution = _table(configuration, "verifier"), _table(configuration, "solution")
     try:
@@ -142,7 +142,11 @@ def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
 
 
 def unsupported(folder: Path) -> list[str]:
-    """Return the names of the requirements of a task that are not supported."""
+    """Return the names of the requirements of a task that are not supported; an empty list if all are.
+
+    Raises:
+        BadTask: `task.toml` cannot be read.
+    """
     configuration = _configuration(folder)
     return list(_unsupported(folder, configuration, _table(configuration, "environment")))
 
@@ -183,7 +187,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadTask(f"Harbor task {str(folder)!r}: {CONFIGURATION} cannot be read ({error}).") from None
+        raise BadTask(f"Harbor task {str(folder)!r}: {CONFIGURATION} cannot be read ({error}): correct it.") from None
 
 
 def _table(configuration: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -198,7 +202,7 @@ def _sandbox(folder: Path, environment: Mapping[str, Any], *, storage: bool) -> 
     if not image:
         image = folder / "environment"
         if not (image / "Dockerfile").is_file():
-            raise ValueError("there is neither docker_image nor environment/Dockerfile")
+            raise ValueError("neither docker_image in [environment] nor environment/Dockerfile exists: add one")
     memory = environment.get("memory_mb") or _megabytes(environment, "memory")
     disk = environment.get("storage_mb") or _megabytes(environment, "storage")
     return SandboxOptions(

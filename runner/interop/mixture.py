@@ -27,7 +27,7 @@ __all__ = ["Mixture", "MixturePart"]
 MixturePart: TypeAlias = (
     Environment[Any] | type[Environment[Any]] | tuple[Environment[Any] | type[Environment[Any]], float]
 )
-"""An environment of a mixture, or a pair of it and its weight; the weight is 1 by default."""
+"""An environment of a mixture, or a pair of an environment and its weight; the weight is 1 by default."""
 
 LIFESPAN_THREADS = 8
 """Threads for the synchronous `lifespan()` methods of the environments."""
@@ -68,7 +68,10 @@ class Mixture(Environment):
             check_playable(environment)
             for agent, engine in environment.engines.items():
                 if engines.setdefault(agent, engine) is not engine:
-                    raise BadOption(f"Mixture: {name!r} has another engine for the agent {agent!r} than one before it.")
+                    raise BadOption(
+                        f"Mixture: {name!r} has another engine for the agent {agent!r} than an earlier environment: "
+                        "give both the same engine."
+                    )
         self.engines = engines
         self.scorers = tuple(
             dataclasses.replace(scorer, name=f"{name}.{scorer.name}")
@@ -80,11 +83,11 @@ class Mixture(Environment):
         return self._parts
 
     def overrides(self, hook: str) -> bool:
-        """Return True if one of the environments defines this hook."""
+        """Return True if an environment defines this hook, and always for `setup`, which the mixture itself defines."""
         return hook == "setup" or any(part.overrides(hook) for part in self._parts.values())
 
     def construction(self) -> dict[str, Any]:
-        """The name, weight and arguments of each environment."""
+        """The class, weight and arguments of each environment, as NAME, NAME.weight and NAME.ARGUMENT."""
         described: dict[str, Any] = {}
         for name, part in self._parts.items():
             described[name] = class_name(type(part))
@@ -93,7 +96,11 @@ class Mixture(Environment):
         return described
 
     def tasks(self) -> Iterable[Task]:
-        """The tasks of all environments, in proportion to the weights."""
+        """The tasks of all environments, in proportion to the weights.
+
+        Raises:
+            BadEnvironment: the `tasks()` of an environment is async.
+        """
         sources: dict[str, Any] = {}
         for name, part in self._parts.items():
             source: Any = environment_tasks(part)
@@ -121,7 +128,7 @@ class Mixture(Environment):
             workers.close()
 
     def setup(self) -> None:
-        """Refuse a task whose id names none of the environments."""
+        """Raise BadTask, since the task belongs to no environment: each environment sets up its own tasks."""
         names = ", ".join(f"{name}/" for name in self._parts)
         raise BadTask(f"task {self.task.id!r}: the id must begin with the name of an environment: {names}.")
 
@@ -137,13 +144,13 @@ class _ListeningTasks:
         return _interleaved(self._sources, self._weights)
 
     def finished(self, trajectory: Trajectory) -> Any:
-        """Send a result to the source of its task."""
+        """Send a result to the source of its task, and return what the source returns; None if it takes no results."""
         source: Any = self._sources.get(trajectory.task.id.partition("/")[0])
         return source.finished(trajectory) if hasattr(source, "finished") else None
 
 
 def _interleaved(sources: Mapping[str, Iterable[Any]], weights: Mapping[str, float]) -> Iterator[Task]:
-    """The tasks of all sources. The next task is from the source with the smallest share so far."""
+    """The tasks of all sources. The next task is from the source with the fewest tasks so far for its weight."""
     left = {name: iter(source) for name, source in sources.items()}
     taken = dict.fromkeys(left, 0)
     while left:
@@ -153,7 +160,7 @@ def _interleaved(sources: Mapping[str, Iterable[Any]], weights: Mapping[str, flo
             del left[name]
             continue
         if not isinstance(task, Task):
-            raise BadTask(f"tasks() of {name!r} returned {task!r:.60}, which is not a Task.")
+            raise BadTask(f"tasks() of {name!r} returned {task!r:.60}, which is not a Task: return Task objects.")
         taken[name] += 1
         yield dataclasses.replace(task, id=f"{name}/{task.id}")
 

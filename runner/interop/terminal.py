@@ -17,10 +17,10 @@ from runner.tools.tool import tool
 __all__ = ["TOOL_OUTPUT_BYTES", "Terminal", "shell_command"]
 
 TOOL_OUTPUT_BYTES: Final = 16 * 1024
-"""Bytes of a command's output that the model reads."""
+"""Maximum number of bytes of a command's output that the model reads."""
 
 GRACE_SECONDS: Final = 60.0
-"""Time to start a command and to end its processes, in addition to its own limit."""
+"""Time to start a command and to end its processes, in addition to the time limit of the command."""
 
 _BASH_OR_SH: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi'
 
@@ -33,7 +33,8 @@ def shell_command(command: str) -> list[str]:
 class Terminal(Environment):
     """A sandbox with one tool, `bash`. A command in the sandbox decides the reward.
 
-    The command is `info["check"]` of the task, else `check`. The reward is 1 if it exits with 0, else 0.
+    The command is `info["check"]` of the task, else `check`. The reward is 1 if that command exits
+    with 0, else 0.
     """
 
     def __init__(
@@ -60,14 +61,18 @@ class Terminal(Environment):
             memory_mb: memory in MiB.
             cpus: processor cores.
             processes: maximum number of processes.
-            disk_mb: space for files in MiB; refused where the engine cannot limit it.
+            disk_mb: space for files in MiB; an error if the container engine cannot limit it.
             network: "none" or "internet".
             upload: a folder whose contents are copied to the working folder of each sandbox.
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
-            user: the user of the model's commands and of the uploaded files; the check is then run by root. Without it
-                both are the user of the image.
+            user: the user of the model's commands and of the uploaded files; the check is then run by root. By default
+                all commands are run by the user of the image.
             as_left: check the sandbox as the model left it. Otherwise all its processes are ended, and the programs of
-                the image are put back before the check.
+                the image are restored before the check.
+
+        Raises:
+            BadOption: an option of the sandbox is invalid.
+            BadEnvironment: `upload` does not exist.
         """
         self._check, self._seconds, self._folder, self._at_once = check, seconds, upload, at_once
         self._image = image
@@ -80,16 +85,16 @@ class Terminal(Environment):
             "user": user or None,
         }
         self._check_user, self._as_left = "0" if user else None, as_left
-        SandboxOptions(image=image, **self._options)  # refuses invalid options
+        SandboxOptions(image=image, **self._options)  # raises BadOption for invalid options
         if upload and not Path(upload).exists():
-            raise BadEnvironment(f"upload={upload!r:.80}: the folder does not exist.")
+            raise BadEnvironment(f"upload={upload!r:.80}: this path does not exist: give an existing folder.")
         late = seconds + GRACE_SECONDS
         self.limits = Limits(turns=50, seconds=3600, tool_seconds=late, reward_seconds=late + 3 * GRACE_SECONDS)
         self.sandbox: Sandbox
         """The sandbox; set from `setup()` on."""
 
     async def lifespan(self) -> AsyncIterator[None]:
-        """Find or build the image, and open a sandbox of it, before the first episode."""
+        """Find or build the image, and open one sandbox of it as a test, before the first episode."""
         await default_provider().prepare(SandboxOptions(image=self._image, **self._options))
         yield
 
@@ -114,7 +119,7 @@ class Terminal(Environment):
 
     @reward
     async def solved(self) -> bool:
-        """True if the check exits with 0."""
+        """True if the command of the check exits with 0."""
         argv = shell_command(self._check_command())
         if not self._as_left:
             await self.sandbox.restore()

@@ -1,4 +1,4 @@
-"""Variables of this process in texts of configuration files, so that the files need not contain keys."""
+"""Environment variables of this process in texts of configuration files, so that the files need not contain keys."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ _REFERENCE: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 def filled(table: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the texts of a table with `${NAME}` and `${NAME:-default}` replaced by variables of this process.
+    """Return the texts of a table with `${NAME}` and `${NAME:-default}` replaced by environment variables.
+
+    Args:
+        table: the texts by key.
+        name: the name of the table, for error messages.
 
     Raises:
-        ValueError: a variable is not set; the message names it and the table.
+        ValueError: a variable is not set; the message names the variable and the table.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -44,11 +44,11 @@ class Verifiers(Environment):
         """Choose the task set.
 
         Args:
-            taskset: its id, the name of a package; in Python also a `Taskset` object.
-            config: the fields of its config.
+            taskset: the id of the task set, which is the name of a package; in Python also a `Taskset` object.
+            config: values for fields of the config of the task set.
 
         Raises:
-            BadEnvironment: the package is missing, or the task set needs an unsupported feature.
+            BadEnvironment: a package is missing, or the task set needs an unsupported feature.
             BadOption: the config is invalid.
         """
         _verifiers("verifiers.v1")
@@ -61,7 +61,7 @@ class Verifiers(Environment):
         self._kind = self._taskset.task_type()
         if self._kind.NEEDS_CONTAINER:
             raise BadEnvironment(
-                f"the tasks of {type(self._taskset).__name__} need a container, which is not supported."
+                f"the tasks of {type(self._taskset).__name__} need a container, which is not supported: give others."
             )
         self._task: Any = None
         self._trace: Any = None
@@ -79,13 +79,18 @@ class Verifiers(Environment):
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[list[Any]]:
-        """The tools that all episodes share."""
+        """The tools that all episodes share; an empty list if the task set has none."""
         async with AsyncExitStack() as stack:
             toolsets = type(self._taskset).toolsets(self._taskset.config)
             yield [tool for each in toolsets for tool in await _served_tools(each, stack)]
 
     async def setup(self) -> None:
-        """Make the task, its trace, its working folder and its tools."""
+        """Make the task, and the trace, the working folder and the tools of the task.
+
+        Raises:
+            BadTask: the task needs an unsupported feature.
+            BadEnvironment: a tool set of the task runs elsewhere.
+        """
         data = self._kind.data_type().model_validate(self.task.info["data"])
         self._task = self._kind(data, self._taskset.config.task)
         _refuse_unsupported(self._task, self.task.id)
@@ -120,7 +125,7 @@ class Verifiers(Environment):
 
     @reward
     async def total(self) -> float | None:
-        """The weighted sum of the task's rewards; None if it has none."""
+        """The weighted sum of the task's rewards; None if the task has no rewards."""
         trace = self._trace
         self._record(self.episode.conversation())
         trace.ok = True
@@ -196,20 +201,24 @@ class Verifiers(Environment):
 
 
 class _ServedTool(NamedTuple):
-    """A tool as verifiers would serve it, and the tool set that it belongs to."""
+    """A tool as verifiers would serve it, and the tool set of the tool."""
 
     toolset: Any
     tool: Any
 
 
 async def _served_tools(toolset: Any, stack: AsyncExitStack, data: Any = None) -> list[_ServedTool]:
-    """Start a tool set in this process, and return its tools."""
+    """Start a tool set in this process, for a task if `data` is given, and return its tools.
+
+    Raises:
+        BadEnvironment: the tool set runs elsewhere.
+    """
     config = toolset.config
     place = getattr(getattr(config, "runtime", None), "type", "subprocess")
     if getattr(config, "url", None) or place != "subprocess":
         raise BadEnvironment(
             f"the tool set {type(toolset).__name__} runs elsewhere ({getattr(config, 'url', None) or place}), which is "
-            "not supported."
+            "not supported: set its runtime to subprocess, without a url."
         )
     await stack.enter_async_context(toolset._exit_stack)
     await toolset.setup()
@@ -226,21 +235,21 @@ async def _served_tools(toolset: Any, stack: AsyncExitStack, data: Any = None) -
 
 
 def _blank_secrets() -> dict[str, str]:
-    """Return empty values for secrets, since verifiers passes them to child processes."""
+    """Return an empty value for each variable of a secret, since verifiers passes all variables to child processes."""
     return {name: "" for name in os.environ if _SECRET.search(name)}
 
 
 def _refuse_unsupported(task: Any, name: str) -> None:
-    """Refuse a task that needs a container, or hooks on requests."""
+    """Raise BadTask if a task needs a container, or has a hook on requests."""
     for field in ("image", "skills", "agent_user", "artifacts"):
         if getattr(task.data, field):
-            raise BadTask(f"task {name!r:.80} needs a container of verifiers ({field}), which is not supported.")
+            raise BadTask(f"task {name!r:.80} needs a container ({field}), which is not supported: leave it out.")
     decorators, session = _verifiers("verifiers.v1.utils.decorators"), _verifiers("verifiers.v1.session")
     hooks = list(decorators.discover_decorated(task, "intercept"))
     trace = _verifiers("verifiers.v1.trace").Trace
     hooks += [stop for stop in task.hooks("stop") if session.hook_boundary(stop, allow_trace=True) is not trace]
     if hooks:
-        raise BadTask(f"task {name!r:.80}: {hooks[0].__name__} looks at requests, which is not supported.")
+        raise BadTask(f"task {name!r:.80}: {hooks[0].__name__} reads requests, which is not supported: leave it out.")
 
 
 def _prompt(data: Any, name: str) -> Prompt:
@@ -255,7 +264,7 @@ def _prompt(data: Any, name: str) -> Prompt:
 
 
 def _vf_message(types: Any, message: Message) -> Any:
-    """A message in verifiers' form."""
+    """Return a message as an object of verifiers; `types` is the module of its message classes."""
     content = message["content"]
     if message["role"] == "assistant":
         calls = [
@@ -282,18 +291,26 @@ def _as_text(value: Any) -> str:
 
 @functools.cache
 def _loaded(name: str, config: str) -> Any:
-    """The task set of an installed package."""
+    """Return the task set of an installed package; `config` is the config as JSON.
+
+    Raises:
+        BadEnvironment: it cannot be loaded, or needs an unsupported feature.
+        BadOption: the config is invalid.
+    """
     loaders = _verifiers("verifiers.v1.utils.loaders")
     try:
         kind, environment = loaders.taskset_config_type(name), loaders.environment_class(name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise BadEnvironment(f"task set {name!r:.60}: {first_line(error)}") from error
+        raise BadEnvironment(
+            f"task set {name!r:.60} cannot be loaded ({first_line(error)}): install its package, or correct the name."
+        ) from error
     if environment is not _verifiers("verifiers.v1.envs.single_agent").SingleAgentEnv:
         raise BadEnvironment(
-            f"task set {name!r} has an environment of its own ({environment.__name__}), which is not supported."
+            f"task set {name!r} has an environment of its own ({environment.__name__}), which is not supported: give "
+            "another task set."
         )
     if loaders.default_harness_id(name) == name:
-        raise BadEnvironment(f"task set {name!r} has a harness of its own, which is not supported.")
+        raise BadEnvironment(f"task set {name!r} has a harness of its own, which is not supported: give another.")
     try:
         return loaders.load_taskset(kind.model_validate({**json.loads(config), "id": name}))
     except ValueError as error:

@@ -101,7 +101,7 @@ def test_an_agent_plays_on_another_engine(deltarunner: Command) -> None:
         (("run", "dataset"), 2, "dataset: give the file with --tasks: deltarunner run dataset --tasks FILE"),
         ((*DATASET, "--score", "judge:"), 2, "give a rubric, such as judge:'1 if it is polite"),
         ((*DATASET, "--score", "judge:@gone.txt"), 2, "the rubric cannot be read"),
-        ((*DATASET, "--score", "number", "--cache", "x"), 2, "it keeps the scores of a judge"),
+        ((*DATASET, "--score", "number", "--cache", "x"), 2, "a cache keeps the scores of a judge"),
         ((*DATASET, "--engine", "judge=gpt-5"), 2, "--engine judge=gpt-5: give api:gpt-5 for a chat API"),
         ((*DATASET, "--engine", "judge=api:"), 2, "name the model: api:MODEL"),
         (("run", "calculator", "--prompt", "x"), 2, "--prompt is an option of the environment `dataset`"),

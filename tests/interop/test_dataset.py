@@ -153,13 +153,13 @@ async def test_a_bad_row_ends_the_run_and_keeps_the_rest(tmp_path: Path) -> None
     with path.open("a") as file:
         file.write('{"question": "no answer?"}\n')
     played: list[Trajectory] = []
-    with pytest.raises(BadTask, match="row 3 has no field 'answer'; it has question"):
+    with pytest.raises(BadTask, match="row 3 has no field 'answer'; its fields are question"):
         await until_end(Run(sums(path), ScriptedEngine("2")), played)
     assert [each.outcome for each in played] == [Outcome.COMPLETED] * 2
 
 
 BAD_ROWS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "missing field": ([{"answer": "1"}], {}, r"row 1 has no field 'question'; it has answer"),
+    "missing field": ([{"answer": "1"}], {}, r"row 1 has no field 'question'; its fields are answer"),
     "null": ([{"question": None, "answer": "1"}], {}, r"row 1 has no value \(null\) in 'question'"),
     "empty prompt": ([{"question": " ", "answer": "1"}], {"prompt": "question"}, "row 1 has an empty prompt"),
     "image": ([{"question": {"bytes": b"", "path": None}, "answer": "1"}], {}, "row 1 has an image or sound"),
@@ -231,9 +231,9 @@ def test_a_bad_option_is_refused_before_anything_is_read(name: str) -> None:
 BAD_FILES: dict[str, tuple[str, bytes | None, str]] = {
     "missing": ("gone.jsonl", None, "'gone.jsonl' does not exist"),
     "unknown kind": ("data.xlsx", b"", "the kind '.xlsx' is unknown"),
-    "list": ("data.jsonl", b'[{"question": 1}]', "a row is a JSON object, got list"),
+    "list": ("data.jsonl", b'[{"question": 1}]', "a row must be a JSON object, not a list"),
     "opened list": ("data.json", b"[\n{}\n]", "without a list around them"),
-    "not UTF-8": ("data.jsonl", b'{"a": "\xff"}', r"data.jsonl:1: not JSON"),
+    "not UTF-8": ("data.jsonl", b'{"a": "\xff"}', r"data.jsonl:1: this line is not JSON"),
     "not Parquet": ("data.parquet", b"PAR2", "this is not a Parquet file"),
     "ragged CSV": ("data.csv", b"question,answer\n1,2,3\n", "row 1 has 3 values for 2 fields"),
     "CSV of bytes": ("data.csv", b"question,answer\n\xff,1\n", "not CSV in UTF-8"),

@@ -64,9 +64,9 @@ async def test_other_action_spaces_are_parsed_by_a_function() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"game": "NoSuchGame-v0"}, "no game 'NoSuchGame-v0' that can be made"),
+        ({"game": "NoSuchGame-v0"}, r"game='NoSuchGame-v0' cannot be made"),
         ({"game": "Pendulum-v1"}, "give parse=, a function that returns the action"),
-        ({"game": "FrozenLake-v1", "actions": ["left"]}, "has 4 actions, name all of them"),
+        ({"game": "FrozenLake-v1", "actions": ["left"]}, "has 4 actions: name all of them"),
         ({"game": "FrozenLake-v1", "actions": "left"}, "give a list of names"),
     ],
     ids=["unknown", "continuous", "few names", "text"],

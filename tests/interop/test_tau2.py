@@ -152,7 +152,7 @@ def test_block_of_the_page_prints_tau2s_reward(capsys: pytest.CaptureFixture[str
     ("arguments", "said"),
     [
         ({"domain": "bakery"}, "domain='bakery': give airline, mock, retail"),
-        ({"split": "x"}, "airline has train, test, base"),
+        ({"split": "x"}, "for airline, give train, test, base"),
     ],
 )
 def test_unknown_domain_or_split_is_refused_with_the_known_ones(arguments: dict[str, Any], said: str) -> None:

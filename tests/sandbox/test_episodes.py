@@ -116,7 +116,7 @@ async def test_a_terminal_without_image_or_check_is_refused() -> None:
     assert "task 'file' has no check" in trajectory.error
     with pytest.raises(BadOption, match="network='host'"):
         terminal(network="host")
-    with pytest.raises(BadEnvironment, match="upload='none': the folder does not exist"):
+    with pytest.raises(BadEnvironment, match="upload='none': this path does not exist: give an existing folder"):
         terminal(upload="none")
     with pytest.raises(Exception, match="unable to find user no-such-user"):
         await played("done", terminal(user="no-such-user"))

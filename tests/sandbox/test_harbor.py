@@ -337,7 +337,7 @@ def test_a_refused_folder_ends_the_command_before_anything(deltarunner: Command,
     [
         ("[environment\n", "task.toml cannot be read"),
         ("environment = 3\n", "environment is 3; it must be a table"),
-        ("[environment]\n", "there is neither docker_image nor environment/Dockerfile"),
+        ("[environment]\n", "neither docker_image in [environment] nor environment/Dockerfile exists: add one"),
         (f'[environment]\ndocker_image = "{IMAGE}"\nmemory = "much"\n', "memory = 'much': give a size such as '2G'"),
         (
             f'[environment]\ndocker_image = "{IMAGE}"\n[agent]\ntimeout_sec = -1\n',
