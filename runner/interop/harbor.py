@@ -43,10 +43,10 @@ LOG_FOLDER: Final = "/logs/verifier"
 """Folder in which the verifier writes the reward."""
 
 SETUP_SECONDS: Final = 1200.0
-"""Time limit of the creation and the health check of a sandbox."""
+"""Time limit for making a sandbox, including its health check."""
 
 CHECKS_AT_ONCE_COUNT: Final = 4
-"""Tasks that are checked at the same time."""
+"""Number of tasks that are checked at the same time."""
 
 MAX_NAMED_COUNT: Final = 10
 """Maximum number of tasks that an error names."""
@@ -55,7 +55,7 @@ _CLEAN: Final = (
     "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 1777 /logs && chmod 755 /logs/verifier"
     ' && chown "$0" /logs/verifier'
 )
-"""A command that empties the folders of the verifier. After it, only the user in the argument can write a reward."""
+"""A command that empties the folders of the verifier. After it, only the user `$0` can write a reward."""
 
 REWARD_FILES: Final = ("reward.json", "reward.txt")
 NOT_STARTED_CODES: Final = (126, 127)
@@ -65,8 +65,9 @@ NOT_STARTED_CODES: Final = (126, 127)
 class Harbor(Environment):
     """A folder of Harbor tasks. The model has one tool, `bash`, or an agent program plays in the sandbox.
 
-    The verifier runs after the play, and writes the reward. If it writes no reward, it is tried in an untouched
-    sandbox. If it works there, the play broke it and the reward is 0. Otherwise the task has an error.
+    The verifier runs after the play, and writes the reward. If the verifier writes no reward, it runs again in an
+    untouched sandbox. If it writes one there, the play has broken the verifier, and the reward is 0. Otherwise the task
+    is wrong, and the episode fails with `VerifierFailed`.
     """
 
     limits = Limits(turns=100, setup_seconds=SETUP_SECONDS)
@@ -90,27 +91,31 @@ class Harbor(Environment):
         """Choose the tasks and the player.
 
         Args:
-            folder: a task folder of Harbor, or a folder of them.
+            folder: a task folder of Harbor, or a folder that contains such folders.
             agent: the command of an agent program in the image; `{prompt}` is replaced by the instruction. Without it
                 the model has the tool `bash`.
             seconds: the time limit of a call of the tool.
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
-            skip_unsupported: leave out tasks with requirements that are not supported, instead of refusing all.
+            skip_unsupported: leave out tasks with requirements that are not supported. By default they are an error.
             as_left: accept the reward of the sandbox as the play left it. Otherwise a reward above 0 must hold a second
-                time, when all processes have ended and the programs of the image are put back. This does not apply to
-                a task whose own solution does not hold either, such as a task that asks for a running server.
-            storage: limit the disk of each sandbox to the task's `storage_mb`; refused where the engine cannot do that.
+                time, after all processes have ended and the programs of the image are restored. This does not apply if
+                the reward of the task's solution does not hold either, such as for a task about a running server.
+            storage: limit the disk of each sandbox to the task's `storage_mb`; an error if the container engine cannot.
             train: for an agent program: train all threads or none; None trains threads with tools.
             system_as_user: for an agent program: turn later system messages into user messages.
-            overflow: for an agent program: if a history does not fit, "tell" it, or "end" the episode.
+            overflow: for an agent program: if a history does not fit, "tell" the program, or "end" the episode.
             sent_history: for an agent program: "append" to the sampled history, or use the history of the "client".
+
+        Raises:
+            BadEnvironment: the command of `agent` is invalid.
+            BadOption: another option is invalid.
         """
         self._serving = serving_options(train, system_as_user, overflow, sent_history)
         self._argv = split_command("agent", agent) if agent else []
         if self._argv and not any(PROMPT in each for each in self._argv):
             raise BadEnvironment(f"agent={agent!r:.80}: the command must contain {PROMPT}.")
         self.folder = Path(folder)
-        """The folder."""
+        """The folder of the tasks."""
         self.skip_unsupported = skip_unsupported
         """True to leave out tasks that cannot be played."""
         self._seconds, self._at_once, self._as_left, self._storage = seconds, at_once, as_left, storage
@@ -120,14 +125,19 @@ class Harbor(Environment):
         self._scores: Mapping[str, float] = {}
 
     def tasks(self) -> Iterable[Task]:
-        """The tasks of the folder. If some cannot be played, they are refused before the first one is played."""
+        """The tasks of the folder.
+
+        Raises:
+            BadOption: there is no task folder.
+            BadTask: a task cannot be played.
+        """
         return [
             Task(id=name, prompt=task.prompt, info={"folder": str(task.folder), **task.metadata})
             for name, task in supported_tasks(self.folder, skip=self.skip_unsupported).items()
         ]
 
     async def lifespan(self) -> AsyncIterator[dict[str, bool]]:
-        """Find the engine. The yielded value caches properties of tasks."""
+        """Check that a container engine works. The yielded dict keeps properties of tasks during the run."""
         await default_provider().check()
         yield {}
 
@@ -184,14 +194,14 @@ class Harbor(Environment):
 
     @metric
     def verifier(self) -> dict[str, float]:
-        """The other numbers that the verifier wrote.
+        """The numbers that the verifier wrote in addition to the reward.
 
-        `broken` is 1 if the play broke the verifier; `first` is the first reward, if it did not hold a second time.
+        `broken` is 1 if the play broke the verifier; `first` is the first reward, if the second one was lower.
         """
         return {name: value for name, value in self._scores.items() if name != "reward"}
 
     async def _known(self, what: str, find: Callable[[], Awaitable[bool]]) -> bool:
-        """Return a property of the task, which is computed once in a run."""
+        """Return a property of the task; `find` computes it, once in a run."""
         known, name = self.shared, f"{what} {self._harbor.folder}"
         if name not in known:
             known[name] = await find()
@@ -225,11 +235,12 @@ def supported_tasks(folder: Path, *, skip: bool = False) -> dict[str, HarborTask
     """Return the tasks of a folder by id.
 
     Args:
-        folder: a task folder, or a folder of them.
+        folder: a task folder, or a folder that contains such folders.
         skip: True to leave out tasks with requirements that are not supported.
 
     Raises:
-        BadTask: a task is invalid, or needs something that is not supported; the text names each.
+        BadOption: there is no task folder.
+        BadTask: a task is invalid, or tasks need something that is not supported; the text names such tasks.
     """
     folders = find_task_folders(folder)
     refused = {name: needed for name, path in folders.items() if (needed := unsupported(path))}
@@ -251,11 +262,11 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     """
     cleaned = await sandbox.exec(["sh", "-c", _CLEAN, task.verifier_user], user="0", cwd="/")
     if not cleaned.ok or any([await _exists(sandbox, f"{LOG_FOLDER}/{name}") for name in REWARD_FILES]):
-        raise VerifierFailed(f"{LOG_FOLDER} cannot be emptied before the verifier runs: {output_tail(str(cleaned))}")
+        raise VerifierFailed(f"{LOG_FOLDER} cannot be emptied for the verifier: {output_tail(str(cleaned))}")
     try:
         await sandbox.upload(task.folder / "tests", "/tests")
     except OSError as error:
-        raise VerifierFailed(f"/tests cannot be written before the verifier runs: {error}") from error
+        raise VerifierFailed(f"the tests cannot be copied into /tests of the sandbox: {error}") from error
     argv = [*interpreter_of(task.folder / TEST_SCRIPT), "/tests/test.sh"]
     done = await sandbox.exec(
         argv, seconds=task.verifier_seconds, env=task.verifier_env, user=task.verifier_user, output_bytes=64 * 1024
@@ -280,7 +291,7 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
 
 
 async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
-    """Return the reward after all processes have ended and the programs of the image are restored; 0 without one."""
+    """End all processes, restore the programs of the image, and verify again. Return the reward, or 0 without one."""
     await sandbox.restore()
     try:
         return (await verify(task, sandbox))["reward"]
@@ -289,7 +300,7 @@ async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
 
 
 async def _exists(sandbox: Sandbox, path: str) -> bool:
-    """Return whether a file or folder exists, without running anything inside the sandbox."""
+    """Return True if a file or folder exists. No command runs inside the sandbox."""
     try:
         await sandbox.read(path, most_bytes=0)
     except FileNotFoundError:
@@ -303,23 +314,23 @@ def _read_text(content: str) -> dict[str, float]:
     try:
         return {"reward": _finite("it", float(content))}
     except ValueError:
-        raise ValueError(f"it contains {content!r:.80}, and not one finite number") from None
+        raise ValueError(f"its content is {content!r:.80}, and not one finite number") from None
 
 
 def read_json(content: str) -> dict[str, float]:
     """Return the numbers of a `reward.json`; one of them is `reward`.
 
     Raises:
-        ValueError: the content is not an object of finite numbers.
+        ValueError: the content is neither a finite number nor an object of such numbers, or no number is the reward.
     """
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
-        raise ValueError(f"it contains {content!r:.80}, which is not JSON") from None
+        raise ValueError(f"its content is {content!r:.80}, which is not JSON") from None
     if is_number(found):
         found = {"reward": found}
     if not isinstance(found, dict) or not found:
-        raise ValueError(f"it contains {content!r:.80}, and not an object of numbers")
+        raise ValueError(f"its content is {content!r:.80}, and not an object of numbers")
     numbers = {str(name): _finite(str(name), value) for name, value in found.items()}
     if "reward" in numbers:
         return numbers
@@ -331,7 +342,7 @@ def read_json(content: str) -> dict[str, float]:
 def _finite(name: str, value: Any) -> float:
     try:
         number = float(value) if is_number(value) else math.nan
-    except OverflowError:  # such as an integer of 400 digits
+    except OverflowError:  # for example for an integer of 400 digits
         number = math.inf
     if isinstance(value, bool) or not math.isfinite(number):
         raise ValueError(f"{name} is {value!r:.60}, and not a finite number")
@@ -366,7 +377,7 @@ class HarborCheck:
     nothing: float | None
     """Reward without any action; None if the verifier failed."""
     errors: tuple[str, ...] = ()
-    """The failures of the task's solution and of its verifier."""
+    """Errors of the solution, of the verifier and of the sandboxes; a missing solution is one."""
 
     @property
     def ok(self) -> bool:
@@ -375,7 +386,7 @@ class HarborCheck:
 
 
 async def check_task(task: HarborTask, provider: SandboxProvider) -> HarborCheck:
-    """Run a task's own solution, and no action at all, each in its own sandbox."""
+    """Return the rewards of a task after its own solution and after no action, each in a new sandbox."""
     errors: list[str] = []
 
     async def scored(*, solves: bool) -> float | None:
@@ -390,7 +401,7 @@ async def check_task(task: HarborTask, provider: SandboxProvider) -> HarborCheck
             return None
 
     if not task.has_solution:
-        errors.append(f"it has no {SOLUTION_SCRIPT}")
+        errors.append(f"the task has no {SOLUTION_SCRIPT}")
     solution = await scored(solves=True) if task.has_solution else None
     return HarborCheck(solution, await scored(solves=False), tuple(errors))
 
@@ -401,8 +412,9 @@ async def check_tasks(
     """Check each task of a folder, and call `report(id, check)` after each.
 
     Raises:
+        BadOption: there is no task folder.
         BadTask: a task cannot be played.
-        SandboxUnavailable: no engine works.
+        SandboxUnavailable: no container engine works.
     """
     provider = default_provider()
     tasks = supported_tasks(folder, skip=skip)
@@ -422,6 +434,7 @@ async def check_tasks(
 
 
 async def _solve(task: HarborTask, sandbox: Sandbox) -> None:
+    """Run the solution of a task in a sandbox; raise VerifierFailed if the solution fails."""
     await sandbox.upload(task.folder / "solution", "/solution")
     argv = [*interpreter_of(task.folder / SOLUTION_SCRIPT), "/solution/solve.sh"]
     done = await sandbox.exec(argv, seconds=task.agent_seconds, env=task.solution_env, user=task.agent_user)

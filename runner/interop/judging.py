@@ -25,15 +25,15 @@ from runner.trajectory import Turn
 __all__ = ["JUDGE", "JUDGE_PREFIX", "Judge", "JudgeCost", "judge", "judge_of_option"]
 
 JUDGE: Final = "judge"
-"""The name of the agent."""
+"""The name of the judge's agent."""
 MAX_CACHED_ENTRIES = 100_000
 """Maximum number of scores that a judge remembers."""
 
 JUDGE_PREFIX: Final = "judge:"
-"""The beginning of a score option that is a rubric."""
+"""Prefix of a `score` option that has a rubric."""
 
 MIN_CHOICE_PROBABILITY: Final = 0.01
-"""Minimum probability of all choices together. Below it, the model would answer in another way."""
+"""Minimum probability of all choices together. Below it the judgement fails, since the reply would be another."""
 
 _SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?[^\w%]*$", re.IGNORECASE)
 _BARE: Final = re.compile(r"[^\w-]*(-?\d+(?:\.\d+)?)[^\w%]*")
@@ -49,7 +49,7 @@ class JudgeCost:
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     cached: int = 0
-    """1 if the score came from the cache."""
+    """1 if the score came from the cache, else 0."""
 
     def add(self, turn: Turn) -> None:
         self.calls += 1
@@ -126,16 +126,15 @@ class Judge:
         self.rubric = rubric
         """The rubric."""
         self.engine = engine
-        """The engine of the judge; None for the run's own."""
+        """The engine of the judge; None for the engine of the run."""
         self._low, self._high, self._sampling, self._choices = low, high, sampling, choices
         self._scores = _ScoreCache(cache)
 
     async def score(self, episode: Episode, task: Task, cost: JudgeCost) -> float:
-        """Score the last reply of `main`, and add up the cost.
+        """Score the last reply of `main`, and add the cost to `cost`.
 
         Raises:
-            JudgeFailed: the judge wrote no score, twice, or a score outside of the range; or the choices are
-                improbable.
+            JudgeFailed: the judge wrote no score in the range, twice; or the choices are improbable.
             BadOption: choices are given, and the judge's engine takes messages.
             BadControl: choices are given, and the judge's engine has no scores.
         """
@@ -211,7 +210,7 @@ class Judge:
         return "\n\n".join([*parts, f"Reply to grade:\n{text}"])
 
     def _number(self, text: str) -> float | None:
-        """The score in the judge's text; None without one in the range."""
+        """Return the score in the judge's text, or None if it contains no score in the range."""
         found = _SCORE.search(text.strip()) or _BARE.fullmatch(text.strip())
         if found is None:
             return None
@@ -231,7 +230,7 @@ def judge(
     sampling: Sampling | None = None,
     cache: str | Path | None = None,
 ) -> Judge:
-    """A judge for `Dataset(score=)`. A failed judgement fails its episode; it is never a score of 0.
+    """Return a judge for `Dataset(score=)`. If a judgement fails, its episode fails; this never counts as a score of 0.
 
     With `choices` the judge samples nothing. The engine computes the probability of each choice as its reply, and the
     score is the mean of their values, weighted by these probabilities.
@@ -241,11 +240,11 @@ def judge(
         engine: the judge's engine; None for the engine of the run.
         low: the lowest score.
         high: the highest score.
-        choices: the value of each possible reply, such as {"yes": 1, "no": 0}, in place of a range and a sampling. They
-            need an engine of token ids, and a model that replies without reasoning.
+        choices: the value of each possible reply, such as {"yes": 1, "no": 0}, in place of a range and a sampling.
+            Choices need an engine of token ids, and a model that replies without reasoning.
         sampling: the judge's sampling; greedy with 512 tokens by default.
         cache: a file that keeps the scores for later runs, as JSON lines with their cost; made if it is missing. A
-            score counts for the same model, weights, rubric, range, sampling, task and reply.
+            score is used again for the same model, weights, rubric, range, sampling, task and reply.
 
     Raises:
         BadOption: an argument is invalid.
@@ -263,7 +262,7 @@ def judge(
             raise BadOption("judge(choices=...): leave out sampling, low and high; nothing is sampled.")
     own = Sampling(temperature=0, max_tokens=512)
     if cache is not None and not Path(cache).absolute().parent.is_dir():
-        raise BadOption(f"judge(cache={str(cache)!r:.80}): the folder does not exist: create it.")
+        raise BadOption(f"judge(cache={str(cache)!r:.80}): its folder does not exist: create it.")
     return Judge(
         rubric,
         engine=engine,
@@ -292,11 +291,11 @@ def _check_choices(choices: Any) -> None:
         )
     for one, other in permutations(choices, 2):
         if other.startswith(one):
-            raise BadOption(f"judge(choices=...): {one!r} is the beginning of {other!r}, and would count for both.")
+            raise BadOption(f"judge(choices=...): {one!r} is the beginning of {other!r}: rename one of the two.")
 
 
 def judge_of_option(score: str, cache: str) -> Judge:
-    """The judge of `--score judge:RUBRIC` or `--score judge:@FILE`.
+    """Return the judge for `--score judge:RUBRIC` or `--score judge:@FILE`.
 
     Raises:
         BadOption: the file cannot be read, or there is no rubric.

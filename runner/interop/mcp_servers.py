@@ -28,11 +28,11 @@ of MCP clients, and one such file may contain all servers. In Python, anything t
 """
 
 MAX_PAGES_COUNT = 1000
-"""Maximum number of pages of tools that are read of one server."""
+"""Maximum number of pages of tools that are read from one server."""
 LAST_CHARS = 400
-"""Characters of a server's standard error in an error message."""
+"""Maximum number of last characters of a server's standard error in an error message."""
 MAX_PROCESSES_COUNT = 32
-"""Maximum number of episodes with server processes of their own."""
+"""Default maximum number of episodes that have server processes of their own at the same time."""
 
 
 class McpServers:
@@ -56,7 +56,7 @@ class McpServers:
             are refused. Servers of a list are called "1", "2", ...
 
     Raises:
-        BadEnvironment: the package mcp is missing, or a command is not on PATH.
+        BadEnvironment: the package mcp is missing, a server is invalid, or a command is not on PATH.
     """
 
     def __init__(self, servers: ServerOption, *, prefix: bool = False) -> None:
@@ -72,7 +72,7 @@ class McpServers:
         return any(isinstance(each, self._mcp.StdioServerParameters) for each in self._servers.values())
 
     async def connect(self, exit_stack: AsyncExitStack) -> list[Tool]:
-        """Connect to all servers until the exit stack is left, and return their tools, sorted by name.
+        """Connect to all servers, and return their tools, sorted by name. The end of the exit stack disconnects.
 
         Raises:
             ServerFailed: a server does not start or cannot be reached.
@@ -93,7 +93,11 @@ class McpServers:
         return [tools[name] for name in sorted(tools)]
 
     def _checked(self, name: str, server: Any) -> Any:
-        """Return the server as `mcp.Client` takes it, or the `_HttpServer` of one that needs headers."""
+        """Return the server as `mcp.Client` takes it, or as `_HttpServer` if it has headers.
+
+        Raises:
+            BadEnvironment: the server is invalid.
+        """
         try:
             if isinstance(server, Mapping):
                 return self._configured(server)
@@ -101,14 +105,15 @@ class McpServers:
                 argv = _split(server)
                 return self._process({"command": argv[0], "args": argv[1:]})
         except ValueError as error:
-            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # the server may contain keys
+            # A dict is not shown, since it may contain keys.
+            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "
             raise BadEnvironment(f"MCP server {name!r}: {shown}{error}.") from None
         if server is None or isinstance(server, bool | int | float | list | tuple):
             raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: give a command or a URL.")
         return server
 
     def _configured(self, given: Mapping[str, Any]) -> Any:
-        """A server as in a configuration file."""
+        """Return the server for an entry of a configuration file; raise ValueError if the entry is invalid."""
         allowed = _PROCESS_FIELDS if "command" in given else _HTTP_FIELDS
         if unknown := [key for key in given if key not in allowed]:
             raise ValueError(f"{unknown[0]!r} is unknown: give {', '.join(_PROCESS_FIELDS)}, or url and headers")
@@ -124,7 +129,7 @@ class McpServers:
     def _process(self, given: Mapping[str, Any]) -> Any:
         command = given["command"]
         if shutil.which(command) is None:
-            raise ValueError("the program is not on PATH: install it")
+            raise ValueError(f"the program {command!r:.80} is not on PATH: install it")
         return self._mcp.StdioServerParameters(
             command=command,
             args=[str(each) for each in given.get("args", ())],
@@ -135,7 +140,7 @@ class McpServers:
 
 @dataclass(frozen=True, slots=True)
 class _HttpServer:
-    """A server over HTTP that needs headers."""
+    """A server over HTTP, with the headers of each request."""
 
     url: str
     headers: Mapping[str, str] = field(repr=False)
@@ -170,7 +175,7 @@ def _named(servers: ServerOption) -> dict[str, Any]:
 
 
 def _parsed(servers: str) -> Any:
-    """The JSON of a text or of a file. Other text is returned unchanged."""
+    """Return the JSON value of a text or of a .json file; other text is returned unchanged."""
     text = servers
     if servers.endswith(".json") and Path(servers).is_file():
         text = Path(servers).read_text(encoding="utf-8")
@@ -179,7 +184,7 @@ def _parsed(servers: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise BadEnvironment(f"servers={servers!r:.80}: not JSON ({error}).") from None
+        raise BadEnvironment(f"servers={servers!r:.80}: not JSON ({error}): correct it.") from None
 
 
 class _McpConnection:
@@ -192,7 +197,11 @@ class _McpConnection:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Connect until the block is left. What a process writes to standard error goes to a temporary file."""
+        """Connect, and disconnect when the block is left. The standard error of a process goes to a temporary file.
+
+        Raises:
+            ServerFailed: the server cannot be reached, or dies.
+        """
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._errors:
             passing: BaseException | None = None
             try:
@@ -208,7 +217,7 @@ class _McpConnection:
                         passing = error
                         raise
             except Exception as error:
-                # If a server over HTTP dies, the block is cancelled, and the error arrives at the end.
+                # If a server over HTTP dies, the block is cancelled, and the error is raised here at its end.
                 if isinstance(passing, Exception) or isinstance(error, ServerFailed):
                     raise
                 raise self._failed("is gone", error) from error
@@ -228,7 +237,7 @@ class _McpConnection:
         return self._server
 
     async def tools(self, prefix: str) -> list[Tool]:
-        """The tools of all pages."""
+        """Return the tools of the server, from all pages of its list; raise ServerFailed if it does not list them."""
         listed: list[Any] = []
         cursor = None
         for _ in range(MAX_PAGES_COUNT):
@@ -274,7 +283,8 @@ class _McpConnection:
         return ServerFailed(f"MCP server {self._name!r} {what} ({cause:.300}){wrote}")
 
 
-# The SDK has no error class for results that violate their tool's output schema, which are frequent.
+# Beginnings of errors about results that violate the output schema of their tool. Such results are frequent, and the
+# SDK has no error class for them.
 _BROKEN_PROMISES: Final = ("Tool ", "Invalid schema for tool ", "Invalid structured content ")
 
 
@@ -313,7 +323,7 @@ class McpDataset(Dataset):
 
         Args:
             servers: as in `McpServers`; as text, also JSON or a JSON file.
-            tasks: as in `Dataset`, and so are all arguments up to `cache`.
+            tasks: the data set. This and all arguments up to `cache` are those of `Dataset`.
             prompt: the prompt.
             answer: the reference answer.
             score: the scorer.
@@ -336,9 +346,9 @@ class McpDataset(Dataset):
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[list[Tool]]:
-        """The tools of the shared connections; none if each episode has its own.
+        """The tools of the shared connections; an empty list if each episode has its own connections.
 
-        This connects in both cases, so that errors of servers appear before the first episode.
+        All servers are connected in both cases, so that errors of servers appear before the first episode.
         """
         async with AsyncExitStack() as stack:
             tools = await self._connections.connect(stack)

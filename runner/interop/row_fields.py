@@ -25,7 +25,7 @@ _MEDIA_KEYS: Final = ({"bytes", "path"}, {"array", "path", "sampling_rate"})
 
 
 class RowValueError(ValueError):
-    """A field that is missing in a row, or whose value cannot be used."""
+    """A field that is missing in a row, or whose value cannot be used. The message continues a text such as "row 3"."""
 
 
 class ListFormat(enum.StrEnum):
@@ -57,7 +57,7 @@ class _FieldPath:
 
     def value(self, row: Row) -> Any:
         if self.column not in row:
-            raise RowValueError(f"has no field {self.column!r}; it has {', '.join(map(str, row)) or 'none'}")
+            raise RowValueError(f"has no field {self.column!r}; its fields are {', '.join(map(str, row)) or '(none)'}")
         value = row[self.column]
         for step in self.steps:
             try:
@@ -85,7 +85,7 @@ class RowTemplate:
 
     text: str
     columns: frozenset[str]
-    """The names of the fields that it reads."""
+    """The names of the fields that the template reads."""
     _parts: tuple[tuple[str, _FieldPath | None, ListFormat | None], ...]
 
     @classmethod
@@ -108,10 +108,10 @@ class RowTemplate:
         return cls(text, frozenset(path.column for _, path, _ in parts if path is not None), parts)
 
     def __call__(self, row: Row) -> str:
-        """The text for a row.
+        """Return the text for a row.
 
         Raises:
-            RowValueError: a field is missing, null, or not text.
+            RowValueError: a field is missing or null, is an image or sound, or does not fit its format.
         """
         return "".join(
             before + ("" if path is None else _as_text(path.value(row), form, path.text))
@@ -119,7 +119,11 @@ class RowTemplate:
         )
 
     def value(self, row: Row) -> Any:
-        """The value of the only field if the template is nothing else, else the text."""
+        """Return the value of the field if the template is one field without a format, else the text.
+
+        Raises:
+            RowValueError: as for the text.
+        """
         if len(self._parts) == 1 and not self._parts[0][0] and self._parts[0][2] is None:
             path = self._parts[0][1]
             assert path is not None, "an empty text is refused"
@@ -202,7 +206,7 @@ class RowCondition:
             try:
                 return cls(text, _FieldPath.of(found[1]), operator, re.compile(value))
             except re.error as error:
-                raise BadOption(f"--where {text!r:.60}: not a regular expression ({error}).") from None
+                raise BadOption(f"--where {text!r:.60}: not a regular expression ({error}): correct it.") from None
         return cls(text, _FieldPath.of(found[1]), "=" if operator == "==" else operator, value)
 
     @property
@@ -215,7 +219,7 @@ class RowCondition:
         Null fulfils only `!=`. An empty text is neither above nor below a number.
 
         Raises:
-            RowValueError: the field is missing.
+            RowValueError: the field is missing, or its value cannot be compared with the value of the condition.
         """
         if self._path.column in row and row[self._path.column] is None:
             return self._operator == "!="
@@ -228,15 +232,22 @@ class RowCondition:
         return self._equals(value) == (self._operator == "=")
 
     def _ordered(self, value: Any) -> tuple[Any, Any]:
-        """Return both values as numbers if the condition has a number, else as texts. CSV files have only texts."""
+        """Return the row's value and the condition's, both as numbers if the condition has a number, else as texts.
+
+        A text with a number, as in CSV files, counts as a number. For an empty text the first number is None.
+        """
         wanted = _number(self._value)
         if wanted is None:
             if isinstance(value, int | float):
-                raise RowValueError(f"has a number in {self._path.text!r}, compared with {self._value!r}")
+                raise RowValueError(
+                    f"has a number in {self._path.text!r}, compared with {self._value!r}: compare it with a number"
+                )
             return _plain(value), self._value
         found = _number(value)
         if found is None and value != "":
-            raise RowValueError(f"has {_plain(value)!r:.60} in {self._path.text!r}, compared with a number")
+            raise RowValueError(
+                f"has {_plain(value)!r:.60} in {self._path.text!r}, compared with a number: compare it with a text"
+            )
         return found, wanted
 
     def _equals(self, value: Any) -> bool:

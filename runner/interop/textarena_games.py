@@ -40,7 +40,7 @@ class TextArena(Environment):
         """Choose the game.
 
         Args:
-            game: its id, such as "TicTacToe-v0".
+            game: the id of the game, such as "TicTacToe-v0".
             players: the number of players.
             games: the number of tasks; each has its own seed.
             self_play: train all players; otherwise only `main`.
@@ -73,7 +73,7 @@ class TextArena(Environment):
         self._names = {"main": 0, **{f"player_{number}": number for number in range(1, self._players)}}
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Play until the game is over, in any player's turn."""
+        """Play the turns of all players, until the game is over."""
         conversations = {0: conversation}
         for name, number in list(self._names.items())[1:]:
             conversations[number] = self.episode.conversation(name, train=self._self_play)
@@ -83,7 +83,7 @@ class TextArena(Environment):
             await self.episode.answer(await player.generate())
 
     def step(self, turn: Turn) -> None:
-        """Make the move of a turn, and show the next player's view."""
+        """Make the move of a turn, and read what the game shows to the next player."""
         self._over = bool(self._with_own_random(lambda: self._env.step(turn.text))[0])
         if not self._over:
             self._with_own_random(self._look)
@@ -92,8 +92,7 @@ class TextArena(Environment):
     def outcome(self) -> dict[str, float] | float:
         """The game's reward of each player.
 
-        If a limit ends a game, it is a draw with the reward 0, as at TextArena's own limit of turns. `finished` is 0
-        then.
+        A game that a limit ends is a draw with the reward 0, as at TextArena's limit of turns. `finished` is then 0.
         """
         rewards = self._env.state.rewards or {}
         if not self._self_play:
@@ -103,7 +102,7 @@ class TextArena(Environment):
 
     @metric
     def finished(self) -> bool:
-        """1 if the game ended by its rules."""
+        """1 if the game ended by its rules, 0 if a limit ended it."""
         return self._over
 
     def _reset(self, seed: int) -> None:
@@ -116,7 +115,7 @@ class TextArena(Environment):
         try:
             self._env.reset(num_players=self._players, seed=seed)
         except AssertionError as error:
-            raise BadEnvironment(f"{self._game} cannot be played by {self._players} players: {error}") from None
+            raise BadEnvironment(f"players={self._players}: {self._game} needs another number ({error}).") from None
         self._look()
 
     def _look(self) -> None:

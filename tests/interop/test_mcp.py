@@ -165,12 +165,12 @@ async def test_a_late_answer_is_not_that_of_the_next_call() -> None:
 @pytest.mark.parametrize(
     ("server", "said"),
     [
-        ("no-such-program x", "MCP server '1': 'no-such-program x': the program is not on PATH"),
+        ("no-such-program x", "MCP server '1': 'no-such-program x': the program 'no-such-program' is not on PATH"),
         ("'open", "invalid shell syntax"),
         ('{"a": ', "not JSON"),
         ([], "give a command or a URL"),
         ([3], "MCP server '1': 3: give a command or a URL"),
-        ({"a": {"command": "no-such-program"}}, "MCP server 'a': the program is not on PATH"),
+        ({"a": {"command": "no-such-program"}}, "MCP server 'a': the program 'no-such-program' is not on PATH"),
         ({"a": {"command": "python", "args": "x.py"}}, "args is 'x.py'; it must be a list"),
         ({"a": {"command": "python", "header": {}}}, "'header' is unknown: give command, args, env, cwd, type, or url"),
         ({"a": {"url": "http://x/sse", "type": "sse"}}, "give a command, or the url of a server of streamable HTTP"),

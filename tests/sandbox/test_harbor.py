@@ -91,7 +91,7 @@ def test_check_names_wrong_tasks(deltarunner: Command, tmp_path: Path) -> None:
     assert "error easy: solution 1, no action 1" in said
     assert "error wrong: solution -, no action 0" in said
     assert "/solution/solve.sh failed: the cause" in said
-    assert "none: solution -, no action 0 it has no solution/solve.sh" in said
+    assert "none: solution -, no action 0 the task has no solution/solve.sh" in said
     assert "3 tasks, 3 wrong" in said
 
 
@@ -147,8 +147,8 @@ async def test_a_verifier_without_a_reward_is_an_error_of_the_task(tmp_path: Pat
     errors = {each.task.id: each for each in await played(tmp_path)}
     assert {each.outcome for each in errors.values()} == {Outcome.ENV_ERROR}
     assert "the verifier wrote no reward into /logs/verifier: the cause" in errors["none"].error
-    assert "reward.txt holds no valid reward (it contains 'looks good', and not one" in errors["prose"].error
-    assert "reward.txt holds no valid reward (it contains 'NaN'" in errors["nan"].error
+    assert "reward.txt holds no valid reward (its content is 'looks good', and not one" in errors["prose"].error
+    assert "reward.txt holds no valid reward (its content is 'NaN'" in errors["nan"].error
     assert "none of its keys is 'reward': a, b" in errors["keys"].error
 
 
