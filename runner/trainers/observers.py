@@ -1,4 +1,4 @@
-"""Observers that send a run to OpenTelemetry, trackio or Weights & Biases, each with an extra of its name."""
+"""Observers that send a run to OpenTelemetry, trackio or Weights & Biases. Each needs an extra of deltarunner."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["OpenTelemetryObserver", "TrackioObserver", "WandbObserver"]
 
 
 class OpenTelemetryObserver(RunObserver):
-    """Sends a span for each trajectory, with a span for each turn, and counts episodes, tokens and rewards.
+    """An observer that sends a span for each trajectory and each turn, and counts episodes, tokens and rewards.
 
-    Turns in a span follow one another by their recorded durations, since a run records no times. Names follow the
-    conventions for generative AI (`gen_ai.usage.output_tokens`).
+    The start of a turn's span is computed from the recorded durations of earlier turns, since a run records no times of
+    turns. Names follow OpenTelemetry's conventions for generative AI (`gen_ai.usage.output_tokens`).
 
     Args:
-        tracer_provider: where spans go; None for the global provider.
-        meter_provider: where metrics go; None for the global provider.
+        tracer_provider: the provider that receives spans; None for the global provider.
+        meter_provider: the provider that receives metrics; None for the global provider.
 
     Raises:
         BadEnvironment: opentelemetry-api is not installed.
@@ -79,7 +79,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class _Logged(RunObserver):
-    """Converts the groups of a run to numbers by name, for libraries that log numbers."""
+    """Base class of observers for libraries that log numbers by name."""
 
     def __init__(self) -> None:
         self._episodes = 0
@@ -111,10 +111,10 @@ class _Logged(RunObserver):
 
 
 class TrackioObserver(_Logged):
-    """Logs the means of each group to trackio, which keeps them on this machine.
+    """An observer that logs the means of each group to trackio, which stores them on this machine.
 
     Args:
-        project: the project.
+        project: the name of the project.
         options: further arguments of `trackio.init`, such as `name=`.
 
     Raises:
@@ -140,7 +140,7 @@ class TrackioObserver(_Logged):
 
 
 class WandbObserver(_Logged):
-    """Logs the means of each group to Weights & Biases, and the summary of the run at its end.
+    """An observer that logs the means of each group to Weights & Biases, and the summary at the end of the run.
 
     Args:
         options: arguments of `wandb.init`, such as `project=` and `mode="offline"`.

@@ -1,4 +1,4 @@
-"""OpenEnv: trajectories as its `TrainingTrace`, schema version 1, and such traces read back.
+"""Trajectories as traces of OpenEnv (`TrainingTrace`, schema version 1), and a reader of such traces.
 
 Checked with openenv 0.10.0, which is not imported.
 """
@@ -36,7 +36,7 @@ def training_trace(trajectory: Trajectory, *, header: Header | None = None) -> d
 
     Args:
         trajectory: the trajectory.
-        header: the header of its run file; variables and time of the template are then in the trace, too.
+        header: the header of its run file; the trace then has the variables and the time of the template, too.
 
     Raises:
         BadBatch: a turn has no ids, or an id has no log-probability.
@@ -51,7 +51,7 @@ def training_trace(trajectory: Trajectory, *, header: Header | None = None) -> d
 
 
 def export_openenv(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: TrajectoryFilter = ALL) -> int:
-    """Write the trained trajectories, one JSON object per line: its `TrainingTrace`, id, agent, outcome and reward.
+    """Write each trained trajectory as a line of JSON: its id, agent, outcome, reward and `TrainingTrace`.
 
     Args:
         run_file: the run file to export.
@@ -83,21 +83,21 @@ def export_openenv(run_file: RunFile, target: str | Path | IO[bytes], *, chosen:
 
 
 def read_training_trace(text: str | bytes | Mapping[str, Any], *, vocabulary: int | None = None) -> list[TracedCall]:
-    """Read a `TrainingTrace`: its JSON, or its fields.
+    """Return the calls of a `TrainingTrace`.
 
     Args:
-        text: the trace.
+        text: the trace, as JSON or as a mapping of its fields.
         vocabulary: the number of ids of the model; every id is compared with it.
 
     Raises:
-        BadBatch: the trace has another schema version, or a turn is malformed: it lacks a field, its arrays have
-            different lengths, an id is not in the vocabulary, a log-probability is not finite or above 0, the mask
-            trains on the prompt, or an id of a turn occurs twice. The message names the turn and the field.
+        BadBatch: the trace is not JSON, has another schema version, or a turn is malformed: it lacks a field, its
+            arrays have different lengths, an id is not in the vocabulary, a log-probability is not finite or is above
+            0, the mask trains on the prompt, or two turns have the same id. The message names the turn and the field.
     """
     try:
         trace = text if isinstance(text, Mapping) else json.loads(text)
     except ValueError as error:
-        raise BadBatch(f"the trace is not JSON: {error}.") from None
+        raise BadBatch(f"the trace is not JSON ({error}): give the JSON object of a TrainingTrace.") from None
     if not isinstance(trace, Mapping) or not isinstance(trace.get("turns"), Sequence):
         raise BadBatch("the trace has no list of turns: give the JSON object of a TrainingTrace.")
     version = trace.get("schema_version", SCHEMA_VERSION)
@@ -108,7 +108,7 @@ def read_training_trace(text: str | bytes | Mapping[str, Any], *, vocabulary: in
     for number, turn in enumerate(trace["turns"]):
         call = _call(number, turn, vocabulary)
         if call.node_id in seen:
-            raise BadBatch(f"turn {number}: the node_id {call.node_id!r:.60} occurs twice.")
+            raise BadBatch(f"turn {number}: the node_id {call.node_id!r:.60} occurs twice: give each turn its own.")
         seen.add(call.node_id)
         calls.append(call)
     return calls
@@ -118,11 +118,11 @@ def _turn(trajectory: Trajectory, turn: Turn, *, trains: bool) -> dict[str, Any]
     name = f"{trajectory.id}/{turn.agent}/{turn.number}"
     if not turn.has_ids:
         raise BadBatch(
-            f"turn {name} was sampled by a message engine: it has no token ids. Play it on an engine of token ids."
+            f"turn {name} was sampled by a message engine, which returns no token ids: use an engine of token ids."
         )
     logprobs = turn.logprobs.tolist()
     if not all(map(math.isfinite, logprobs)):
-        raise BadBatch(f"turn {name} of {name_of(trajectory)} has no finite log-probabilities, which a trace needs.")
+        raise BadBatch(f"turn {name} of {name_of(trajectory)} has no finite log-probabilities: leave the episode out.")
     trained = int(trains and not turn.retried and not turn.left_out)
     kept = turn.log.mask()[turn.start : turn.end]
     return {

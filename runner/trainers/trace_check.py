@@ -1,4 +1,4 @@
-"""Checks that the ids of a trace are the ids that its template and its engine would have seen.
+"""A check that the ids of a trace are the ids that the template writes and the engine has seen.
 
 Each prompt is compared with the sampled ids that it follows, and, where the trace has messages, with what the template
 writes: the first prompt of a conversation, and the seam between a turn and the next prompt, as the bridge makes it.
@@ -76,7 +76,7 @@ class TraceReport:
     """The result of checking one trace."""
 
     calls: int = 0
-    """Number of its calls."""
+    """Number of calls of the trace."""
     ids: int = 0
     """Number of prompt and sampled ids that were compared."""
     findings: list[TraceFinding] = field(default_factory=list)
@@ -178,11 +178,12 @@ def verify_trace(calls: Sequence[TracedCall], model: TraceModel) -> TraceReport:
     """Compare the ids of one trace's calls with the ids that the template and the engine would have seen.
 
     This compares sampled ids, which must be unchanged in later prompts. If the trace has messages, it also compares the
-    first prompt and the ids between two turns. It compares neither log-probabilities nor dropped sampled ids.
+    first prompt and the ids between two turns. It compares no log-probabilities, and cannot find sampled ids that the
+    trace left out.
 
     Args:
         calls: the calls in order, as `read_traces` returns them.
-        model: the model that sampled them.
+        model: the model that sampled the calls.
     """
     return _TraceCheck(calls, model).run()
 
@@ -207,7 +208,7 @@ class _TraceCheck:
     # --- the ids that a prompt follows
 
     def _continued(self, number: int, call: TracedCall) -> int | None:
-        """The earlier call whose ids are the longest prefix of this prompt."""
+        """The number of the earlier call whose ids are the longest prefix of this prompt; None without one."""
         best: int | None = None
         for earlier, other in enumerate(self._calls[:number]):
             length = len(other.ids)
@@ -225,7 +226,7 @@ class _TraceCheck:
             text = self._decode(said)
             if self._decode(call.prompt_ids).startswith(text):
                 why = f"the ids of turn {earlier} are encoded again: the same text, other ids than were sampled"
-                # The prompt with the original ids where the text is the same.
+                # The expected prompt has the sampled ids, and after their text the ids of this prompt.
                 places = range(len(call.prompt_ids) + 1)
                 rest = bisect_left(places, len(text), key=lambda end: len(self._decode(call.prompt_ids[:end])))
                 self._find(TraceFault.REENCODED, number, why, call.prompt_ids, said + call.prompt_ids[rest:])
@@ -237,7 +238,7 @@ class _TraceCheck:
         self._compare_prompt(number, call, bridgers, messages)
 
     def _followed(self, number: int, call: TracedCall) -> list[int]:
-        """The earlier calls that this one follows by its messages; without messages, the previous call."""
+        """The numbers of earlier calls that a call continues by its messages; without messages, the previous call."""
         if not call.messages:
             return [number - 1] if number else []
         found = []
@@ -263,7 +264,7 @@ class _TraceCheck:
             self._report.unchecked[f"first prompt: {made.refusal}"] += 1
             return
         dated = "strftime_now" in self._model.template.text and self._model.clock(call) is None
-        date = ", which has the date of its day; give that" if dated else ""
+        date = "; the template writes a date: give the date of the trace" if dated else ""
         why = f"the prompt is not what template {self._model.template.name!r} writes for these messages{date}"
         self._find(TraceFault.FIRST_PROMPT, number, why, call.prompt_ids, made.closest(call.prompt_ids))
 
@@ -272,7 +273,7 @@ class _TraceCheck:
     def _check_seam(self, number: int, call: TracedCall, before: TracedCall) -> None:
         seam = call.prompt_ids[len(before.ids) :]
         messages = self._messages(call) if seam else None
-        if messages is None:  # nothing was inserted, or the trace does not record it
+        if messages is None:  # no ids were inserted, or the trace has no messages
             return
         last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         history, new = messages[: last + 1], messages[last + 1 :]
@@ -308,12 +309,12 @@ class _TraceCheck:
         self._find(TraceFault.SEAM, number, why, call.prompt_ids, before.ids + made.closest(seam))
 
     def _ends(self, call: TracedCall) -> Iterator[tuple[int | None, bool]]:
-        """The ways in which a turn may have ended: its stop, and whether it was cut in its reasoning."""
+        """Yield (stop id or None, True if cut in its reasoning) for each way in which a turn may have ended."""
         last = call.token_ids[-1]
         if last in self._model.stop_ids:
             yield last, False
             return
-        if last in self._model.tokenizer.control_ids:  # the producer of the trace may have used it as a stop id
+        if last in self._model.tokenizer.control_ids:  # the producer of the trace may have stopped at this id
             yield last, False
         yield None, False
         yield None, True
@@ -325,7 +326,7 @@ class _TraceCheck:
             return
         stops, control = self._model.stop_ids, self._model.tokenizer.control_ids
         at = next((place for place, token_id in enumerate(call.token_ids) if token_id in stops), None)
-        # Some models write the template's close and then another stop.
+        # Some models write the close of the template's turn, and then another stop id.
         if at is not None and not set(call.token_ids[at:]) <= control:
             name = self._decode((call.token_ids[at],))
             why = f"{len(call.token_ids) - at - 1} ids stand after {name!r}, which ends a turn"
@@ -385,7 +386,7 @@ def _first_prompt(bridger: Bridger, messages: Sequence[Message], tools: _Tools) 
 
 
 def _tool_lists(call: TracedCall) -> list[_Tools]:
-    """The tools as in the request, and as vLLM's server passes them to a template, with its fields in its order."""
+    """The tools as in the request, and as vLLM's server passes them to a template, if that differs."""
     given = [dict(tool) for tool in call.tools]
     served = [
         {"type": "function", "function": _as_served(tool["function"])} if "function" in tool else tool for tool in given
@@ -414,7 +415,7 @@ def _without_nulls(message: Mapping[str, Any]) -> Message:
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parts of a message that a client sends back: its role, text and calls."""
+    """Return the role, text and calls of a message, which a client sends back; raise BadMessage if it is invalid."""
     (read,) = as_messages([_without_nulls(message)])
     calls = [call["function"] for call in read.get("tool_calls") or ()]
     return read["role"], read["content"].strip(), [(each["name"], dict(each["arguments"])) for each in calls]

@@ -29,12 +29,12 @@ _DATABASE: Final = b"SQLite format 3"
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The engine calls of one episode, or of one agent of it."""
+    """The engine calls of one episode, or of one agent of an episode."""
 
     where: str
-    """Its place in the file, such as "line 3"; "" if it is the only trace."""
+    """Place of the trace in the file, such as "line 3"; "" if the file has only this trace."""
     form: str
-    """Its format: "openenv", "verifiers" or "rows"."""
+    """Format of the trace: "openenv", "verifiers" or "rows"."""
     calls: Sequence[TracedCall]
     """The calls in order."""
 
@@ -62,7 +62,11 @@ def read_traces(path: str | Path, *, vocabulary: int | None = None) -> Iterator[
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """The JSON values of a file: one for each line, or the values of a single document."""
+    """Yield (place, value) for the JSON values of a file: one of each line, or those of a single document.
+
+    Raises:
+        BadBatch: the file cannot be read, is not JSON, or is a run file.
+    """
     try:
         with path.open("rb") as file:
             lines = enumerate(file, 1)
@@ -101,7 +105,8 @@ def _required(path: Path, where: str, text: bytes) -> Any:
 
 def _traces(where: str, record: Any, vocabulary: int | None) -> Iterator[Trace]:
     inner = record.get("trace") if isinstance(record, Mapping) else None
-    record = inner if isinstance(inner, Mapping) else record  # written by `deltarunner export --format openenv`
+    # `deltarunner export --format openenv` puts each trace under "trace".
+    record = inner if isinstance(inner, Mapping) else record
     if not isinstance(record, Mapping):
         raise BadBatch(f"{record!r:.60} is not a trace. {_FORMATS}")
     if "turns" in record:
@@ -127,7 +132,7 @@ def _within(where: str, inner: str) -> str:
 
 
 def _verifiers_calls(trace: Any, vocabulary: int | None) -> list[TracedCall]:
-    """The calls of a trace: each sampled node, with the path of nodes before it."""
+    """Return the calls of a trace: each sampled node is one, and the nodes on the path before it are its prompt."""
     if not isinstance(trace, Mapping):
         raise BadBatch(f"the trace is {trace!r:.40}: give an object.")
     version = trace.get("version", VERIFIERS_VERSION)
@@ -136,7 +141,7 @@ def _verifiers_calls(trace: Any, vocabulary: int | None) -> list[TracedCall]:
     nodes = [_TraceNode.read(number, node, vocabulary) for number, node in enumerate(list_of("trace", trace, "nodes"))]
     calls = [_call_of(nodes, number) for number, node in enumerate(nodes) if node.sampled]
     if calls and not any(node.ids for node in nodes):
-        raise BadBatch("the trace has no token ids: its client was of type eval. Play it with a client of type train.")
+        raise BadBatch("the trace has no token ids: its client was of type eval. Use a client of type train.")
     return calls
 
 
@@ -219,7 +224,7 @@ def _openai_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """One row, or the rows of a dict of columns, as TRL's `rollout_func` returns."""
+    """Return the record as the only row, or the rows if it is a dict of columns, as a `rollout_func` of TRL returns."""
     columns = list_of("row", record, "completion_ids")
     if not columns or not isinstance(columns[0], list):
         return [record]
@@ -227,12 +232,12 @@ def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         (name for name, each in record.items() if not isinstance(each, list) or len(each) != len(columns)), ""
     )
     if uneven:
-        raise BadBatch(f"{uneven} has other rows than completion_ids, which has {len(columns)}.")
+        raise BadBatch(f"{uneven} has other rows than completion_ids: give {len(columns)} values.")
     return [{name: column[number] for name, column in record.items()} for number in range(len(columns))]
 
 
 def _row_calls(row: Mapping[str, Any], vocabulary: int | None) -> list[TracedCall]:
-    """The calls of a row: each span of sampled ids, with all ids before it."""
+    """Return the calls of a row: each span of sampled ids is one, and all ids before it are its prompt."""
     prompt, completion = (ids_of("row", row, name, vocabulary) for name in ("prompt_ids", "completion_ids"))
     name = next((each for each in ("env_mask", "tool_mask", "completion_mask") if row.get(each) is not None), "")
     length = len(completion)
@@ -266,7 +271,7 @@ def _row_calls(row: Mapping[str, Any], vocabulary: int | None) -> list[TracedCal
 
 
 def _row_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The conversation of a row: its messages, or the messages of its prompt and completion."""
+    """The messages of a row, or of its prompt and completion; an empty list if they are not messages."""
     parts = [row.get("messages")] if row.get("messages") else [row.get("prompt"), row.get("completion")]
     if not all(isinstance(part, list) and all(isinstance(each, Mapping) for each in part) for part in parts):
         return []

@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of a trace with an engine's scores of the same ids."""
+"""Comparison of the log-probabilities of a trace with an engine's scores of the same ids."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from runner.trainers.traced_call import TracedCall
 __all__ = ["ScoreFinding", "ScoreReport", "score_trace"]
 
 DEFAULT_TOLERANCE_NATS: Final = 0.5
-"""Allowed difference of an id. An engine in bfloat16 and one in float32 differed by at most 0.34 (10,918 ids)."""
+"""Allowed difference of a log-probability. An engine in bfloat16 and one in float32 differed by at most 0.34."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFinding:
-    """One call of a trace whose log-probabilities differ from the engine's."""
+    """One call of a trace with log-probabilities that differ from the engine's scores."""
 
     turn: int
     """Number of the call in the trace."""
     node_id: str
     """Id of the call in the trace."""
     ids: int
-    """Number of ids of the call."""
+    """Number of sampled ids of the call."""
     places: tuple[int, ...]
     """Indexes of the sampled ids that differ by more than the tolerance."""
     traced: tuple[float, ...]
     """Log-probabilities of the trace at these places, in nats."""
     scored: tuple[float, ...]
-    """Scores of the engine at these places; minus infinity for an id that it cannot sample."""
+    """Scores of the engine at these places; minus infinity for an id that cannot be sampled."""
 
 
 @dataclass(slots=True)
 class ScoreReport:
-    """Result of scoring one trace, or several."""
+    """The comparison of one trace or several traces with an engine's scores."""
 
     differences: list[float] = field(default_factory=list)
-    """Difference of each compared id, in nats."""
+    """Absolute difference of the log-probability of each compared id, in nats."""
     findings: list[ScoreFinding] = field(default_factory=list)
-    """Calls with ids beyond the tolerance."""
+    """The calls with ids whose difference is above the tolerance."""
     unchecked: Counter[str] = field(default_factory=Counter)
     """Number of calls that were not scored, by reason."""
 
@@ -126,7 +126,7 @@ def _unscorable(call: TracedCall) -> str:
 
 
 def _sampling_of(call: TracedCall) -> Sampling | None:
-    """Return the sampling with the temperature of our own traces; None for temperature 1."""
+    """Return a sampling with the temperature in the metadata, as deltarunner writes it; None if it is 1 or missing."""
     temperature = call.metadata.get("temperature")
     if not checked.is_number(temperature) or temperature == 1:
         return None
@@ -134,7 +134,7 @@ def _sampling_of(call: TracedCall) -> Sampling | None:
 
 
 def _conversations(calls: Sequence[TracedCall], numbers: Sequence[int]) -> list[list[int]]:
-    """Group calls in which the ids of each are a prefix of the next call's prompt."""
+    """Group the numbers of calls, so that in a group the ids of each call are a prefix of the next call's prompt."""
     groups: list[list[int]] = []
     for number in numbers:
         before = calls[groups[-1][-1]].ids if groups else ()

@@ -18,7 +18,7 @@ class TracedCall:
     """One engine call of a trace."""
 
     node_id: str
-    """Its id, unique in the trace."""
+    """Id of the call, unique in the trace."""
     prompt_ids: tuple[int, ...]
     """Ids of the prompt."""
     token_ids: tuple[int, ...]
@@ -62,13 +62,13 @@ def ids_of(where: str, fields: Mapping[str, Any], name: str, vocabulary: int | N
     """Return a field of token ids.
 
     Raises:
-        BadBatch: a value is not an id, or not below the number of ids of the vocabulary.
+        BadBatch: the field is not a list, or a value is not an id, or is not below `vocabulary`, the number of ids.
     """
     ids = list_of(where, fields, name)
     for place, value in enumerate(ids):
         if type(value) is not int or value < 0 or (vocabulary is not None and value >= vocabulary):
             limit = "" if vocabulary is None else f" below {vocabulary}"
-            raise BadBatch(f"{where}: {name}[{place}] is {value!r:.30}: an id is a whole number from 0 on{limit}.")
+            raise BadBatch(f"{where}: {name}[{place}] is {value!r:.30}: give a whole number from 0 on{limit}.")
     return ids
 
 
@@ -76,11 +76,12 @@ def logprobs_of(where: str, fields: Mapping[str, Any], name: str, count: int) ->
     """Return a field with `count` log-probabilities.
 
     Raises:
-        BadBatch: the field has another length, or a value is not finite or above 0.
+        BadBatch: the field is not a list, has another length, or a value is not finite or is above 0.
     """
     logprobs = list_of(where, fields, name)
     if len(logprobs) != count:
-        raise BadBatch(f"{where}: {name} has {counted(len(logprobs), 'value')} for {counted(count, 'sampled id')}.")
+        values, ids = counted(len(logprobs), "value"), counted(count, "sampled id")
+        raise BadBatch(f"{where}: {name} has {values} for {ids}: give one value for each id.")
     for value in logprobs:
         if type(value) not in (int, float) or not math.isfinite(value) or value > 0:
             raise BadBatch(f"{where}: {name} has {value!r:.30}: a log-probability is finite and at most 0.")
@@ -98,11 +99,11 @@ def mask_of(where: str, fields: Mapping[str, Any], name: str, count: int, ids: s
         ids: a description of the ids, for messages.
 
     Raises:
-        BadBatch: the field has another length or other values.
+        BadBatch: the field is not a list, has another length, or other values.
     """
     mask = list_of(where, fields, name)
     if len(mask) != count:
-        raise BadBatch(f"{where}: {name} has {counted(len(mask), 'value')} for {ids}.")
+        raise BadBatch(f"{where}: {name} has {counted(len(mask), 'value')} for {ids}: give one value for each id.")
     for value in mask:
         if type(value) not in (int, bool) or value not in (0, 1):
             raise BadBatch(f"{where}: {name} has {value!r:.30}: a mask holds 0 and 1.")

@@ -1,6 +1,6 @@
-"""TRL: a `rollout_func` for its `GRPOTrainer`, and the reward function that belongs to it.
+"""A `rollout_func` for TRL's `GRPOTrainer`, and the reward function that belongs to it.
 
-Checked with TRL 1.16.0. Nothing of TRL is imported here: its trainer is passed in.
+Checked with TRL 1.16.0. Nothing of TRL is imported here, since TRL passes its trainer as an argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from runner.trajectory import Trajectory
 __all__ = ["FailedEpisodes", "episode_reward", "rollout_func"]
 
 RolloutFunction: TypeAlias = Callable[[list[Any], Any], dict[str, Any]]
-"""TRL's type: prompts and the trainer in, lists with one entry for each prompt out, or None for `logprobs`."""
+"""TRL's type of a function of prompts and the trainer. It returns lists by name, with one entry for each prompt; the
+list `logprobs` may be None.
+"""
 
 _PROBE: Final = "two tokenizers: 12 + 30 = 42, naïve\n\tÅngström <tag> 東京"
 
@@ -72,13 +74,13 @@ def rollout_func(
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
-        tasks: the task of each prompt of the data set; an iterable of tasks has their ids as prompts. A conversation as
-            the prompt is found by the text of its last message.
+        tasks: the task of each prompt of the data set; in an iterable of tasks, each is found by its id. If a prompt is
+            a conversation, the text of the last message is looked up.
         weights: False if the engine samples from the trainer's own model, as a `TokenEngine` over it.
-        proof: False to send weights without a proof, as to an engine without scores or number type.
+        proof: False to send weights without a proof. Engines without scores or a number type never get one.
         failed: treatment of episodes without a reward.
         segments: the segment that is kept where a history was rewritten: TRL takes one row for each prompt.
-        length: maximum number of ids of a row; a longer one is treated as `failed`. None for any length.
+        length: maximum number of ids of a row; a longer row counts as a failed episode. None for any length.
 
     Raises:
         BadOption: an argument is invalid.
@@ -106,9 +108,13 @@ def rollout_func(
 
 
 def episode_reward(completions: Sequence[Any], *, reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """The rewards of the episodes, as a reward function of TRL; None for a failed one."""
+    """Return the rewards of the episodes, as a reward function of TRL; None for a failed episode.
+
+    Raises:
+        BadBatch: the rewards are not those of the completions.
+    """
     if len(reward) != len(completions):
-        raise BadBatch(f"{len(reward)} rewards for {len(completions)} completions: use it with rollout_func().")
+        raise BadBatch(f"{len(reward)} rewards for {len(completions)} completions: rollout_func() returns both.")
     return list(reward)
 
 
@@ -129,7 +135,7 @@ class _Rollouts:
         step = int(trainer.state.global_step)
         if not self._checked:
             self._check(trainer)
-            # A resumed training has played at most this many visits of a task.
+            # Before a training is resumed, it has played at most this many visits of a task.
             ranks = trainer.accelerator
             self.player.player.share_visits(ranks.process_index, ranks.num_processes, skip=step * len(prompts))
             if self.sends_weights and step == self._sent_step:
@@ -169,7 +175,13 @@ class _Rollouts:
             )
 
     def _prove_start(self, trainer: Any) -> None:
-        """Measure the difference by rounding alone, from which the tolerance of later proofs follows."""
+        """Prove that the engine has the trainer's starting weights.
+
+        This measures the difference by rounding alone, from which the tolerance of later proofs is computed.
+
+        Raises:
+            BadModel: the weights differ.
+        """
         proof = self._proof(trainer)
         if proof is None:
             return
@@ -202,7 +214,10 @@ class _Rollouts:
             raise BadOption(f"the prompt {text!r:.80} of the data set has no task in tasks=: add one.") from None
 
     def _played(self, tasks: list[Task]) -> list[Trajectory]:
-        """A trajectory of `main` for each task in this order; equal tasks in a row are one group."""
+        """Play the tasks, and return a trajectory of `main` for each, in their order.
+
+        Consecutive equal tasks are played as groups of `group_size`; the rest are single episodes.
+        """
         size = self.player.options.group_size
         counts = [(task, len(list(same))) for task, same in groupby(tasks)]
         whole = [task for task, count in counts for _ in range(count // size)]
@@ -231,7 +246,7 @@ class _Rollouts:
             cause = trajectory.error or trajectory.reason or "see the log"
             raise BadBatch(
                 f"{name_of(trajectory)} has no reward ({row.failed}): {cause}. "
-                "With failed='mask' it is left out of the training."
+                "With failed='mask' the episode is left out of the training."
             )
         computed = trainer.args.temperature
         sampled = {float(each) for each in row.temperatures[row.mask]}
@@ -246,7 +261,7 @@ class _Rollouts:
 
 
 def _of_main(task: Task, count: int, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """The trajectories of `main`, one for each of `count` episodes, since TRL needs a row for each prompt."""
+    """Return the trajectories of `main`; raise BadBatch if they are not `count`: TRL needs one for each prompt."""
     played = [each for each in trajectories if each.agent == MAIN]
     if len(played) != count:
         raise BadBatch(

@@ -1,4 +1,4 @@
-"""TRL's asynchronous GRPO trainer: its rollout worker, its weight transfer, and sessions for its harness worker.
+"""Parts for TRL's asynchronous GRPO trainer: a rollout worker, a weight sender, and sessions for its harness worker.
 
 Checked with the classes of TRL 1.16.0 and openenv 0.10.0. The trainer itself needs a GPU, and was not run.
 """
@@ -34,7 +34,7 @@ _STOP_SECONDS: Final = 30.0
 
 
 class RolloutWorker:
-    """Plays groups in the background, for `AsyncGRPOTrainer(rollout_worker=)`.
+    """A worker that plays groups in the background, for `AsyncGRPOTrainer(rollout_worker=)`.
 
     Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes and episodes
     without finite log-probabilities are left out, and so are groups in which fewer than two episodes remain. Groups are
@@ -44,8 +44,9 @@ class RolloutWorker:
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
         tasks: the tasks, played again and again in this order.
-        rule: the advantages of a group.
-        samples: maximum number of samples that wait for the trainer; no group is begun while this many wait.
+        rule: the function that computes the advantages of a group.
+        samples: maximum number of samples that wait for the trainer; while this many wait, no further group is taken
+            from the player.
 
     Raises:
         BadOption: there are no tasks, or `samples` is below 1.
@@ -57,7 +58,7 @@ class RolloutWorker:
         self._tasks = list(tasks)
         if not self._tasks or samples < 1:
             raise BadOption(
-                f"RolloutWorker: {len(self._tasks)} tasks, samples={samples!r:.30}: give at least one each."
+                f"RolloutWorker: {len(self._tasks)} tasks, samples={samples!r:.30}: give at least 1 of each."
             )
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(samples)
         """Samples for the trainer."""
@@ -90,7 +91,7 @@ class RolloutWorker:
             self._thread.join(_STOP_SECONDS)
 
     def update_model_version(self, model_version: int) -> None:
-        """Record the trainer's number of the weights that the engine has."""
+        """Record the trainer's version number of the weights that the engine now has."""
         self._version = model_version
         self._version_of[self._player.engine.weight_version] = model_version
 
@@ -101,7 +102,7 @@ class RolloutWorker:
             raise error
         silent = time.monotonic() - self._last
         if silent > stale_after_s and self.rollout_buffer.empty():
-            raise RunStopped(f"no rollout was finished for {silent:.0f} s, more than {stale_after_s:g} s")
+            raise RunStopped(f"no rollout was finished for {silent:.0f} s, more than {stale_after_s:g} s: see the log")
 
     def _run(self) -> None:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -113,7 +114,7 @@ class RolloutWorker:
                     self._put(RolloutSample(**fields))
                 if self._stopped.is_set():
                     return
-        except BaseException as error:  # `check_health` raises the error in the trainer
+        except BaseException as error:  # `check_health` raises this error in the trainer
             self._error = error
         finally:
             self._groups.close()
@@ -128,7 +129,7 @@ class RolloutWorker:
             return
 
     def _samples(self, group: Group, number: int) -> Iterator[dict[str, Any]]:
-        """The fields of TRL's `RolloutSample` for each row of a group."""
+        """Yield the fields of TRL's `RolloutSample` for each row of a group that has two or more scored episodes."""
         scored = [each for each in group.trajectories if not refusal(each)]
         if len(scored) < 2:
             return
@@ -156,7 +157,7 @@ class RolloutWorker:
 
 
 class WeightSender:
-    """Sends the trainer's weights into the player's engine, for `AsyncGRPOTrainer(weight_transfer=)`.
+    """A sender of the trainer's weights to the player's engine, for `AsyncGRPOTrainer(weight_transfer=)`.
 
     Turns in flight are paused and then continue with the new weights; each id records its version.
 
@@ -187,15 +188,15 @@ class WeightSender:
 class EpisodeSessions:
     """Episodes as OpenEnv sessions, for TRL's `HarnessRolloutWorker(harness_session_factory=)`.
 
-    The worker calls the factory in a process of its own, so the arguments are picklable, and the engine is made there:
-    a `RemoteEngine` of the server that the trainer updates. Give it as
+    The worker calls the factory in its own process. Therefore the arguments must be picklable, and `make_engine` makes
+    the engine in that process: a `RemoteEngine` for the server whose weights the trainer updates. Give the trainer
     `functools.partial(EpisodeSessions, Environment, make_engine, tasks)`.
 
     Args:
         environment: the environment's class.
         make_engine: a function that makes the engine.
-        tasks: the tasks by the prompts of the data set; a conversation is found by the text of its last message.
-        sampling: sampling of the trainer, as `Sampling.of_request` takes it; it overrides the environment's sampling.
+        tasks: the task of each prompt of the data set; for a conversation, the prompt is the text of the last message.
+        sampling: the trainer's sampling, as `Sampling.of_request` takes it, in place of the environment's sampling.
     """
 
     def __init__(
@@ -212,14 +213,14 @@ class EpisodeSessions:
         ).start()
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> EpisodeSession:
-        """Return the session of one episode; it begins with `wait_for_completion`.
+        """Return the session of one episode, which begins with `wait_for_completion`.
 
         Raises:
             BadOption: the prompt has no task.
         """
         text = task if isinstance(task, str) else task[-1]["content"]
         if text not in self._tasks:
-            raise BadOption(f"the prompt {text!r:.80} of the data set has no task: add one.")
+            raise BadOption(f"the prompt {text!r:.80} of the data set has no task: add it to tasks=.")
         return EpisodeSession(self._player, self._tasks[text])
 
     def close(self) -> None:
@@ -228,7 +229,7 @@ class EpisodeSessions:
 
 
 class EpisodeSession:
-    """One episode as a session of OpenEnv that plays itself."""
+    """One episode as a session of OpenEnv. The session itself plays the episode."""
 
     def __init__(self, player: BackgroundPlayer, task: Task) -> None:
         self._player = player
@@ -240,19 +241,19 @@ class EpisodeSession:
         return list(as_messages(self._task.prompt))
 
     def list_tools(self) -> list[Any]:
-        """Return None, since the episode calls its own tools."""
+        """Return an empty list, since the episode calls its own tools."""
         return []
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Refuse the call.
+        """Raise an error, since the episode calls its own tools.
 
         Raises:
-            BadOption: always; the episode calls its own tools.
+            BadOption: always.
         """
         raise BadOption(f"call_tool({name!r}): the episode calls its own tools; leave harness_adapter out.")
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
-        """Play the episode; `Limits(seconds=)` of the environment bounds its time. Return 0."""
+        """Play the episode and return 0. The environment's `Limits(seconds=)` limits its time; `timeout_s` does not."""
         self._trajectory, *_ = self._player.play(self._task)
         return 0
 
@@ -261,13 +262,14 @@ class EpisodeSession:
 
         Raises:
             BadBatch: a turn has no ids or no log-probabilities.
+            RuntimeError: the episode was not played.
         """
         from openenv.core.harness import TrainingTrace
 
         return TrainingTrace.model_validate(training_trace(self._played))
 
     def verify(self, transcript: Sequence[Any], final_state: Any = None) -> Any:
-        """The reward of the episode, None if it failed, as OpenEnv's `VerifyResult`."""
+        """The reward of the episode as OpenEnv's `VerifyResult`; the reward is None if the episode failed."""
         from openenv.core.harness import VerifyResult
 
         return VerifyResult(env_reward=self._played.reward, done=True)

@@ -1,4 +1,4 @@
-"""The messages of a trajectory by its turns, for traces that record both."""
+"""The messages of a trajectory's turns, for traces that record messages and turns."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ __all__ = ["arguments_as_text", "reply_of", "reply_places"]
 
 
 def reply_of(turn: Turn) -> Message:
-    """Return the assistant message of a turn. If the turn continues a cut one, return only its own part."""
+    """Return the assistant message of a turn. If it continues a cut turn, return only the text that it added."""
     return ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
 
 
 def reply_places(segment: Segment, turns: Sequence[Turn]) -> list[int]:
     """Return the index of each turn's message among the messages of its segment.
 
-    A turn that continues a cut one shares its message.
+    A turn that continues a cut turn shares the message of that turn. An index may be the number of messages, if the
+    message is missing, as when an episode ended in the turn.
 
     Args:
         segment: the segment.
-        turns: the turns that were sampled in it, in order.
+        turns: the turns that were sampled in the segment, in order.
     """
     begins = [not number or turns[number - 1].end != turn.start for number, turn in enumerate(turns)]
     seen = segment.messages[: len(segment.messages) - segment.unseen]

@@ -1,7 +1,7 @@
-"""A server in verifiers' protocol: prime-rl and verifiers' `EnvClient` play an environment with it.
+"""A server in verifiers' protocol, with which prime-rl and verifiers' `EnvClient` play an environment.
 
-The trainer owns tasks, groups and the engine. Each request brings a task and the address of the engine; the answer is
-the episode as traces with exact ids. Checked with verifiers 0.4.0.
+The trainer has the tasks, the groups and the engine. Each request contains a task and the address of the engine; the
+answer is the episode as traces with exact ids. Checked with verifiers 0.4.0.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ MAX_OWN_TASKS: Final = 100_000
 
 
 class VerifiersServer:
-    """Plays an environment for clients of verifiers.
+    """A server that plays an environment for clients of verifiers.
 
         async with VerifiersServer(environment, make_engine, bind="tcp://127.0.0.1:5000") as server:
             await server.serve()
 
     Args:
         environment: the environment, or its class.
-        make_engine: returns the engine for the base URL and the model name of a request.
-        bind: the address, as ZeroMQ takes it; port 0 is any free port.
+        make_engine: a function that returns the engine for the base URL and the model name of a request.
+        bind: the address, in ZeroMQ's notation; port 0 is any free port.
         options: the options of the players: the fields of `RunOptions` by name.
 
     Raises:
@@ -61,7 +61,7 @@ class VerifiersServer:
     """
 
     address: str
-    """The address at which it listens, with the port."""
+    """The address at which the server listens; it has the real port once the server is entered."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class VerifiersServer:
         optional_package("zmq", extra="verifiers-server", package="pyzmq")
         optional_package("msgpack", extra="verifiers-server")
         if "file" in options:
-            raise BadOption("file=: the trainer keeps the traces; leave it out.")
+            raise BadOption("file=: the trainer keeps the traces; leave file= out.")
         self.environment = as_environment(environment)
         """The environment that is played."""
         self.address = bind
@@ -97,7 +97,7 @@ class VerifiersServer:
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # ZeroMQ raises for a message to a client that is gone
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a client that is gone raises an error
         try:
             self._socket.bind(self.address)
         except zmq.ZMQError as error:
@@ -161,7 +161,7 @@ class VerifiersServer:
             return {"cancelled": running is not None}
         if route == b"run":
             return await self._run(client, request_id, given)
-        raise BadOption(f"unknown method {route.decode(errors='replace')!r:.40}: it is health, run or cancel.")
+        raise BadOption(f"unknown method {route.decode(errors='replace')!r:.40}: give health, run or cancel.")
 
     async def _run(self, client: bytes, request_id: bytes, given: Mapping[str, Any]) -> dict[str, Any]:
         data, where, sampling = (_map(given, name) for name in ("task_data", "client", "sampling"))
@@ -189,14 +189,19 @@ class VerifiersServer:
     # --- tasks
 
     def _task(self, data: Mapping[str, Any]) -> Task:
-        """The task of a request: a task of the environment by its id, or a task made from the data of the request."""
+        """Return the task of the environment with the id of a request, or a task made from the data of the request.
+
+        Raises:
+            BadTask: the request has no prompt and an unknown id, or invalid data.
+        """
         if data.get("prompt") is None and data.get("id") is not None:
             own = self._own_tasks()
             if data["id"] in own:
                 return own[data["id"]]
         if data.get("prompt") is None:
             raise BadTask(
-                f"task_data has no prompt, and its id {data.get('id')!r:.60} is not one of the environment's tasks."
+                f"task_data has no prompt, and its id {data.get('id')!r:.60} is not one of the environment's tasks: "
+                "give a prompt, or the id of a task."
             )
         fields = {name: value for name, value in data.items() if name in self._builder.known and value is not None}
         further = {name: value for name, value in data.items() if name not in self._builder.known and value is not None}
@@ -221,7 +226,7 @@ class VerifiersServer:
 
     @asynccontextmanager
     async def _player(self, url: str, model: str, template: Mapping[str, Any]) -> AsyncIterator[Player]:
-        """The player for an engine, a model and options of the template; it is kept for later requests."""
+        """Yield the player for an engine, a model and variables of the template, and keep it for later requests."""
         key = json.dumps([url, model, template], sort_keys=True, default=str)
         if key not in self._players:
             await self._make_room()
@@ -230,7 +235,7 @@ class VerifiersServer:
         self._playing[key] = self._playing.get(key, 0) + 1
         starting = self._players[key]
         try:
-            # Shielded: the request that began the start may be cancelled, and others wait for it.
+            # The start is shielded, since other requests may wait for it when the request that began it is cancelled.
             player = await asyncio.shield(starting)
             yield player
         except DeltarunnerError:

@@ -26,7 +26,7 @@ _FINISH: Final[Mapping[FinishReason, str]] = {FinishReason.STOP: "stop", FinishR
 
 
 def trace_delta(trajectory: Trajectory, *, task: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
-    """Return a trajectory as one delta of an episode stream, which opens its trace and has all of it.
+    """Return a trajectory as one delta in the stream of an episode. The delta opens the trace and contains all of it.
 
     If a sampled id has no finite log-probability, nothing is trained, and the trace has an error "no_logprobs".
 
@@ -115,7 +115,11 @@ def _info(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _nodes(trajectory: Trajectory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the nodes and the calls of all segments. The nodes of a segment are a path with its own root."""
+    """Return the nodes and the calls of all segments. The nodes of a segment are a path with its own root.
+
+    Raises:
+        BadBatch: a turn has no token ids.
+    """
     nodes: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     trained = not lacks_logprobs(trajectory)
@@ -123,8 +127,8 @@ def _nodes(trajectory: Trajectory) -> tuple[list[dict[str, Any]], list[dict[str,
         turns = [turn for turn in trajectory.turns if turn.segment == number and turn.tokens]
         if any(not turn.has_ids for turn in turns):
             raise BadBatch(
-                f"{trajectory.id}: its turns were sampled by a message engine and have no token ids. Play it on an "
-                "engine of token ids."
+                f"{trajectory.id}: its turns were sampled by a message engine and have no token ids. Play the episode "
+                "on an engine of token ids."
             )
         _add_path(nodes, calls, segment, turns, trained=trained)
     return nodes, calls

@@ -319,7 +319,7 @@ async def test_eight_runs_at_once_are_answered_each_by_its_own() -> None:
 BAD = {
     "not msgpack": ("run", b"\xc1", "FormatError"),
     "no map": ("run", [1], "the request is [1]: give a map"),
-    "no such method": ("play", {}, "unknown method 'play': it is health, run or cancel"),
+    "no such method": ("play", {}, "unknown method 'play': give health, run or cancel"),
     "no task": ("run", run_request(task_data=5), "task_data is 5: give a map"),
     "no sampling": ("run", run_request(sampling=None), "sampling is None: give a map"),
     "client of another type": ("run", run_request(client={"type": "eval"}), "token ids need a client of type train"),
