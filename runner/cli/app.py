@@ -43,7 +43,7 @@ Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 
 
 
 class Commands(TyperGroup):
-    """The commands. The error for an unknown command lists them."""
+    """The group of all commands. The error for an unknown command lists the known ones."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = self.list_commands(ctx)

@@ -62,7 +62,7 @@ class TemplateReport:
     """Properties of the template."""
 
     verdicts: Sequence[AppendVerdict]
-    """For each kind of append: whether it is possible, and how exactly."""
+    """The verdict on each kind of append: whether the append is possible, and how exactly."""
 
     example: Sequence[ExamplePassage]
     """The ids of a short conversation, as a run would record them."""
@@ -100,14 +100,14 @@ class TemplateReport:
 
     @property
     def misread(self) -> bool:
-        """True if calls cannot be parsed, or are not parsed to what the template was given."""
+        """True if calls cannot be parsed, or a parsed call differs from the call that was given to the template."""
         return not (self.turn.reads_calls if self.named is None else self.named.reads_all)
 
 
 def check_template_command(
     name: str, *, template: str | None, options: Sequence[str], tool_format: str | None = None, as_json: bool
 ) -> int:
-    """Check a template, print the result, and return the exit code: `BadTemplate.exit_code` if anything is missing.
+    """Check a template, print the result, and return the exit code: `BadTemplate.exit_code` if anything is wrong.
 
     Raises:
         BadInput: the template cannot be used, or an option is invalid; with `as_json` the error is also printed.

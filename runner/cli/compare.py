@@ -20,7 +20,7 @@ from runner.transcript import printable_line
 __all__ = ["compare_command"]
 
 MAX_SHOWN_TASKS = 20
-"""Maximum number of flipped tasks, and of differing settings, that are shown; the others are counted."""
+"""Maximum number of tasks that B lost or won, and of differing settings, that are shown; the others are counted."""
 MAX_SHOWN_SLICES = 60
 """Maximum number of rows of slices that are shown; the others are counted."""
 

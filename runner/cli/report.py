@@ -189,7 +189,7 @@ def _counts(counts: Mapping[str, object]) -> Text:
 
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(label, mean reward) of each trained agent; first comes the agent whose single rewards the summary has."""
+    """(label, mean reward) of each trained agent; the first agent is that of the summary's `rewards`."""
     agents = summary["agents"]
     if len(agents) < 2:
         return [("reward", summary["reward"])]
@@ -265,7 +265,7 @@ def _faults(faults: Sequence[str]) -> Text:
 
 
 def lag_lines(lag: LagMonitor) -> Iterator[Text]:
-    """Lines about the lag of the event loop and the code that blocked it; none if it was on time."""
+    """Lines about the lag of the event loop and the code that blocked it; no lines if it was on time."""
     late = lag.percentile(99)
     blockers = lag.blockers(MAX_FAULTS)
     if late > LATE_SECONDS:

@@ -193,7 +193,7 @@ class RunPlan:
     settings: RunSettings
     environment: Environment[Any]
     engine: BaseEngine
-    """The engine, not entered."""
+    """The engine, which is not entered yet."""
     options: RunOptions
     """The options without `file` and `retry_failed`; the file name depends on the run's header."""
     total: int | None
@@ -222,7 +222,7 @@ class RunPlan:
         tasks, total = _tasks(settings, environment, options.group_size)
         options = replace(options, tasks=tasks)
         if settings.file is not None:
-            # The file is checked before the engine starts, since that takes long.
+            # The file is checked before the engine starts, since the start takes long.
             check_resumable(settings.file, environment, options, model=settings.model_name)
         return cls(
             settings=settings,
@@ -244,7 +244,7 @@ class RunPlan:
 
 
 def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
-    """The mixture of several environments. A setting has the name of its environment: `--set calculator.examples=1`."""
+    """The mixture of several environments. Settings begin with an environment: `--set calculator.examples=1`."""
     own: dict[str, dict[str, str]] = {name: {} for name, _, _ in settings.mixed()}
     for name, value in given.items():
         part, dot, rest = name.partition(".")
@@ -446,7 +446,7 @@ class ConsoleRun(Reporter):
         if not summary.episodes or unplayable < summary.episodes:
             return
         last = self._display.last_fault or ", ".join(summary.outcomes)
-        raise TooManyFailures(f"no episode of {summary.episodes} was scored: correct the cause; the last one: {last}")
+        raise TooManyFailures(f"no episode of {summary.episodes} was scored; correct the last fault: {last}")
 
     # --- afterwards
 

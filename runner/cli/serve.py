@@ -24,7 +24,7 @@ from runner.errors import BadOption
 __all__ = ["serve_command"]
 
 NAME = "serve"
-"""The word in names of run files that otherwise is the name of the environment."""
+"""The name that stands for an environment in the names of run files, as in runs/serve-001.db."""
 
 _PLAYER_OPTIONS = ("sampling", "limits", "concurrency", "seed", "template_options", "tool_format", "history", "listen")
 """Names of the fields of `RunOptions` that are passed to `VerifiersServer`."""

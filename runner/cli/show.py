@@ -68,7 +68,7 @@ def show_command(
     console = make_console()
     if episode is not None and chosen != RowOptions():
         raise BadOption(
-            "--failed, --where, --sort, --by, --fail-under, --prices: these are for the table; leave the episode out."
+            "--failed, --where, --sort, --by, --fail-under, --prices are for the table: leave the episode out."
         )
     with RunFile(file) as run_file:
         if requests and episode is None:

@@ -51,7 +51,7 @@ class VerifyResult:
     differing: int = 0
     """Number of trajectories with a difference."""
     difference: Difference | None = None
-    """The first difference, if any."""
+    """The first difference; None without one."""
 
     @property
     def exit_code(self) -> int:
@@ -104,7 +104,7 @@ def _verify_file(run_file: RunFile, models: Sequence[str]) -> VerifyResult:
 
 
 def _header_difference(run_file: RunFile) -> Difference | None:
-    """Return the first change of the header since the run began, or the first launch that differs from it, or None."""
+    """Return the first change of the header since the run began, or of a launch's configuration; None without one."""
     noted = run_file.first_launch()
     changes = [] if noted is None else noted.changes(run_file.header)
     if not changes:
@@ -165,7 +165,7 @@ class ChatModels:
         """Return the chat model of an agent.
 
         Raises:
-            BadModel: its vocabulary is not found.
+            BadModel: the vocabulary of the agent's engine is not found.
         """
         placed = agent if agent in self._header.engines else None
         if placed not in self._chats:

@@ -51,7 +51,7 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class _Totals:
-    """The result of checking a file."""
+    """The result of checking a file of traces."""
 
     traces: int = 0
     calls: int = 0
@@ -92,7 +92,7 @@ def verify_trace_command(
 
     Args:
         file: traces of OpenEnv or verifiers, or rows like TRL's, as JSON or JSON Lines.
-        model: the folder or name of the model that sampled them.
+        model: the folder or name of the model that sampled the ids.
         template: a template in place of the model's own.
         options: variables of the template, as NAME=VALUE.
         now: the time that the template saw, in ISO form.

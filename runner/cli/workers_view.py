@@ -29,11 +29,11 @@ _LEFT_ALIGNED: Final = ("node", "weights", "longest wait")
 """Left-aligned columns; the others are numbers."""
 
 Cell: TypeAlias = tuple[str, str]
-"""(text, style)."""
+"""A text and its style."""
 
 
 def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
-    """The workers as at least one and at most `room` lines.
+    """The workers as lines: at most `room`, but at least one.
 
     Args:
         fleet: statistics of the workers.

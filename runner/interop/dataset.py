@@ -134,7 +134,7 @@ class Dataset(Environment):
                 yield Task(f"{task.id}-{copies[key]}", task.prompt, task.answer, task.info)
         if not seen:
             raise BadTask(
-                f"{name}: no row is left after where, skip and take: choose others."
+                f"{name}: no row is left after where, skip and take: choose other values."
                 if self._selects
                 else f"{name}: no rows: give a data set with rows."
             )

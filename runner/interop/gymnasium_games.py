@@ -47,9 +47,10 @@ class Gymnasium(Environment):
         Args:
             game: the id of the game, such as "FrozenLake-v1"; "module:Game-v0" imports the module first.
             actions: the names of the actions of a discrete space, in order; by default their numbers.
-            describe: the text of an observation; by default the game's own text if it renders as text, else the values.
-            parse: the action for the text of a turn, for other than discrete and text spaces; it raises ValueError for
-                a text that is not an action.
+            describe: a function that returns the text of an observation; by default the text that the game renders, or
+                else the values.
+            parse: a function that returns the action for the text of a turn, and raises ValueError if the text is not
+                an action; for action spaces other than discrete and text spaces.
             instructions: the beginning of the prompt.
             games: the number of tasks; each has its own seed.
             choice: let the model write only names of actions that are legal (`info["action_mask"]`).
@@ -77,7 +78,7 @@ class Gymnasium(Environment):
 
         Raises:
             BadEnvironment: the game is unknown, or its actions need `parse`.
-            BadOption: `actions` has not as many names as the game has actions.
+            BadOption: `actions` does not have one name for each action of the game.
         """
         self._made().close()  # the game is made once here, so that an error is raised before the first episode
         return (Task(id=f"{self._game}-{number}") for number in range(self._games))

@@ -258,7 +258,7 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     """Run the verifier of a task, and return its numbers; one of them is `reward`.
 
     Raises:
-        VerifierFailed: the verifier wrote no reward, or values other than finite numbers.
+        VerifierFailed: the verifier cannot run, or wrote no reward, or wrote values other than finite numbers.
     """
     cleaned = await sandbox.exec(["sh", "-c", _CLEAN, task.verifier_user], user="0", cwd="/")
     if not cleaned.ok or any([await _exists(sandbox, f"{LOG_FOLDER}/{name}") for name in REWARD_FILES]):
@@ -377,7 +377,7 @@ class HarborCheck:
     nothing: float | None
     """Reward without any action; None if the verifier failed."""
     errors: tuple[str, ...] = ()
-    """Errors of the solution, of the verifier and of the sandboxes; a missing solution is one."""
+    """Errors of the solution, of the verifier and of the sandboxes; also a missing solution."""
 
     @property
     def ok(self) -> bool:

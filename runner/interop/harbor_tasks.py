@@ -25,7 +25,7 @@ DEFAULT_SECONDS: Final = 600.0
 """Default time limit of the agent, of the verifier and of a build."""
 
 DEFAULT_MEMORY_MB_SIZE: Final = 2048
-"""Default memory of a sandbox."""
+"""Default memory of a sandbox, in MiB."""
 
 MEGABYTES_BY_UNIT: Final = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 

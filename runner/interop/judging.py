@@ -33,7 +33,7 @@ JUDGE_PREFIX: Final = "judge:"
 """Prefix of a `score` option that has a rubric."""
 
 MIN_CHOICE_PROBABILITY: Final = 0.01
-"""Minimum probability of all choices together. Below it the judgement fails, since the reply would be another."""
+"""Minimum probability of all choices together; below it, the judge would write another reply: the judgement fails."""
 
 _SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?[^\w%]*$", re.IGNORECASE)
 _BARE: Final = re.compile(r"[^\w-]*(-?\d+(?:\.\d+)?)[^\w%]*")
@@ -262,7 +262,7 @@ def judge(
             raise BadOption("judge(choices=...): leave out sampling, low and high; nothing is sampled.")
     own = Sampling(temperature=0, max_tokens=512)
     if cache is not None and not Path(cache).absolute().parent.is_dir():
-        raise BadOption(f"judge(cache={str(cache)!r:.80}): its folder does not exist: create it.")
+        raise BadOption(f"judge(cache={str(cache)!r:.80}): its parent is not an existing folder: create it.")
     return Judge(
         rubric,
         engine=engine,

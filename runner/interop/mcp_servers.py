@@ -23,8 +23,9 @@ from runner.tools.tool import Tool
 __all__ = ["McpDataset", "McpServers", "ServerOption"]
 
 ServerOption: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
-"""A command or a URL; a list of them; or a dict of them by name. Each may also be a dict as in the configuration files
-of MCP clients, and one such file may contain all servers. In Python, anything that `mcp.Client` takes.
+"""A server, a list of servers, or a dict of servers by name. A server is a command, a URL, or a dict as in the
+configuration files of MCP clients; one such file may contain all servers. In Python, a server may also be anything that
+`mcp.Client` takes.
 """
 
 MAX_PAGES_COUNT = 1000
@@ -50,8 +51,8 @@ class McpServers:
 
     Args:
         servers: a command or a URL, a list of them, or a dict of them by name. Each may also be a dict with `command`,
-            `args`, `env` and `cwd`, or with `url` and `headers`. A file or a dict with `mcpServers`, as in clients,
-            contains all servers. `${NAME}` in `env` and `headers` is a variable of this process.
+            `args`, `env` and `cwd`, or with `url` and `headers`. A file or a dict with `mcpServers`, as MCP
+            clients have it, contains all servers. `${NAME}` in `env` and `headers` is an environment variable.
         prefix: begin each tool's name with the server's name and an underscore. Without it, two tools of the same name
             are refused. Servers of a list are called "1", "2", ...
 

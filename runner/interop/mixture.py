@@ -47,7 +47,7 @@ class Mixture(Environment):
             environments: environments, or pairs of an environment and its weight, by name.
 
         Raises:
-            BadOption: a name or a weight is invalid, or two environments bring different engines for one agent.
+            BadOption: a name or a weight is invalid, or two environments have different engines for one agent.
             BadEnvironment: an environment cannot be played, or is itself a mixture.
         """
         checked: Any = environments
@@ -150,7 +150,7 @@ class _ListeningTasks:
 
 
 def _interleaved(sources: Mapping[str, Iterable[Any]], weights: Mapping[str, float]) -> Iterator[Task]:
-    """The tasks of all sources. The next task is from the source with the fewest tasks so far for its weight."""
+    """The tasks of all sources. The next task is from the source with the fewest tasks relative to its weight."""
     left = {name: iter(source) for name, source in sources.items()}
     taken = dict.fromkeys(left, 0)
     while left:

@@ -122,7 +122,7 @@ class RowTemplate:
         """Return the value of the field if the template is one field without a format, else the text.
 
         Raises:
-            RowValueError: as for the text.
+            RowValueError: as in `__call__`.
         """
         if len(self._parts) == 1 and not self._parts[0][0] and self._parts[0][2] is None:
             path = self._parts[0][1]

@@ -22,9 +22,9 @@ __all__ = ["RowSource", "source_of"]
 BATCH_ROWS = 256
 """Number of rows of a Parquet file that are decoded at once."""
 MIN_SHUFFLED_ROWS = 10_000
-"""Minimum shuffle window of a Parquet file, in rows."""
+"""Minimum number of rows of a Parquet file that are shuffled together, if it has so many."""
 MAX_SHUFFLED_BYTES = 256 << 20
-"""Maximum size of a row group that is shuffled as a whole. A larger one is shuffled in parts, in its order."""
+"""Maximum size of a row group that is shuffled as a whole. Parts of a larger one are shuffled one by one."""
 READ_BYTES = 1 << 20
 """Size of the read buffer of a Parquet column."""
 
@@ -131,7 +131,7 @@ class _JsonRows(_FileRows):
     """One JSON object per line."""
 
     def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
-        """The rows; shuffled ones are found by the positions of their lines."""
+        """The rows. For a shuffled order, the positions of all lines are read first."""
         try:
             with self.path.open("rb") as file:
                 lines = enumerate(file, 1) if seed is None else self._shuffled(file, seed)
@@ -170,7 +170,7 @@ class _CsvRows(_FileRows):
             raise self._error(error) from error
 
     def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
-        """The rows; shuffled ones are found by the positions of their lines."""
+        """The rows. For a shuffled order, the positions of all rows are read first."""
         try:
             with self.path.open("rb") as file:
                 lines = _CountedLines(file)
@@ -186,7 +186,7 @@ class _CsvRows(_FileRows):
         except OSError as error:
             raise self._error(error) from error
         except (UnicodeDecodeError, csv.Error) as error:
-            raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}).") from None
+            raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}): convert the file.") from None
 
     def _starts(self, lines: _CountedLines) -> array[int]:
         starts, start = array("q"), lines.bytes
@@ -204,7 +204,7 @@ class _CsvRows(_FileRows):
         try:
             _, names = next(self._records(lines), (0, []))
         except (UnicodeDecodeError, csv.Error) as error:
-            raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}).") from None
+            raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}): convert the file.") from None
         if not names or len(set(names)) < len(names):
             problem = f"repeats a name: {', '.join(names)}: rename one" if names else "is missing: add it"
             raise BadTask(f"{self.name}: the first line, with the names of the fields, {problem}.")

@@ -54,8 +54,8 @@ class SandboxedProgram(Program):
             processes: maximum number of processes.
             disk_mb: space for files in MiB; an error if the container engine cannot limit it.
             network: "none", so that the program reaches only its endpoint, or "internet".
-            user: the user of the program and of the copied files; the check is then run by root. By default all of
-                them belong to the user of the image.
+            user: the user of the program and of the copied files; the check is then run by root. By default
+                everything is run by the user of the image.
             as_left: check the sandbox as the program left it. Otherwise all its processes are ended, and the programs
                 of the image are restored before the check.
             program: further arguments of `Program`.

@@ -323,7 +323,7 @@ def _equal_json(text: str, answer: str) -> bool:
 
 
 def _braced(text: str) -> list[str]:
-    """The text from the first { or [ to its last closing bracket, in a list; an empty list without a bracket."""
+    """The text from the first { or [ to the last } or ], in a list; an empty list for a text without brackets."""
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
     if not starts:
         return []

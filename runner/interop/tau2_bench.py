@@ -100,7 +100,7 @@ class Tau2(Environment):
             greeting = _tau2("orchestrator.orchestrator").DEFAULT_FIRST_AGENT_MESSAGE.content
             self._said = [messages.AssistantMessage(role="assistant", content=greeting)]
         if getattr(self._said[-1], "tool_calls", None):
-            raise BadTask(f"task {self.task.id!r:.80}: its history ends with a call without an answer: leave it out.")
+            raise BadTask(f"task {self.task.id!r:.80}: the history ends with an unanswered call: leave the task out.")
         agent = _tau2("agent.llm_agent").LLMAgent(tools=[], domain_policy=self._world.get_policy())
         self.system_prompt = agent.system_prompt
         self.tools += [self._tool(each, "assistant") for each in self._world.get_tools()]
@@ -110,7 +110,7 @@ class Tau2(Environment):
         return _seen_by("assistant", self._said)
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Generate messages of both sides in turn, until the user ends the conversation or at a limit of tau2."""
+        """Generate messages of both sides in turn, until the user ends the conversation or tau2's limit is reached."""
         user = self._open_user()
         last = self._said[-1]
         agent_is_next = last.role == "user" or getattr(last, "requestor", None) == "assistant"

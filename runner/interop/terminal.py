@@ -33,8 +33,7 @@ def shell_command(command: str) -> list[str]:
 class Terminal(Environment):
     """A sandbox with one tool, `bash`. A command in the sandbox decides the reward.
 
-    The command is `info["check"]` of the task, else `check`. The reward is 1 if that command exits
-    with 0, else 0.
+    The command is `info["check"]` of the task, else `check`. The reward is 1 if that command exits with 0, else 0.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Terminal(Environment):
             upload: a folder whose contents are copied to the working folder of each sandbox.
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
             user: the user of the model's commands and of the uploaded files; the check is then run by root. By default
-                all commands are run by the user of the image.
+                everything is run by the user of the image.
             as_left: check the sandbox as the model left it. Otherwise all its processes are ended, and the programs of
                 the image are restored before the check.
 

@@ -55,13 +55,14 @@ class Verifiers(Environment):
         if isinstance(taskset, str):
             self._taskset = _loaded(taskset, json.dumps(dict(config or {}), sort_keys=True))
         elif config:
-            raise BadOption("Verifiers(config=): a Taskset object has its own config: leave it out.")
+            raise BadOption("Verifiers(config=): a Taskset object has its own config: leave config= out.")
         else:
             self._taskset = taskset
         self._kind = self._taskset.task_type()
         if self._kind.NEEDS_CONTAINER:
             raise BadEnvironment(
-                f"the tasks of {type(self._taskset).__name__} need a container, which is not supported: give others."
+                f"the tasks of {type(self._taskset).__name__} need a container, which is not supported: give another "
+                "task set."
             )
         self._task: Any = None
         self._trace: Any = None
@@ -243,13 +244,15 @@ def _refuse_unsupported(task: Any, name: str) -> None:
     """Raise BadTask if a task needs a container, or has a hook on requests."""
     for field in ("image", "skills", "agent_user", "artifacts"):
         if getattr(task.data, field):
-            raise BadTask(f"task {name!r:.80} needs a container ({field}), which is not supported: leave it out.")
+            raise BadTask(f"task {name!r:.80} needs a container ({field}), which is not supported: leave the task out.")
     decorators, session = _verifiers("verifiers.v1.utils.decorators"), _verifiers("verifiers.v1.session")
     hooks = list(decorators.discover_decorated(task, "intercept"))
     trace = _verifiers("verifiers.v1.trace").Trace
     hooks += [stop for stop in task.hooks("stop") if session.hook_boundary(stop, allow_trace=True) is not trace]
     if hooks:
-        raise BadTask(f"task {name!r:.80}: {hooks[0].__name__} reads requests, which is not supported: leave it out.")
+        raise BadTask(
+            f"task {name!r:.80}: {hooks[0].__name__} reads requests, which is not supported: leave the task out."
+        )
 
 
 def _prompt(data: Any, name: str) -> Prompt:
@@ -294,7 +297,7 @@ def _loaded(name: str, config: str) -> Any:
     """Return the task set of an installed package; `config` is the config as JSON.
 
     Raises:
-        BadEnvironment: it cannot be loaded, or needs an unsupported feature.
+        BadEnvironment: the task set cannot be loaded, or needs an unsupported feature.
         BadOption: the config is invalid.
     """
     loaders = _verifiers("verifiers.v1.utils.loaders")
@@ -310,7 +313,7 @@ def _loaded(name: str, config: str) -> Any:
             "another task set."
         )
     if loaders.default_harness_id(name) == name:
-        raise BadEnvironment(f"task set {name!r} has a harness of its own, which is not supported: give another.")
+        raise BadEnvironment(f"task set {name!r} has its own harness, which is not supported: give another task set.")
     try:
         return loaders.load_taskset(kind.model_validate({**json.loads(config), "id": name}))
     except ValueError as error:

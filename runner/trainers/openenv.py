@@ -172,7 +172,7 @@ def _call(number: int, turn: Any, vocabulary: int | None) -> TracedCall:
     both = f"{len(prompt)} + {len(sampled)} ids of prompt and completion"
     mask = mask_of(where, turn, "loss_mask", len(prompt) + len(sampled), both)
     if any(mask[: len(prompt)]):
-        raise BadBatch(f"{where}: loss_mask holds 0 and 1, and 0 for every id of the prompt.")
+        raise BadBatch(f"{where}: loss_mask has 1 for an id of the prompt: give 0 for these ids.")
     request, response, metadata = (_object(where, turn, name) for name in ("request", "response", "metadata"))
     return TracedCall(
         node_id=node_id,

@@ -44,7 +44,7 @@ class TraceFault(enum.StrEnum):
     FIRST_PROMPT = "first_prompt"
     """The prompt differs from the template's render of its messages."""
     CONTROL_TEXT = "control_text"
-    """Text of a message became control ids, which may end a turn or speak in another role."""
+    """Text of a message became control ids, which may end a turn or begin a message of another role."""
     AFTER_STOP = "after_stop"
     """There are ids after the stop id of the turn, although the request has no `ignore_eos`."""
 
@@ -66,7 +66,7 @@ class TraceFinding:
     found: tuple[int, ...]
     """All ids of the trace at that place: the prompt, or for AFTER_STOP the sampled ids."""
     expected: tuple[int, ...]
-    """The ids that were expected in their place."""
+    """The ids that were expected in place of `found`."""
     shown: str
     """Found and expected ids around the first difference, as text and ids, for people."""
 

@@ -114,7 +114,7 @@ def episode_reward(completions: Sequence[Any], *, reward: Sequence[float | None]
         BadBatch: the rewards are not those of the completions.
     """
     if len(reward) != len(completions):
-        raise BadBatch(f"{len(reward)} rewards for {len(completions)} completions: rollout_func() returns both.")
+        raise BadBatch(f"{len(reward)} rewards for {len(completions)} completions: use the rewards of rollout_func().")
     return list(reward)
 
 
