@@ -131,7 +131,7 @@ class RunSettings:
     wrap: Annotated[
         str | None,
         typer.Option(
-            metavar="COMMAND", help="With --agent: a command in front of the program, such as a sandbox; {folder}, {home}."
+            metavar="COMMAND", help="With --agent: a command in front of it, such as a sandbox; {folder}, {home}."
         ),
     ] = None
     sandbox: Annotated[

@@ -244,7 +244,7 @@ _UNITS: Final = (
 """Units that may follow a number without a space. "3D" and "2nd" contain no number, since D and nd are not units."""
 
 _NUMBER: Final = re.compile(
-    # Because of (?<!\d,) no match begins after "1,". Otherwise a search could begin at each digit of a long number.
+    # (?<!\d,) prevents a match after "1,". Otherwise a search could begin at each digit of a long number.
     r"(?<![\w.])(?<!\d,)[-+]?\$?\d[\d,]*+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?"
     rf"(?=(?:(?:{_UNITS})[²³]?)?(?!\w))|(?<!\w)-?\.\d+"
 )
@@ -275,7 +275,7 @@ def _equal_numbers(text: str, answer: str) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text; a number after #### or in \\boxed{} has precedence. None if there is no usable one."""
+    """The last number of a text; a number after #### or in a LaTeX box has precedence. None without a usable number."""
     text = _FRACTION.sub(r"\1/\2", text)
     marked = [*_HASHES.findall(text), *_BOXED.findall(text)]
     for part in (*reversed(marked), text):
