@@ -70,7 +70,7 @@ def real_engine(settings: RunSettings) -> BaseEngine:
     if settings.api_url is not None:
         raise BadOption(f"--api-url {settings.api_url}: give --api-model as well, the model's name in that API.")
     for name in arguments.keys() & {"model", "template"}:
-        raise BadOption(f"--engine-option {name}=...: use the option --{name} instead.")
+        raise BadOption(f"--engine-option {name}=...: give --{name} instead.")
     return _vllm_engine(settings, arguments) if settings.server is None else _remote_engine(settings, arguments)
 
 

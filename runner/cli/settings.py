@@ -294,7 +294,7 @@ class RunSettings:
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Play the failed episodes of the file again.")
     ] = False
-    task: Annotated[str | None, typer.Option(help="Play only the task with this id; shown, not stored.")] = None
+    task: Annotated[str | None, typer.Option(help="Play only the task with this id; stored only with --file.")] = None
     index: Annotated[int | None, typer.Option(min=0, help="Play only this episode of each group.")] = None
     show: Annotated[int, typer.Option(min=0, help="Number of transcripts to show at the end.")] = 0
     verbose: Annotated[bool, typer.Option("--verbose", help="Longer summary: how prompts were built, and times.")] = (

@@ -106,7 +106,7 @@ def verify_trace_command(
     """
     given = score_options or ScoreOptions()
     if not score and given != ScoreOptions():
-        raise BadOption("--engine-option, --sampling and --tolerance are used only with --score: add it.")
+        raise BadOption("--engine-option, --sampling and --tolerance are used only with --score: add --score.")
     totals, traces = _Totals(), list[Trace]()
     try:
         variables = parse_values(options, "--template-option")

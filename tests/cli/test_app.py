@@ -351,7 +351,7 @@ def test_check_prints_its_checks_and_ok(folder: Path, name: str) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.endswith("ok\n")
     assert "checked  tools: schemas, " in result.output
-    assert "         rewards: that raise, " in result.output
+    assert "         rewards: errors, " in result.output
 
 
 @pytest.mark.parametrize(

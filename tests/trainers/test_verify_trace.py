@@ -237,7 +237,7 @@ def test_date_that_the_template_writes_is_that_of_the_trace() -> None:
     trace = {"turns": [turn("a", vocabulary.encode(calls), [7], [{"role": "user", "content": "Hi"}], ASSISTANT)]}
 
     (finding,) = verify_trace(read_training_trace(trace), TraceModel(vocabulary, template, stop_ids=[2])).findings
-    assert "the date of its day" in finding.explanation
+    assert "give the date of the trace" in finding.explanation
     trace["turns"][0]["metadata"] = {"clock": "2001-12-24T08:00:00"}
     assert verify_trace(read_training_trace(trace), TraceModel(vocabulary, template, stop_ids=[2])).findings == []
     del trace["turns"][0]["metadata"]
