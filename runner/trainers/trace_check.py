@@ -93,7 +93,7 @@ class TraceModel:
         template: the chat template.
         stop_ids: the ids that end a turn.
         options: variables of the template, such as `enable_thinking`. Variables of a request take precedence.
-        now: the time that the template sees; None for the current time.
+        now: the time that the template sees; None for the time in the metadata of a call, or else the current time.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TraceModel:
         self.options = dict(options or {})
         """Variables of the template."""
         self.now = now
-        """The time that the template sees; None for the current time."""
+        """The time that the template sees; None for the time in the metadata of a call, or else the current time."""
         self._made: dict[str, _Bridgers] = {}
 
     @classmethod
@@ -132,7 +132,7 @@ class TraceModel:
             model: a folder, a Hugging Face id, or the demo model's name.
             template: a template in place of the model's own: a bundled name, a file, or a template.
             options: variables of the template.
-            now: the time that the template sees.
+            now: the time that the template sees; None as in `TraceModel`.
 
         Raises:
             BadModel: there is no such model, or its vocabulary cannot be read.
@@ -333,7 +333,7 @@ class _TraceCheck:
             self._find(TraceFault.AFTER_STOP, number, why, call.token_ids, call.token_ids[: at + 1])
 
     def _messages(self, call: TracedCall) -> list[Message] | None:
-        """The messages of a prompt as templates read them; None if the trace has none, or if some are not text."""
+        """The messages of a prompt as templates read them; None if the trace has none, or if one cannot be used."""
         if not call.messages:
             self._report.unchecked["the trace has no messages: only ids were compared"] += 1
             return None
