@@ -20,7 +20,7 @@ _STAMP = re.compile(r"(.*)\+([A-Za-z0-9][\w.-]*)@(\d+)", re.ASCII | re.DOTALL)
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """One version of an adapter; each addition under a name makes one."""
+    """One version of an adapter. Each `add` under the adapter's name creates a new version."""
 
     name: str
     """The adapter's name."""
@@ -33,7 +33,7 @@ class AdapterVersion:
     folder: Path | None = None
     """Private copy of the folder, which no other program writes; None for an engine that keeps no copy."""
     turns: int = 0
-    """Number of turns that are being sampled with it."""
+    """Number of turns that are being sampled with this version."""
 
     @property
     def label(self) -> str:
@@ -45,8 +45,8 @@ class Adapters:
     """Adapters of one engine by name. Only the trainer's calls change them, one at a time.
 
     An adapter that is added under an existing name is a new version: later turns use it, and turns in flight keep
-    theirs. Turns in flight also keep an adapter that was removed. A version that no turn uses leaves the engine with
-    the next change.
+    theirs. Turns in flight also keep an adapter that was removed. An old version that no turn uses is unloaded at the
+    next change.
 
     This class keeps only names; a subclass loads the adapters into its engine.
     """
@@ -79,7 +79,14 @@ class Adapters:
             raise RequestRejected(f"{request}: the engine has no adapter {adapter!r}; {self._there()}.")
 
     def take(self, request: str, adapter: str | None) -> AdapterVersion | None:
-        """Return the version that samples this request and count the turn until `leave`; None for the model itself."""
+        """Return the version that samples this request, and count the turn until `leave`.
+
+        Returns:
+            The version; None if the request uses the model without an adapter.
+
+        Raises:
+            RequestRejected: the engine has no adapter of that name.
+        """
         self.check(request, adapter)
         if adapter is None:
             return None
@@ -102,7 +109,12 @@ class Adapters:
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
     ) -> str:
-        """Add an adapter, or a new version of it, and return its label."""
+        """Add an adapter, or a new version of it, and return the label of the version.
+
+        Raises:
+            BadOption: the name is invalid, or `number` is not higher than the numbers so far.
+            Exception: `load` failed; the adapters are unchanged.
+        """
         newest = self._newest.get(name, 0)
         if number is not None and number <= newest:
             raise BadOption(
@@ -138,7 +150,7 @@ class Adapters:
             self._old.remove(version)
 
     def _there(self) -> str:
-        return f"it has {', '.join(map(repr, self._current))}" if self._current else "it has none: add_adapter(...)"
+        return f"it has {', '.join(map(repr, self._current))}" if self._current else "it has none: use add_adapter()"
 
     # --- for subclasses
 

@@ -1,9 +1,9 @@
 """Engine contract: token ids in, a stream of deltas out, and no request left running.
 
 async with engine:                                   # start, stop
-    async with engine.stream(request) as deltas:     # waits for a place; the request is gone on leaving the block
+    async with engine.stream(request) as deltas:     # waits for a place; leaving the block ends the request
         async for delta in deltas: ...
-    deltas.rest, deltas.finish                       # what was drained while leaving, also when an exception passed
+    deltas.rest, deltas.finish                       # unread deltas, and the finish; also set after an exception
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ class Finish:
 
     reason: FinishReason
     """Reason for the end. The engine reports LENGTH also at the end of the context; the caller counts ids to
-    distinguish them."""
+    distinguish LENGTH from CONTEXT."""
     stop: int | str | None = None
-    """Stop id or stop string that ended the stream, or the text of an error."""
+    """Stop id or stop string that ended the stream, or the text of an error; otherwise None."""
     versions: tuple[VersionSpan, ...] = ()
     """The weight versions of the stream's ids, as spans that count from its first sampled id."""
     cached_tokens: int | None = None
     """Number of prompt ids that the engine's prefix cache held; None if unknown."""
 
 
-@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long, and a turn has many
+@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long, and a turn has many deltas
 class Delta:
     """One or more ids as they were streamed; without ids only if `finish` is set."""
 
@@ -122,7 +122,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     """Grammar for the sampled ids; None for no constraint."""
     scores_prompt: bool = False
-    """Also compute the log-probability of each prompt id; it is in the stream's `prompt_logprobs`."""
+    """True if the stream also has the log-probability of each prompt id but the first, in `prompt_logprobs`."""
     acts_on_deltas: bool = False
     """True if the caller acts on single deltas, which then have one id each."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class EngineStats:
     running: int = 0
     """Open requests that are being sampled."""
     queued: int = 0
-    """Open requests that wait inside the engine: for its cache, for a grammar, or while it is paused."""
+    """Open requests that wait inside the engine: for room in its cache, for a grammar, or while it is paused."""
     waiting: int = 0
     """Requests at the runner's gate, not yet in the engine."""
     first_waiting: int = 0
@@ -160,15 +160,15 @@ class EngineStats:
     kv_usage: float | None = None
     """Fraction of the KV cache in use, of the fullest engine core; None if unknown."""
     prefix_queries: int = 0
-    """Prompt ids that were looked up in the prefix cache since the start."""
+    """Prompt ids that were looked up in the prefix cache since the engine started."""
     prefix_hits: int = 0
     """Prompt ids that the prefix cache held."""
     sampled_tokens: int = 0
-    """Sampled ids that were read since the start."""
+    """Sampled ids that were read since the engine started."""
     prompt_tokens: int = 0
-    """Prompt ids that were computed since the start, without cached ones; 0 if unknown."""
+    """Prompt ids that were computed since the engine started, without cached ones; 0 if unknown."""
     steps: int = 0
-    """Steps with computation since the start, of all engine cores; 0 if unknown."""
+    """Steps with computation since the engine started, of all engine cores; 0 if unknown."""
     places: int | None = None
     """Current limit of concurrent requests; None for a fixed number of places."""
     throttled: int = 0
@@ -191,8 +191,8 @@ class EngineStats:
 class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     """Deltas of one request; use it as `async with` around `async for`.
 
-    Entering waits for a place in the engine and sends the request. Leaving always ends the request, within a bounded
-    shield, and keeps unread deltas in `rest`; a stream that was cut has the finish ABORT.
+    Entering waits for a place in the engine and sends the request. Leaving always ends the request, within a time limit
+    and also in a cancelled task. It keeps unread deltas in `rest`; a stream that was cut has the finish ABORT.
 
     Raises (entering or iterating):
         RequestRejected: the engine refuses this request.
@@ -227,7 +227,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
     running: bool = False
     """True while the engine is entered."""
     notes: Sequence[str] = ()
-    """Lines for people about the start of the engine; set when it is entered."""
+    """Lines for people about the engine's start; set when the engine is entered."""
 
     @property
     def start_phase(self) -> str:
@@ -235,23 +235,25 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         return ""
 
     def restore_choices(self, described: Mapping[str, Any]) -> None:  # most engines have nothing to restore
-        """Restore the automatic choices that the engine made in a resumed run; called before the engine is entered.
+        """Restore the choices that the engine made by itself when a resumed run first began.
+
+        A resumed run calls this before it enters the engine.
 
         Args:
-            described: result of `describe` when that run began.
+            described: result of `describe` when the run first began.
         """
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
         """Create a handle for one conversation; `close_session` frees its room in the cache.
 
         Args:
-            late: True if its first request is admitted before the first requests of new episodes.
+            late: True if the conversation's first request is admitted before the first requests of new episodes.
             beside: another session of the same episode; both then use the same data-parallel rank.
         """
         return Session(late=late, affinity=affinity_beside(beside))
 
     def close_session(self, session: Session) -> None:
-        """Free the session's room; idempotent."""
+        """Free the room in the cache that the session reserves; idempotent."""
         if self.runtime is not None:
             self.runtime.gate.close(session)
         session.closed = True
@@ -263,7 +265,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
             sampling: sampling parameters of a turn, every field set.
 
         Raises:
-            BadOption: names the field.
+            BadOption: a field is not supported; the message names it.
         """
 
     @abstractmethod
@@ -291,7 +293,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return the header entry as JSON: kind, model, versions, arguments and the source of weight versions."""
+        """Return the header's entry of the engine as JSON: kind, model, versions, arguments, origin of the weights."""
 
 
 class Engine(BaseEngine):
@@ -312,7 +314,7 @@ class Engine(BaseEngine):
         """Check that the engine can enforce a constraint, before an episode starts.
 
         Raises:
-            BadOption: the engine cannot enforce it; the message has the fix.
+            BadOption: the engine cannot enforce the constraint.
         """
 
     async def score(
@@ -344,7 +346,7 @@ class Engine(BaseEngine):
 
         Raises:
             BadOption: ids, `start` or the sampling are invalid.
-            BadControl: this engine does not support it.
+            BadControl: this engine cannot compute these log-probabilities.
             RequestRejected: the sequence does not fit the context.
         """
         prompt = checked_ids(ids, start, vocabulary_size(self))
@@ -370,7 +372,14 @@ class Engine(BaseEngine):
         return deltas.prompt_logprobs
 
     async def _streamed(self, request: GenerationRequest) -> tuple[DeltaStream, list[float]]:
-        """Stream a request to its end and return its log-probabilities. Repeat it if the trainer's calls cut it."""
+        """Stream a request to its end. Repeat the request if a call of the trainer cuts it.
+
+        Returns:
+            The ended stream, and the log-probability of each sampled id.
+
+        Raises:
+            EngineError: the request was aborted, but not by a call of the trainer.
+        """
         while True:
             cuts, values = self.cuts, list[float]()
             async with self.stream(request) as deltas:
@@ -379,14 +388,14 @@ class Engine(BaseEngine):
             if deltas.finish is None or deltas.finish.reason is not FinishReason.ABORT:
                 return deltas, values
             if self.cuts == cuts:  # a request that ends without a new cut could be repeated forever
-                raise EngineError(f"{request.name}: the engine ended the request by itself")
+                raise EngineError(f"{request.name}: the engine ended the request by itself: see the log of the engine")
 
     async def _score_as_sampled(
         self, ids: list[int], start: int, sampling: Sampling, constraint: Constraint | None
     ) -> list[float]:
         for name in ("schema", "regex", "choice"):
             if getattr(sampling, name) is not None:
-                raise BadOption(f"score(sampling=Sampling({name}=...)): give it as constraint=, as Turn.constraint is.")
+                raise BadOption(f"score(sampling=Sampling({name}=...)): give it as constraint=, like Turn.constraint.")
         scored = ids[start:]
         how = replace(sampling, max_tokens=len(scored), min_tokens=0, stop=(), stop_ids=(), ignore_eos=True)
         request = GenerationRequest(
@@ -402,7 +411,7 @@ class Engine(BaseEngine):
             as_sampled: True if the scores depend on a sampling or a grammar.
 
         Raises:
-            BadControl: this engine does not support it; the message names an engine that does.
+            BadControl: this engine does not support the call.
         """
         raise BadControl(f"score(): {type(self).__name__} has no log-probabilities of given ids; a VllmEngine has.")
 
@@ -411,7 +420,7 @@ RuntimeT = TypeVar("RuntimeT", bound=ModelRuntime[Any])
 
 
 class ModelEngine(Engine, Generic[RuntimeT]):
-    """Engine with one model. Its runtime counts the requests and watches whether the model can answer."""
+    """Engine with one model. Its runtime counts the requests and checks whether the model can answer."""
 
     runtime: RuntimeT | None
 
@@ -480,5 +489,5 @@ def width_of(engine: BaseEngine) -> int:
 
 
 def vocabulary_size(engine: Engine) -> int:
-    """Return the number of ids of the engine's model: the ids of its tokenizer, and padding."""
+    """Return the number of ids of the engine's model, with padding; at least the size of its tokenizer."""
     return max(engine.tokenizer.size, getattr(engine, "vocabulary", 0))

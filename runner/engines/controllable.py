@@ -1,4 +1,4 @@
-"""Control of an engine by its trainer: pause, new weights, adapters, sleep. `Engine` inherits these calls.
+"""Control of an engine by its trainer: pause, new weights, adapters, sleep. `BaseEngine` inherits these calls.
 
 This module checks arguments and states and returns results; the runtime changes the engine's state.
 """
@@ -48,7 +48,7 @@ class Controllable:
 
     @property
     def pause_state(self) -> PauseState:
-        """Holds the clocks of tasks that wait for this engine while the engine is paused."""
+        """State that stops the clocks of tasks that wait for this engine while the engine is paused."""
         return self.runtime.pause_state if self.runtime is not None else PauseState()
 
     @property
@@ -103,6 +103,7 @@ class Controllable:
 
         Raises:
             BadControl: the engine is paused already, or asleep.
+            BadOption: the mode is unknown.
         """
         runtime, mode = self._controlled(), PauseMode.of(mode)
         async with runtime.lock:
@@ -143,9 +144,9 @@ class Controllable:
                 is asleep, `wake` scores the proof before the engine resumes.
 
         Raises:
-            BadWeights: the weights or the proof do not fit; the message names the tensor. The old weights stay.
+            BadWeights: the weights or the proof do not fit; the old weights stay.
             BadControl: the weights are asleep, or the engine is quantized and `prove` was not called.
-            BadOption: the version was used before.
+            BadOption: the version is invalid or was used before, or the mode is unknown.
             EngineDead: the exchange failed midway, or the proof does not hold.
             EngineError: too few engines of a fleet received the weights; the message names the lost ones.
         """
@@ -164,7 +165,7 @@ class Controllable:
             proof: as `update_weights` takes it.
 
         Returns:
-            The argument for `apply_update`. Call that once the weights fit all engines.
+            The argument for `apply_update`. Call `apply_update` after the weights were found to fit all engines.
 
         Raises:
             BadWeights, BadControl, BadOption: as `update_weights`.
@@ -181,7 +182,8 @@ class Controllable:
 
         Raises:
             BadControl: the weights were put to sleep after the check, or another update took this version.
-            EngineDead: the exchange failed midway.
+            BadOption: the mode is unknown.
+            EngineDead: the exchange failed midway, or the proof does not hold.
         """
         async with self._controlled().lock:
             return await self._apply(checked, PauseMode.of(mode))
@@ -222,8 +224,12 @@ class Controllable:
         return figures
 
     async def score(self, ids: Sequence[int], *, sampling: Sampling | None = None) -> list[float]:
-        """Return the log-probability of each id but the first; only for engines of token ids."""
-        raise BadControl(f"score(): {type(self).__name__} does not take token ids.")
+        """Return the log-probability of each id but the first, in nats.
+
+        Raises:
+            BadControl: the engine does not take token ids.
+        """
+        raise BadControl(f"score(): {type(self).__name__} does not take token ids: use an engine that does.")
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Check that the engine can score a proof.
@@ -237,7 +243,10 @@ class Controllable:
             BadWeights: the proof has ids outside of the vocabulary, or too many ids.
             BadControl: the engine cannot score, or it is quantized and the difference by quantization was not measured.
         """
-        raise BadControl(f"a proof of weights is scored token by token, and {type(self).__name__} takes messages.")
+        raise BadControl(
+            f"a proof of weights needs an engine of token ids, and {type(self).__name__} takes messages: leave the "
+            "proof out."
+        )
 
     async def _check(self, given: Any, version: str | None, proof: WeightProof | None) -> CheckedUpdate:
         runtime = self._controlled()
@@ -264,7 +273,7 @@ class Controllable:
 
         Args:
             name: name for `Sampling(adapter=name)`.
-            given: a folder as PEFT saves it, or its tensors by name; copied.
+            given: a folder as PEFT saves it, or its tensors by name; the engine keeps a copy.
             config: content of adapter_config.json; required with tensors.
             number: version number of the label, for an engine that joins a fleet; counted by default.
 
@@ -392,7 +401,11 @@ class Controllable:
         return True
 
     async def start_profile(self) -> None:
-        """Start the profiler that the engine was started with."""
+        """Start the profiler that the engine was started with.
+
+        Raises:
+            BadControl: the engine has no profiler.
+        """
         await self._profile(on=True)
 
     async def stop_profile(self) -> None:
@@ -414,7 +427,10 @@ class Controllable:
 
     def _controlled(self) -> EngineRuntime[Any]:
         if self.runtime is None:
-            raise BadControl(f"{type(self).__name__} cannot be controlled: its weights are external, or it never ran.")
+            raise BadControl(
+                f"{type(self).__name__} cannot be controlled: enter it first (`async with`). An engine with external "
+                "weights cannot be controlled here at all."
+            )
         if self.loop is not None and self.loop != current_token():
-            raise BadControl(f"{type(self).__name__} belongs to another event loop: control it where it was entered.")
+            raise BadControl(f"{type(self).__name__} belongs to another event loop: control it on that loop.")
         return self.runtime

@@ -83,7 +83,7 @@ _Found: TypeAlias = tuple[_Waiter, _Rank, _Queue]
 
 
 class AdmissionGate:
-    """Decides which requests enter the engine, and in which order.
+    """Gate that decides which requests enter the engine, and in which order.
 
     A request is *late* if its session was admitted before. Late requests go before first requests; each kind keeps the
     order of arrival. The KV cache has room for `room` ids. Room that live sessions reserve delays first requests, but
@@ -114,7 +114,7 @@ class AdmissionGate:
 
     @property
     def inside(self) -> int:
-        """Number of requests that entered and did not leave."""
+        """Number of requests in the engine."""
         return sum(rank.inside for rank in self._ranks)
 
     @property
@@ -151,7 +151,7 @@ class AdmissionGate:
 
         Raises:
             RuntimeError: the session was closed.
-            Exception: the error of `fail`.
+            Exception: the error that the argument of `fail` creates, after a call of `fail`.
         """
         await checkpoint_if_cancelled()  # a cancelled task must not take a place, even briefly
         if self._failure is not None:

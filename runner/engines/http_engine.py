@@ -40,7 +40,10 @@ def server_address(given: str, *, engine: str, option: str, example: str) -> Spl
     """
     parts = urlsplit(given)
     if parts.username is not None or parts.password is not None or parts.query:
-        raise BadOption(f"{engine}({option}=): an address is kept in run files; give secrets as api_key=.")
+        raise BadOption(
+            f"{engine}({option}=): the address has a user name, a password or a query, which run files would contain: "
+            "leave it out, and give a secret as api_key=."
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
         raise BadOption(f"{engine}({option}={given!r}): give the server's address, such as {example}.")
     return parts
@@ -81,7 +84,7 @@ class HttpRuntime(Generic[ServerT]):
     """State of a server that an engine uses, and the errors of requests that failed."""
 
     gate: AdmissionGate
-    """Gate where requests wait; it fails every request after the server's end."""
+    """Gate where requests wait. Once the server cannot be used, every request fails there."""
     server: ServerT
     retries: Retries
     _death: EngineDead | None = None
@@ -100,7 +103,7 @@ class HttpRuntime(Generic[ServerT]):
             raise self.death_error("")
 
     def death_error(self, why: str) -> EngineDead:
-        """Mark the engine as dead and return the error for one request. The first reason stays for all requests."""
+        """Mark the engine as dead, and return the error for one request. All errors have the first reason."""
         if self._death is None:
             self._death = EngineDead(why)
             self.gate.fail(lambda: self.death_error(""))
@@ -119,7 +122,10 @@ class HttpRuntime(Generic[ServerT]):
         """Wait until a request may be sent again; the clocks of its episode stop during the wait.
 
         Returns:
-            False if the request is not to be sent again.
+            True after the wait; False, at once, if the request is not to be sent again.
+
+        Raises:
+            EngineDead: the server cannot be used any more.
         """
         seconds = self.retries.wait_after(failure, attempt)
         if seconds is None:

@@ -1,6 +1,6 @@
 """Contract of engines that take and return messages: no ids, no template, no training data.
 
-async with engine.stream(request) as said:           # waits for a place; the request is gone on leaving the block
+async with engine.stream(request) as said:           # waits for a place; leaving the block ends the request
     async for piece in said: ...
     said.finish
 """
@@ -37,9 +37,9 @@ class Usage:
     cost: float | None = None
     """Price of the turn, in the server's currency."""
     model: str = ""
-    """Version of the model, by the server's name for it."""
+    """Name of the model's version, as the server reports it; "" without a report."""
     fingerprint: str = ""
-    """Server's id of the model's configuration (`system_fingerprint`)."""
+    """Server's id of the model's configuration (`system_fingerprint`); "" without a report."""
 
     @property
     def total_tokens(self) -> int:
@@ -68,7 +68,7 @@ class MessageRequest:
 
 
 MessagePiece: TypeAlias = ReasoningPiece | ContentPiece | ToolCall
-"""Piece of a turn, in order. A call is sent when it is complete; one that cannot be read has its `error` set."""
+"""Piece of a turn. A tool call is one piece, sent when it is complete; a call that cannot be read has `error` set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class MessageFinish:
     reason: FinishReason
     """Reason for the end."""
     stop: str | None = None
-    """Stop string that ended it, if known, or the text of an error."""
+    """Stop string that ended the turn, if known, or the text of an error; otherwise None."""
     usage: Usage | None = None
     """Usage that the server reported; None without a report."""
 
@@ -101,7 +101,7 @@ class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
     waited: float
     """Seconds that the request waited for a place or a retry."""
     seed: int | None
-    """Seed that was sent to the server."""
+    """Seed that was sent to the server; None if none was sent."""
 
     def __aiter__(self) -> Self:
         return self
@@ -113,7 +113,7 @@ class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
 class MessageEngine(BaseEngine):
     """Engine from messages to a message.
 
-    The server applies template and tokenizer, so training cannot use its turns.
+    The server applies the template and the tokenizer, so turns have no token ids, and training cannot use these turns.
     """
 
     @abstractmethod

@@ -43,7 +43,7 @@ class ProofHistory:
         in_steps: bool = False,
         measures: bool = False,
     ) -> tuple[ProofFigures, str]:
-        """Compare an engine's scores with a proof; return figures and the reason of a failure, or "".
+        """Compare an engine's scores with a proof. Return the figures, and why the proof does not hold, or "".
 
         Args:
             proof: the proof.
@@ -92,7 +92,7 @@ class ProofHistory:
         Args:
             proof: the proof.
             scores: the engine's log-probabilities of the same ids, by pass; the first one has all of them.
-            version: version of the weights that it scored.
+            version: version of the weights that the engine scored.
             baseline: the figures of a proof of the starting weights, which show the difference by rounding alone; else
                 None.
             ran_beside_turns: True if turns ran at the same time, since another batch size changes the rounding.

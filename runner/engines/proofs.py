@@ -19,7 +19,7 @@ from runner.errors import BadWeights
 __all__ = ["Accepted", "ProofFigures", "ProofTolerance", "ScoredPass", "ScoresByPass", "WeightProof", "compare_scores"]
 
 MIN_SCORES: Final = 8
-"""Minimum number of log-probabilities of a proof; the median of fewer means little."""
+"""Minimum number of log-probabilities of a proof; the median of fewer is not reliable."""
 BASELINE_FACTOR: Final = 3.0
 """Allowed difference, as a multiple of the difference with the starting weights."""
 WIDE_BASELINE_FACTOR: Final = 1.5
@@ -33,12 +33,12 @@ SMALL_MEDIAN_NATS: Final = 0.005
 MISSING_STANDARD_ERRORS: Final = 4.0
 """A change counts as missing if its share is this many standard errors below `ProofTolerance.min_arrived`."""
 SHOWN_SHARE: Final = 0.5
-"""A change counts as shown if certainly more than this share of it arrived."""
+"""A change counts as shown if more than this share of it arrived, by a margin of `MISSING_STANDARD_ERRORS`."""
 MAX_ERROR: Final = 0.125
-"""A share with a larger standard error is not used."""
+"""Maximum standard error of the share of a change that arrived; a less certain share is not used."""
 MIN_SIGNAL: Final = 4.0
-"""Minimum size of the change, as a multiple of the rounding in a half-precision trainer. Rounding in the reference
-makes the share look smaller than it is.
+"""Minimum size of the change, as a multiple of the rounding in a half-precision trainer. Rounding in that trainer
+makes the share of the change look smaller than it is.
 """
 _PRECISE: Final = frozenset({"float32", "float64"})
 UNMOVED_NATS: Final = 1e-7
@@ -49,9 +49,9 @@ NOISE_FACTOR: Final = 2.0
 STEP_PLACES: Final = range(2, 18)
 """Positions of the ids that are also scored in steps, as turns sample them: the first ones, whose prompts are short."""
 STEP_OUTLIER_SHARE: Final = 0.25
-"""Share of these few ids that may exceed the largest difference in half precision."""
+"""Share of the ids at `STEP_PLACES` that may exceed the largest difference in half precision."""
 STEP_MEDIAN_FACTOR: Final = 2.0
-"""Allowed median of these few ids in half precision, as a multiple of the median of all ids."""
+"""Allowed median of the ids at `STEP_PLACES` in half precision, as a multiple of the median of all ids."""
 
 
 def ids_in_steps(ids: Sequence[int]) -> Sequence[int]:
@@ -91,7 +91,7 @@ class ProofTolerance:
     """Share of a change that has to arrive. Rounding hides some of it: up to a quarter with experts in bfloat16."""
 
     def in_steps(self) -> ProofTolerance:
-        """Return the tolerance for the few ids that are scored in steps."""
+        """Return the tolerance for the few ids that are scored in steps; without `outlier_share` it is the same."""
         if not self.outlier_share:
             return self
         return replace(self, median=STEP_MEDIAN_FACTOR * self.median, outlier_share=STEP_OUTLIER_SHARE)
@@ -120,7 +120,7 @@ class WeightProof:
     ids: Sequence[int]
     """Sequence of ids, shape [n]; a few hundred, similar to the training data."""
     logprobs: Sequence[float]
-    """Log-probability of each id but the first, given those before it, in nats at temperature 1; shape [n - 1]."""
+    """Log-probability of each id but the first, given the ids before it, in nats at temperature 1; shape [n - 1]."""
     dtype: str | None = None
     """Number type of the trainer's computation, by torch's name; None for the engine's type."""
     weights_dtype: str | None = None
@@ -152,8 +152,8 @@ class WeightProof:
         if len(wrong):
             place = int(wrong[0])
             raise BadWeights(
-                f"WeightProof: the log-probability of id {place + 1} is {logprobs[place]}; the model that made the "
-                "proof is broken, or these are not log-probabilities."
+                f"WeightProof: the log-probability of id {place + 1} is {logprobs[place]}; give "
+                "log-probabilities in nats, finite and at most 0. A model that computes other values is broken."
             )
         object.__setattr__(self, "ids", ids)
         object.__setattr__(self, "logprobs", tuple(logprobs.tolist()))
@@ -171,7 +171,7 @@ class WeightProof:
         if wrong is not None:
             raise BadWeights(
                 f"WeightProof: the engine's model does not have the id {wrong}; its ids are 0 to {vocabulary - 1}: the "
-                "proof is of another model."
+                "proof is of another model. Give a proof of this one."
             )
         if len(self.ids) >= context:
             raise BadWeights(
@@ -319,7 +319,7 @@ def has_moved(before: ScoresByPass, now: ScoresByPass, noise: float) -> bool:
 
 
 def shows_arrival(figures: ProofFigures) -> bool:
-    """Return True if certainly more than half of the trainer's change is in the scores."""
+    """Return True if the scores show more than `SHOWN_SHARE` of the trainer's change, beyond doubt by its error."""
     share, error = figures.arrived, figures.arrived_error
     return share is not None and error is not None and share - MISSING_STANDARD_ERRORS * error > SHOWN_SHARE
 
@@ -337,7 +337,9 @@ def _is_comparable(proof: WeightProof, before: WeightProof, engine_dtype: str) -
 
 
 def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tuple[float | None, float | None]:
-    """Return the share of the trainer's change that the engine shows, and its error; None if the error is too large.
+    """Return the share of the trainer's change that the engine's scores show, and the standard error of the share.
+
+    Both are None if the change is zero or hidden by rounding, if a score is not finite, or if the error is too large.
 
     The share is a slope by least squares, not a median of ratios. Logits in half precision move in steps: for a small
     change most scores do not move and a few move too much, but their mean is correct. The error allows a different
@@ -378,7 +380,7 @@ def failure_reason(figures: ProofFigures, proof: WeightProof, scores: Sequence[f
         and share + MISSING_STANDARD_ERRORS * error < figures.tolerance.min_arrived
     ):
         return (
-            f"only {share:.0%} of the trainer's change shows in the engine's scores ({figures}): it "
-            "still computes with old weights"
+            f"only {share:.0%} of the trainer's change shows in the engine's scores ({figures}): "
+            "the engine still computes with old weights"
         )
     return ""

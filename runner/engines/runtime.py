@@ -24,7 +24,7 @@ from runner.logs import logger_for, warn_always
 __all__ = ["EngineRuntime", "ModelRuntime", "OpenRequest"]
 
 UNDO_SECONDS = 10.0
-"""Time limit for undoing a failed pause, in seconds; nothing can cancel it."""
+"""Time limit for undoing a failed pause, in seconds. A cancellation does not interrupt the undoing."""
 
 
 _log = logger_for("engines")
@@ -56,13 +56,13 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.versions = [version]
         """All weight versions so far, the newest last."""
         self.requests: dict[RequestT, None] = {}
-        """Requests inside, in order of entry, so that operations on all requests have a fixed order."""
+        """Requests in the engine, in order of entry, so that operations on all requests have a fixed order."""
         self.sampled = 0
         """Number of sampled ids that left the engine."""
         self.state = EngineState.RUNNING
         """State of the engine."""
         self.pause_state = PauseState()
-        """Holds the clocks of tasks that wait for the engine while it is paused."""
+        """State that stops the clocks of tasks that wait for the engine while the engine is paused."""
         self.progress: Progress | None = Progress()
         """Clocks of turns that wait for an id. Every engine step restarts all of them. None for an engine whose
         requests can hang one by one.
@@ -101,7 +101,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """
 
     def close(self, request: RequestT) -> None:
-        """Remove a request that is no longer inside; idempotent."""
+        """Remove a request that left the engine; idempotent."""
         self.requests.pop(request, None)
 
     # --- versions
@@ -114,7 +114,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
     def lag(self, version: str) -> int:
         """Return the number of updates since this version; 0 for an unknown version.
 
-        For ids that an adapter sampled, its newer versions count too.
+        For ids that an adapter sampled, newer versions of the adapter count too.
         """
         newest = len(self.versions) - 1
         missed = newest - self._ages.get(base_and_adapter(version)[0], newest)
@@ -139,11 +139,11 @@ class EngineRuntime(ABC, Generic[RequestT]):
         return version
 
     def require_unused(self, version: str) -> None:
-        """Check that these checked weights were not applied yet, nor other weights with the same version."""
+        """Raise BadControl if these checked weights were applied before, or other weights with the same version."""
         if version in self._ages:
             raise BadControl(
                 f"apply_update(): the engine got weights of the version {version!r} since the check: apply each "
-                "check_update() once, and before the next one, or give it a version."
+                "check_update() once, and before the next one, or give each check its own version."
             )
 
     def _add_version(self, version: str) -> None:
@@ -155,7 +155,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.weights_discarded = False
 
     def note_version(self, version: str) -> None:
-        """Record the version that arrived with ids, since the owner of the weights may have exchanged them."""
+        """Record a version that arrived with sampled ids: the owner of the weights may have exchanged the weights."""
         if version not in self._ages:
             self._add_version(version)
             self.notify_listeners()
@@ -165,7 +165,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         for listener in list(self.listeners):
             listener()
 
-    # --- from state to state
+    # --- changes of the state
 
     async def hold(self, mode: PauseMode) -> None:
         """Change from running to paused. A failure or a cancellation undoes the change."""
@@ -244,19 +244,19 @@ class EngineRuntime(ABC, Generic[RequestT]):
     # --- checks of the state; errors begin with the name of the call
 
     def require_running(self, call: str) -> None:
-        """Check that the engine is running."""
+        """Raise BadControl if the engine is paused, updating or asleep."""
         if self.state is not EngineState.RUNNING:
             raise BadControl(f"{call}: the engine is {self.state.value} already.{self._recovery_hint()}")
 
     def require_paused(self, call: str) -> None:
-        """Check that the engine is paused and has weights."""
+        """Raise BadControl if the engine is not paused, or if its weights were discarded."""
         if self.state is not EngineState.PAUSED:
             raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._recovery_hint()}")
         if self.weights_discarded:
             raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
 
     def require_weights_awake(self, call: str) -> None:
-        """Check that the memory of the weights is not released."""
+        """Raise BadControl if the memory of the weights is released."""
         if "weights" in self.asleep:
             raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
 
@@ -268,11 +268,11 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Pause; turns that are being sampled are ended or kept, by `mode`."""
+        """Pause the engine. `mode` selects whether turns that are being sampled are waited for, kept or cut."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Resume, even after a `pause` that failed or was cancelled midway."""
+        """Resume the engine, even after a `pause` that failed or was cancelled midway."""
 
     @abstractmethod
     async def check_update(self, given: Any, version: str) -> CheckedUpdate:
@@ -307,23 +307,23 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def wake(self, tags: Collection[str]) -> None:
-        """Allocate the memory of these parts again, and stay paused."""
+        """Allocate the memory of these parts again; the engine stays paused."""
 
     @abstractmethod
     async def profile(self, *, on: bool) -> None:
         """Start or stop the profiler.
 
         Raises:
-            BadControl: the engine has no profiler, or was started without it; the message has the fix.
+            BadControl: the engine has no profiler, or was started without it.
         """
 
     async def devices(self) -> list[str]:
-        """Return the device of each worker."""
+        """Return the device of each worker; empty for an engine without workers."""
         return []
 
 
 class ModelRuntime(EngineRuntime[RequestT]):
-    """The runtime of an engine with one model, unlike a fleet. A subclass replaces the weights, or refuses new ones."""
+    """Runtime of an engine with one model (a fleet has several). A subclass loads new weights, or refuses them."""
 
     score_noise = 0.0
     """Largest difference between two passes over the same ids with the same weights, in nats."""
@@ -355,7 +355,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         """Load new weights and return to the earlier state. The engine resumes if it was paused only for this.
 
         Returns:
-            The figures of the proof; None without a proof, or if the cache sleeps, so that `wake` scores it.
+            The figures of the proof; None without a proof, or if the cache is asleep: `wake` then scores the proof.
 
         Raises:
             EngineDead: the weights could not be loaded, or their proof does not hold.
@@ -373,8 +373,8 @@ class ModelRuntime(EngineRuntime[RequestT]):
         if proof is None or last is None or not last.is_of(proof, self.version):
             last = None
         try:
-            # The scores of the last proof show the movement at no cost. Otherwise the engine scores a few ids in one
-            # pass, or three passes at the first update.
+            # The scores of the last proof show at no cost whether the weights changed. Without such scores, the engine
+            # scores a few ids in one pass, or in three passes at the first update.
             self.moved = await self.load_and_compare(checked, version, compares=last is None or last.by_pass is None)
             if proof is not None and self.asleep:  # without a cache, scoring and sampling are impossible
                 self._waiting_proof = partial(self._prove, proof, version, last)
@@ -389,12 +389,15 @@ class ModelRuntime(EngineRuntime[RequestT]):
             self.notify_listeners()
 
     async def _prove(self, proof: WeightProof, version: str, last: Accepted | None) -> ProofFigures:
-        """Score a proof's ids on every rank while no turn runs, and end the engine if the scores differ from the proof.
+        """Score a proof's ids on every rank while no turn runs; return the figures of the rank with the largest median.
 
         Args:
             proof: the proof.
             version: name of the new weights.
-            last: proof of the previous weights, if it has the same ids.
+            last: proof of the previous weights, if it has the same ids; otherwise None.
+
+        Raises:
+            EngineError: the proof does not hold, or could not be scored; the engine has ended.
         """
         worst: ProofFigures | None = None
         try:
@@ -408,8 +411,8 @@ class ModelRuntime(EngineRuntime[RequestT]):
                 how = " for ids in steps, as turns sample them, although it does in a prompt" if scored.in_steps else ""
                 raise self.ended_by(
                     f"the proof of the weights {version!r}{where} does not hold{how}: {why}. {self.stale_workers()}"
-                    "Nothing was sampled with them. Either tensors did not arrive, which `deltarunner check-weights "
-                    "MODEL` lists, or the proof is of other weights, or of a model in another number type "
+                    "No id was sampled with these weights. Either tensors did not arrive (`deltarunner check-weights "
+                    "MODEL` lists them), or the proof is of other weights, or of a model in another number type "
                     "(`WeightProof(dtype=)`)"
                 )
             if not scored.in_steps:
@@ -421,7 +424,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         return worst
 
     def stale_workers(self) -> str:
-        """Return a sentence about workers that kept old values in the last update, for people; "" without any."""
+        """Return a sentence about workers that kept old values in the last update; "" without such workers."""
         return ""
 
     def _compare_with_last(self, proof: WeightProof, version: str, now: ScoresByPass, last: Accepted) -> None:
@@ -444,7 +447,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         ranks = " or of one of its data-parallel ranks" if len(self.gate.ranks) > 1 else ""
         warn_always(
             _log,
-            "the weights %r change no score of the engine%s: they are the old ones, they differ by less than "
+            "the weights %r change no score of the engine%s: they equal the old ones, they differ by less than "
             "the rounding of %s, or they did not arrive. `deltarunner check-weights MODEL` lists the tensors that "
             "arrive",
             version,
@@ -467,7 +470,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         """Exchange the weights, and drop all cached prompts."""
 
     async def load_and_compare(self, checked: Any, version: str, *, compares: bool) -> bool | None:
-        """Exchange the weights, and compare the engine's own scores before and after, if it can.
+        """Exchange the weights. An engine that can score also compares its scores before and after.
 
         Args:
             checked: the result of `check_weights`.
@@ -475,7 +478,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
             compares: False if the scores of two proofs replace the comparison.
 
         Returns:
-            False if the scores of a data-parallel rank did not change, None if they were not compared.
+            True if the scores of every rank changed, False if they did not, None if scores were not compared.
 
         Raises:
             EngineDead: the engine computes NaN or infinity with the new weights.
@@ -489,7 +492,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         Raises:
             BadControl: the engine cannot score.
         """
-        raise BadControl("update_weights(proof=): this engine cannot score ids.")
+        raise BadControl("update_weights(proof=): this engine cannot score ids: leave the proof out.")
 
     def ended_by(self, why: str) -> EngineError:
         """End the engine for this reason, and return the error that every request receives."""

@@ -16,9 +16,9 @@ from runner.errors import BadOption
 __all__ = ["ensure_running"]
 
 _ELSEWHERE = (
-    "this {engine} was entered on another event loop, and works only there. Do not enter it before: then the "
-    "run enters it; or enter it on the loop of the run: in an async test whose fixtures share its loop, with "
-    "`await play_async(...)`. In tests, the fixture `real_engine` works from any loop."
+    "this {engine} was entered on another event loop, and works only there. Leave out `async with`, so that the run "
+    "enters the engine, or enter the engine on the event loop of the run. In an async test, use "
+    "`await play_async(...)`, and fixtures on the loop of the test. The fixture `real_engine` works from any loop."
 )
 
 

@@ -80,9 +80,9 @@ class WeightUpdate:
     """Seconds to load the weights, score their proof, stamp the version and drop the cached prompts."""
     proof: ProofFigures | None = None
     """Figures of the proof; with several engines, the figures with the largest median. None without a proof, and while
-    it waits for a sleeping cache: then `wake` scores it.
+    the proof waits for a sleeping cache; `wake` then scores the proof.
     """
     moved: bool | None = None
     """False if all compared scores stayed equal on at least one data-parallel rank. Then the weights are the same, or
-    the change is below rounding, or it did not arrive. None if scores were not compared.
+    the change is below rounding, or the change did not arrive. Otherwise True; None if scores were not compared.
     """

@@ -77,7 +77,12 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         return self
 
     def _check(self) -> None:
-        """Refuse a request before the gate if the engine would refuse it after the gate."""
+        """Refuse, before the gate, a request that the engine would refuse after the gate.
+
+        Raises:
+            EngineDead: the engine cannot answer.
+            RequestRejected: the prompt is empty or too long, or the engine does not have the adapter.
+        """
         runtime, request = self._runtime, self.request
         runtime.require_alive()
         if not 0 < len(request.prompt) < runtime.context:
@@ -87,7 +92,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         runtime.adapters.check(request.name, request.sampling.adapter)
 
     def _room(self, length: int) -> int:
-        """Return the ids of the KV cache for a sequence of `length` ids and its next turn."""
+        """Return the number of ids in the KV cache that a sequence of `length` ids and its next turn need."""
         return min(length + self.request.sampling.max_tokens, self._runtime.context)
 
     @abstractmethod

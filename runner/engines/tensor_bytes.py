@@ -15,7 +15,7 @@ import numpy as np
 __all__ = ["Bytes", "bytes_of", "tensor_of"]
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-"""Shape [bytes]."""
+"""Array of bytes, shape [n]."""
 
 _BY_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # types of both numpy and torch
 
@@ -24,7 +24,7 @@ def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
     """Return the bytes of a tensor or a numpy array in the layout of a file.
 
     Args:
-        tensor: on any device, of any strides.
+        tensor: the tensor or array; on any device, with any strides.
         dtype: name of a torch type to convert to; None keeps the type.
 
     Returns:

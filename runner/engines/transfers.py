@@ -34,7 +34,7 @@ class Receiver(Protocol):
         """Connect to the trainer; return when both ends are connected."""
 
     async def step(self, step: TransferStep, part: Any = None) -> None:
-        """Do a step; return when it is done.
+        """Run a step of the transfer, and return when the step has ended.
 
         Args:
             step: the step.
@@ -43,7 +43,7 @@ class Receiver(Protocol):
 
 
 async def send_parts(transfer: WeightTransfer, receiver: Receiver) -> None:
-    """Do all steps of a transfer from an external trainer."""
+    """Run all steps of a transfer from an external trainer on the receiver."""
     await receiver.step(TransferStep.START)
     for part in transfer.parts:
         await receiver.step(TransferStep.LOAD, dict(part))
@@ -58,7 +58,7 @@ class Announced:
     """Name of the trainer's argument, for errors."""
     forms: Mapping[str, TensorForm]
     seconds: float
-    """Seconds without data after which the other end counts as lost."""
+    """Seconds without data after which one end counts the other end as lost."""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,10 +85,10 @@ class RelayedTransfer:
         self._over = False
 
     async def bring(self, step: TransferStep, part: Any = None) -> None:
-        """Relay a step to the engine, and return once the engine has done it.
+        """Relay a step to the engine, and return after the engine has run the step.
 
         Raises:
-            EngineError: the engine does no more steps: it failed, or the transfer is complete.
+            EngineError: the engine runs no more steps: it failed, or the transfer is complete or closed.
         """
         brought = _Step(step, part)
         if not self._over:
@@ -96,10 +96,10 @@ class RelayedTransfer:
             self._changed.set()
             await brought.over.wait()
         if not brought.taken:
-            raise EngineError(f"the engine does not accept {step} for this transfer any more")
+            raise EngineError(f"the engine does not accept {step} for this transfer any more: begin a new transfer")
 
     async def receive(self, receiver: Receiver) -> None:
-        """Do each relayed step on the receiver, up to the last one.
+        """Run each relayed step on the receiver, up to the last one.
 
         Raises:
             EngineError: the transfer was closed early.
@@ -110,7 +110,7 @@ class RelayedTransfer:
             while step is not TransferStep.FINISH:
                 while not self._steps:
                     if self._over:
-                        raise EngineError("the transfer was closed before all weights arrived")
+                        raise EngineError("the transfer was closed before all weights arrived: begin a new transfer")
                     self._changed = anyio.Event()
                     await self._changed.wait()
                 brought = self._steps[0]

@@ -84,7 +84,7 @@ class WeightFolder:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Checkpoint of the engine's start, which new weights are compared with."""
+    """Checkpoint with which the engine started; new weights are compared with it."""
 
     name: str
     """Name of the model, for errors."""
@@ -111,7 +111,7 @@ class LocalTransfer:
     info: Any
     """vLLM's `NCCLTrainerInitInfo` or `IPCTrainerInitInfo`: the backend, and how both ends connect."""
     source: Any
-    """A `WeightSource` of vLLM, such as `ModuleSource(model)`; another object needs a new connection."""
+    """A `WeightSource` of vLLM, such as `ModuleSource(model)`; each new object needs a new connection."""
     seconds: float = 600.0
     """Seconds without data after which an end counts as lost."""
 
@@ -162,7 +162,7 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
             forms[name] = form
     for name, listed in index.items():
         if name not in forms:
-            raise BadWeights(f"{path / listed} has no tensor {name!r}, which the index lists there.")
+            raise BadWeights(f"{path / listed} has no tensor {name!r}, which the index lists there. Save both again.")
     return WeightFolder(path, files, forms)
 
 
@@ -173,7 +173,9 @@ def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
         index = _read_index(folder / index_name)
         for name, file in index.items():
             if not (folder / file).is_file():
-                raise BadWeights(f"{folder / file} is missing: {index_name} lists the tensor {name!r} there.")
+                raise BadWeights(
+                    f"{folder / file} is missing: {index_name} lists the tensor {name!r} there. Save the weights again."
+                )
         if index:
             return tuple(folder / file for file in sorted(set(index.values()))), index
         if found:
@@ -181,7 +183,7 @@ def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
     others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
     raise BadWeights(
         f"{folder} holds no *.safetensors"
-        + (f" but {others[0]}" if others else "")
+        + (f", only {others[0]}" if others else "")
         + ": save the weights with save_pretrained(folder) or safetensors.torch.save_file(...)."
     )
 
@@ -241,9 +243,12 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
         BadWeights: the announcement is incomplete.
     """
     forms: dict[str, TensorForm] = {}
-    for part in transfer.parts:
+    for number, part in enumerate(transfer.parts, 1):
         if not isinstance(part, Mapping):
-            raise BadWeights(f"WeightTransfer(update=...): a part of it is {_kind(part)}, not a mapping.")
+            raise BadWeights(
+                f"WeightTransfer(update=...): part {number} is {_kind(part)}: give a mapping with "
+                f"{', '.join(_REQUIRED)}."
+            )
         absent = [key for key in _REQUIRED if key not in part]
         if absent:
             raise BadWeights(
@@ -253,10 +258,10 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
         columns = [list(part[key]) for key in _REQUIRED]
         if len(set(map(len, columns))) != 1:
             counts = ", ".join(f"{len(column)} {key}" for key, column in zip(_REQUIRED, columns, strict=True))
-            raise BadWeights(f"WeightTransfer(update=...) has {counts}: one of each for every tensor.")
+            raise BadWeights(f"WeightTransfer(update=...) has {counts}: give one of each for every tensor.")
         for name, dtype, shape in zip(*columns, strict=True):
             if name in forms:
-                raise BadWeights(f"WeightTransfer(update=...) brings the tensor {name!r} twice.")
+                raise BadWeights(f"WeightTransfer(update=...) has the tensor {name!r} twice: send it once.")
             forms[name] = TensorForm(str(dtype).removeprefix("torch."), tuple(shape))
     return forms
 
@@ -273,7 +278,7 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str
     missing = [name for name in model.forms if name not in given and not model.optional(name)]
     unknown = [name for name in given if name not in model.forms and not model.optional(name)]
     if missing or unknown:
-        buffers = ", also its buffers: vLLM's ModuleSource has parameters alone" if "Transfer" in given_as else ""
+        buffers = ", with the buffers, which vLLM's ModuleSource leaves out" if "Transfer" in given_as else ""
         raise BadWeights(f"{given_as}: {_misnamed(missing, unknown, given, model)}{'' if unknown else buffers}.")
     wrong = list(_misfits(given, model))
     if wrong:
@@ -323,7 +328,7 @@ def _misfits(given: Mapping[str, TensorForm], model: Checkpoint) -> Iterator[str
             continue
         if form.shape != wanted.shape:
             sharded = math.prod(form.shape) < math.prod(wanted.shape) and len(form.shape) == 1 < len(wanted.shape)
-            hint = " (a shard of the trainer's? gather the whole tensor first)" if sharded or 0 in form.shape else ""
+            hint = " (if this is a shard, gather the whole tensor first)" if sharded or 0 in form.shape else ""
             yield f"the tensor {name!r}{_in_file(form)} has shape {form.shape}, the model's has {wanted.shape}{hint}"
         elif form.dtype != wanted.dtype and not {form.dtype, wanted.dtype} <= set(FLOATS):
             yield (

@@ -72,7 +72,8 @@ async def test_failed_part_ends_a_relayed_transfer_with_an_error() -> None:
             await relay.receive(diary)
     await bring(FINISH)
     assert diary.steps == [(LOAD, 1)]
-    assert errors == [f"the engine does not accept {step} for this transfer any more" for step in (LOAD, LOAD, FINISH)]
+    refusal = "the engine does not accept {} for this transfer any more: begin a new transfer"
+    assert errors == [refusal.format(step) for step in (LOAD, LOAD, FINISH)]
 
 
 async def test_sender_to_an_engine_that_left_gets_an_error() -> None:

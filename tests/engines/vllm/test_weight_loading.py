@@ -126,7 +126,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no folder": (lambda folder: folder, ["the folder does not exist"]),
     "a file": (lambda folder: saved(folder, tensors()) / "model.safetensors", ["give the folder that holds it"]),
     "an empty folder": (lambda folder: saved(folder), ["holds no *.safetensors"]),
-    "a folder of another format": (beside, ["but pytorch_model.bin"]),
+    "a folder of another format": (beside, ["only pytorch_model.bin"]),
     "a truncated file": (lambda folder: cut(folder, -1), ["model.safetensors is truncated", "the tensor '"]),
     "a file cut off in its header": (lambda folder: cut(folder, 30), ["model.safetensors is truncated", "header"]),
     "an empty file": (lambda folder: written(folder, b""), ["model.safetensors is truncated"]),
@@ -322,7 +322,7 @@ async def test_checkpoint_is_read_once_before_it_is_overwritten(model: Path) -> 
 async def test_a_model_without_safetensors_starts_and_refuses_new_weights(tmp_path: Path) -> None:
     weights = VllmWeights(Llm(beside(tmp_path / "the model")), "the model")
     await weights.prepare()
-    with pytest.raises(BadWeights, match=r"'the model' cannot be exchanged: .*no \*.safetensors but pytorch_model.bin"):
+    with pytest.raises(BadWeights, match=r"'the model' cannot be exchanged: .*no \*.safetensors, only pytorch_model.bin"):
         await weights.check(tensors())
 
 

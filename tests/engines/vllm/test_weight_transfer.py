@@ -67,7 +67,7 @@ BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
     "a tensor twice": (several(announced(tensors()), announced(tensors())), rf"'{EMBEDDING}' twice"),
     "nothing announced": (several({"names": [UP]}), "has no 'dtype_names'"),
     "lists of different lengths": (several({**announced(tensors()), "names": [UP]}), "1 names, 4 dtype_names"),
-    "a part that is not a mapping": (several([1]), "a part of it is list"),  # type: ignore[arg-type]  # on purpose
+    "a part that is not a mapping": (several([1]), "part 1 is list"),  # type: ignore[arg-type]  # on purpose
     "never met": (WeightTransfer(announced(tensors())), "are not joined"),
 }
 
