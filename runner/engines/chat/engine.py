@@ -30,31 +30,31 @@ _AGAIN = frozenset({FailureKind.CONNECTION, FailureKind.BUSY, FailureKind.TIMEOU
 class ChatEngine(MessageEngine):
     """A model of a chat API, for evaluation, judges and simulated users. Its turns are never trained on.
 
-    run(Calculator, ChatEngine("gpt-x")) Run(environment, engine, engines={"judge": ChatEngine("judge-x",
-    base_url="http://127.0.0.1:8000/v1")})
+    run(Calculator, ChatEngine("gpt-x"))
+    Run(environment, engine, engines={"judge": ChatEngine("judge-x", base_url="http://127.0.0.1:8000/v1")})
 
     Every turn sends the whole history; the server applies its own template and vocabulary. Entering sends no request.
     While a run uses the engine, it requests the list of models every 30 s to check the server.
 
     Args:
         model: the model's name on the server.
-        base_url: the server's address, with `/v1`; None for OPENAI_BASE_URL, or else OpenAI's.
-        api_key: the API key; never stored. None for no key, and at OpenAI's own address for OPENAI_API_KEY.
+        base_url: the server's address, with `/v1`; None for the address in OPENAI_BASE_URL, or else OpenAI's.
+        api_key: the API key; never stored. None for OPENAI_API_KEY without `base_url`, and for no key with it.
         headers: further HTTP headers of every request; never stored.
         context: maximum number of tokens of prompt and turn together, if known; otherwise the server rejects a history
             that is too long.
         places: maximum number of concurrent requests; fewer while the server limits the rate.
-        max_tokens_field: the server's field for the token limit of a turn; default `max_completion_tokens` at
-            OpenAI's own address, else `max_tokens`.
+        max_tokens_field: the server's field for the token limit of a turn; by default
+            `max_completion_tokens` without `base_url`, and `max_tokens` with it.
         reasoning_field: the server's field for the reasoning of earlier turns, such as `reasoning_content`; None does
             not send reasoning.
         leave_out: request fields that the server does not support, such as `seed` or `top_p`.
         extra_body: further fields of every request, such as `{"reasoning_effort": "low"}`.
         retries: retry policy for requests that failed.
-        timeout: seconds until the server has to begin an answer.
+        timeout: maximum seconds until an answer begins, and between its parts.
 
     Raises:
-        BadOption: an address or a setting is invalid, or openai is not installed.
+        BadOption: an address or a setting is invalid.
     """
 
     health_interval = 30.0
@@ -113,7 +113,7 @@ class ChatEngine(MessageEngine):
         """Open the client; no request is sent.
 
         Raises:
-            BadOption: openai is not installed, or OpenAI's own server needs a key.
+            BadOption: openai is not installed, or a key is missing.
         """
         self._require_not_entered()
         # The import runs in a thread, since it takes a second and would block other episodes.

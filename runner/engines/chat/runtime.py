@@ -19,7 +19,7 @@ __all__ = ["ChatRuntime", "RateLimiter"]
 
 
 class RateLimiter:
-    """Adjusts the places of a gate to the rate that a server accepts, and delays requests to an overloaded server.
+    """Limiter that adjusts a gate's places to the rate that a server accepts, and delays requests to a busy server.
 
     The allowed rate of a key is unknown, and changes with other users of the server. The limit is adapted like a TCP
     congestion window: additive increase, multiplicative decrease.
@@ -47,7 +47,7 @@ class RateLimiter:
         """Wait until a request may be sent.
 
         Returns:
-            The value of `sent` for `overloaded`, for a request that is sent now.
+            The argument `sent` of `overloaded` for a request that is sent now.
         """
         # The wait is a loop, since another response may have extended the pause.
         while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # no event marks the end
@@ -61,7 +61,7 @@ class RateLimiter:
             self._set(min(self._most, self._limit + 1 / self._limit))
 
     def overloaded(self, sent: int, retry_after: float | None) -> None:
-        """Record a rate-limit response. The limit halves, and no request is sent for a while.
+        """Record a rate-limit response. The limit is halved, and no request is sent during a pause.
 
         Args:
             sent: the result of `until_open` for the request.
@@ -70,7 +70,7 @@ class RateLimiter:
         """
         self.throttled += 1
         # The limit is halved once for all requests that were sent under the same limit, since their failures do not
-        # show if a smaller limit is also too large.
+        # show whether a smaller limit is also too large.
         if sent == self._halvings:
             self._halvings += 1
             self._in_a_row += 1
@@ -85,7 +85,7 @@ class RateLimiter:
 
 
 class ChatRuntime(HttpRuntime[ChatServer]):
-    """State that a chat engine and its streams share while it runs.
+    """State that a chat engine and its streams share while the engine runs.
 
     Args:
         server: the server.

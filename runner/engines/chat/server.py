@@ -28,7 +28,7 @@ _PROBE_SECONDS: Final = 30.0
 _GATEWAY_STATUSES: Final = (502, 503, 504)
 """HTTP statuses of a gateway whose server does not answer."""
 _HTTP: Final = ("httpx", "httpx2", "httpcore", "httpcore2")
-"""HTTP libraries of OpenAI's client. Some versions of the client do not wrap their errors."""
+"""HTTP libraries of OpenAI's client. Some versions of the client do not wrap the errors of these libraries."""
 
 # Error codes of OpenAI, vLLM, SGLang, Anthropic, Gemini, Mistral, and of proxies.
 _TOO_LONG: Final = re.compile(
@@ -62,7 +62,7 @@ def check_url(url: str) -> str:
     """Return the address of an HTTP server without its last slash; an address that contains a secret is refused.
 
     Raises:
-        BadOption: the text is not such an address.
+        BadOption: the text is not an HTTP address, or contains a secret.
     """
     server_address(url, engine="ChatEngine", option="base_url", example="http://127.0.0.1:8000/v1")
     return url.rstrip("/")
@@ -88,7 +88,7 @@ class ChatAnswer:
         self._server = server
 
     async def read(self) -> Mapping[str, Any] | None:
-        """Read the next chunk; None at the end.
+        """Return the next chunk, or None at the end of the answer.
 
         Raises:
             HttpFailure: the server failed, or the chunk cannot be read.
@@ -110,15 +110,15 @@ class ChatServer:
     """Client of the server at an address.
 
     Args:
-        url: its address; None for OpenAI's.
-        api_key: the API key; None for no key, and at OpenAI's own address for OPENAI_API_KEY.
+        url: its address; None for the address in OPENAI_BASE_URL, or else OpenAI's.
+        api_key: the API key; None for the key in OPENAI_API_KEY if `url` is None, and otherwise for no key.
         headers: further headers of every request.
         seconds: time limit until an answer begins, and between its parts.
     """
 
     def __init__(self, url: str | None, *, api_key: str | None, headers: Mapping[str, str], seconds: float) -> None:
         self.url = url or ""
-        """Address of the server; OpenAI's own once the block is entered."""
+        """Address of the server; if None was given, "" before the block is entered."""
         self._url = url
         self._api_key = api_key
         self._headers = dict(headers)
@@ -130,7 +130,7 @@ class ChatServer:
         """Create the client; no request is sent.
 
         Raises:
-            BadOption: openai is not installed, or the key for OpenAI's own address is missing.
+            BadOption: a key is missing.
         """
         import openai
 
@@ -285,7 +285,7 @@ class ChatServer:
 
 
 def _message(error: openai.APIError) -> str:
-    """Return the message of an error. If its form is unknown, return the whole answer."""
+    """Return the message in the body of an error. Without one, return the HTTP reason or the client's text."""
     body = error.body
     message = body.get("message") if isinstance(body, Mapping) else body
     if isinstance(message, str) and message.strip():

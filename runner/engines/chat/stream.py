@@ -22,7 +22,7 @@ __all__ = ["ChatStream"]
 
 
 class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
-    """Pieces of one turn."""
+    """Pieces of one turn, read from the answer of a chat server."""
 
     def __init__(self, runtime: ChatRuntime, request: MessageRequest) -> None:
         self.finish: MessageFinish | None = None
@@ -114,7 +114,7 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
         if chunk is not None:
             self._take(chunk)
         elif not self._reader.ended:
-            raise HttpFailure(FailureKind.CONNECTION, "the answer ended before the turn did")
+            raise HttpFailure(FailureKind.CONNECTION, "the answer ended before the end of the turn")
         else:
             self._note_success()
             self.finish = self._reader.finish(self._runtime.context)

@@ -150,7 +150,7 @@ def _sent_call(call_id: str, function: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _PartialCall:
-    """A tool call, as far as it was received."""
+    """Received part of a tool call."""
 
     id: Any = None
     name: str = ""
@@ -240,7 +240,7 @@ class ChatAnswerReader:
         return ToolCall(call_id, read.name, read.arguments, error=read.error)
 
     def rest(self) -> list[ToolCall]:
-        """Return the calls of a cut turn, without an incomplete last one."""
+        """Return the unreported calls of a cut turn, without the last call, which may be incomplete."""
         return list(self._whole_calls(max(self._calls, default=0)))
 
     def finish(self, context: int) -> MessageFinish:
@@ -252,7 +252,7 @@ class ChatAnswerReader:
         return MessageFinish(reason, self._stop if reason is FinishReason.STOP else None, usage)
 
     def usage(self) -> Usage | None:
-        """Return the server's usage counts; None if it reported none."""
+        """Return the server's usage counts; None if the server reported neither usage nor model."""
         if self._usage is None and not self._model:
             return None
         given = self._usage or {}

@@ -43,7 +43,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
 
     Unsupported features are refused by name before an episode starts: settings of `Sampling` and grammars that `takes`
     does not list, adapters, forced ids, new weights. Outputs are checked: an invalid one, such as an id outside of the
-    vocabulary, fails the turn with an error that names it.
+    vocabulary, fails the turn with an error that names the invalid field.
 
     Args:
         generate: the function; see `TokenFunction`.
@@ -57,10 +57,10 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         logprobs: distribution of the function's log-probabilities.
         adapters: values that the function supports for `TokenSampling.adapter`.
 
-    Raises:
+    Raises (creating or entering):
         BadOption: a setting is invalid, or the function has another signature.
-        BadModel: the model does not exist.
-        BadTemplate: the template does not exist.
+        BadModel: the model does not exist, or has no stop ids.
+        BadTemplate: the template cannot be loaded.
     """
 
     vocabulary: int
@@ -155,14 +155,14 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
         self.vocabulary = max(self.tokenizer.size, _rows(model.folder))
         if not self.stop_ids and self._given_stop_ids is None:
-            raise BadModel(f"nothing ends a turn of {model.name!r}: give TokenEngine(stop_ids=).")
+            raise BadModel(f"the model {model.name!r} has no stop ids: give TokenEngine(stop_ids=).")
 
     async def __aexit__(self, *_: object) -> None:
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
         self.running = False
         await self.entered_runtime.stop()
-        # The error is raised outside the task group, which would wrap it.
+        # The task group does not receive the exception, since the group would wrap the exception in another one.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> FunctionStream:
@@ -174,7 +174,8 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         except BadOption as error:
             raise RequestRejected(f"{request.name}: {error}") from error
         if request.extra:
-            raise RequestRejected(f"{request.name}: generate() takes no extra arguments ({', '.join(request.extra)})")
+            named = ", ".join(request.extra)
+            raise RequestRejected(f"{request.name}: generate() takes no extra arguments: leave {named} out")
         return FunctionStream(runtime, request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
@@ -185,7 +186,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         """Check that the function supports a sampling.
 
         Raises:
-            BadOption: the function does not support it; the message names the field.
+            BadOption: the function does not support a field; the message names it.
         """
         for feature in TokenFeature:
             value = getattr(sampling, feature.value, None)
@@ -252,14 +253,14 @@ def _features(takes: Iterable[TokenFeature | str]) -> frozenset[TokenFeature]:
 
 def _stop_ids(given: Sequence[int]) -> tuple[int, ...]:
     if not given:
-        raise BadOption("TokenEngine(stop_ids=[]): nothing would end a turn; give its ids, or None for the model's.")
+        raise BadOption("TokenEngine(stop_ids=[]): nothing would end a turn; give the ids that end one, or None.")
     for token_id in given:
         checked.whole(f"TokenEngine(stop_ids={list(given)!r:.60})", token_id, least=0)
     return tuple(given)
 
 
 def _rows(folder: Path) -> int:
-    """Return the rows of the model's embedding, with padding, from its config.json."""
+    """Return the number of rows of the model's embedding, with padding, from config.json; 0 if it is not there."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sizes = [part.get("vocab_size") for part in (config, config.get("text_config") or {})]
     return max((size for size in sizes if isinstance(size, int)), default=0)

@@ -22,7 +22,7 @@ _ROUNDING_TOLERANCE: Final = 0.01
 
 
 class OutputReader:
-    """Reads and checks the outputs for one turn.
+    """Reader that checks the outputs for one turn, and converts them to deltas.
 
     Args:
         sampling: the argument of the function.
@@ -35,12 +35,12 @@ class OutputReader:
         self.finish: FinishReason | None = None
         """Finish of the turn; None before its end."""
         self.stop: int | None = None
-        """Stop id that ended the turn."""
+        """Stop id that ended the turn; None if none was sampled."""
         self.count = 0
         self.version: str | None = None
-        """Weight version of the newest ids."""
+        """Weight version of the newest ids; None if none was reported."""
         self.cached_tokens: int | None = None
-        """Number of prompt ids that a prefix cache held."""
+        """Number of prompt ids that a prefix cache held; None if unknown."""
         self._sampling = sampling
         self._stops = frozenset(sampling.stop_ids)
         self._vocabulary = vocabulary
@@ -85,7 +85,7 @@ class OutputReader:
             self._refuse("ended without a finish", "set `finish` in the last output")
 
     def refuse_type(self, given: object) -> NoReturn:
-        """Refuse the result of a call that is neither awaitable nor an async iterator."""
+        """Raise EngineError for the result of a call that is neither awaitable nor an async iterator."""
         self._refuse(f"gave {_kind(given)} in place of an answer", "make it an `async def`, or an async generator")
 
     # --- the parts of an output

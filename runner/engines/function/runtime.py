@@ -38,10 +38,14 @@ class FunctionAdapters(Adapters):
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
     ) -> str:
-        raise BadControl(f"add_adapter({name!r}): {_OWNER} loads adapters; name them in TokenEngine(adapters=).")
+        raise BadControl(
+            f"add_adapter({name!r}): only {_OWNER} can load it: load it there, and name it in TokenEngine(adapters=)."
+        )
 
     async def remove(self, name: str) -> None:
-        raise BadControl(f"remove_adapter({name!r}): {_OWNER} removes adapters.")
+        raise BadControl(
+            f"remove_adapter({name!r}): only {_OWNER} can remove it: remove it there, and from TokenEngine(adapters=)."
+        )
 
 
 class FunctionRuntime(ModelRuntime[FunctionRequest]):
@@ -86,7 +90,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             await self._changed.wait()
 
     def ended(self) -> None:
-        """Wake waiting tasks after a call ended or a request left."""
+        """Wake waiting tasks after a call ended or a request left the engine."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None
@@ -95,16 +99,16 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         """Do nothing: `pause` closed only the gate, and `release` opens it."""
 
     async def check_weights(self, given: Any) -> Any:
-        _not_ours("update_weights()", "exchanges its weights; TokenOutput(version=) records the version of each id")
+        _not_ours("update_weights()", "can exchange its weights. TokenOutput(version=) records the version of each id")
 
     async def load_weights(self, checked: Any, version: str) -> None:
         """Never called, since `check_weights` refuses."""
 
     async def reset_prefix_cache(self) -> None:
-        _not_ours("reset_prefix_cache()", "has its prefix cache")
+        _not_ours("reset_prefix_cache()", "can reset its prefix cache: do it there")
 
     def check_sleep(self, level: int) -> None:
-        _not_ours(f"sleep({level})", "releases its memory; pause() first")
+        _not_ours(f"sleep({level})", "can release its memory: pause() here, then do it there")
 
     async def sleep(self, level: int) -> None:
         """Never called, since `check_sleep` refuses."""
@@ -113,7 +117,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         """Never called, since the engine never sleeps."""
 
     async def profile(self, *, on: bool) -> None:
-        _not_ours("start_profile()" if on else "stop_profile()", "profiles it")
+        _not_ours("start_profile()" if on else "stop_profile()", "can profile it: do it there")
 
     # --- life cycle
 
@@ -131,7 +135,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             raise self.death_error(self._death)
 
     def death_error(self, error: EngineDead) -> EngineDead:
-        """Mark the engine as dead and return the error for one request. The first cause stays for all requests."""
+        """Mark the engine as dead and return the error for one request. All errors have the first cause."""
         if self._death is None:
             self._death = error
             self.gate.fail(lambda: self.death_error(error))
@@ -158,4 +162,4 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
 
 
 def _not_ours(call: str, what: str) -> NoReturn:
-    raise BadControl(f"{call}: the engine has another owner: {_OWNER} {what}.")
+    raise BadControl(f"{call}: only {_OWNER} {what}.")

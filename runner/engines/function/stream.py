@@ -40,8 +40,8 @@ class FunctionSession(Session):
 class _CancellableCall:
     """Running call of the function, with asyncio's own cancellation.
 
-    On asyncio the call is cancelled once, as by `Task.cancel()`. A scope of anyio would also cancel every later await.
-    Code for asyncio, such as vLLM's own `generate()`, cleans up without a shield.
+    On asyncio the call is cancelled once, as by `Task.cancel()`. A scope of anyio would also cancel every later await,
+    and thus the clean-up of code for asyncio, such as vLLM's own `generate()`, which has no shield.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _CancellableCall:
         self._task = _asyncio_task()
 
     async def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Run the call. Return also after its cancellation."""
+        """Run the call, and return also if it was cancelled."""
         with self._scope:
             try:
                 await call()
@@ -175,7 +175,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._notify()
 
     def _settle(self) -> None:
-        """Set the finish of the turn if it is not set yet. The call has ended, or its time to end is over."""
+        """Set the finish of the turn if it is not set yet. The call has ended, or its time limit has passed."""
         if self._end is not None:
             return
         if self._last is None:

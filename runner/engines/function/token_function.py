@@ -138,9 +138,9 @@ class TokenOutput:
     finish: FinishReason | str | None = None
     """"stop", "length" or "abort"; None if more outputs follow."""
     version: str | int | None = None
-    """Weight version of these ids, if known."""
+    """Weight version of these ids; None if unknown."""
     top: Sequence[Mapping[int, float]] | None = None
-    """Most likely ids at each position with their log-probabilities, as many as `TokenSampling.logprobs`."""
+    """Most likely ids at each position with their log-probabilities, as many as `TokenSampling.logprobs`; else None."""
     cached_tokens: int | None = None
     """Number of prompt ids that a prefix cache held; None if unknown."""
     sampling_masks: Sequence[Sequence[int]] | None = None

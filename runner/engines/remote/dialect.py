@@ -35,13 +35,13 @@ class Piece:
     ids: Sequence[int] = ()
     """Ids that were sampled since the previous chunk."""
     logprobs: Sequence[float] | None = None
-    """Log-probability of each id."""
+    """Log-probability of each id; None for a chunk without ids."""
     top: TopLogprobs | None = None
-    """Most likely ids at each position, if requested."""
+    """Most likely ids at each position; None if not requested."""
     reason: FinishReason | None = None
     """Reason for the end of the turn; None before it."""
     stop: int | str | None = None
-    """Stop id that ended the turn."""
+    """Stop id or stop string that ended the turn, if the server reports it."""
     versions: Sequence[VersionSpan] | None = None
     """Weight versions of all ids of the turn, if the server reports them at its end."""
     version: str | None = None
@@ -59,13 +59,13 @@ class SideRequest:
     """Side data to request from a server that sends it only on request."""
 
     masks: bool = False
-    """Request the ids that could be sampled."""
+    """True to request the ids that could be sampled at each position."""
     experts: int = 0
-    """Number of experts of each id in a layer, to request the experts."""
+    """Number of experts of each id in a layer, to request the experts; 0 requests none."""
 
 
 class PieceReader(Protocol):
-    """Reads the chunks of one answer, in order."""
+    """Reader of the chunks of one answer, in order."""
 
     def read(self, chunk: Mapping[str, Any]) -> Piece:
         """Read a chunk.
@@ -86,7 +86,7 @@ class Call:
     body: Mapping[str, Any] | None = None
     """JSON body; None for no body."""
     json: bool = True
-    """True if the answer is JSON; another answer is not read."""
+    """True if the answer is JSON; another answer is not parsed."""
 
 
 class Dialect(ABC):
@@ -99,7 +99,7 @@ class Dialect(ABC):
     missing: ClassVar[str]
     """Advice for errors, if the server does not have this path."""
     health: ClassVar[Call]
-    """Request that tests if the server can answer."""
+    """Request that tests whether the server can answer."""
     version: ClassVar[Call]
     """Request for the version of the server software."""
     settings: ClassVar[Call]
@@ -136,16 +136,19 @@ class Dialect(ABC):
         """Read the log-probability of each prompt id but the first from the answer to `scoring`.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: the answer does not have them.
+            KeyError, TypeError, ValueError, IndexError: the answer has no such values.
         """
 
     @abstractmethod
     def version_in(self, answer: Mapping[str, Any]) -> str | None:
-        """Read the server's version from the answer to `version`."""
+        """Read the server's version from the answer to `version`; None if it is missing."""
 
     @abstractmethod
     def places_in(self, answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """Read the maximum number of concurrent requests and the cache size in ids from the answer to `settings`."""
+        """Read the maximum number of concurrent requests and the cache size in ids from the answer to `settings`.
+
+        A value that the server does not report is None.
+        """
 
     @abstractmethod
     def pause(self, mode: PauseMode) -> Call:

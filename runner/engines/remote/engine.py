@@ -47,7 +47,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
 
     async with RemoteEngine("http://127.0.0.1:8000", model="Qwen/Qwen3-0.6B") as engine: ...
 
-    Tokenizer, template and stop ids come from the model's local folder; at the start they are compared with the
+    Tokenizer, template and stop ids come from the model's local folder. Entering compares the tokenizer with the
     server's vocabulary. The server needs no tool parser and no template.
 
     Args:
@@ -60,11 +60,12 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         api_key: the API key; never stored.
         places: maximum number of concurrent requests, further ones wait at the gate; default the server's own limit, or
             128 if it does not report one.
-        stream_interval: ids in a delta, unless the caller acts on single ids; the first id is sent at once.
-        sampling_masks: request the ids that could be sampled from an SGLang server, for turns with a `top_k`. A vLLM
-            server sends them if it was started with `--return-sampling-mask`.
-        routed_experts: request the experts from an SGLang server with `--enable-return-routed-experts`: the number of
-            experts of each id in a layer, since it sends no shape. A vLLM server with this option sends its own.
+        stream_interval: number of ids in a delta, unless the caller acts on single ids; default 8. The first id is sent
+            at once.
+        sampling_masks: True to request from an SGLang server the ids that could be sampled, for turns with a `top_k`. A
+            vLLM server sends them if it was started with `--return-sampling-mask`.
+        routed_experts: number of experts of each id in a layer, to request the experts from an SGLang server with
+            `--enable-return-routed-experts`, which sends no shape. A vLLM server with this option always sends them.
         retries: retry policy for requests that failed.
         timeout: seconds until the server has to begin an answer.
 
@@ -123,7 +124,8 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
 
         Raises:
             BadModel: the model does not exist, or the server has another one.
-            BadOption: the server refuses the request, or has no endpoint for token ids; or the event loop is trio's.
+            BadOption: the server refuses the request, or has no endpoint for token ids; aiohttp is not installed; or
+                the event loop is trio's.
             EngineError: the server does not answer.
         """
         self._require_not_entered()
@@ -176,7 +178,11 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         )
 
     async def _ask_for_one_id(self, server: RemoteServer, info: ServerInfo) -> str:
-        """Sample one id to read the server's weight version and the kind of its log-probabilities."""
+        """Sample one id, and set the kind of the server's log-probabilities. Return the server's weight version.
+
+        Raises:
+            BadOption: the server refuses the request, or does not have the path.
+        """
         runtime, request = self._runtime(server, info, ""), probe_request(self.tokenizer)
         try:
             async with RemoteStream(runtime, request, exact=True) as stream:
@@ -198,7 +204,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         return RemoteStream(self.entered_runtime, request, exact=exact)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Check a call of `score`. Servers do not score ids as sampled."""
+        """Raise BadControl if `as_sampled`, since servers score only whole prompts, at temperature 1."""
         if as_sampled:
             raise BadControl("score(): a server scores only at temperature 1; leave sampling and constraint out.")
 
@@ -206,7 +212,11 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         return await self.entered_runtime.score(request)
 
     async def health(self) -> None:
-        """Return when the server reports that it can answer."""
+        """Return when the server reports that it can answer.
+
+        Raises:
+            EngineDead: the server does not answer.
+        """
         await self.entered_runtime.health()
 
     def describe(self) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         """Return the log-probability of each id of the prompt but the first.
 
         Raises:
+            RequestRejected: the server refuses the prompt, or does not have the adapter.
             EngineError: the server failed, or its answer has no scores.
         """
         self.require_alive()
@@ -123,7 +124,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             raise HttpFailure(FailureKind.GARBAGE, f"the answer has no scores ({problem})") from error
 
     async def wait_until_resumed(self) -> None:
-        """Wait until the server is not paused by its trainer."""
+        """Wait while the trainer pauses the server."""
         if not self._resumed.is_set():
             await self._resumed.wait()
 
@@ -138,7 +139,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     # --- control by the trainer
 
     def require_running(self, call: str) -> None:
-        """Check that the engine is running and the server can be paused."""
+        """Raise BadControl if the engine is not running, or if the server cannot be paused."""
         if not self.controlled:
             path = self.dialect.pause(PauseMode.WAIT).path.partition("?")[0]
             raise BadControl(f"{call}: the server has no {path}: {self.dialect.control}.")
@@ -184,7 +185,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     async def reset_prefix_cache(self) -> None:
         said = await self._call_control(self.dialect.reset_prefix_cache())
         if isinstance(said, Mapping) and said.get("success") is False:
-            raise EngineError("reset_prefix_cache(): the server kept its cached prompts")
+            raise EngineError("reset_prefix_cache(): the server kept its cached prompts: try again while no turn runs")
 
     def check_sleep(self, level: int) -> None:
         if not self.controlled or self.dialect.sleep(level) is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "RemoteServer", "base_url", "require_aiohttp"]
 
-# shorter than in servers (uvicorn: 5 s), so that a connection is not used while the server closes it
+# This is shorter than the limit of servers (uvicorn: 5 s), so that no connection is used while it is being closed.
 _KEEPALIVE_SECONDS = 2.0
 _BUFFER_BYTES = 1 << 20  # maximum unread bytes of an answer; the server waits if there are more
 _MAX_ERROR_BYTES = 1 << 16  # maximum bytes of an answer that are read for an error text
@@ -65,7 +65,7 @@ class Answer:
         self._errors = errors
 
     async def read(self) -> bytes:
-        """Return the unread bytes that arrived, after a wait for the first; empty only at the end.
+        """Return the bytes that arrived and were not read yet. If there are none, wait for some; b"" at the end.
 
         Raises:
             HttpFailure: the connection closed before the end of the answer.
@@ -82,7 +82,7 @@ class Answer:
             self.close()
 
     def unread(self) -> bytes:
-        """Return the unread bytes that arrived, without a wait."""
+        """Return the bytes that arrived and were not read yet, without a wait."""
         data = []
         while not self._content.exception() and (some := self._content.read_nowait()):
             data.append(some)
@@ -107,7 +107,7 @@ class RemoteServer:
     Args:
         url: its address.
         api_key: the API key; None for no key.
-        seconds: time limit until an answer begins.
+        seconds: time limit until an answer begins, and for the whole answer of `ask`.
     """
 
     def __init__(self, url: str, *, api_key: str | None, seconds: float) -> None:
@@ -124,8 +124,8 @@ class RemoteServer:
         import aiohttp
 
         self._session = aiohttp.ClientSession(
-            # The gate limits the number of requests. aiohttp's own time limits are off, since they cancel the task, for
-            # which anyio's cancel scopes are not made.
+            # The gate limits the number of requests. aiohttp's own time limits are off, since they cancel the task
+            # itself, which anyio's cancel scopes do not support.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             headers=self._headers,
@@ -144,7 +144,7 @@ class RemoteServer:
             await checkpoint()  # the transports close one step of the event loop later
 
     async def open(self, call: Call) -> Answer:
-        """Send a request and return its answer once a successful one began.
+        """Send a request, and return its answer when a successful answer has begun.
 
         Raises:
             HttpFailure: no successful answer began in time.
@@ -167,10 +167,10 @@ class RemoteServer:
         )
 
     async def ask(self, call: Call) -> Any:
-        """Send a request and return the JSON of its answer; None if the answer is empty.
+        """Send a request and return the JSON of its answer; None if the answer is empty or not meant to be JSON.
 
         Raises:
-            HttpFailure: no successful answer came in time, or it is not JSON.
+            HttpFailure: no successful answer came in time, or the answer is not the JSON that the call expects.
         """
         answer = await self.open(call)
         try:
@@ -215,7 +215,7 @@ def _failures(errors: ErrorTexts) -> Iterator[None]:
     except (aiohttp.ClientError, OSError) as error:
         text = errors.short(str(error)) or type(error).__name__
         if isinstance(error, aiohttp.ClientPayloadError):
-            raise HttpFailure(FailureKind.CONNECTION, f"the answer broke off ({text})") from error
+            raise HttpFailure(FailureKind.CONNECTION, f"the answer ended early ({text})") from error
         lost = isinstance(error, aiohttp.ClientConnectionError | ConnectionError)
         raise HttpFailure(FailureKind.CONNECTION if lost else FailureKind.GARBAGE, text) from error
 

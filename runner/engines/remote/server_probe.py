@@ -40,13 +40,13 @@ class ServedModel:
 
     name: str
     root: str
-    """Folder or id that the server loaded it from."""
+    """Folder or id that the server loaded the model from."""
     context: int | None
-    """Maximum number of ids of prompt and turn together."""
+    """Maximum number of ids of prompt and turn together; None if the list does not have it."""
     adapters: tuple[str, ...] = ()
     """Names of its LoRA adapters for requests."""
     owner: str = ""
-    """Kind of server, as it reports it: "vllm" or "sglang"."""
+    """Kind of the server, as the server reports it, such as "vllm" or "sglang"."""
 
 
 def served_models(answer: Mapping[str, Any]) -> list[ServedModel]:
@@ -95,7 +95,7 @@ class ServerProbe:
 
     Args:
         server: the server.
-        retry: waits until a failed request may be sent again; returns False if it may not.
+        retry: function that waits until a failed request may be sent again; it returns False if the request may not.
         dialect: the server's protocol; None to detect it.
         name: the model's name on the server; None for its only model.
     """
@@ -133,7 +133,7 @@ class ServerProbe:
 
         Raises:
             BadModel: the server has no such model, or another vocabulary.
-            BadOption: the server does not have the needed paths.
+            BadOption: the server refuses the key, or does not have the needed paths.
             EngineError: the server does not answer.
         """
         model = self._chosen(await self.ask(Call("GET", "/v1/models")), folder)
@@ -145,7 +145,7 @@ class ServerProbe:
             compare_vocabularies(self.server.url, tokenizer, text, said["tokens"])
             context = context or said.get("max_model_len")
         if not context:
-            raise BadModel(f"{self.server.url} does not report the length of the context of {model.name!r}.")
+            raise BadModel(f"{self.server.url} does not report the length of the context of {model.name!r}: update it.")
         settings, software = (
             await self.call_if_supported(dialect.settings),
             await self.call_if_supported(dialect.version),
@@ -159,14 +159,14 @@ class ServerProbe:
         try:
             models = served_models(answer)
         except (KeyError, TypeError, AttributeError):
-            raise EngineError(f"{self.server.url}/v1/models lists no models: is it a model server?") from None
+            raise EngineError(f"{self.server.url}/v1/models lists no models. Give a model server's address.") from None
         listed = ", ".join(model.name for model in models) or "none"
         if self.name is not None:
             models = [model for model in models if model.name == self.name]
             if not models:
                 raise BadModel(f"{self.server.url} has no model {self.name!r}; it has {listed}. Give one as name=.")
         if not models:
-            raise BadModel(f"{self.server.url} lists no model.")
+            raise BadModel(f"{self.server.url} lists no model: start it with the model.")
         if len({model.root for model in models}) > 1:
             models = [model for model in models if folder.name in (Path(model.root).name, Path(model.name).name)]
             if len(models) != 1:
@@ -206,7 +206,7 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
 def probe_request(tokenizer: Tokenizer) -> GenerationRequest:
     """Return a request for one id that a bias makes almost certain; its log-probability shows the distribution.
 
-    In the sampling distribution, the id has a probability of nearly 1; in the model's own distribution, of nearly 0.
+    The id's probability is nearly 1 in the sampling distribution, and nearly 0 in the model's own distribution.
     """
     wanted = tokenizer.encode("~")[-1]
     sampling = replace(Sampling.defaults(), max_tokens=1, logit_bias={wanted: 100})

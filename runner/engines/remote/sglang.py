@@ -100,7 +100,7 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
     if sampling.bad_words:
         raise RequestRejected(f"{request.name}: SGLang does not support bad_words; leave it out, or use logit_bias")
     if request.extra:
-        raise RequestRejected(f"{request.name}: SGLang takes no extra arguments ({', '.join(request.extra)})")
+        raise RequestRejected(f"{request.name}: SGLang takes no extra arguments; leave {', '.join(request.extra)} out")
     if sampling.ignore_eos and stops:
         # With ignore_eos SGLang ignores all stop ids.
         raise RequestRejected(f"{request.name}: SGLang ignores stop_ids with ignore_eos; leave one of them out")
@@ -170,7 +170,7 @@ class _SglangReader:
         )
 
     def _routed(self, said: Mapping[str, Any]) -> RoutedExperts | None:
-        """Return the experts of all positions but the last. The server sends them as int32 without a shape."""
+        """Return the experts of all positions but the last, sent as int32 without a shape; None if not sent."""
         text, positions = said.get("routed_experts"), self._prompt + self._known - 1
         if not text or not self._experts:
             return None

@@ -1,4 +1,4 @@
-"""Deltas of one request to a server; leaving the block closes its connection, and the server frees its place."""
+"""Deltas of one request to a server; leaving the block closes the connection, and the server ends the request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_LINE_BYTES = 64 << 20  # maximum length of an unfinished line
 
 
 class EventReader:
-    """Parser that returns the data of events as their lines complete.
+    """Parser of server-sent events, which returns the data of each event when its line is complete.
 
     Supported servers write one data line per event, so lines are not joined. Comments, which keep a connection alive,
     and other fields are skipped.
@@ -87,7 +87,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
 
     @property
     def sent_all(self) -> bool:
-        """True once the server has sent everything, even if a part is unread."""
+        """True if no part of the answer is still to come, read or not."""
         if self.finish is not None or self._answer is None:
             return not self._sending
         return self._answer.arrived
@@ -218,7 +218,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         """
         last = self._last
         if last is None:
-            raise HttpFailure(FailureKind.CONNECTION, "the answer ended before the turn did")
+            raise HttpFailure(FailureKind.CONNECTION, "the answer ended before the end of the turn")
         delta = self._delta(last)
         stop = last.stop
         if last.reason is FinishReason.STOP and stop is None and len(delta.token_ids):

@@ -1,4 +1,4 @@
-"""vLLM's dialects: its endpoint for token ids, and the completions of every server with ids as the prompt.
+"""vLLM's dialects: the endpoint for token ids, which needs a server option, and completions with ids as the prompt.
 
 Fields as in vLLM 0.32, `entrypoints/scale_out/token_in_token_out/protocol.py` and `entrypoints/openai/completion`.
 """
@@ -166,7 +166,8 @@ class Completions(_Vllm):
         self, request: GenerationRequest, *, model: str, adapter: str | None, stream_interval: int
     ) -> dict[str, Any]:
         if request.extra:
-            raise RequestRejected(f"{request.name}: completions take no extra arguments ({', '.join(request.extra)})")
+            named = ", ".join(request.extra)
+            raise RequestRejected(f"{request.name}: completions take no extra arguments: leave {named} out")
         parameters = _parameters(request, stream_interval)
         if count := request.sampling.logprobs:  # completions return the sampled id in addition
             parameters["logprobs"] = count

@@ -61,7 +61,7 @@ class DeliveryPlan:
 
     @property
     def first(self) -> int:
-        """Tick of the first delta, which arrives with its last id."""
+        """Tick of the first delta; a delta arrives with the last of its ids."""
         return self.begins + max(0, self.cuts[0] - 1 if self.cuts else 0) * self.between
 
     def piece(self, start: int, end: int, finish: Finish | None) -> Delta:
@@ -128,7 +128,7 @@ class DeliveryPlanner:
         """Plan the delivery of a request, which begins in the tick after `now`.
 
         Raises:
-            RequestRejected: the fault is a rejection.
+            RequestRejected: the fault is a rejection, or the reply does not fit the request.
         """
         reply = encoded.reply
         fault = fault or reply.fault
@@ -201,7 +201,11 @@ class DeliveryPlanner:
         return stops
 
     def _long_enough(self, request: GenerationRequest, ids: list[int]) -> list[int]:
-        """Return the ids before the stop id, repeated up to the request's `min_tokens`."""
+        """Return the ids before the stop id, repeated up to the request's `min_tokens`.
+
+        Raises:
+            RequestRejected: the reply has no ids, and `min_tokens` is above 0.
+        """
         least = request.sampling.min_tokens
         if len(ids) >= least:
             return ids
@@ -270,7 +274,7 @@ def _rng(call: ModelCall) -> random.Random:
 def _noise(seed: int) -> list[float]:
     """Draw log-probabilities once per seed.
 
-    Each turn reads them from another position, since drawing them again would cost more than the turn.
+    Each turn reads this list from another position, since new draws would take longer than the turn.
     """
     rng = random.Random(seed)
     return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE_COUNT))).tolist()

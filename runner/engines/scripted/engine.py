@@ -40,30 +40,32 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
 
     Args:
         replies: replies of the model. Every conversation reads a list from its beginning; see `Replies`.
-        tokenizer: default: the 256 bytes, ChatML's control tokens, and the control tokens in the template's text.
+        tokenizer: the tokenizer; by default one with the 256 bytes, ChatML's control tokens, and the control tokens in
+            the template's text.
         template: a chat template, its bundled name or its file.
-        stop_ids: ids that end a turn; default the tokenizer's EOS.
+        stop_ids: ids that end a turn; by default the tokenizer's EOS.
         context: maximum number of ids of prompt and turn together.
         places: maximum number of concurrent requests; further ones wait at the gate, later turns before first ones.
         room: size of the simulated KV cache in ids; unlimited by default.
         seed: seed of log-probabilities and random choices.
         chunks: sizes of deltas.
-        lone_finish: send the finish in a delta without ids.
+        lone_finish: True to send the finish in a delta without ids.
         latency: times of ids, in ticks.
         tick: seconds of a tick; at 0 a tick is one yield to the event loop, without sleep.
         faults: faults by request number or predicate.
         logprobs: False for deltas without log-probabilities.
-        record: keep all requests and their output in `calls`; memory then grows with the run.
+        record: True to keep all requests and their output in `calls`; memory then grows with the run.
         scores: log-probabilities for `score`: a function of the ids that returns one for each id but the first; by
             default they are drawn for each pair of neighbouring ids.
-        sampling_masks: return the ids that could be sampled in the place of each id, for turns whose sampling
+        sampling_masks: True to return the ids that could be sampled in the place of each id, for turns whose sampling
             excludes ids, and for replies with masks.
-        routed_experts: layers with experts, and experts of each id in a layer, to return their numbers; default none.
+        routed_experts: the number of layers with experts, and of experts of each id in a layer, to return the numbers
+            of the experts; None to return none.
         adapters: initial names for `Sampling(adapter=)`; `add_adapter` adds others.
 
     Raises:
         BadOption: replies, chunks or a setting are invalid.
-        BadTemplate: the template does not exist.
+        BadTemplate: the template cannot be loaded.
     """
 
     runtime: ScriptedRuntime
@@ -155,7 +157,7 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         self.running = False
         self.runtime.stop()
         tasks.cancel_scope.cancel()
-        # The task group does not receive the exception, since it would wrap it in a group.
+        # The task group does not receive the exception, since it would be wrapped in an exception group.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> ScriptedStream:
@@ -193,5 +195,5 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
 
 def _end_of_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
     if tokenizer.eos_id is None:
-        raise BadOption("ScriptedEngine(tokenizer=): it has no EOS; give the ids that end a turn as stop_ids=.")
+        raise BadOption("ScriptedEngine(tokenizer=): the tokenizer has no EOS; give the ids that end a turn: stop_ids.")
     return (tokenizer.eos_id,)

@@ -29,7 +29,10 @@ __all__ = ["Replies", "ReplyEncoder", "scripted_model"]
 
 
 class RecordedReplies(ScriptedModel):
-    """Model that repeats the recorded reply to a prompt. If replies differ, it repeats the one with the same seed.
+    """Model that repeats the recorded reply to a prompt.
+
+    If the run has several replies to the prompt, the model repeats the reply with the request's seed. Without such a
+    reply, the model selects one by `ModelCall.key`.
 
     Args:
         run: the run file, or its path.
@@ -57,7 +60,7 @@ class RecordedReplies(ScriptedModel):
         if said is None:
             raise RequestRejected(
                 f"{call.request.name}: the recorded run has no turn with this prompt ({len(call.prompt_ids)} ids): "
-                "something before it differs (task, template, tools, an answer)."
+                "the task, the template, the tools or an earlier answer is another one. Use those of the recorded run."
             )
         wanted = call.request.seed
         same_seed = (reply for seed, reply in said if wanted is not None and seed == wanted)
@@ -121,12 +124,12 @@ class ReplyEncoder:
         except Unwritable as error:
             names = ", ".join(call.name or "?" for call in reply.calls)
             raise BadOption(
-                f"a reply that calls {names}: template {self._template.name!r} cannot write it: {error}. "
+                f"a reply that calls {names}: template {self._template.name!r} cannot write these calls: {error}. "
                 "Give other calls, one a turn, or the turn as text; or give the engine template='pythonic' or 'hermes'."
             ) from None
 
     def _closed_thought(self, text: str) -> str:
-        """Return the end mark of reasoning that the prompt began, or "". Calls inside reasoning are not read."""
+        """Return the end mark of reasoning that the prompt began, since calls inside reasoning are not read; or ""."""
         thought = self._parser.format.reasoning
         needed = thought is not None and thought.opened_by_prompt and thought.close.strip() not in text
         return thought.close if thought is not None and needed else ""
@@ -138,7 +141,7 @@ class ReplyEncoder:
 
     @property
     def _between(self) -> str:
-        """Return the template's text between content and calls, if it supports both."""
+        """Return the template's text between content and calls; a line break if the template has no such text."""
         calls = self._parser.format.calls
         if self._parser.format.harmony:
             return ""
@@ -219,7 +222,9 @@ class _PerAgentModel(ScriptedModel):
         model = self._agents.get(call.agent)
         if model is None:
             known = ", ".join(self._agents)
-            raise RequestRejected(f"{call.request.name}: no replies for agent {call.agent!r}, only for {known}")
+            raise RequestRejected(
+                f"{call.request.name}: no replies for agent {call.agent!r}, only for {known}: add its replies"
+            )
         return model.reply(call)
 
     def describe(self) -> Any:

@@ -25,7 +25,7 @@ class RecordedTurn(Protocol):
     """Seed of the turn's random numbers; None without one."""
     finish: FinishReason
     stop: int | str | None
-    """Stop id or stop string that ended it."""
+    """Stop id or stop string that ended the turn; None without one."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
@@ -76,5 +76,5 @@ def set_opener(opener: RunFileOpener) -> None:
 
 
 def open_run_file(path: Path) -> RecordedRun:
-    assert _opener is not None, "the package sets it when it is imported"
+    assert _opener is not None, "runner/__init__.py sets the function that opens run files"
     return _opener(path)

@@ -113,7 +113,7 @@ class _DiscardingReceiver:
 class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
     """State of a scripted engine. A request is in `requests` until its last id was sent or it is cut.
 
-    It has no weights: it accepts anything as new weights, and only changes the version.
+    The engine has no weights: it accepts anything as new weights, and only changes the version.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
     # --- one request
 
     def close(self, request: ScriptedRequest) -> None:
-        """Remove a request whose last id was sent, or that is over; idempotent."""
+        """Remove a request whose last id was sent, or that ended early; idempotent."""
         super().close(request)
         if not self.requests and self._all_sent is not None:
             self._all_sent.set()
@@ -179,7 +179,7 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
         return self.dead()
 
     async def reset_prefix_cache(self) -> None:
-        """Do nothing, without a prefix cache."""
+        """Do nothing, since there is no prefix cache."""
 
     async def sleep(self, level: int) -> None:
         # No memory is released, but paused turns are cut, as in a real engine.
@@ -201,7 +201,7 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
         self._running = True
 
     def stop(self) -> None:
-        """Admit no more requests. Requests inside and at the gate fail."""
+        """Admit no more requests. Requests in the engine and at the gate fail."""
         self._running = False
         self._fail("The engine was closed.", None)
 

@@ -43,7 +43,11 @@ deltas."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Times of ids, in ticks of the engine; a delta of several ids arrives with its last one."""
+    """Times of ids, in ticks of the engine; a delta of several ids arrives with its last one.
+
+    Raises:
+        BadOption: a value is not a whole number, or is below 0.
+    """
 
     first: int = 0
     """Ticks before the first id."""
@@ -90,7 +94,7 @@ class Fault:
 
     @classmethod
     def stall(cls, at: int = 0) -> Self:
-        """Return a fault after which nothing is sent: `at` ids come, and the request stays open."""
+        """Return a fault that sends nothing more after `at` ids; the request stays open."""
         return cls(FaultKind.STALL, at)
 
     @classmethod
@@ -100,13 +104,17 @@ class Fault:
 
     @classmethod
     def reject(cls, message: str = "a scripted refusal") -> Self:
-        """Return a fault that refuses the request once it has a place."""
+        """Return a fault that refuses the request after the gate admitted it."""
         return cls(FaultKind.REJECT, 0, message)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply of the model in one turn."""
+    """Reply of the model in one turn.
+
+    Raises:
+        BadOption: `ids` are given beside text or calls, or the chunks, the latency or the fault are invalid.
+    """
 
     text: str = ""
     """Text; the engine's tokenizer encodes it, so control tokens in it become control ids."""

@@ -30,7 +30,7 @@ class SyntheticSideData:
     masks: bool = False
     """True to return sampling masks."""
     experts: tuple[int, int] | None = None
-    """Layers with experts, and experts of each id; None to return none."""
+    """Number of layers with experts, and of experts of each id in a layer; None to return none."""
 
     def __post_init__(self) -> None:
         if self.experts is not None and (
@@ -45,10 +45,10 @@ class SyntheticSideData:
         given: SamplingMasks | Sequence[Sequence[int]] | None,
         vocabulary: int,
     ) -> SideData | None:
-        """Return the side data of a reply with these ids; None without any.
+        """Return the side data of a reply with these ids; None if it has neither masks nor experts.
 
         Raises:
-            RequestRejected: the reply has fewer masks than ids, or a mask lacks its sampled id.
+            RequestRejected: a mask of the reply lacks its sampled id.
         """
         masks = self._masks(request, ids, given, vocabulary) if self.masks else None
         experts = None if self.experts is None else _experts([*request.prompt, *ids][:-1], *self.experts)
@@ -67,7 +67,9 @@ class SyntheticSideData:
             rows += [[token_id] for token_id in ids[len(rows) :]]  # an appended stop id has no mask of its own
             for token_id, row in zip(ids, rows, strict=False):
                 if token_id not in row:
-                    raise RequestRejected(f"{request.name}: the reply's sampling_masks lack the sampled id {token_id}.")
+                    raise RequestRejected(
+                        f"{request.name}: the reply's sampling_masks lack the sampled id {token_id}: add it to its mask"
+                    )
             return SamplingMasks.of(rows[: len(ids)])
         if not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k and not sampling.min_p):
             return None

@@ -33,15 +33,15 @@ class RecordedCall:
     sampling: Sampling
     """Sampling parameters."""
     stop_ids: tuple[int, ...]
-    """Stop ids."""
+    """Ids that end the turn."""
     seed: int | None
-    """Seed."""
+    """Seed of the turn's random numbers; None without a seed."""
     constraint: Constraint | None
-    """Grammar; a scripted engine does not enforce it."""
+    """Grammar, which a scripted engine does not enforce; None without a grammar."""
     sampled: Sequence[int] = ()
     """Sampled ids, read or not, shape [sampled]; set when the request ends."""
     logprobs: Sequence[float] | None = None
-    """Log-probability of each id; None if the engine is configured without."""
+    """Log-probability of each id; None if the engine is configured without log-probabilities."""
     finish: Finish | None = None
     """Finish of the request; None while it runs, and for a refused one."""
 
@@ -178,7 +178,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
             self.rest.append(self._abort(self._delivery))
 
     def _abort(self, delivery: DeliveryPlan) -> Delta:
-        """Cut the request; sampled ids of an incomplete delta are returned."""
+        """Cut the request. Return its last delta, with the ids that were sampled and not sent."""
         start = self.sent
         self._count(delivery.sampled(self._runtime.tick_clock.now))
         whole = delivery.finish is not None and self.sent == len(delivery.ids)

@@ -322,7 +322,7 @@ async def test_checkpoint_is_read_once_before_it_is_overwritten(model: Path) -> 
 async def test_a_model_without_safetensors_starts_and_refuses_new_weights(tmp_path: Path) -> None:
     weights = VllmWeights(Llm(beside(tmp_path / "the model")), "the model")
     await weights.prepare()
-    with pytest.raises(BadWeights, match=r"'the model' cannot be exchanged: .*no \*.safetensors, only pytorch_model.bin"):
+    with pytest.raises(BadWeights, match=r"'the model' cannot be exchanged: .*no \*.safetensors, only pytorch_model"):
         await weights.check(tensors())
 
 
