@@ -32,19 +32,19 @@ T = TypeVar("T")
 
 
 class BatchResults(Generic[T]):
-    """The rows of one batch as they finish: (index, result) pairs. Each result is a batch of one row.
+    """The rows of one batch in the order in which they finish: (index, result) pairs, each result a batch of one row.
 
         async with generation.generate_async(batch) as results:
             async for index, result in results:
                 ...
 
-    Nothing is sampled before it is entered or iterated. Leaving the block ends pending rows, and returns when no
-    request is open. Without a block, as in `async for ... in generation.generate_async(batch)`, pending rows end as
-    soon as this object has no references: at once after a `break` or an exception, and at the latest with the block of
-    the `Generation`. While there is a reference, the iteration may be continued later.
+    Nothing is sampled before this object is entered or iterated. Leaving the block ends pending rows, and returns when
+    no request is open. Without a block, as in `async for ... in generation.generate_async(batch)`, pending rows end as
+    soon as this object has no references: at once after a `break` or an exception, and at the latest when the block of
+    the `Generation` is left. While there is a reference, the iteration may be continued later.
 
     Raises (from the iteration, after the last result):
-        EngineError: rows failed for good, by their index, or the engine died.
+        EngineError: rows failed permanently (the text has the index of the first one), or the engine died.
     """
 
     def __init__(self, start: Callable[[], RunningRows], batch: Batch[T]) -> None:
@@ -63,10 +63,10 @@ class BatchResults(Generic[T]):
         return row.index, self._batch.write([row])
 
     async def all(self) -> T:
-        """Return the rows that were not read yet as one batch, in their order.
+        """Return the rows that were not read yet as one batch, sorted by index.
 
         Raises:
-            EngineError: as the iteration.
+            EngineError: rows failed permanently, or the engine died.
             RuntimeError: the results were closed.
         """
         sampled = [row async for row in self._started()]
@@ -86,8 +86,8 @@ class BatchResults(Generic[T]):
         await self.aclose()
 
     def __del__(self) -> None:
-        # `break` does not notify an iterator. The sampling task has no reference to this object, so it is freed at
-        # once.
+        # `break` does not notify an iterator. The sampling task has no reference to this object, so this
+        # object is freed at once.
         rows: RunningRows | None = getattr(self, "_rows", None)
         if rows is not None:
             rows.abandon()
@@ -101,7 +101,7 @@ class BatchResults(Generic[T]):
 
 
 class Generation:
-    """Generates batches on an engine.
+    """Generator of batches on an engine.
 
         async with Generation(engine, {"max_new_tokens": 256, "_pad_token_id": 0}) as generation:
             output = await generation.generate({"input_ids": ids, "input_lengths": lengths})
@@ -117,8 +117,8 @@ class Generation:
         retries: number of times that a row is sampled again after an engine's failure; a refused row is not sampled
             again.
 
-    Raises (also when it is entered):
-        BadOption: the configuration, by its key and the fix.
+    Raises (creating or entering):
+        BadOption: the configuration is invalid; the message names the key.
     """
 
     def __init__(
@@ -174,17 +174,17 @@ class Generation:
 
         Args:
             batch: right-padded prompts, see `GenerationDatumSpec`.
-            greedy: the most likely id each time, whatever the configuration is.
-            seed: makes this batch's samples reproducible, whatever was generated before. Without it, they depend on the
-                configuration's seed and the number of batches so far; without either seed, the engine chooses.
+            greedy: True to sample the most likely id each time, whatever the configuration is.
+            seed: seed of this batch's samples, which are then reproducible, whatever was generated before. None derives
+                it from the configuration's seed and the number of batches so far; without both, the engine chooses.
 
         Returns:
             Prompts and samples, see `GenerationOutputSpec`.
 
         Raises:
-            BadBatch: the batch cannot be sampled from; names the row. Nothing was sampled.
+            BadBatch: the batch is invalid; the message names the row. Nothing was sampled.
             BadControl: the engine sleeps. If the engine is only paused, the call waits.
-            EngineError: a row failed for good, by its index. `generate_async` returns the other rows.
+            EngineError: a row failed permanently; the message has its index. `generate_async` returns the other rows.
         """
         async with self.generate_async(batch, greedy, seed=seed) as results:
             return await results.all()
@@ -196,10 +196,10 @@ class Generation:
         *,
         seed: int | None = None,
     ) -> BatchResults[GenerationOutputSpec]:
-        """The same as `generate`, each row as it finishes: `BatchResults` yields (index, result) pairs.
+        """Sample like `generate`, and return each row when it finishes: `BatchResults` yields (index, result) pairs.
 
         Raises:
-            BadBatch, BadControl: as above, before the iteration.
+            BadBatch, BadControl: as in `generate`; this call raises them, before the iteration.
         """
         self._require_ready()
         vocabulary = vocabulary_size(self.engine)
@@ -230,17 +230,18 @@ class Generation:
         *,
         seed: int | None = None,
     ) -> BatchResults[TextOutputSpec]:
-        """The same as `generate_text`, each text as it finishes."""
+        """Sample like `generate_text`, and return each text when it finishes; see `generate_async`."""
         self._require_ready()
         return self._results(TextBatch.read(batch, self.engine.tokenizer), greedy=greedy, seed=seed)
 
     # --- between the trainer's steps
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake an engine that shares its accelerators with the trainer; cheap if it is awake.
+        """Wake an engine that shares its accelerators with the trainer; quick if the engine is awake.
 
         Args:
-            tags: only these parts of its memory: "weights" before new weights are loaded, "kv_cache" afterwards.
+            tags: the parts of the engine's memory to wake: "weights" before new weights are loaded, "kv_cache"
+                afterwards; None for both.
 
         Returns:
             True; failures raise.
@@ -250,7 +251,7 @@ class Generation:
         return True
 
     async def finish_generation(self, *, release_gpu: bool = True) -> bool:
-        """Clear the prompt cache, so that no entry outlives its weights; put a colocated engine to sleep.
+        """Clear the prompt cache, whose entries are of the current weights, and put a colocated engine to sleep.
 
         Rows that are being sampled are cut by the sleep and sampled again once the engine is awake.
 

@@ -129,6 +129,7 @@ class GenerationSettings:
     sampling: Sampling
     """The sampling of rows, every field set."""
     greedy: Sampling
+    """The sampling of rows in a greedy batch."""
     stop_token_ids: tuple[int, ...]
     """The ids that end a row besides the model's own."""
     pad_id: int
@@ -145,7 +146,7 @@ class GenerationSettings:
         """Parse a configuration.
 
         Raises:
-            BadOption: an unknown key, or an invalid value; names it and the fix.
+            BadOption: a key is unknown, or a value is invalid; the message names the key.
         """
         if not isinstance(config, Mapping):
             raise BadOption(f"config={config!r:.60}: give a dictionary, such as {{'max_new_tokens': 256}}.")
@@ -177,10 +178,11 @@ class GenerationSettings:
 
 
 def as_strings(value: Any, name: str, error: type[ValueError]) -> tuple[str, ...]:
-    """Return stop strings as a tuple: empty for None, and with one item for a single string.
+    """Return strings as a tuple: empty for None, and with one item for a single string.
 
     Raises:
-        ValueError: `error`, with `name`: the value has another type, or a string is empty.
+        ValueError: the value has another type, or a string is empty. The exception is of the type `error`, and its text
+            begins with `name`.
     """
     strings = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one for one in strings):
@@ -212,7 +214,7 @@ _NOT_READ = {
     "vllm_kwargs",
     "worker_extension_cls_fqn",
 }
-"""Keys of NeMo RL that have no meaning here: for starting workers, moving weights, and sampling its validation."""
+"""Keys of NeMo RL without a meaning here. They set how it starts workers, moves weights and samples its validation."""
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -262,5 +264,5 @@ def _read(given: Mapping[str, Any], key: str) -> Any:
 def _checked(name: str, value: Any, kind: Any, fix: str) -> Any:
     try:
         return _adapter(kind).validate_python(value)
-    except ValidationError:  # replaced, since the text of pydantic's error does not name the trainer's key
+    except ValidationError:  # pydantic's text does not name the trainer's key
         raise BadOption(f"{name} = {value!r:.80}: {fix}.") from None

@@ -1,4 +1,4 @@
-"""Forms of a batch: padded arrays or texts, parsed into rows, and written from them."""
+"""Forms of a batch: padded arrays or texts, parsed into rows, and written from sampled rows."""
 
 from __future__ import annotations
 
@@ -46,24 +46,28 @@ class PaddedBatch:
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:
-        """Parse a mapping with `input_ids` and `input_lengths`; its numbers are copied."""
+        """Parse a mapping with `input_ids` and `input_lengths`; its numbers are copied.
+
+        Raises:
+            BadBatch: the batch is invalid; the message names the row.
+        """
         require_mapping(batch)
         for name in _OTHER_MEDIA:
             media = batch.get(name)
             if media is not None and any(len(one) for one in media):
-                raise BadBatch(f"the batch has {name}: the engines here take token ids only.")
+                raise BadBatch(f"the batch has {name}: the engines here take token ids only. Leave it out.")
         ids, lengths = read_padded(batch, "input_ids", "input_lengths", pad_value=pad_id)
         _require_room(ids.dtype, vocabulary, pad_id)
         empty = np.flatnonzero(lengths == 0)
         if len(empty):
-            raise BadBatch(f"row {empty[0]}: input_lengths is 0, but a prompt needs at least one id.")
+            raise BadBatch(f"row {empty[0]}: input_lengths is 0, but a prompt needs one id or more. Leave it out.")
         _check_vocabulary(ids, lengths, vocabulary)
         stop = _stop_strings(batch, len(ids))
         rows = [Row(i, array("i", ids[i, : lengths[i]].tolist()), stop[i]) for i in range(len(ids))]
         return cls(rows, batch["input_ids"], ids.dtype, pad_id)
 
     def write(self, sampled: Sequence[SampledRow]) -> GenerationOutputSpec:
-        """Return the rows as arrays, as wide as the longest of them."""
+        """Return the rows as arrays, as wide as the longest row."""
         lengths = np.array([len(row.log) for row in sampled], dtype=np.int64)
         shape = (len(sampled), int(lengths.max(initial=0)))
         ids = np.full(shape, self.pad_id, dtype=self.dtype)
@@ -93,11 +97,15 @@ class TextBatch:
 
     rows: list[Row]
     tokenizer: Tokenizer
-    """Encodes prompts and decodes samples."""
+    """Tokenizer that encodes prompts and decodes samples."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], tokenizer: Tokenizer) -> Self:
-        """Parse a mapping with `prompts`."""
+        """Parse a mapping with `prompts`.
+
+        Raises:
+            BadBatch: the batch is invalid; the message names the row.
+        """
         require_mapping(batch)
         prompts = batch.get("prompts")
         if not isinstance(prompts, list | tuple):
@@ -119,7 +127,7 @@ class TextBatch:
         text = self.tokenizer.decode([token_id for token_id in row.log.ids[row.start :] if token_id not in special])
         if not isinstance(row.stop, str) or row.text is None:
             return text
-        # The last id may have more text than the string. A stop string with special tokens is not in `text`.
+        # The last id may have more text than the stop string. A stop string with special tokens is not in `text`.
         end = text.find(row.stop)
         return text[: end + len(row.stop)] if end >= 0 else row.text + row.stop
 
@@ -128,7 +136,7 @@ _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
 def _require_room(dtype: np.dtype[Any], vocabulary: int, pad_id: int) -> None:
-    """Check that the type of the prompts can hold the sampled ids, which are returned in it."""
+    """Raise BadBatch if the type of the prompts cannot hold the sampled ids, which are returned in this type."""
     info = np.iinfo(dtype)
     if not info.min <= min(0, pad_id) or not max(vocabulary - 1, pad_id) <= info.max:
         raise BadBatch(

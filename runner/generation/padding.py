@@ -27,7 +27,7 @@ def verify_right_padding(
         data: prompts (`input_ids` and `input_lengths`), outputs (`output_ids` and `unpadded_sequence_lengths`), or
             both; torch or numpy, shapes [rows, length] and [rows].
         pad_value: the id of the padding.
-        raise_error: raise the fault instead of returning it.
+        raise_error: True to raise the fault, False to return it.
 
     Returns:
         (True, None) if all rows are right-padded; otherwise False, and the fault with its row.
@@ -54,7 +54,7 @@ def verify_right_padding(
 
 
 def require_mapping(batch: Any) -> None:
-    """Refuse a batch without keys."""
+    """Raise BadBatch if a batch is not a mapping."""
     if not isinstance(batch, Mapping):
         raise BadBatch(f"the batch is a {type(batch).__name__}: give a dictionary.")
 
@@ -62,10 +62,14 @@ def require_mapping(batch: Any) -> None:
 def read_padded(
     data: Mapping[str, Any], ids_name: str, lengths_name: str, *, pad_value: int
 ) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
-    """Return a batch's ids, shape [rows, length], and the lengths of its rows, shape [rows], after checking them."""
+    """Check a batch, and return its ids, shape [rows, length], and the lengths of its rows, shape [rows].
+
+    Raises:
+        BadBatch: an array is missing or invalid, or a row is not right-padded.
+    """
     for name in (ids_name, lengths_name):
         if name not in data:
-            raise BadBatch(f"the batch has no {name}, only {', '.join(map(str, data)) or 'no keys'}.")
+            raise BadBatch(f"the batch has no {name}, only {', '.join(map(str, data)) or 'no keys'}: add it.")
     ids, lengths = _as_integers(data[ids_name], ids_name), _as_integers(data[lengths_name], lengths_name)
     if ids.ndim != 2:
         raise BadBatch(f"{ids_name} has the shape {list(ids.shape)}: give [rows, length], right-padded.")
@@ -101,7 +105,7 @@ def _check_padding(ids: NDArray[Any], lengths: NDArray[Any], name: str, pad_valu
 
 
 def _advice(row: NDArray[Any], length: int, pad_value: int) -> str:
-    """The probable cause, if it can be seen."""
+    """Return a sentence about the probable cause, or "" if the row does not show the cause."""
     if np.all(row[: len(row) - length] == pad_value):
         return " It seems to be padded on the left: put its ids first."
     if len(set(row[length:].tolist())) == 1:
@@ -133,5 +137,5 @@ def as_kind_of(like: Any, array: NDArray[Any]) -> Any:
 
 
 def _is_torch(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # without the library loaded, no value is a tensor
+    torch = sys.modules.get("torch")  # before torch is imported, no value is a tensor
     return torch is not None and isinstance(value, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Rows of a batch during sampling: many at once, each returned as it finishes."""
+"""Rows of a batch during sampling: many at once, each returned when it finishes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RowSetting:
     name: str
     """The batch's name, in errors and logs."""
     sampling: Sampling
-    """Their sampling, every field set."""
+    """The sampling of the rows, every field set."""
     stop_ids: tuple[int, ...]
     context: int
     """Maximum number of ids of prompt and row together."""
@@ -57,6 +57,8 @@ class RowSetting:
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
+    """A row whose sampling has ended."""
+
     index: int
     log: TokenLog
     """The prompt and the sampled ids, with log-probabilities and weight versions."""
@@ -65,13 +67,17 @@ class SampledRow:
     finish: FinishReason
     """The reason why the row ended; CONTEXT also if the prompt left no room for a single id."""
     stop: int | str | None = None
-    """The stop id or string that ended it."""
+    """The stop id or stop string that ended the row; None without one."""
     text: str | None = None
     """The text before a stop string, if one ended the row; otherwise None."""
 
 
 async def _sample_row(row: Row, setting: RowSetting) -> SampledRow:
-    """Sample one row, and again after a failure of the engine that may pass."""
+    """Sample one row. If the engine fails, sample the row again, up to `RowSetting.retries` times.
+
+    Raises:
+        EngineError: the last try failed, the engine died, or the engine refuses the row.
+    """
     room = setting.context - len(row.prompt)
     if room < 1:
         log = TokenLog()
@@ -116,8 +122,8 @@ def _request(row: Row, setting: RowSetting, room: int) -> GenerationRequest:
 class RunningRows:
     """The rows of one batch while a task of its own samples them, in the order in which they finish.
 
-    A row that fails for good does not affect the others: its error is raised after the last of the other rows. The
-    others are cut only if nothing can be sampled any more.
+    A row that fails permanently does not affect the other rows: its error is raised after the last of them. The other
+    rows are cut only if nothing can be sampled any more.
     """
 
     def __init__(self, rows: Sequence[Row], setting: RowSetting) -> None:
@@ -154,9 +160,9 @@ class RunningRows:
         """Return the next row that finishes.
 
         Raises:
-            StopAsyncIteration: all were returned, or they were closed.
+            StopAsyncIteration: all rows were returned, or `aclose` was called.
             EngineError: rows failed, or the engine died; raised once, after the rows that finished.
-            RuntimeError: other code cut them.
+            RuntimeError: rows were cut, since the block of the `Generation` was left.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         while not self._ready:
@@ -175,7 +181,7 @@ class RunningRows:
             await self.over.wait()
 
     def abandon(self) -> None:
-        """Cut pending rows soon: usable in any thread, at any point, and after the event loop is closed."""
+        """Cut pending rows soon. This call is allowed in any thread, and after the event loop is closed."""
         if not self.over.is_set():
             with suppress(RuntimeError):  # the event loop is closed, so nothing is sampled any more
                 self._soon(self._scope.cancel)
@@ -190,7 +196,7 @@ class RunningRows:
                     self._end(error)
             except (
                 Exception
-            ) as error:  # any error: it is raised to the reader of the rows, not to the owner of the task group
+            ) as error:  # an error of any type is raised to the reader of the rows, not to the owner of the task group
                 self._end(error)
             self._notify()
 
@@ -203,7 +209,7 @@ class RunningRows:
         changed.set()
 
     def _ending(self) -> Exception:
-        """The end of the iteration, or the error after the last row."""
+        """Return the exception that ends the iteration: StopAsyncIteration, or an error after the last row."""
         error = self._fatal or (self._failures[0] if self._failures else None)
         if error is not None and not self._closed:
             further = len(self._failures) - 1
@@ -213,6 +219,6 @@ class RunningRows:
             return error
         if self._missing and not self._closed:
             return RuntimeError(
-                f"{self._missing} rows were cut: the block of `async with Generation(...)` was left before they ended."
+                f"{self._missing} rows were cut: the block of `async with Generation(...)` was left before their end."
             )
         return StopAsyncIteration()

@@ -1,4 +1,4 @@
-"""Checks a run file as a whole: no episode is missing or stored twice, and the summary matches the rows."""
+"""Checks of a whole run file: no episode is missing or stored twice, and the summary matches the rows."""
 
 from __future__ import annotations
 
@@ -35,24 +35,30 @@ _DISAGREE: Final = " OR ".join(f"count(DISTINCT {column}) > 1" for column in _OF
 
 # Each query selects faulty episodes or tasks. SQL is used, since a run may have more episodes than fit into memory.
 _MISFITS: Final = (
-    ("SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)", "segments of no episode"),
-    ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "turns of no episode"),
-    ("SELECT '' AS id FROM requests WHERE episode NOT IN (SELECT key FROM episodes)", "requests of no episode"),
+    (
+        "SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)",
+        "the file has segments of no episode",
+    ),
+    ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "the file has turns of no episode"),
+    (
+        "SELECT '' AS id FROM requests WHERE episode NOT IN (SELECT key FROM episodes)",
+        "the file has requests of no episode",
+    ),
     (
         "SELECT '' AS id FROM top_logprobs AS top WHERE NOT EXISTS "
         "(SELECT 1 FROM turns WHERE turns.episode = top.episode AND turns.position = top.position)",
-        "most likely ids of no turn",
+        "the file has most likely ids of no turn",
     ),
     (
         "SELECT '' AS id FROM side_data AS side WHERE NOT EXISTS "
         "(SELECT 1 FROM turns WHERE turns.episode = side.episode AND turns.position = side.position)",
-        "side data of no turn",
+        "the file has side data of no turn",
     ),
     (
         "SELECT episodes.id FROM top_logprobs AS top JOIN turns USING (episode, position) "
         "JOIN episodes ON episodes.key = turns.episode LEFT JOIN samplings ON samplings.key = turns.sampled "
         "WHERE json_extract(samplings.sampling, '$.logprobs') IS NOT top.count",
-        "most likely ids of a turn that asked for none, or for another number",
+        "the file has most likely ids of a turn that asked for none, or for another number",
     ),
     (
         "SELECT id FROM tasks AS task WHERE NOT EXISTS "
@@ -61,7 +67,7 @@ _MISFITS: Final = (
     ),
     (
         "SELECT id FROM episodes WHERE group_index NOT BETWEEN 0 AND :group_size - 1",
-        "its index is not below the run's group size",
+        "the episode's index is not below the run's group size",
     ),
     (
         "SELECT id FROM episodes GROUP BY task_id, visit, group_index "
@@ -71,24 +77,24 @@ _MISFITS: Final = (
     (
         "SELECT id FROM episodes AS this WHERE NOT superseded AND EXISTS "
         f"(SELECT 1 FROM episodes AS other WHERE {_SAME_EPISODE} AND other.attempt > this.attempt)",
-        "two of its attempts are results of the run",
+        "two of the episode's attempts are results of the run",
     ),
     (
         f"SELECT id FROM episodes WHERE superseded AND outcome NOT IN ({_AGAIN})",
-        "it is not a result of the run, although it did not fail",
+        "the episode is not a result of the run, although it did not fail",
     ),
     (
         "SELECT id FROM episodes AS this WHERE superseded AND (SELECT complete FROM run) AND NOT EXISTS "
         f"(SELECT 1 FROM episodes AS other WHERE {_SAME_EPISODE} AND NOT other.superseded)",
-        "the run is complete, but none of its attempts is a result",
+        "the run is complete, but none of the episode's attempts is a result",
     ),
     (
         f"SELECT id FROM episodes GROUP BY task_id, visit, group_index, attempt HAVING {_DISAGREE}",
-        "the records of its agents differ",
+        "the records of the episode's agents differ",
     ),
     (
         "SELECT id FROM episodes WHERE launch NOT IN (SELECT number FROM launches)",
-        "it was written by a launch that the file does not list",
+        "the episode was written by a launch that the file does not list",
     ),
 )
 
@@ -99,6 +105,10 @@ def first_misfit(path: Path, header: Header) -> Difference | None:
     """Return the first inconsistency between the episodes of the file at `path`, or None.
 
     All checks read the same state of the file, also while a run writes it.
+
+    Raises:
+        RunFileError: the file is not a run file.
+        StorageFailed: the file cannot be read.
     """
     with storage_faults(path), closing(open_reader(path)) as connection:
         connection.execute("BEGIN")  # one transaction, so that all statements read the same state
@@ -110,7 +120,7 @@ def first_misfit(path: Path, header: Header) -> Difference | None:
 
 
 def _miscount(connection: sqlite3.Connection) -> Difference | None:
-    """Return the first figure of a complete run's summary that differs from its rows."""
+    """Return the first figure of a complete run's summary that differs from the rows, or None."""
     complete, text = connection.execute("SELECT complete, summary FROM run").fetchone()
     if not complete:
         return None
@@ -172,21 +182,28 @@ def launch_difference(path: Path, header: Header) -> Difference | None:
 
 
 def first_message_mismatch(trajectory: Trajectory) -> Difference | None:
-    """Return the first turn without a message, or the first segment with ids (message servers return none), or None."""
+    """Return the first difference in a trajectory of a message engine, or None.
+
+    A difference is a segment that has ids, which such an engine does not return, or a turn whose answer is not among
+    the messages.
+    """
     compare = Comparison(trajectory, repr)
     try:
         for number, segment in enumerate(trajectory.segments):
             compare.segment = number
             if len(segment.log):
-                compare.differ(Kind.LAYOUT, "it has ids, but its server returns none", stored=str(len(segment.log)))
+                problem = "the segment has ids, but the engine returns none"
+                compare.differ(Kind.LAYOUT, problem, stored=str(len(segment.log)))
             said = iter(segment.messages[: len(segment.messages) - segment.unseen])
             for turn in trajectory.turns:
                 if turn.segment != number:
                     continue
                 compare.turn = turn.number
                 reply = ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
-                if not any(message == reply for message in said):  # searches on after the message of the previous turn
-                    compare.differ(Kind.MESSAGE, "no message has its content", stored="", derived=str(reply))
+                # `said` is an iterator, so the search begins after the message of the previous turn.
+                if not any(message == reply for message in said):
+                    problem = "no message has the content of the turn"
+                    compare.differ(Kind.MESSAGE, problem, stored="", derived=str(reply))
             compare.turn = None
     except DifferenceFound as found:
         return found.difference

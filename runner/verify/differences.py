@@ -22,8 +22,10 @@ Ids: TypeAlias = Sequence[int]
 
 
 class Kind(enum.StrEnum):
+    """Kind of a difference."""
+
     HEADER = "header"
-    """The run's configuration differs from the one at its beginning."""
+    """The run's configuration differs from the configuration at the run's beginning."""
     EPISODES = "episodes"
     """An episode is missing or contradicts another one, or the summary differs from the rows."""
     UNREADABLE = "unreadable"
@@ -35,7 +37,7 @@ class Kind(enum.StrEnum):
     BRIDGE = "bridge"
     """The ids between two turns differ from the ids that the template inserts."""
     JUNCTION = "junction"
-    """The record of how a prompt was made differs."""
+    """The record of how a prompt was made differs from the prompt."""
     STOP = "stop"
     """The stop of a turn contradicts its sampled ids or its sampling options."""
     TURN = "turn"
@@ -99,7 +101,7 @@ class SpokenText:
 
 
 class Comparison:
-    """Compares stored and derived values of a trajectory, turn by turn.
+    """Comparison of stored and derived values of a trajectory, turn by turn.
 
     Each comparison raises `DifferenceFound` if the two differ.
     """

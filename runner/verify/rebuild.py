@@ -1,4 +1,4 @@
-"""Verification: builds each prompt of a trajectory again from messages and sampled ids, and compares the two.
+"""Verification: each prompt is built again from messages and sampled ids, and compared with the stored prompt.
 
 All parts of a trajectory follow from its messages and its sampled ids. The first prompt of a segment is the render of
 its first messages. A bridge consists of the ids that the template inserts after a turn, up to the next turn. A turn's
@@ -50,7 +50,10 @@ def stored_chat(
     named: Callable[[Tokenizer], ExternalReader] | None = None,
     fit_tools: bool = False,
 ) -> ChatModel:
-    """Return the chat model of a run without a running engine, to build prompts and parse turns."""
+    """Return the chat model of a stored run, without a running engine, to build prompts and parse turns.
+
+    The arguments are those of `ChatModel`; tokenizer, template and stop ids are those of the run's engine.
+    """
     # Prompts need only these parts of an engine.
     engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
     return ChatModel(
@@ -112,7 +115,7 @@ class _Begun:
     calls: int = 0
     """Number of tool calls on its path, before this turn."""
     begin: int | None = None
-    """Index of the first id of its message, if the message began in the turn that the segment follows; else None."""
+    """Index of the first id of the first turn's message, if the turn that the segment follows began it; else None."""
 
 
 class _TrajectoryCheck:
@@ -171,7 +174,7 @@ class _TrajectoryCheck:
             at = first_mismatch(segment.log.sources, sources)
             stored, derived = (_source_name(each, at) for each in (segment.log.sources, sources))
             self._compare.turn = next((turn.number for turn in turns if at < turn.end), None)
-            self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
+            self._compare.differ(Kind.LAYOUT, "the source of an id differs", index=at, stored=stored, derived=derived)
 
     def _seen(self, segment: Segment, turns: Sequence[Turn]) -> tuple[list[Message], list[int]]:
         """Return the messages that the model saw or sampled, and the indices of the messages of this segment's turns.
@@ -221,7 +224,7 @@ class _TrajectoryCheck:
         shared = 0 if origin is None or not shares else origin[1].end if segment.cause == BRANCH else origin[1].start
         if segment.shared != shared:
             self._compare.differ(
-                Kind.LAYOUT, "the number of copied ids", stored=str(segment.shared), derived=str(shared)
+                Kind.LAYOUT, "the number of copied ids differs", stored=str(segment.shared), derived=str(shared)
             )
         self._check_junction(first, junction)
         return begun
@@ -230,7 +233,7 @@ class _TrajectoryCheck:
         stored = turn.junction
         if made != stored:
             was, becomes = ("none" if each is None else "/".join(map(str, astuple(each))) for each in (stored, made))
-            self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
+            self._compare.differ(Kind.JUNCTION, "the record of a junction differs", stored=was, derived=becomes)
 
     def _origin(self, origin: Origin) -> tuple[_CheckedSegment, Turn]:
         """Return the turn that a segment follows, and the segment of that turn."""
@@ -260,7 +263,7 @@ class _TrajectoryCheck:
         going_on = first.start == turn.end
         shared = history[: len(history) - going_on]
         if encode_json(part.prompt[: len(shared)]) != encode_json(shared):
-            self._compare.differ(Kind.MESSAGE, "its beginning differs from the turn it continues")
+            self._compare.differ(Kind.MESSAGE, "the segment begins with other messages than the turn that it continues")
         ids = turn.log.ids[: turn.end]
         if going_on:
             return ids, _Begun(calls[0], begin)
@@ -304,7 +307,7 @@ class _TrajectoryCheck:
 
     def _joined(self, part: _CheckedSegment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         if not new:
-            self._compare.differ(Kind.LAYOUT, "there is no message between this turn and the one before it")
+            self._compare.differ(Kind.LAYOUT, "there is no message between this turn and the turn before it")
         if self._chat.history.policy is HistoryPolicy.FORK:
             return self._followed(part, before, [*history, *new])
         return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))
@@ -373,10 +376,10 @@ class _TrajectoryCheck:
         thinking = view.cut_in_reasoning(turn, chat)
         if thinking != turn.thinking:
             cut = "was" if thinking else "was not"
-            self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)
+            self._compare.differ(Kind.TURN, f"by its ids, the turn {cut} cut inside its reasoning", index=spoken.begin)
         stored = _parts(ParsedTurn(turn.text, turn.reasoning, turn.tool_calls))
         for name, derived in _parts(view).items():
-            self._compare.text(Kind.TURN, f"its {name}", stored[name], derived, spoken)
+            self._compare.text(Kind.TURN, f"the turn's {name}", stored[name], derived, spoken)
         return view
 
     def _said(self, turn: Turn, begin: int) -> str:
@@ -386,7 +389,7 @@ class _TrajectoryCheck:
             ends = () if turn.sampling is not None and turn.sampling.ignore_eos else self._chat.stop_ids
             if turn.start < turn.end and ids[turn.end - 1] in ends:
                 why = f"{turn.finish.value}, and its last id is a stop id"
-                self._compare.differ(Kind.STOP, f"it ended by {why}", index=turn.end - 1)
+                self._compare.differ(Kind.STOP, f"the turn ended by {why}", index=turn.end - 1)
             return text_of(ids[begin : turn.end], self._chat, stopped=False)
         if isinstance(turn.stop, int):
             if turn.start == turn.end or ids[turn.end - 1] != turn.stop:
@@ -398,7 +401,7 @@ class _TrajectoryCheck:
         if stops.feed(turn.token_ids) != turn.end - turn.start:
             said = decode(turn.token_ids)
             self._compare.differ(
-                Kind.STOP, "the stop string does not end it", index=turn.start, stored=turn.stop, derived=said
+                Kind.STOP, "the stop string does not end the turn", index=turn.start, stored=turn.stop, derived=said
             )
         return decode(ids[begin : turn.start]) + stops.text
 
@@ -429,7 +432,7 @@ def _parts_of(trajectory: Trajectory) -> list[_CheckedSegment]:
 
 
 def _played_again(trajectory: Trajectory) -> set[int]:
-    """Return the numbers of the turns that were replaced by another play."""
+    """Return the numbers of the turns that were played again, and of the turns that continue their messages."""
     found = set()
     for segment in trajectory.segments:
         if segment.cause != RETRY or segment.origin is None:
@@ -449,7 +452,7 @@ def _speeches(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _continues(before: Turn | None, turn: Turn | None) -> bool:
-    """True if `turn` continues the cut message of `before`: no ids are between them."""
+    """Return True if `turn` continues the cut message of `before`: no ids are between them."""
     return before is not None and turn is not None and before.end == turn.start
 
 
@@ -460,6 +463,9 @@ def _source_name(sources: array[int], at: int) -> str:
 
 
 def _parts(view: ParsedTurn) -> dict[str, str]:
-    """Return the parts of a parsed turn as text, by their names in explanations."""
-    calls = [replace(call, failed=False) for call in view.tool_calls]  # the ids do not show if a tool failed
+    """Return text, reasoning and tool calls (as JSON, without their marks of failure) of a parsed turn.
+
+    The keys are the names that explanations use.
+    """
+    calls = [replace(call, failed=False) for call in view.tool_calls]  # the ids do not show whether a tool failed
     return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(calls)}

@@ -1,4 +1,4 @@
-"""Checks that the records of a trajectory agree with each other, and with the run's configuration.
+"""Check of the records of a trajectory: they agree with each other, and with the run's configuration.
 
 `runner.verify.rebuild` checks prompts and turns. This module checks seeds against the seed of the run, rewards against
 their parts, and the log-probability and weight version of each sampled id.
@@ -40,7 +40,7 @@ LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
 def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | None:
     """Return the first record of `trajectory` that contradicts another one, or the configuration; or None.
 
-    The caller has checked its turns and ids with `first_difference`.
+    The caller has checked the trajectory's turns and ids with `first_difference`.
     """
     try:
         _Records(trajectory, header).check()
@@ -88,24 +88,27 @@ class _Records:
         trajectory = self._trajectory
         key = EpisodeKey(task=trajectory.task, index=trajectory.index, visit=trajectory.visit)
         if trajectory.id != key.id:
-            self._differ(Kind.EPISODES, "the episode's id is not from its task and index", trajectory.id, key.id)
+            problem = "the episode's id does not follow from its task and index"
+            self._differ(Kind.EPISODES, problem, trajectory.id, key.id)
         seed = key.seed(self._header.seed)
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
         header = self._header
         untrained = trajectory.agent in header.engines or not header.has_ids(trajectory.agent)
         if (trajectory.trained and untrained) or (trajectory.agent == MAIN and trajectory.trained == untrained):
-            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not untrained)
+            problem = "the record of whether the agent is trained differs"
+            self._differ(Kind.EPISODES, problem, trajectory.trained, not untrained)
 
     def _check_outcome(self) -> None:
         trajectory, outcome = self._trajectory, self._trajectory.outcome
         limits = LIMITS_OF.get(outcome)
         if limits is not None and trajectory.limit not in limits:
-            self._differ(Kind.OUTCOME, f"{outcome.value} by another limit", trajectory.limit, " or ".join(limits))
+            problem = f"the outcome {outcome.value} does not fit the limit"
+            self._differ(Kind.OUTCOME, problem, trajectory.limit, " or ".join(limits))
         if outcome is Outcome.COMPLETED and trajectory.error:
-            self._differ(Kind.OUTCOME, "it is completed, but has an error", trajectory.error, "")
+            self._differ(Kind.OUTCOME, "the episode is completed, but has an error", trajectory.error, "")
         if outcome in (Outcome.ENV_ERROR, Outcome.TOKEN_ERROR) and not trajectory.error:
-            self._differ(Kind.OUTCOME, f"{outcome.value}, but it has no error", "", "an error")
+            self._differ(Kind.OUTCOME, f"the episode ended by {outcome.value}, but it has no error", "", "an error")
 
     def _check_reward(self) -> None:
         trajectory, weights = self._trajectory, self._header.weights
@@ -114,10 +117,10 @@ class _Records:
             trajectory.trained or trajectory.agent == MAIN
         )
         if unscored and (rewards or stored is not None):
-            self._differ(Kind.REWARD, "it was not scored, but has a reward", rewards or stored, None)
+            self._differ(Kind.REWARD, "the agent was not scored, but has a reward", rewards or stored, None)
         unknown = ", ".join(rewards.keys() - weights.keys())
         if unknown:
-            self._differ(Kind.REWARD, "a reward that the run does not have", unknown, ", ".join(weights))
+            self._differ(Kind.REWARD, "the run does not have a reward of this name", unknown, ", ".join(weights))
         known = [weights[name] * value for name, value in rewards.items() if value is not None]
         derived = math.fsum(known) if known and len(known) == len(rewards) else None
         waits = stored is None and rewards.keys() != weights.keys()  # the group is not scored yet
@@ -163,7 +166,8 @@ class _Records:
         if top is None:
             return
         if len(top) != turn.end - turn.start:
-            self._differ(Kind.LOGPROBS, "its most likely ids have other positions", len(top), turn.end - turn.start)
+            problem = "the number of positions with most likely ids differs"
+            self._differ(Kind.LOGPROBS, problem, len(top), turn.end - turn.start)
         ids, logprobs = top.id_rows(), top.logprob_rows().astype(float)
         total, own = np.exp(logprobs).sum(axis=1), np.array(turn.logprobs)[:, None]
         # `<=` is true for two minus infinities. Comparisons with NaN are false, so NaN counts as wrong.
@@ -192,10 +196,10 @@ class _Records:
                     self._differ(Kind.VERSIONS, "weight versions do not cover the sampled ids", _shown(mine), ends[0])
         self._compare.turn = None
         if taken != len(spans):
-            self._differ(Kind.VERSIONS, "a weight version of ids that were not sampled", _shown(spans), "")
+            self._differ(Kind.VERSIONS, "a weight version is of ids that were not sampled", _shown(spans), "")
 
     def _is_stamped(self, turn: Turn) -> bool:
-        """True if the engine reports a weight version for a turn like this."""
+        """Return True if the engine reports a weight version for a turn like this."""
         ended = turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
         return ended and turn.end > turn.start and not self._engine.keys().isdisjoint(_STAMPED)
 
@@ -204,7 +208,7 @@ class _Records:
     def _check_turn(self, turn: Turn, position: int) -> None:
         before = self._trajectory.turns[position - 1].number if position else -1
         if turn.number != position and (not self._trajectory.branched or turn.number <= before):
-            self._differ(Kind.LAYOUT, "the number of the turn", turn.number, position)
+            self._differ(Kind.LAYOUT, "the number of the turn differs", turn.number, position)
         seed = derive_seed(self._trajectory.seed, self._trajectory.thread or turn.agent, turn.number)
         if turn.seed is not None and turn.seed != seed:
             self._differ(Kind.SEED, "the turn's seed does not follow from the episode's", turn.seed, seed)
@@ -217,11 +221,11 @@ class _Records:
             stops = (*sampling.all_stop_ids(self._engine.get("stop_ids", ())), *sampling.stop)
             if turn.stop not in stops:
                 known = ", ".join(map(repr, stops))
-                self._differ(Kind.STOP, "its stop is not among the requested stops", repr(turn.stop), known)
+                self._differ(Kind.STOP, "the turn's stop is not among the requested stops", repr(turn.stop), known)
             # With a grammar, a turn may end earlier: when the grammar allows only its end.
             before = sampled - isinstance(turn.stop, int)
             if before < sampling.min_tokens and turn.constraint is None:
-                self._differ(Kind.STOP, "it ended before it had min_tokens ids", before, sampling.min_tokens)
+                self._differ(Kind.STOP, "the turn ended before it had min_tokens ids", before, sampling.min_tokens)
 
     def _check_names(self, segment: Segment) -> None:
         called: dict[str, str] = {}

@@ -276,7 +276,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "another outcome": (
         sql("UPDATE episodes SET outcome = 'turn_limit' WHERE id = 't0#0'"),
         "outcome",
-        "turn_limit by another limit",
+        "turn_limit does not fit the limit",
     ),
     "another outcome with its limit": (
         sql("UPDATE episodes SET outcome = 'turn_limit', limit_name = 'turns' WHERE id = 't0#0'"),
@@ -286,9 +286,13 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "an outcome of one agent": (
         of_one("outcome = 'turn_limit', limit_name = 'turns'"),
         "episodes",
-        "the records of its agents differ",
+        "the records of the episode's agents differ",
     ),
-    "metrics of one agent": (of_one("metrics = '{\"steps\": 4}'"), "episodes", "the records of its agents differ"),
+    "metrics of one agent": (
+        of_one("metrics = '{\"steps\": 4}'"),
+        "episodes",
+        "the records of the episode's agents differ",
+    ),
     # seeds and sampling
     "the seed of the run": (headers(put("seed", value=8)), "seed", "does not follow from the run's"),
     "the seed of an episode": (of_one("seed = seed + 1"), "seed", "does not follow from the run's"),
@@ -358,7 +362,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "the attempt that counts is gone": (
         delete("id = 't1#0' AND attempt = 1"),
         "episodes",
-        "none of its attempts is a result",
+        "none of the episode's attempts is a result",
     ),
     "an episode twice, by its index": (
         incomplete(double(group_index="2", id="'t0#2'")),
@@ -368,17 +372,17 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "an episode twice, past its group": (
         incomplete(double(group_index="2")),
         "episodes",
-        "id is not from its task and index",
+        "id does not follow from its task and index",
     ),
     "an episode in the place of another": (
         in_the_place_of_another,
         "episodes",
-        "id is not from its task and index",
+        "id does not follow from its task and index",
     ),
     "an episode twice, by its attempt": (
         incomplete(double(attempt="1")),
         "episodes",
-        "two of its attempts are results",
+        "two of the episode's attempts are results",
     ),
     "what was right is put aside": (
         incomplete(sql("UPDATE episodes SET superseded = 1 WHERE id = 't0#0'")),
@@ -388,7 +392,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "what failed counts": (
         sql("UPDATE episodes SET superseded = 0 WHERE id = 't1#0'"),
         "episodes",
-        "two of its attempts are results",
+        "two of the episode's attempts are results",
     ),
     "a launch that there was not": (of_one("launch = 9"), "episodes", "launch that the file does not list"),
     "a summary that counts otherwise": (

@@ -89,7 +89,7 @@ async def test_verify_checks_turns_of_messages(tmp_path: Path) -> None:
     change(file, "UPDATE turns SET text = 'forged' WHERE episode = 1 AND number = 1")
     result = verify(file)
     assert result.exit_code == 7
-    assert "no message has its content" in result.output
+    assert "no message has the content of the turn" in result.output
 
 
 async def test_verify_checks_the_ids_of_agents_beside_an_api(tmp_path: Path) -> None:
