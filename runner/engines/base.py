@@ -162,7 +162,7 @@ class EngineStats:
     prefix_queries: int = 0
     """Prompt ids that were looked up in the prefix cache since the engine started."""
     prefix_hits: int = 0
-    """Prompt ids that the prefix cache held."""
+    """Prompt ids that the prefix cache held since the engine started."""
     sampled_tokens: int = 0
     """Sampled ids that were read since the engine started."""
     prompt_tokens: int = 0
@@ -273,7 +273,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Return the current counts. The call is cheap."""
 
     def is_alive(self) -> bool:
-        """Return True if the engine can answer, as far as known without a request. A paused or sleeping engine can."""
+        """Return True if the engine can answer, as far as known without a request; True also for a sleeping engine."""
         return self.running
 
     def _require_not_entered(self) -> None:
@@ -293,11 +293,11 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return the header's entry of the engine as JSON: kind, model, versions, arguments, origin of the weights."""
+        """Return the engine's header entry as JSON: kind, model, versions, arguments, source of weight versions."""
 
 
 class Engine(BaseEngine):
-    """Engine from token ids to a stream of deltas. Attributes other than `running` are set when it is entered."""
+    """Engine from token ids to a stream of deltas. Entering sets the attributes other than `running`."""
 
     tokenizer: Tokenizer
     """Tokenizer of the engine's model, an instance that only the runner uses."""
@@ -327,12 +327,12 @@ class Engine(BaseEngine):
     ) -> list[float]:
         """Return the log-probability of each id from `start` on, given all ids before it, in nats.
 
-        Without `sampling` and `constraint` these are the model's own log-probabilities at temperature 1, computed in
-        one pass. With one of them they are the values that sampling the ids would have reported, with temperature,
-        penalties, `top_p` and the grammar, which takes one engine step per id. An id that cannot be sampled has the
-        value minus infinity; under a grammar, all later ids have it too.
+        Without `sampling` and `constraint`, the values are the model's own log-probabilities at temperature 1, computed
+        in one pass. With `sampling` or `constraint`, the values are those that sampling the ids would have reported,
+        with temperature, penalties, `top_p` and the grammar; this takes one engine step per id. An id that cannot be
+        sampled has the value minus infinity; under a grammar, all later ids have this value too.
 
-        Requests wait for a place as turns do. Score many sequences at once, in a task group.
+        Requests wait for a place like turns. Score many sequences at once, in a task group.
 
         Args:
             ids: the sequence, shape [n]; shorter than the engine's context.
@@ -395,7 +395,7 @@ class Engine(BaseEngine):
     ) -> list[float]:
         for name in ("schema", "regex", "choice"):
             if getattr(sampling, name) is not None:
-                raise BadOption(f"score(sampling=Sampling({name}=...)): give it as constraint=, like Turn.constraint.")
+                raise BadOption(f"score(sampling=Sampling({name}=...)): give its grammar as constraint=, a Constraint.")
         scored = ids[start:]
         how = replace(sampling, max_tokens=len(scored), min_tokens=0, stop=(), stop_ids=(), ignore_eos=True)
         request = GenerationRequest(

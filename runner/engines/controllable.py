@@ -189,11 +189,11 @@ class Controllable:
             return await self._apply(checked, PauseMode.of(mode))
 
     async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
-        """Compare the engine's current weights with a proof. Turns continue; a paused engine scores later.
+        """Compare the engine's current weights with a proof, and return the figures. Turns continue during the call.
 
-        Call it before the first update, with a proof of the starting weights, to measure the difference by rounding
-        alone. Later proofs of the same ids and number types then have three times that difference as their tolerance,
-        instead of a table by number type.
+        A paused engine scores after `resume`. Call `prove` before the first update, with a proof of the starting
+        weights, to measure the difference by rounding alone. Later proofs of the same ids and number types then have
+        three times that difference as their tolerance, instead of a table by number type.
 
         Args:
             proof: log-probabilities by a model with the expected weights.
@@ -315,7 +315,7 @@ class Controllable:
             BadOption: the level is not 1 or 2.
         """
         if not await self._sleep(level):
-            raise BadControl("sleep(): the engine is asleep already.")
+            raise BadControl("sleep(): the engine is asleep already: wake() first.")
 
     async def _sleep(self, level: int) -> bool:
         """Put the engine to sleep. Return False without a change if the engine sleeps already.
@@ -339,8 +339,8 @@ class Controllable:
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """Allocate memory again, all of it or the named parts. After the last part the engine resumes.
 
-        It stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`. A proof of
-        weights that were loaded during the sleep is scored before the engine resumes; its figures are in
+        The engine stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`. A proof
+        of weights that were loaded during the sleep is scored before the engine resumes; its figures are in
         `proof_figures`.
 
         Args:
@@ -352,7 +352,7 @@ class Controllable:
             EngineDead: the proof does not hold.
         """
         if not await self._wake(tags):
-            raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")
+            raise BadControl(f"wake(): the engine is {self.state.value}, not asleep: sleep() comes first.")
 
     async def _wake(self, tags: Sequence[str] | None) -> bool:
         """Wake the engine. Return False without a change if the engine is awake."""
@@ -376,7 +376,7 @@ class Controllable:
             await self._wake(tags)
 
     async def finish_generation(self, *, level: int = 1) -> None:
-        """Release memory for training: sleep, unless asleep already. NeMo RL's trainers call this after each step.
+        """Release memory for training: sleep, if the engine is awake. NeMo RL's trainers call this after each step.
 
         Args:
             level: level of `sleep`; 0 only drops the cached prompts, for an engine on its own devices.
@@ -390,7 +390,7 @@ class Controllable:
             BadControl: the engine is asleep.
         """
         if not await self._reset_prefix_cache():
-            raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
+            raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache: wake() first.")
 
     async def _reset_prefix_cache(self) -> bool:
         runtime = self._controlled()

@@ -42,7 +42,7 @@ def server_address(given: str, *, engine: str, option: str, example: str) -> Spl
     if parts.username is not None or parts.password is not None or parts.query:
         raise BadOption(
             f"{engine}({option}=): the address has a user name, a password or a query, which run files would contain: "
-            "leave it out, and give a secret as api_key=."
+            "leave it out, and give secrets as api_key=."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
         raise BadOption(f"{engine}({option}={given!r}): give the server's address, such as {example}.")
@@ -53,7 +53,7 @@ class ErrorTexts:
     """Error texts of a server, without the secrets that were sent to it: a server may repeat them.
 
     Args:
-        secrets: the secrets.
+        secrets: the secrets that were sent to the server.
     """
 
     def __init__(self, secrets: Iterable[str]) -> None:

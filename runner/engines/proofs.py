@@ -124,8 +124,8 @@ class WeightProof:
     dtype: str | None = None
     """Number type of the trainer's computation, by torch's name; None for the engine's type."""
     weights_dtype: str | None = None
-    """Number type of the trainer's weights; None for `dtype`. If the engine's type is coarser, it rounds them and loses
-    small changes. The share that arrived is then not compared.
+    """Number type of the trainer's weights; None for `dtype`. If the engine's type is coarser, the
+    engine rounds the weights and loses small changes. The share that arrived is then not compared.
     """
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class WeightProof:
             )
         if len(self.ids) >= context:
             raise BadWeights(
-                f"WeightProof: its {len(self.ids)} ids must be fewer than the engine's context of {context}."
+                f"WeightProof: its {len(self.ids)} ids must be fewer than the engine's context of {context}; omit some."
             )
 
     def in_steps(self) -> WeightProof:
@@ -202,7 +202,7 @@ class ProofFigures:
     for none. None without such a proof, if noise hides the change, or if the engine rounds the weights of the proof.
     """
     arrived_error: float | None = None
-    """Standard error of `arrived`; None if that is None."""
+    """Standard error of `arrived`; None if `arrived` is None."""
     outliers: int = 0
     """Number of ids that differ by more than the tolerance's `largest`."""
 
@@ -231,7 +231,7 @@ class Accepted:
     scores: Sequence[float]
     """Engine's log-probability of each id but the first."""
     version: str = ""
-    """Version of the weights that it scored."""
+    """Version of the weights that the engine scored."""
     by_pass: ScoresByPass | None = None
     """Scores of every pass. None if turns ran at the same time, since another batch size changes the rounding."""
 
@@ -319,7 +319,7 @@ def has_moved(before: ScoresByPass, now: ScoresByPass, noise: float) -> bool:
 
 
 def shows_arrival(figures: ProofFigures) -> bool:
-    """Return True if the scores show more than `SHOWN_SHARE` of the trainer's change, beyond doubt by its error."""
+    """Return True if the share of the trainer's change in the scores is above `SHOWN_SHARE`, even less its error."""
     share, error = figures.arrived, figures.arrived_error
     return share is not None and error is not None and share - MISSING_STANDARD_ERRORS * error > SHOWN_SHARE
 

@@ -40,10 +40,10 @@ RequestT = TypeVar("RequestT", bound=OpenRequest)
 
 
 class EngineRuntime(ABC, Generic[RequestT]):
-    """State that an engine and its streams share while the engine runs. Each entry of the engine creates a new one.
+    """State that an engine and its streams share while the engine runs. Each entry of the engine creates a new runtime.
 
     Only this class changes the state, on request of `Controllable`. A subclass implements the operations of its kind:
-    pause, update weights, release memory. They run one at a time, under `lock`.
+    pause, update weights, release memory. These operations run one at a time, under `lock`.
     """
 
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
@@ -82,7 +82,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.proof_figures: ProofFigures | None = None
         """Figures of the proof of the current weights; None without a proof."""
         self.moved: bool | None = None
-        """False if the last update changed no score of the engine; None if scores were not compared."""
+        """True if the last update changed scores of the engine, False if it changed none; None if not compared."""
         self.dtype = "float32"
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
@@ -147,7 +147,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
             )
 
     def _add_version(self, version: str) -> None:
-        """Record a new weight version. Ids sampled from now on have it."""
+        """Record a new weight version. Ids that are sampled from now on have this version."""
         for request in self.requests:
             request.stamp(version)
         self._ages[version] = len(self.versions)
@@ -177,7 +177,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
                 self.pause_state.begin()
             await self.pause(mode)
         except BaseException:
-            # set before the engine resumes, since `resume` may be called again after a failure
+            # The state is set before the engine resumes, since `resume` may be called again after a failure.
             self.state = EngineState.PAUSED
             await to_its_end(self._undo)
             raise

@@ -1,4 +1,4 @@
-"""Shared use of an engine: the first user enters it, and closes it after the last one."""
+"""Shared use of an engine: the first user enters the engine, and closes it after the last user has left."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class CheckedUpdate:
     weights: Any
     """Weights in the engine's form for loading."""
     proof: WeightProof | None = None
-    """Proof that is scored before any turn continues; None without one."""
+    """Proof that is scored before any turn continues; None without a proof."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ SessionT = TypeVar("SessionT", bound=Session)
 
 
 class VersionStamps:
-    """Weight versions of one request's ids. The weights can change during the request, its adapter cannot."""
+    """Weight versions of one request's ids. The weights can change during the request, its adapter cannot change."""
 
     __slots__ = ("_adapter", "_marks")
 

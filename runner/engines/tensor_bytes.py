@@ -1,7 +1,7 @@
 """Bytes of tensors, read without releasing the GIL.
 
 Most torch operations release the GIL; a thread beside a busy event loop then waits up to 5 ms
-(`sys.getswitchinterval()`) to get it back. With torch, 270 MB in 272 tensors took 10 s because of this; with this
+(`sys.getswitchinterval()`) to get the GIL back. With torch, 270 MB in 272 tensors took 10 s because of this; with this
 module they take 0.4 s.
 """
 

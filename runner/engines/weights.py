@@ -143,14 +143,13 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
     """Read the tensor forms of a folder of safetensors, from the headers only. Blocks the thread.
 
     Raises:
-        BadWeights: the folder does not exist, or a file is missing, truncated or damaged; the message names file and
-            tensor.
+        BadWeights: the folder does not exist, or a file is missing, truncated or damaged; the message names the file.
     """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
         if path.is_file():
             raise BadWeights(f"the weights {str(folder)!r} are a file: give the folder that holds it.")
-        raise BadWeights(f"the weights {str(folder)!r}: the folder does not exist. Give an existing folder.")
+        raise BadWeights(f"the weights {str(folder)!r}: this is not an existing folder. Give an existing one.")
     files, index = _files(path)
     forms: dict[str, TensorForm] = {}
     for file in files:
@@ -167,7 +166,11 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
 
 
 def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
-    """Return the files in use, and the file of each tensor by the index, if there is one."""
+    """Return the files in use, and the file of each tensor by the index; an empty mapping without an index.
+
+    Raises:
+        BadWeights: the folder has no weights, or a file of the index is missing.
+    """
     for pattern, index_name in _LAYOUTS:
         found = sorted(folder.glob(pattern))
         index = _read_index(folder / index_name)
@@ -214,7 +217,11 @@ def _read_header(file: Path) -> dict[str, TensorForm]:
 
 
 def _entries(file: Path) -> list[tuple[str, Any]]:
-    """Return the header entry of each tensor. If the file is truncated, the error names the first incomplete tensor."""
+    """Return the header entry of each tensor, as (name, entry).
+
+    Raises:
+        BadWeights: the file is truncated (the message names the first incomplete tensor), or has another format.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -252,8 +259,8 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
         absent = [key for key in _REQUIRED if key not in part]
         if absent:
             raise BadWeights(
-                f"WeightTransfer(update=...) has no {absent[0]!r}: only announced tensors can be compared with the "
-                "model before the engine changes. The NCCL and IPC backends announce names, dtype_names and shapes."
+                f"WeightTransfer(update=...) has no {absent[0]!r}: give {', '.join(_REQUIRED)}, as the NCCL and IPC "
+                "backends announce them, since the engine compares announced tensors with the model before it changes."
             )
         columns = [list(part[key]) for key in _REQUIRED]
         if len(set(map(len, columns))) != 1:

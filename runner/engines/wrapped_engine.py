@@ -15,7 +15,7 @@ __all__ = ["WrappedEngine"]
 
 
 class WrappedEngine(Engine):
-    """Engine that forwards every call to an inner engine; a subclass overrides some."""
+    """Engine that forwards every call to an inner engine; a subclass overrides some of these calls."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner

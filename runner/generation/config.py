@@ -65,7 +65,7 @@ class GenerationConfig(TypedDict, total=False):
     seed: int | None
     """The seed of all samples; None, the default, leaves it to the engine. This key is ours."""
     vllm_cfg: Mapping[str, Any]
-    """Its `max_model_len` limits prompt and row together, if that is less than the engine's context."""
+    """Settings whose `max_model_len` limits prompt and row together, if that is less than the engine's context."""
     _pad_token_id: int
     """The id of padding, in inputs and outputs; default 0."""
 

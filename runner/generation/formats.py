@@ -115,7 +115,7 @@ class TextBatch:
         for index, prompt in enumerate(prompts):
             ids = tokenizer.encode(prompt) if isinstance(prompt, str) else []
             if not ids:
-                raise BadBatch(f"row {index}: its prompt is {prompt!r:.60}: give a text that is not empty.")
+                raise BadBatch(f"row {index}: the prompt is {prompt!r:.60}: give a text that is not empty.")
             rows.append(Row(index, array("i", ids), stop[index]))
         return cls(rows, tokenizer)
 

@@ -140,7 +140,7 @@ def _of_the_summary(explanation: str, stored: object, derived: object) -> Differ
 
 
 def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Count the rows: each figure with its keys in a summary."""
+    """Count the rows. Yield each figure, with its keys in a summary."""
     episodes = f"SELECT DISTINCT task_id, visit, group_index, outcome {_COUNTED}"
     outcomes = dict(connection.execute(f"SELECT outcome, count(*) FROM ({episodes}) GROUP BY outcome").fetchall())
     yield ("episodes",), sum(outcomes.values())

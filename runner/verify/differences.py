@@ -69,9 +69,9 @@ class Difference:
     segment: int | None = None
     """The segment of the trajectory; None for a difference outside of a segment."""
     turn: int | None = None
-    """The turn, as in `Turn.number`, or None."""
+    """The turn, as in `Turn.number`; None for a difference outside of a turn."""
     index: int | None = None
-    """The first id that differs, as an index into the segment's ids, or None."""
+    """The first id that differs, as an index into the segment's ids; None if no single id differs."""
     stored: str = ""
     """The stored content around the difference, as text."""
     derived: str = ""

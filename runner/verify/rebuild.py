@@ -77,7 +77,8 @@ def first_difference(
     Args:
         trajectory: the trajectory to check.
         chat: the model of its agent; see `stored_chat`.
-        others: returns the trajectory of another agent of the same episode, which a segment may continue.
+        others: function that returns the trajectory of another agent of the same episode, which a segment may continue;
+            None if no other trajectory is there.
     """
     try:
         _TrajectoryCheck(trajectory, chat, others).run()
@@ -113,7 +114,7 @@ class _Begun:
     """The state at the first turn of a segment."""
 
     calls: int = 0
-    """Number of tool calls on its path, before this turn."""
+    """Number of tool calls on the segment's path, before its first turn."""
     begin: int | None = None
     """Index of the first id of the first turn's message, if the turn that the segment follows began it; else None."""
 

@@ -34,7 +34,7 @@ class ChatEngine(MessageEngine):
     Run(environment, engine, engines={"judge": ChatEngine("judge-x", base_url="http://127.0.0.1:8000/v1")})
 
     Every turn sends the whole history; the server applies its own template and vocabulary. Entering sends no request.
-    While a run uses the engine, it requests the list of models every 30 s to check the server.
+    While a run uses the engine, the run requests the list of models every 30 s to check the server.
 
     Args:
         model: the model's name on the server.

@@ -110,7 +110,7 @@ class ChatServer:
     """Client of the server at an address.
 
     Args:
-        url: its address; None for the address in OPENAI_BASE_URL, or else OpenAI's.
+        url: the server's address; None for the address in OPENAI_BASE_URL, or else OpenAI's.
         api_key: the API key; None for the key in OPENAI_API_KEY if `url` is None, and otherwise for no key.
         headers: further headers of every request.
         seconds: time limit until an answer begins, and between its parts.

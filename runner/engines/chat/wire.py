@@ -95,7 +95,7 @@ def body_of(request: MessageRequest, request_format: RequestFormat) -> dict[str,
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return the fields of a sampling as the API has them; None for fields that are off."""
+    """Return the fields of a sampling as the API has them; a field that is off is None."""
     body: dict[str, Any] = {}
     for name, row in SAMPLING_FIELDS.items():
         value = getattr(sampling, name)

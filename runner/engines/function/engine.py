@@ -175,7 +175,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
             raise RequestRejected(f"{request.name}: {error}") from error
         if request.extra:
             named = ", ".join(request.extra)
-            raise RequestRejected(f"{request.name}: generate() takes no extra arguments: leave {named} out")
+            raise RequestRejected(f"{request.name}: generate() takes no extra arguments ({named}): leave them out")
         return FunctionStream(runtime, request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
@@ -238,7 +238,7 @@ def _require_function(generate: Any) -> None:
     try:
         inspect.signature(generate).bind([], None, session="")
     except TypeError as error:
-        raise BadOption(f"TokenEngine({_name(generate)}): it cannot be called as `{shape}`: {error}.") from None
+        raise BadOption(f"TokenEngine({_name(generate)}): give a function to call as `{shape}`: {error}.") from None
     except ValueError:  # a builtin without a signature
         return
 
@@ -260,7 +260,7 @@ def _stop_ids(given: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rows(folder: Path) -> int:
-    """Return the number of rows of the model's embedding, with padding, from config.json; 0 if it is not there."""
+    """Return the number of rows of the model's embedding, with padding, from config.json; 0 if unknown."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sizes = [part.get("vocab_size") for part in (config, config.get("text_config") or {})]
     return max((size for size in sizes if isinstance(size, int)), default=0)

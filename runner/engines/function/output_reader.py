@@ -1,4 +1,4 @@
-"""Reader of the outputs of a token function; an invalid output is refused by name."""
+"""Reader of the outputs of a token function; an invalid output is an error that names the field."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OutputReader:
         if not isinstance(output, TokenOutput):
             self._refuse(f"gave {_kind(output)}", "give a TokenOutput")
         if self.finish is not None:
-            self._refuse("continued after its finish", "give `finish` with the last output alone")
+            self._refuse("continued after its finish", "give `finish` only with the last output")
         ids = self._ids(output.token_ids)
         logprobs = self._logprobs_of(output.logprobs, len(ids)) if self._logprobs else None
         top = self._top(output.top, len(ids)) if self._sampling.logprobs else None

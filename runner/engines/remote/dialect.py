@@ -47,7 +47,7 @@ class Piece:
     version: str | None = None
     """Weight version of the new ids, if the server reports it with each chunk."""
     cached_tokens: int | None = None
-    """Number of prompt ids that the server's prefix cache held."""
+    """Number of prompt ids that the server's prefix cache held; None if unknown."""
     processed: bool = False
     """True if the log-probabilities are of the sampling distribution in every mode of the server."""
     side: SideData | None = None

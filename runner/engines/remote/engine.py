@@ -35,7 +35,7 @@ __all__ = ["RemoteEngine"]
 _DEFAULT_PLACES = 128
 """Maximum number of concurrent requests if the server does not report its own."""
 _STREAM_INTERVAL_IDS = 8
-"""Default number of ids in a delta, as for vLLM in this process."""
+"""Default number of ids in a delta, as in a `VllmEngine`."""
 _CERTAIN = math.log(0.99)
 """Log-probability above which the id of the probe counts as certain. Because of its bias the id is certain in the
 sampling distribution, but not in the model's own distribution (`probe_request`).
@@ -52,8 +52,8 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
 
     Args:
         url: the server's address.
-        model: the model that it serves: a folder, a Hugging Face id, from which only small files are fetched, or
-            `smollm2-135m`, the demo model.
+        model: the model that the server serves: a folder, a Hugging Face id, from which only small files are fetched,
+            or `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         name: the model's name on the server; default its only model.
         dialect: the server's protocol; by default it follows from the kind of server that the server reports.

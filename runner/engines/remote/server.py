@@ -105,7 +105,7 @@ class RemoteServer:
     """Client of the server at an address.
 
     Args:
-        url: its address.
+        url: the server's address.
         api_key: the API key; None for no key.
         seconds: time limit until an answer begins, and for the whole answer of `ask`.
     """
@@ -221,7 +221,7 @@ def _failures(errors: ErrorTexts) -> Iterator[None]:
 
 
 def _message(text: bytes) -> str:
-    """Return the error message in an answer, or the whole answer."""
+    """Return the error message in an answer; the whole answer if it has none."""
     try:
         said = orjson.loads(text)
     except orjson.JSONDecodeError:

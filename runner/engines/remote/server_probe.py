@@ -145,7 +145,9 @@ class ServerProbe:
             compare_vocabularies(self.server.url, tokenizer, text, said["tokens"])
             context = context or said.get("max_model_len")
         if not context:
-            raise BadModel(f"{self.server.url} does not report the length of the context of {model.name!r}: update it.")
+            raise BadModel(
+                f"{self.server.url} does not report the length of the context of {model.name!r}: update the server."
+            )
         settings, software = (
             await self.call_if_supported(dialect.settings),
             await self.call_if_supported(dialect.version),
@@ -164,7 +166,7 @@ class ServerProbe:
         if self.name is not None:
             models = [model for model in models if model.name == self.name]
             if not models:
-                raise BadModel(f"{self.server.url} has no model {self.name!r}; it has {listed}. Give one as name=.")
+                raise BadModel(f"{self.server.url} has no model {self.name!r}, only {listed}. Give one as name=.")
         if not models:
             raise BadModel(f"{self.server.url} lists no model: start it with the model.")
         if len({model.root for model in models}) > 1:
@@ -198,8 +200,9 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
         return f"{ids[at]} ({tokenizer.decode(ids[at : at + 1])!r} here)" if at < len(ids) else "nothing more"
 
     raise BadModel(
-        f"{url} has another vocabulary than the model's folder: after {before!r} of {text[:60]!r} it has the id "
-        f"{said(theirs)}, and the folder {said(ours)}. Give the folder of the model that the server was started with."
+        f"{url} has another vocabulary than the model's folder: after {before!r} of {text[:60]!r}, the server has the "
+        f"id {said(theirs)}, and the folder {said(ours)}. Give the folder of the model that the server was started "
+        "with."
     )
 
 

@@ -100,7 +100,8 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
     if sampling.bad_words:
         raise RequestRejected(f"{request.name}: SGLang does not support bad_words; leave it out, or use logit_bias")
     if request.extra:
-        raise RequestRejected(f"{request.name}: SGLang takes no extra arguments; leave {', '.join(request.extra)} out")
+        named = ", ".join(request.extra)
+        raise RequestRejected(f"{request.name}: SGLang takes no extra arguments ({named}): leave them out")
     if sampling.ignore_eos and stops:
         # With ignore_eos SGLang ignores all stop ids.
         raise RequestRejected(f"{request.name}: SGLang ignores stop_ids with ignore_eos; leave one of them out")

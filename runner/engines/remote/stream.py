@@ -214,7 +214,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         """Finish the turn at the end of the answer.
 
         Raises:
-            HttpFailure: the answer ended before the turn.
+            HttpFailure: the answer ended before the end of the turn.
         """
         last = self._last
         if last is None:

@@ -115,7 +115,7 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
 
 
 class _VllmReader:
-    """Reader of chunks."""
+    """Common base of the readers of chunks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -167,7 +167,7 @@ class Completions(_Vllm):
     ) -> dict[str, Any]:
         if request.extra:
             named = ", ".join(request.extra)
-            raise RequestRejected(f"{request.name}: completions take no extra arguments: leave {named} out")
+            raise RequestRejected(f"{request.name}: completions take no extra arguments ({named}): leave them out")
         parameters = _parameters(request, stream_interval)
         if count := request.sampling.logprobs:  # completions return the sampled id in addition
             parameters["logprobs"] = count

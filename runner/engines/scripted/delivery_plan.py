@@ -112,7 +112,7 @@ class DeliveryPlanner:
     def ask(
         self, request: GenerationRequest, turn: int, number: int
     ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
-        """Return the call, its fault and its reply. The reply may be an awaitable, and may contain another fault."""
+        """Return the call, its fault or None, and its reply. A reply may be an awaitable, and may contain a fault."""
         call = ModelCall(request, turn, number, self.tokenizer, self.seed)
         # The fault comes before the reply, since both may use the turn's random numbers.
         fault = self.faults(call) if callable(self.faults) else (self.faults or {}).get(number)

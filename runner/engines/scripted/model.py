@@ -37,4 +37,4 @@ class ScriptedModel(ABC):
 
     @abstractmethod
     def describe(self) -> Any:
-        """Return the header entry of the model, as JSON."""
+        """Return the description of the model for the engine's `describe`, as JSON."""

@@ -30,7 +30,8 @@ class TickClock(Generic[ItemT]):
     """Clock that delivers items at their tick, without a timer or task per item.
 
     Args:
-        deliver: called with each item that is due; returns the ticks until it is due again, at least 1, or None.
+        deliver: function that is called with each item that is due. It returns the ticks until the item is due again,
+            at least 1, or None if the item is never due again.
         seconds: seconds of a tick. At 0 a tick is one yield to the event loop, without sleep. A tick whose deliveries
             take longer delays the next one; none is skipped.
     """

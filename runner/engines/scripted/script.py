@@ -37,8 +37,8 @@ __all__ = [
 
 Chunks: TypeAlias = int | Sequence[int] | Literal["whole", "random"] | None
 """Sizes of deltas: a fixed size; repeated sizes, (1, 3) for 1, 3, 1, 3, ...; "whole" for one delta; "random" for sizes
-from 1 to 8 drawn by the seed; None as vLLM: the first id at once, then 8 at a time, or single ids if the caller acts on
-deltas."""
+from 1 to 8 drawn by the seed; None for sizes as in vLLM: the first id at once, then 8 at a time, or single ids if the
+caller acts on deltas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Reply:
         if not isinstance(self.latency, Latency | None):
             raise BadOption(f"latency={self.latency!r:.60}: give Latency(first=..., between=...), in ticks.")
         if not isinstance(self.fault, Fault | None):
-            raise BadOption(f"fault={self.fault!r:.60}: give Fault.error(at=3), Fault.stall(), Fault.reject() or such.")
+            raise BadOption(f"fault={self.fault!r:.60}: give Fault.error(at=3), .stall(), .death() or .reject().")
 
 
 Answer: TypeAlias = str | ToolCall | Sequence[ToolCall] | Reply
@@ -254,7 +254,7 @@ def check_chunks(chunks: Chunks) -> None:
     """Check a value for the sizes of deltas.
 
     Raises:
-        BadOption: a size is below 1, or there is no size.
+        BadOption: the value is not a form of `Chunks`.
     """
     if chunks is None or chunks in ("whole", "random"):
         return

@@ -43,7 +43,7 @@ class RecordedCall:
     logprobs: Sequence[float] | None = None
     """Log-probability of each id; None if the engine is configured without log-probabilities."""
     finish: Finish | None = None
-    """Finish of the request; None while it runs, and for a refused one."""
+    """Finish of the request; None while the request runs, and for a refused request."""
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Self:

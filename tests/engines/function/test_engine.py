@@ -445,7 +445,7 @@ class Somebodys:
     ("settings", "message"),
     [
         ({"generate": "a name"}, "give a function, `async def generate"),
-        ({"generate": positional}, r"positional\): it cannot be called as .* unexpected keyword argument 'session'"),
+        ({"generate": positional}, r"positional\): give a function to call as .* unexpected keyword .*'session'"),
         ({"context": 1}, r"context=1\): give a whole number of at least 2"),
         ({"places": 0}, r"places=0\): give a whole number"),
         ({"takes": "temperature"}, r"takes=\['temperature'\]\): give some of top_p"),

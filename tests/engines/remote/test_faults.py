@@ -98,7 +98,7 @@ async def test_a_server_that_lacks_a_control_token_is_refused_by_its_name(tmp_pa
 
 async def test_unknown_model_is_refused_with_the_served_ones(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
-        with pytest.raises(BadModel, match=r"has no model 'qwen'; it has scripted. Give one as name="):
+        with pytest.raises(BadModel, match=r"has no model 'qwen', only scripted. Give one as name="):
             await remote(server, tmp_path, name="qwen").__aenter__()
         async with remote(server, tmp_path, name="scripted") as engine:
             await read(engine)
