@@ -76,7 +76,7 @@ class Finish:
     stop: int | str | None = None
     """Stop id or stop string that ended the stream, or the text of an error; otherwise None."""
     versions: tuple[VersionSpan, ...] = ()
-    """The weight versions of the stream's ids, as spans that count from its first sampled id."""
+    """The weight versions of the stream's ids, as spans whose indices count from the first sampled id."""
     cached_tokens: int | None = None
     """Number of prompt ids that the engine's prefix cache held; None if unknown."""
 
@@ -192,7 +192,7 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     """Deltas of one request; use it as `async with` around `async for`.
 
     Entering waits for a place in the engine and sends the request. Leaving always ends the request, within a time limit
-    and also in a cancelled task. It keeps unread deltas in `rest`; a stream that was cut has the finish ABORT.
+    and also in a cancelled task. Unread deltas are then in `rest`; a stream that was cut has the finish ABORT.
 
     Raises (entering or iterating):
         RequestRejected: the engine refuses this request.

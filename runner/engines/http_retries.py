@@ -1,4 +1,4 @@
-"""Retry policy for HTTP requests: kinds of failures, waits, and a budget. Independent of the HTTP client."""
+"""Retry policy for HTTP requests, for any HTTP client: kinds of failures, waits, and a budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FailureKind(enum.StrEnum):
     """Kind of a failed request."""
 
     CONNECTION = "connection"
-    """No connection was made, or it closed before the end of the answer."""
+    """No connection was made, or the connection closed before the end of the answer."""
     BUSY = "busy"
     """The server is busy: 429, 503, or 529."""
     TIMEOUT = "timeout"
@@ -91,8 +91,8 @@ class HttpFailure(Exception):
 class RetryPolicy:
     """Number of retries and waits between them.
 
-    A request is sent again after a failed connection, a 429, 503 or 529; to a chat API also after another 5xx and a
-    time-out. A request is never sent again once a part of its answer arrived.
+    A request is sent again after a failed connection, or a 429, 503 or 529. A request to a chat API is also sent again
+    after another 5xx or a time-out. No request is sent again once a part of its answer arrived.
     """
 
     attempts: int = 8

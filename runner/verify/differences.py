@@ -77,7 +77,7 @@ class Difference:
     derived: str = ""
     """The derived content around the difference, as text."""
     stored_ids: tuple[int, ...] = ()
-    """The ids of `stored`, if ids were compared."""
+    """The ids of `stored`; empty if texts were compared."""
     derived_ids: tuple[int, ...] = ()
 
 

@@ -155,7 +155,7 @@ class ChatEngine(MessageEngine):
         return ChatStream(self._open_runtime, request)
 
     def close_session(self, session: Session) -> None:
-        """Remove the conversation; idempotent."""
+        """Close the conversation; idempotent."""
         if self._running is not None:
             self._running.gate.close(session)
         session.closed = True

@@ -25,7 +25,7 @@ class RateLimiter:
     congestion window: additive increase, multiplicative decrease.
 
     Args:
-        gate: where requests wait; its places are the upper limit.
+        gate: the gate where requests wait; its places are the upper limit.
         policy: pauses for a server that does not send Retry-After.
     """
 

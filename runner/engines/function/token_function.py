@@ -42,7 +42,7 @@ class TokenFeature(enum.StrEnum):
     LOGPROBS = "logprobs"
     """Most likely ids at each position, in `TokenOutput.top`."""
     CONSTRAINT = "constraint"
-    """Grammars, as required and strict tool calls and `Sampling(schema=)` need them: `TokenSampling.constraint`."""
+    """Grammars in `TokenSampling.constraint`, which strict or required tool calls and `Sampling(schema=)` need."""
 
 
 class LogprobsKind(enum.StrEnum):
@@ -68,7 +68,7 @@ class TokenSampling:
     stop_ids: tuple[int, ...]
     """The only ids that end the turn. The sampled stop id is the last id of the answer."""
     seed: int | None
-    """Seed of the turn's random numbers, for a function with reproducible sampling."""
+    """Seed of the turn's random numbers, for a function with reproducible sampling; None without a seed."""
     top_p: float = 1.0
     """Probability mass that is kept; 1 is off."""
     top_k: int = 0
@@ -116,7 +116,10 @@ class TokenSampling:
         return {name: value for name, value in arguments.items() if name not in _OURS}
 
     def finish_of(self, token_ids: Sequence[int]) -> FinishReason:
-        """Return the finish of these ids, for an engine that does not report one: stop id, `max_tokens`, or cut."""
+        """Return the finish of these ids, for an engine that reports none.
+
+        It is STOP after a stop id, LENGTH with `max_tokens` ids, and otherwise ABORT.
+        """
         if len(token_ids) and token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_tokens else FinishReason.ABORT
@@ -136,7 +139,7 @@ class TokenOutput:
     logprobs: Sequence[float] | None = None
     """Log-probability of each id in nats; None only with `LogprobsKind.NONE`."""
     finish: FinishReason | str | None = None
-    """"stop", "length" or "abort"; None if more outputs follow."""
+    """"stop", "length", "abort" or "repetition"; None if more outputs follow."""
     version: str | int | None = None
     """Weight version of these ids; None if unknown."""
     top: Sequence[Mapping[int, float]] | None = None

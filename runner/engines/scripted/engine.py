@@ -171,7 +171,7 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         """Accept every call of `score`."""
 
     def stats(self) -> EngineStats:
-        """Return the current counts; a stalled request is open, one whose last id was sent is not."""
+        """Return the current counts. A stalled request is open; a request whose last id was sent is not open."""
         return replace(super().stats(), kv_usage=self.runtime.gate.kept / self._room)
 
     def die(self, message: str = "a scripted death") -> None:

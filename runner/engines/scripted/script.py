@@ -43,7 +43,7 @@ caller acts on deltas."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Times of ids, in ticks of the engine; a delta of several ids arrives with its last one.
+    """Times of ids, in ticks of the engine; a delta of several ids arrives with its last id.
 
     Raises:
         BadOption: a value is not a whole number, or is below 0.
