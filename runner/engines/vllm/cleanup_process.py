@@ -43,7 +43,7 @@ class CleanupProcess:
         read_end, write_end = os.pipe()
         self._pipe = os.fdopen(write_end, "wb", buffering=0)
         with open(read_end, "rb") as stdin:
-            # This process ends at once; its child is the cleanup process.
+            # The started process forks and ends at once; its child is the cleanup process.
             subprocess.run(
                 command,
                 stdin=stdin,
@@ -69,7 +69,7 @@ class CleanupProcess:
 
 
 def process_name(pid: int) -> str:
-    """Name a process by its id and start time, since ids are reused.
+    """Return a name for a process, from its id and its start time, since ids are reused.
 
     Raises:
         OSError: the process does not exist.
@@ -97,7 +97,7 @@ def _read(path: str) -> str:
 
 
 def shared_memory_of(pid: int) -> set[str]:
-    """Return the names of the shared memory of a process and its descendants; empty if it is gone."""
+    """Return the names of the shared memory of a process and its descendants; empty if the process is gone."""
     return {name for process in (pid, *_below(pid)) for name in _mapped(process)}
 
 
@@ -148,7 +148,7 @@ def _run(owner: str, folder: str) -> None:
     give_up = time.monotonic() + _ORPHAN_SECONDS
     while any(map(is_alive, processes)) and time.monotonic() < give_up:
         time.sleep(_SECONDS)
-    # Python's resource tracker warns about missing entries, so it gets time to free its own entries first.
+    # Python's resource tracker warns if its entries are missing, so this process first lets the tracker free them.
     time.sleep(_SECONDS)
     # Other children that the owner started during the start have `FOLDER` too, so memory that a process uses is kept.
     used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
@@ -158,7 +158,7 @@ def _run(owner: str, folder: str) -> None:
 
 
 def _scan(owner: str, folder: str, processes: set[str], memory: set[str]) -> None:
-    """Add the engine's processes, and the shared memory that they use."""
+    """Add the engine's processes to `processes`, and the shared memory that they use to `memory`."""
     mark = os.fsencode(f"{FOLDER}={folder}")
     for pid in _below(int(owner.partition(":")[0])):
         with suppress(OSError):  # the process just ended

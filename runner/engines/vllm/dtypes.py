@@ -41,7 +41,7 @@ class ChosenDtype:
     name: str = _AUTO
     """Value of vLLM's argument `dtype`."""
     why: str = ""
-    """Reason for people; empty if vLLM chooses."""
+    """Reason, as text for the user; "" if the weights are quantized."""
 
 
 def gives_dtype(given: Mapping[str, Any]) -> bool:
@@ -52,7 +52,7 @@ def gives_dtype(given: Mapping[str, Any]) -> bool:
 def choose_dtype(
     folder: Path, given: Mapping[str, Any], *, is_fast: Callable[[str], bool], memory: int, copies: int = 1
 ) -> ChosenDtype:
-    """Return the fastest dtype for a model on a CPU; `auto` if vLLM's own choice is as fast, or the only one.
+    """Return the fastest dtype for a model on a CPU; `auto` if vLLM's own choice is as fast, or nothing else fits.
 
     vLLM computes in the checkpoint's dtype, and in bfloat16 for float32 checkpoints. On a processor without bfloat16
     instructions this takes up to several times as long as float32.
@@ -60,8 +60,8 @@ def choose_dtype(
     Args:
         folder: the model's folder, with config.json.
         given: the engine arguments that the user gave.
-        is_fast: returns whether this processor computes fast in a dtype.
-        memory: bytes for weights.
+        is_fast: function that returns whether this processor computes fast in a dtype.
+        memory: memory for the weights, in bytes.
         copies: number of copies of the weights, one per data-parallel rank.
     """
     config = _json(folder / "config.json")
@@ -82,7 +82,7 @@ def choose_dtype(
 def is_fast(dtype: str) -> bool:
     """Return whether oneDNN, which multiplies matrices on CPUs, has instructions for a dtype on this processor.
 
-    Depends on oneDNN's variable `ONEDNN_MAX_CPU_ISA`. Imports torch.
+    The result depends on oneDNN's environment variable `ONEDNN_MAX_CPU_ISA`; it is True if torch cannot report this.
     """
     import torch
 
@@ -136,7 +136,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _stored(config: Mapping[str, Any]) -> str:
-    """Return the dtype of the checkpoint; in a multimodal model it is in the text part."""
+    """Return the dtype of the checkpoint, which a multimodal model has in its text part; "" if unknown."""
     for part in _parts(config):
         name = part.get("dtype") or part.get("torch_dtype")
         if isinstance(name, Mapping):  # a dict with one dtype for each part

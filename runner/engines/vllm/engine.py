@@ -50,7 +50,7 @@ __all__ = ["VllmEngine"]
 _log = logger_for("engines")
 
 _STREAM_INTERVAL_IDS = 8
-"""Default number of ids in a delta. At 1,000 streams an id costs 14 us with it, and 25 us with one id in a delta
+"""Default number of ids in a delta. At 1,000 streams an id costs 14 us with 8 ids in a delta, and 25 us with one
 (docs/benchmarks.md).
 """
 _FILE_FORMATS = ("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer", "safetensors")
@@ -66,17 +66,21 @@ class VllmEngine(ModelEngine[VllmRuntime]):
 
     The event loop that entered the engine owns it. All processes of vLLM end with the block, and within seconds after
     this process is killed; they do not receive the terminal's Ctrl-C. vLLM's log goes to stderr; set its level with the
-    variable `VLLM_LOGGING_LEVEL` before Python starts.
+    environment variable `VLLM_LOGGING_LEVEL` before Python starts.
 
     Args:
         model: a folder, a Hugging Face id, or `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
-        stream_interval: ids in a delta, unless the caller acts on single ids; the first id is sent at once.
+        stream_interval: number of ids in a delta, unless the caller acts on single ids; the first id is sent at once.
         reload_check: load the engine's own weights again before its first update or sleep, and end the engine if its
             scores change; default for models with experts or recurrent layers.
         engine_arguments: arguments of vLLM's `AsyncEngineArgs`. `describe()["chosen"]` has the defaults that differ
-            from vLLM's. Without `dtype` a CPU uses the fastest one of its processor: float32 if oneDNN has no bfloat16
-            instructions, unless the weights are quantized or too large for the memory. `notes` has a line about it.
+            from vLLM's. Without `dtype`, a CPU computes in the fastest dtype of its processor: float32 if oneDNN has no
+            bfloat16 instructions, unless the weights are quantized or too large for the memory. `notes` has a line
+            about the choice.
+
+    Raises:
+        BadOption: `stream_interval` is less than 1.
     """
 
     vocabulary: int
@@ -92,7 +96,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         **engine_arguments: Any,
     ) -> None:
         if stream_interval is not None and stream_interval < 1:
-            raise BadOption(f"VllmEngine(stream_interval={stream_interval!r}): a delta has at least one id.")
+            raise BadOption(f"VllmEngine(stream_interval={stream_interval!r}): give 1 id in a delta or more.")
         self.model = model
         """Model as given."""
         self._template = template
@@ -131,15 +135,15 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         Leaving the engine ends only its own requests. Weights, sleep, adapters and the cache belong to the owner, and
         their calls are refused; `pause` in its modes `wait` and `abort` affects only this engine's requests. New
         weights are detected by the versions of sampled ids. Several engines can share one `AsyncLLM`, each with its own
-        places. Enter the engine on the event loop of the `AsyncLLM`, and leave it before that is shut down.
+        places. Enter the engine on the event loop of the `AsyncLLM`, and leave it before the `AsyncLLM` is shut down.
 
         Args:
-            llm: the `AsyncLLM`, preferably with `logprobs_mode="processed_logprobs"`: the model's own log-probabilities
-                are kept only for turns that are sampled from the model's own distribution.
+            llm: the `AsyncLLM`, preferably with `logprobs_mode="processed_logprobs"`. With `"raw_logprobs"`, turns have
+                log-probabilities only if they are sampled from the model's own distribution.
             model: the model's folder or id, for vocabulary and stop ids; default the model that vLLM loaded.
             template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
             places: maximum number of concurrent requests of this engine; default vLLM's own limit.
-            stream_interval: ids in a delta, unless the caller acts on single ids.
+            stream_interval: number of ids in a delta, unless the caller acts on single ids.
 
         Raises:
             BadOption: `llm` is not an `AsyncLLM`, or a setting is invalid.
@@ -228,7 +232,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         return own and mode.endswith("logprobs") and config.speculative_config is None
 
     async def _compare_updates(self, llm: Any) -> None:
-        """Let the engine compare its own scores around each update, if this vLLM can score while turns are held."""
+        """Prepare the comparison of the engine's scores before and after each update, if this vLLM can hold turns."""
         try:
             can = await llm.engine_core.call_utility_async(turn_hold.CAN_HOLD_TURNS)
         except Exception:  # vLLM may raise any exception for an unknown call
@@ -239,7 +243,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             self.vllm.score_while_paused, vocabulary=self.vocabulary, context=self.context, dtype=self.vllm.dtype
         )
         config = llm.vllm_config.model_config
-        derived = config.is_moe or config.has_inner_state  # their packed or fused copies may outlive a reload
+        derived = config.is_moe or config.has_inner_state  # a reload may not renew their packed or fused copies
         wanted = derived if self._reload_check is None else self._reload_check
         self.vllm.reload_check = wanted and llm.vllm_config.load_config.load_format in _FILE_FORMATS
 
@@ -269,23 +273,31 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             check_constraint(self._external, constraint)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Check the call of `score`: scores as sampled need the worker extension, and no speculative decoding."""
+        """Check that `score` can score ids as sampled, if `as_sampled` is True.
+
+        Raises:
+            BadControl: the engine has not our worker extension, or decodes speculatively.
+        """
         if not as_sampled:
             return
         if not self._scores_as_sampled:
             raise BadControl(
-                "score(): scores as sampled need our worker extension. This vLLM was started without "
+                "score(): sampling and constraint need deltarunner's worker extension. This vLLM was started without "
                 "it, or has an unknown version; leave sampling and constraint out."
             )
         if self.vllm.llm.vllm_config.speculative_config is not None:
             raise BadControl("score(): speculative decoding does not support sampling and constraint; leave them out.")
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
-        """Check that a proof can be scored before any turn continues."""
+        """Check that a proof can be scored before any turn continues.
+
+        Raises:
+            BadControl: this vLLM cannot hold its turns.
+        """
         if self._external is None and self.vllm.own_scores is None:
             raise BadControl(
                 "update_weights(proof=): this version of vLLM cannot hold its turns while ids are scored; update "
-                "without a proof, and compare `await engine.score(proof.ids)` with it afterwards."
+                "without a proof, and compare `await engine.score(proof.ids)` with the proof afterwards."
             )
         await super().check_proof(proof, measures=measures)
 
@@ -327,9 +339,9 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             raise self.vllm.death_error(error) from error
 
     def restore_choices(self, described: Mapping[str, Any]) -> None:
-        """Use the dtype of a resumed run if none was given; before the engine is entered."""
+        """Use the dtype of a resumed run, if the user gave no dtype and the engine is not entered yet."""
         if described.get("kind") == "vllm" and not self.running:
-            self._kept_dtype = described.get("dtype", "auto")  # old runs without the entry used vLLM's choice
+            self._kept_dtype = described.get("dtype", "auto")  # older runs, without this entry, used vLLM's choice
 
     @property
     def start_phase(self) -> str:

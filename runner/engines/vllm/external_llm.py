@@ -60,7 +60,7 @@ def check_llm(llm: Any) -> None:
     missing = [name for name in ("add_request", "abort", "vllm_config", "errored") if not hasattr(llm, name)]
     if missing:
         raise BadOption(
-            f"VllmEngine.over({type(llm).__name__}): it has no {missing[0]}; give a vLLM AsyncLLM, such as "
+            f"VllmEngine.over({type(llm).__name__}): this object has no {missing[0]}; give a vLLM AsyncLLM, such as "
             "AsyncLLM.from_engine_args(AsyncEngineArgs(...)). For another engine, write a TokenEngine."
         )
 
@@ -88,7 +88,7 @@ def check_sampling(llm: Any, sampling: Sampling) -> None:
     if sampling.logprobs and 0 <= most < sampling.logprobs:
         raise BadOption(
             f"Sampling(logprobs={sampling.logprobs}): the AsyncLLM returns at most {most}; start it with "
-            f"max_logprobs={sampling.logprobs}, or leave it out."
+            f"max_logprobs={sampling.logprobs}, or leave logprobs out."
         )
 
 
@@ -118,7 +118,7 @@ class ExternalProcess(VllmProcess):
         """
         llm, config = self.llm, self.llm.vllm_config
         if llm.errored:
-            raise EngineDead("VllmEngine.over(llm): this AsyncLLM is dead, or was shut down")
+            raise EngineDead("VllmEngine.over(llm): this AsyncLLM is dead, or was shut down: give a running one.")
         handler = getattr(llm, "output_handler", None)
         if handler is not None and handler.get_loop() is not asyncio.get_running_loop():
             raise BadOption(
@@ -127,7 +127,7 @@ class ExternalProcess(VllmProcess):
         mode = config.model_config.logprobs_mode
         if mode not in _PROBABILITIES:
             raise BadOption(
-                f"VllmEngine.over(llm): with logprobs_mode={mode!r} it has no log-probabilities; start it "
+                f"VllmEngine.over(llm): with logprobs_mode={mode!r}, vLLM returns no log-probabilities; start it "
                 "with logprobs_mode='processed_logprobs'."
             )
         if _bare_on_cpu(llm) and config.scheduler_config.enable_chunked_prefill:
@@ -153,7 +153,7 @@ class ExternalProcess(VllmProcess):
 
 
 def _bare_on_cpu(llm: Any) -> bool:
-    """Return whether its workers run on a CPU without our patches."""
+    """Return whether the workers of an `AsyncLLM` run on a CPU without our patches."""
     return llm.vllm_config.device_config.device_type == "cpu" and not VllmWeights(llm, "").extended
 
 

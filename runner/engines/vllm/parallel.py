@@ -83,11 +83,11 @@ class ParallelSizes:
         return self.data * self.tensor * self.pipeline * self.prefill
 
     def described(self) -> dict[str, int]:
-        """Return the header entry of the sizes."""
+        """Return the sizes as an entry of the header of a run file."""
         return {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
 
     def as_given(self) -> str:
-        """Return the sizes above 1 as engine arguments."""
+        """Return the sizes above 1 as text, in the form of engine arguments."""
         return ", ".join(f"{name}={size}" for each, name in _ARGUMENTS.items() if (size := getattr(self, each)) > 1)
 
 
@@ -120,7 +120,7 @@ def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
     if cpu and is_local(given) and bound and bound not in _UNBOUND and len(bound.split("|")) != sizes.workers:
         raise BadOption(
             f"the variable {BINDING}={bound!r} has CPU cores for {len(bound.split('|'))} workers, and the engine has "
-            f"{sizes.workers}: separate them by bars, as '0-3|4-7', or unset it."
+            f"{sizes.workers}: separate the cores of workers by bars, as '0-3|4-7', or unset the variable."
         )
 
 
@@ -131,10 +131,11 @@ def is_local(given: Mapping[str, Any]) -> bool:
 
 
 def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that bind the threads of a CPU engine whose only worker runs inside the engine core.
+    """Return the environment variables that bind the threads of a CPU engine with a worker inside the engine core.
 
-    This saves a process that imports vLLM, and the messages to it. Empty for several workers, for a given executor, and
-    if the variable `BINDING` leaves the cores to vLLM.
+    Such a worker saves a process that imports vLLM, and the messages to it. The result is empty if there can be no such
+    worker: with several workers, with a given executor, with another OpenMP library than GNU's, or if the variable
+    `BINDING` leaves the cores to vLLM.
     """
     if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
@@ -152,9 +153,9 @@ def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cores_by_worker(workers: int, cores: Iterable[int]) -> str:
-    """Split all cores evenly, in the form of the variable `BINDING`.
+    """Return an even split of all cores between workers, as a value of the variable `BINDING`.
 
-    Threads of one core stay together: two workers on one core would wait for each other.
+    The hardware threads of one core stay together: two workers on one core would wait for each other.
     """
     ordered = sorted(cores, key=_on_chip)
     each, more = divmod(len(ordered), workers)
@@ -177,7 +178,7 @@ def ranks_of(llm: Any) -> int:
 
 
 def stale_tensors(changed: Sequence[Mapping[str, bool]]) -> dict[int, list[str]]:
-    """Return the tensors that a worker kept in an update although other workers exchanged theirs, by worker.
+    """Return, for each such worker, the tensors that it kept in an update although other workers exchanged theirs.
 
     A worker that kept all its tensors is included, even if no other worker has tensors with these names.
 
@@ -197,9 +198,9 @@ def stale_tensors(changed: Sequence[Mapping[str, bool]]) -> dict[int, list[str]]
 
 
 async def call_all_workers(llm: Any, method: str, **arguments: Any) -> list[Any]:
-    """Call a method of every worker of every rank, and return the results in their order.
+    """Call a method of every worker of every rank, and return the results in the order of ranks and workers.
 
-    vLLM's `collective_rpc` also calls all of them, but returns only the results of the first rank's workers.
+    vLLM's `collective_rpc` also calls all workers, but returns only the results of the first rank's workers.
     """
     ask_ranks = getattr(getattr(llm, "engine_core", None), "call_utility_all_async", None)
     if ask_ranks is None:  # an older vLLM

@@ -1,4 +1,4 @@
-"""Runtime of a vLLM engine: requests, control by the trainer, and vLLM's death, which ends every wait for it."""
+"""Runtime of a vLLM engine: requests, control by the trainer, and vLLM's death, which ends every wait for vLLM."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         self.progress = Progress(first=FIRST_STEP_FACTOR)
         process.stats.on_progress = self.progress.note
         self.llm = llm
-        """The `AsyncLLM`; None after the engine was left."""
+        """The `AsyncLLM`; None after the stop."""
         self.weights = weights
         self.stamps_itself = _stamps(llm)
-        """True if vLLM records weight versions itself, which it does since 0.32; otherwise they are recorded here."""
+        """True if vLLM, too, records the version of its weights, as it does since 0.32."""
         self.own_scores: OwnScores | None = None
-        """The engine's scores around an update; None if it cannot score while turns are held."""
+        """The engine's scores before and after an update; None if it cannot score ids while turns are held."""
         self.scores_in_steps = False
         """True if the workers can score given ids in steps, as turns sample them."""
         self.reload_check = False
-        """True until the first update or sleep, before which the engine loads its own weights again, from files."""
+        """True if the engine has to load its own weights again, from files, before its first update or sleep."""
         self._as_vllm = as_vllm
         self._stopped = False
         self._death: EngineDead | None = None
@@ -98,8 +98,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         Args:
             request: the request.
             adapter: the adapter version to sample with.
-            rank: the data-parallel rank of its place. By default vLLM spreads the turns of an episode over all ranks,
-                whose caches lack the earlier turns.
+            rank: the data-parallel rank that computes the request. With None vLLM chooses, and spreads the turns of an
+                episode over all ranks, so the chosen rank may lack the earlier turns in its cache.
 
         Raises:
             RequestRejected: vLLM refuses the request.
@@ -134,7 +134,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
 
     @property
     def sent_all(self) -> bool:
-        """True if the last id of every request inside was sent."""
+        """True if vLLM has sent the last id of every request in flight."""
         return all(request.sent_all for request in self.requests)
 
     # --- control by the trainer
@@ -167,13 +167,13 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return await self.answered("update_weights()", self.weights.check(given))
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        if not self._changed:  # store the tensors of the start for the comparison
+        if not self._changed:  # the first call records the tensors before the update, for the comparison
             await self._note_tensors()
         # After a partial load vLLM has neither the old nor the new weights, and would fail at its next step.
         advice = ". Start the engine again: part of its weights may be the old ones"
         with self._ended_by_failure(f"the weights {version!r} could not be loaded", advice):
             await self.answered("update_weights()", self.weights.load(checked))
-            # Versions are also recorded here, since vLLM returns none for a request that is cut.
+            # The streams record versions too, since vLLM returns no versions for a request that is cut.
             if self.stamps_itself:
                 await self.answered("update_weights()", self.llm.update_weight_version(version))
             await self.reset_prefix_cache()
@@ -182,7 +182,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             warn_always(_log, "the weights %r: %s", version, kept.strip())
 
     async def _note_tensors(self) -> None:
-        """Let several workers of one model compare their tensors with the tensors of the last call."""
+        """Record in `_changed` which tensors changed since the last call, if several workers share a model."""
         if self.workers == 1:
             return
         try:
@@ -197,8 +197,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         kept = stale_tensors([tensors for tensors in self._changed if tensors is not None])
         return "".join(
             f"Worker {number} of {len(self._changed)}, counted from 0, kept its old values of {len(names)} tensors, "
-            f"such as {names[0]!r}, but another worker exchanged them: start the engine again, and find out why this "
-            "worker did not receive them. "
+            f"such as {names[0]!r}, but another worker exchanged these tensors: start the engine again, and find out "
+            "why this worker did not receive the new values. "
             for number, names in kept.items()
         )
 
@@ -228,7 +228,11 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return moved
 
     async def _check_reload(self, own: OwnScores) -> None:
-        """Load the engine's own weights again, once and if `reload_check` is set; end it if its scores change."""
+        """Load the engine's own weights again if `reload_check` is set, which is then reset.
+
+        Raises:
+            EngineDead: the scores changed, so the engine was ended.
+        """
         if not self.reload_check:
             return
         self.reload_check = False
@@ -256,8 +260,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """Score ids while the engine is paused; running turns lose their cache and keep their ids.
 
         Raises:
-            RequestRejected: vLLM refuses to score them.
-            EngineDead: it died during this.
+            RequestRejected: vLLM refuses to score the ids.
+            EngineDead: the engine died while it scored the ids.
         """
         ranks = range(max(1, len(self.gate.ranks)))
         steps = ranks if self.scores_in_steps and len(ids_in_steps(ids)) > MIN_SCORES else ()
@@ -304,7 +308,10 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
                 collector.close()
 
     async def _read(self, collector: Any) -> tuple[list[float], list[float]]:
-        """Read a request to its end, and return the log-probabilities of its prompt and of its sampled ids."""
+        """Read a request to its end, and return the log-probabilities of its prompt and of its sampled ids.
+
+        A list is empty if vLLM returns no such log-probabilities.
+        """
         of_prompt, sampled = list[float](), list[float]()
         while True:
             output = await self.answered("update_weights()", collector.get())
@@ -326,16 +333,19 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         moved = moves_keys(self.llm.vllm_config)
         reset = self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=moved)
         if not await self.answered("reset_prefix_cache()", reset):
-            raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts")
+            raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts; its log may have the reason")
 
     def check_sleep(self, level: int) -> None:
-        # vLLM can release GPU memory only if it was allocated for that.
+        # vLLM can release GPU memory only if it allocated the memory for this.
         config = self.llm.vllm_config
         if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
-            raise BadControl(f"sleep({level}): start the engine with VllmEngine(enable_sleep_mode=True).")
+            raise BadControl(
+                f"sleep({level}): this engine cannot release its memory: start it with "
+                "VllmEngine(enable_sleep_mode=True)."
+            )
 
     async def sleep(self, level: int) -> None:
-        """Release memory; on a CPU vLLM only pauses."""
+        """Release GPU memory; on a CPU vLLM only pauses."""
         # After a partial sleep it is unknown which memory is released.
         with self._ended_by_failure("it could not be put to sleep"):
             await self._pause(PauseMode.ABORT)  # also ends turns that an earlier pause kept
@@ -355,14 +365,14 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         name = f"{'start' if on else 'stop'}_profile()"
         if config is None or config.profiler is None:
             raise BadControl(
-                f"{name}: start the engine with VllmEngine(profiler_config="
-                '{"profiler": "torch", "torch_profiler_dir": FOLDER}), where its traces go.'
+                f"{name}: this engine has no profiler: start it with VllmEngine(profiler_config="
+                '{"profiler": "torch", "torch_profiler_dir": FOLDER}); FOLDER is for its traces.'
             )
         with anyio.CancelScope(shield=True):
             await self.answered(name, llm.start_profile() if on else llm.stop_profile())
 
     async def checkpoint(self) -> tuple[Checkpoint, Any]:
-        """Return the checkpoint of the start, and transformers' configuration of its model.
+        """Return the checkpoint with which the engine started, and transformers' configuration of its model.
 
         Raises:
             BadWeights: the checkpoint is missing.
@@ -395,6 +405,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         Raises:
             EngineDead: vLLM died before the answer.
             EngineError: the call failed.
+            BadInput: the call found the caller's input invalid.
         """
         answers: list[_Answer] = []  # a list, since the answer may be None
         failure: Exception | None = None
@@ -416,13 +427,17 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         raise EngineError(f"{what}: {' '.join(str(failure).split())[:500]}") from failure
 
     async def _until_death(self, scope: anyio.CancelScope) -> None:
-        while not self.llm.errored:  # noqa: ASYNC110  # vLLM has no event for it
+        while not self.llm.errored:  # noqa: ASYNC110  # vLLM has no event for its death
             await anyio.sleep(_LISTEN_SECONDS)
         scope.cancel()
 
     @contextmanager
     def _ended_by_failure(self, why: str, advice: str = "") -> Iterator[None]:
-        """End the engine after an error in this block that leaves it broken; all requests get the same error."""
+        """End the engine if the block raises an `EngineError`, after which the engine is not usable.
+
+        Raises:
+            EngineDead: the block raised such an error. All requests get the same `EngineDead`.
+        """
         try:
             yield
         except EngineError as error:
@@ -431,7 +446,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             raise self.death_error(error, f"{why}: {str(error).removesuffix('.')}{advice}") from error
 
     def death_error(self, error: Exception | None, why: str = "") -> EngineDead:
-        """Mark the engine as dead and return the error for one request; the first cause stays for all of them."""
+        """Mark the engine as dead, and return the error for one request. All requests get the first cause."""
         if self._death is None and self._stopped:
             return EngineDead("the engine was stopped")
         if self._death is None:
@@ -454,7 +469,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
 
 
 async def first_version(llm: Any) -> str:
-    """Return the version of a vLLM's starting weights."""
+    """Return the version of the weights with which an `AsyncLLM` started; "0" if this vLLM has no versions."""
     version: str = await llm.get_weight_version() if _stamps(llm) else _FIRST_VERSION
     return version
 

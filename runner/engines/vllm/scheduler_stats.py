@@ -36,7 +36,7 @@ class Rate:
             self._buckets.append((now, count))
 
     def per_second(self) -> float:
-        """Return the rate over the window, or over the time since the first event if that is shorter."""
+        """Return the rate over the window, or over the time since its first event, but over at least a second."""
         now = self._clock()
         self._forget(now)
         if not self._buckets:
@@ -84,7 +84,7 @@ class SchedulerStats:
 
     @property
     def kv_usage(self) -> float | None:
-        """Fraction of the KV cache in use, of the fullest engine core."""
+        """Fraction of the KV cache in use, of the fullest engine core; None before the first step."""
         return max(self._usage.values(), default=None)
 
     def record(
@@ -94,10 +94,10 @@ class SchedulerStats:
 
         Args:
             core: number of the engine core.
-            stats: vLLM's `SchedulerStats` of it.
+            stats: vLLM's `SchedulerStats` of this core.
             sampled: number of ids that the step sampled.
             prompt_tokens: number of prompt ids that the step computed.
-            computed: True if the step computed anything; by default if one of these numbers is not 0.
+            computed: True if the step computed anything; by default, whether `sampled` or `prompt_tokens` is not 0.
         """
         self.prompt_tokens += prompt_tokens
         if (sampled or prompt_tokens) if computed is None else computed:
@@ -127,7 +127,7 @@ class SchedulerStats:
             self._changed = None
 
     async def wait_for_step(self) -> None:
-        """Wait for the next step, or until a request is left."""
+        """Wait for the next step, or until the stream of a request is closed."""
         self._changed = self._changed or anyio.Event()
         await self._changed.wait()
 

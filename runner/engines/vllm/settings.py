@@ -41,15 +41,16 @@ _EVERYWHERE: dict[str, Any] = {
     "disable_log_stats": True,
     # By default vLLM chooses the grammar library by the first constraint, and keeps it for later constraints.
     "structured_outputs_config": {"backend": "xgrammar"},
-    # Lets vLLM's workers load a state dict.
+    # This class has the methods by which vLLM's workers load new weights.
     "worker_extension_cls": "runner.engines.vllm.worker.extension.WeightWorker",
-    # Adds the computed prompt tokens to the statistics of each step; nothing is logged.
+    # With this, the statistics of each step have its number of computed prompt tokens. Nothing is logged.
     "enable_logging_iteration_details": True,
 }
 # vLLM's own defaults are small and depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-# These were the fastest values on two CPU cores: the smallest block of a CPU recomputes least, and compilation does not
-# pay off. A short first step computes the shared part of few prompts, and the others find it in the cache.
+# These were the fastest values on two CPU cores: with the smallest block least is computed again, and compilation takes
+# longer than it saves. A short first step computes the shared part of few prompts, and other prompts find it in the
+# cache.
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "block_size": 32, "enforce_eager": True}
 
 _SAME_FIELDS = sampling_names(vllm=True)
@@ -59,14 +60,14 @@ _GIB_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """Settings of an engine's start."""
+    """Settings with which an engine starts."""
 
     arguments: dict[str, Any]
     """Arguments of `AsyncEngineArgs`, without the model."""
     environment: dict[str, str]
     """Environment variables of vLLM's processes."""
     chosen: dict[str, Any]
-    """Part of arguments and environment that the user did not give."""
+    """Arguments and environment variables that the user did not give."""
 
 
 def choose_settings(
@@ -78,16 +79,18 @@ def choose_settings(
         given: the user's engine arguments.
         cpu: True if vLLM computes on CPU cores.
         known: names of this vLLM's engine arguments.
-        dtype: default dtype; None leaves it to vLLM.
+        dtype: default dtype; None if vLLM chooses it.
 
     Raises:
         BadOption: vLLM does not have an argument, or the engine sets it itself.
     """
     for name in given:
         if name in _RESERVED:
-            raise BadOption(f"VllmEngine({name}=...): this is set by the engine itself; leave it out.")
+            raise BadOption(f"VllmEngine({name}=...): the engine sets this argument itself; leave it out.")
         if name not in known:
-            raise BadOption(f"VllmEngine({name}=...): this vLLM has no such engine argument.")
+            raise BadOption(
+                f"VllmEngine({name}=...): this vLLM has no such engine argument; correct the name, or leave it out."
+            )
     ours = _EVERYWHERE | (_CPU if cpu else _GPU)
     alone = single_process_variables(given) if cpu else {}
     if alone:
@@ -121,7 +124,7 @@ def _cache_gigabytes(workers: int) -> int:
 
 
 def sampling_arguments(request: GenerationRequest, *, stream_interval: int, known: frozenset[str]) -> dict[str, Any]:
-    """Return the arguments of vLLM's `SamplingParams` for a request, but for output kind, constraint and bad words.
+    """Return the arguments of vLLM's `SamplingParams` for a request, without output kind, constraint and bad words.
 
     Arguments that an older vLLM lacks are included only if `known` contains their names.
     """
@@ -155,9 +158,9 @@ def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
-    """Return the ids of each word at the beginning of a text and after a space.
+    """Return the ids of each word at the beginning of a text, and its ids after a space.
 
-    vLLM drops the second form if its number of ids differs, and then blocks few words.
+    vLLM itself drops the ids after a space if their number differs, and then blocks few words.
     """
     texts = [space + word.lstrip() for word in words for space in ("", " ")]
     ids = dict.fromkeys(tuple(encode(text)) for text in texts)
@@ -165,7 +168,7 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -
 
 
 CONSTRAINT_CACHE_ENTRIES: Final = 1024
-"""Maximum number of constraints in the cache of valid ones; a run has few."""
+"""Maximum number of valid constraints in the cache; a run has few."""
 
 
 def cache_constraint_checks(kind: type[Any]) -> type[Any]:
@@ -177,7 +180,7 @@ def cache_constraint_checks(kind: type[Any]) -> type[Any]:
         kind: vLLM's class.
 
     Returns:
-        A subclass with its own cache, for the requests of one engine.
+        A subclass with its own cache, for the requests of one engine; `kind` if this vLLM has no such check.
     """
     method = "_validate_structured_outputs"
     if not hasattr(kind, method):  # another version of vLLM
@@ -209,8 +212,8 @@ class RequestConverter:
     """Converter of requests to vLLM's prompts and sampling parameters; imports vLLM.
 
     Args:
-        stream_interval: ids in a delta, unless the caller acts on single ids.
-        encode: the engine's tokenizer, for bad words.
+        stream_interval: number of ids in a delta, unless the caller acts on single ids.
+        encode: function of the engine's tokenizer that encodes a text, for bad words.
     """
 
     def __init__(self, stream_interval: int, encode: Callable[[str], Sequence[int]]) -> None:
@@ -237,6 +240,6 @@ class RequestConverter:
         return self._prompt(list(request.prompt)), self._parameters(output_kind=self._kind, **arguments)
 
     def _bad_words(self, words: tuple[str, ...]) -> dict[str, Any]:
-        # vLLM's private field for the ids of bad words; it keeps a value that is set already.
+        # This private field of vLLM has the ids of bad words. vLLM keeps a value that is set already.
         name = "_bad_words_token_ids"
         return {name: self._bad_word_ids(words)} if name in self._known else {"bad_words": list(words)}

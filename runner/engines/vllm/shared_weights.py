@@ -37,7 +37,7 @@ _EXPONENTS = {
 
 
 class SharedWeights:
-    """Tensors that are written once."""
+    """Memory with tensors, which this process writes once and other processes read."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create(_NAME)
@@ -54,14 +54,14 @@ class SharedWeights:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> SharedWeights:
-        """Copy the tensors of a state dict; call it in a worker thread of anyio.
+        """Copy the tensors of a state dict to new shared memory. Call this in a worker thread of anyio.
 
         Args:
             tensors: torch tensors on any device, or numpy arrays.
             dtypes: dtype for writing each tensor, by name.
 
         Raises:
-            BadWeights: a tensor has no data or a value that is not finite; the message names it.
+            BadWeights: a tensor has a value that is not finite in its dtype, or the memory is too small.
         """
         forms = {name: TensorForm(dtypes[name], tuple(tensor.shape)) for name, tensor in tensors.items()}
         header, order = _layout(forms)
@@ -74,11 +74,14 @@ class SharedWeights:
             bad = _first_not_finite(memory._descriptor, len(header), {name: forms[name] for name in order})
             if bad is not None:
                 wide = _is_finite(tensors[bad])
-                reason = f"too large for {dtypes[bad]}, the model's dtype" if wide else "NaN or infinite"
+                too_large = f"too large for {dtypes[bad]}, the model's dtype: start the engine with a wider dtype"
+                reason = too_large if wide else "NaN or infinite: give weights of an earlier step"
                 raise BadWeights(f"the state dict's {bad!r} holds a value that is {reason}.")
         except OSError as error:
             memory.close()
-            raise BadWeights(f"the state dict cannot be kept in memory a second time: {error}.") from error
+            raise BadWeights(
+                f"the state dict cannot be copied to shared memory ({error}): save it to a folder, and give the folder."
+            ) from error
         except BaseException:
             memory.close()
             raise
@@ -94,21 +97,24 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     import torch
 
     if not isinstance(name, str):
-        raise BadWeights(f"the state dict's key {name!r} is {type(name).__name__}, not the name of a tensor.")
+        raise BadWeights(f"the state dict's key {name!r} is {type(name).__name__}: give the name of a tensor.")
     if isinstance(tensor, np.ndarray):
         return TensorForm(tensor.dtype.name, tensor.shape)
     if not isinstance(tensor, torch.Tensor):
-        raise BadWeights(f"the state dict's {name!r} is {type(tensor).__name__}, not a tensor of torch or numpy.")
+        raise BadWeights(f"the state dict's {name!r} is {type(tensor).__name__}: give a tensor of torch or numpy.")
     if hasattr(tensor, "full_tensor"):
         raise BadWeights(f"the state dict's {name!r} is a part of a distributed tensor: give tensor.full_tensor().")
     if tensor.is_meta or tensor.layout is not torch.strided:
-        raise BadWeights(f"the state dict's {name!r} has no data here: device {tensor.device}, {tensor.layout}.")
+        raise BadWeights(
+            f"the state dict's {name!r} has no data here: device {tensor.device}, {tensor.layout}; give a dense tensor "
+            "with values."
+        )
     return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-# The file is written without the library. Its `serialize` needs memory for all tensors at once: 1,026 MiB for a file of
-# 512 MiB, against 64 MiB here. Its `serialize_file` renames a temporary file, which does not work for a file without a
-# name.
+# The file is written without the library safetensors. The library's `serialize` needs memory for all tensors at once:
+# 1,026 MiB for a file of 512 MiB, against 64 MiB here. Its `serialize_file` renames a temporary file, which does not
+# work for a file without a name.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
     """Return the header and the order of the tensors: by dtype, the widest first, so that all are aligned."""
     order = sorted(forms, key=lambda name: (-_width(forms[name].dtype), forms[name].dtype))
@@ -148,7 +154,7 @@ def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
 
 def _write(descriptor: int, parts: list[memoryview]) -> None:
     while parts:
-        written = os.writev(descriptor, parts)  # writes at most two gigabytes
+        written = os.writev(descriptor, parts)  # one call writes at most two gigabytes
         while parts and written >= parts[0].nbytes:
             written -= parts.pop(0).nbytes
         if parts:
@@ -156,7 +162,7 @@ def _write(descriptor: int, parts: list[memoryview]) -> None:
 
 
 def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorForm]) -> str | None:
-    """Return the first tensor with a NaN or an infinity, whose exponent bits are all set.
+    """Return the name of the first tensor with a NaN or an infinity, or None. Their exponent bits are all set.
 
     The check uses numpy, since torch's threads would wait for the engine's threads.
     """

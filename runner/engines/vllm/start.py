@@ -65,12 +65,12 @@ class EngineFolder:
 
     @property
     def failures(self) -> Path:
-        """File in which processes of the engine note their fatal error."""
+        """File in which processes of the engine write their fatal errors."""
         return self.path / "failures"
 
     @property
     def phase(self) -> Path:
-        """File in which they note the phase of the start."""
+        """File in which processes of the engine write the phase of their start."""
         return self.path / "phase"
 
     def remove(self) -> None:
@@ -95,7 +95,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _unexpected(record: logging.LogRecord) -> bool:
-    """Return False for warnings of every shutdown: about killed processes, or an engine core that does not answer."""
+    """Return False for warnings of every shutdown: those with an `EngineDeadError`, or that begin with "[shutdown]"."""
     if record.levelno < logging.WARNING:
         return True
     error = record.exc_info[0] if record.exc_info else None
@@ -107,8 +107,8 @@ _CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # names of vLLM's pro
 _WEIGHTS_SHARE = 0.7  # share of a CPU machine's memory for weights; the cache takes up to a sixth
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH")
-"""Variables with libraries to load. vLLM changes them for its processes, and programs that an environment starts later
-would load these libraries too."""
+"""Environment variables that list libraries to load. vLLM changes them for its processes. If they were not restored,
+programs that an agent's environment starts later would load these libraries too."""
 _VARIABLES = threading.Lock()  # environment variables belong to the process: only one engine starts at a time
 
 
@@ -127,10 +127,10 @@ def require_vllm() -> None:
 
 @contextmanager
 def contained_vllm() -> Iterator[None]:
-    """Contain what vLLM changes in this process while it is imported or configured in this block.
+    """Limit what vLLM changes in this process while the block imports or configures vLLM.
 
-    Its warnings are suppressed, its log goes to stderr, and the variables with libraries to load are restored at the
-    end. Blocks, and first waits until no other engine is starting.
+    vLLM's warnings are suppressed, its log goes to stderr, and the environment variables that list libraries to load
+    are restored at the end. The thread first waits until no other engine is starting.
     """
     with _VARIABLES, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -144,32 +144,36 @@ class VllmProcess:
 
     model: ResolvedModel
     given: Mapping[str, Any]
-    """User's engine arguments."""
+    """The user's engine arguments."""
     kept_dtype: str | None = None
-    """Dtype of a resumed run, used if the user gave none."""
+    """Dtype of the resumed run, used if the user gives no dtype; None if no run is resumed."""
     dtype_reason: str = ""
-    """Reason for the dtype, if it was chosen for this processor or for a resumed run; set by the start."""
+    """Reason for the dtype, if the start chose it for this processor or for a resumed run; else ""."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     """Counts of vLLM's schedulers."""
     llm: Any = None
     """The `AsyncLLM` after the start."""
     settings: VllmSettings | None = None
-    """Settings of the start; None before."""
+    """Settings with which vLLM starts; None before they are chosen."""
     cores: list[BaseProcess] = field(default_factory=list)
     """Processes of the engine cores."""
     folder: EngineFolder | None = None
-    """Folder for files of its processes; None before the start."""
+    """Folder for files of vLLM's processes; None before the start."""
     cleanup: CleanupProcess | None = None
-    """Process that removes leftovers if this process is killed together with the engine's."""
+    """Process that removes leftovers if this process and the engine's processes are killed; None if it cannot start."""
     _memory: set[str] = field(default_factory=set)  # shared memory of the cores after their start
-    _given_up: bool = False  # set by the event loop, and read by the starting thread
+    _given_up: bool = False  # set by `_stop`, and read by the thread that starts vLLM
     _thread: WorkerThread | None = None  # the thread that started vLLM
-    _others: list[BaseProcess] | None = None  # vLLM's processes before the start; set during it
+    _others: list[BaseProcess] | None = None  # vLLM processes that ran before the start; None except during the start
 
     async def start(self) -> Any:
         """Start the `AsyncLLM` in a worker thread, and return it.
 
-        A cancellation ends its processes.
+        An error or a cancellation ends vLLM's processes.
+
+        Raises:
+            BadModel: vLLM is not usable, or cannot run the model.
+            BadOption: an engine argument is invalid.
         """
         try:
             # The thread lives until the stop. If vLLM starts Ray (data_parallel_backend="ray"), the kernel kills Ray's
@@ -187,7 +191,7 @@ class VllmProcess:
         return self.llm
 
     async def stop(self) -> None:
-        """End every process; idempotent."""
+        """End every process of vLLM; idempotent."""
         with anyio.CancelScope(shield=True), suppress_shutdown_warnings():
             await anyio.to_thread.run_sync(self._stop)
             if self._thread is not None:
@@ -200,7 +204,7 @@ class VllmProcess:
 
     @property
     def phase(self) -> str:
-        """Current phase of the start, for people."""
+        """Current phase of the start, as text for the user."""
         if self.settings is None:
             return "importing vLLM"
         return (self.folder and read_phase(self.folder.phase)) or "starting its processes"
@@ -219,7 +223,7 @@ class VllmProcess:
 
     @property
     def _first_lost(self) -> str | None:
-        """Name of the engine core whose end made vLLM end the others."""
+        """Name of the engine core whose end made vLLM end the others; None if vLLM has recorded no such core."""
         manager = getattr(getattr(getattr(self.llm, "engine_core", None), "resources", None), "engine_manager", None)
         return getattr(manager, "failed_proc_name", None)
 
@@ -307,7 +311,11 @@ class VllmProcess:
             raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {one_line(error)}") from error
 
     def _refuse_adapters_on_experts(self, arguments: Any) -> None:
-        """Check that vLLM can apply adapters to this model; without Triton, its engine would die at the first turn."""
+        """Check that vLLM can apply adapters to this model.
+
+        Raises:
+            BadModel: the model has experts, and vLLM runs on a CPU without Triton. It would fail at the first turn.
+        """
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON
 
@@ -347,7 +355,7 @@ class VllmProcess:
 
     def _stop(self) -> None:
         self._given_up = True
-        memory = self._memory | self._mapped()  # a dead core has no maps any more
+        memory = self._memory | self._mapped()  # the system no longer lists the memory of a dead core
         if self.llm is not None:
             named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
             self.llm.shutdown(**named)
@@ -419,7 +427,11 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def _refuse_import_by_child() -> None:
-    """End a vLLM process that imports the user's script, which would start another engine."""
+    """End this process if it is a process of vLLM that imports the user's script and so would start another engine.
+
+    Raises:
+        SystemExit: it is such a process.
+    """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     text = (

@@ -33,7 +33,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
 
     @property
     def sent_all(self) -> bool:
-        """True if vLLM sent its last id or died, read or not."""
+        """True if vLLM has sent the request's last id, which may still be unread, or has died."""
         if self.finish is not None:
             return True
         unread = self._collector.output if self._collector is not None else None
@@ -74,7 +74,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         if self._cut_by_death:
             raise RuntimeError("vLLM cut the request, since another data-parallel rank died")
         collector = self._collector
-        # As in vLLM's own `generate()`: available output is read without a task switch.
+        # Available output is read without a task switch, as in vLLM's own `generate()`.
         output = collector.get_nowait() or await collector.get()
         if self.request.scores_prompt and self.prompt_logprobs is None:
             self.prompt_logprobs = list(output.prompt_logprobs.logprobs)  # a flat list, without the prompt's first id
@@ -97,7 +97,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
     def _finished(self, output: Any, completion: Any) -> Finish:
         reason = FinishReason(completion.finish_reason)
         stop = completion.stop_reason
-        if reason is FinishReason.STOP and stop is None:  # vLLM sets it for all stop ids but the tokenizer's EOS
+        if reason is FinishReason.STOP and stop is None:  # vLLM has no stop reason for the tokenizer's EOS
             stop = completion.token_ids[-1]
         spans = getattr(completion, "weight_versions", None)
         versions = (
@@ -135,12 +135,15 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return death
 
     def _unstamped(self) -> tuple[VersionSpan, ...]:
-        """Return the weight versions as recorded here, if vLLM has none."""
+        """Return the weight versions that this stream recorded, for use if vLLM has returned no versions."""
         return self._stamps.spans(self.sent)
 
 
 def _side(completion: Any) -> SideData | None:
-    """Return the masks of `return_sampling_mask` and the experts of `enable_return_routed_experts`; both since 0.28."""
+    """Return the masks of `return_sampling_mask` and the experts of `enable_return_routed_experts`.
+
+    vLLM has both since 0.28. The result is None if vLLM returned neither.
+    """
     masks, experts = getattr(completion, "sampling_mask", None), getattr(completion, "routed_experts", None)
     if masks is None and experts is None:
         return None

@@ -31,9 +31,9 @@ def compare_tied(
 
     Args:
         forms: forms of the given tensors.
-        model: the checkpoint of the engine's start.
+        model: the checkpoint with which the engine started.
         config: transformers' configuration of the model.
-        equal: compares two given tensors of one shape, by name.
+        equal: function that compares two given tensors of one shape, by name.
         given_as: the source of the weights, for the error.
 
     Raises:
@@ -43,7 +43,7 @@ def compare_tied(
         if forms[head].shape != forms[embedding].shape or not equal(head, embedding):
             raise BadWeights(
                 f"{given_as}: {head!r} differs from {embedding!r}, and in {model.name} both are one tensor: leave "
-                "it out, or tie them in the trainer too."
+                f"out {head!r}, or tie both in the trainer too."
             )
 
 
@@ -79,7 +79,7 @@ def equal_in_memory(one: Any, other: Any) -> bool:
 def equal_in_folder(folder: WeightFolder, one: str, other: str) -> bool:
     """Return True if two tensors of one shape have equal values. Blocks the thread.
 
-    Only a part of the tensors is in memory.
+    Only a part of each tensor is in memory at a time.
     """
     from safetensors import safe_open
 
@@ -100,7 +100,7 @@ def equal_in_folder(folder: WeightFolder, one: str, other: str) -> bool:
 def equal_in_source(source: Any, one: str, other: str) -> bool:
     """Return whether two tensors of vLLM's `WeightSource` have equal values. Blocks the thread.
 
-    A trainer of several processes counts as unequal: its source gathers the tensors in all of them at once.
+    The result is False in a trainer of several processes, since its source can be read only in all of them at once.
     """
     import torch.distributed as several
 

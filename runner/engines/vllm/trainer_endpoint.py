@@ -25,9 +25,9 @@ class TrainerEndpoint:
     """Sender of the weights of one source to one receiver.
 
     Args:
-        transfer: source and backend of vLLM.
-        receiver: the other end.
-        source: replaces the transfer's own source, for example with other tensor names.
+        transfer: source of the weights, and vLLM's init info for a backend.
+        receiver: the engine's end.
+        source: source to use in place of the transfer's own, for example with other tensor names; None for its own.
     """
 
     def __init__(self, transfer: LocalTransfer, receiver: Receiver, source: Any = None) -> None:
@@ -73,7 +73,7 @@ class TrainerEndpoint:
         await anyio.to_thread.run_sync(self._trainer.send_weights, abandon_on_cancel=True)
 
     async def close(self) -> None:
-        """Disconnect from the receiver; abandoned threads cannot call it any more."""
+        """Disconnect from the receiver; abandoned threads cannot call the receiver any more."""
         if self._client is not None:
             self._client.closed = True
         trainer, self._trainer = self._trainer, None
@@ -88,7 +88,7 @@ def _shut_down(trainer: Any) -> None:
 
 
 class _WeightSyncClient:
-    """Client for vLLM's trainer end, callable from any thread; replaces vLLM's `VLLMWeightSyncClient`."""
+    """Client for vLLM's trainer end, callable from any thread; used in place of vLLM's `VLLMWeightSyncClient`."""
 
     def __init__(self, receiver: Receiver, loop: EventLoopToken) -> None:
         self.closed = False
@@ -121,7 +121,7 @@ def worker_error(error: BaseException) -> str:
     _, found, rest = text.partition("Worker failed with error '")
     if found:
         text = rest.rpartition("', please check")[0]
-    # A single worker fails inside the engine core.
+    # A single worker runs inside the engine core, whose errors have this prefix.
     return text.removeprefix("Exception: Call to collective_rpc method failed: ")[:1000]
 
 

@@ -1,7 +1,8 @@
 """Conversion of a transformers model's tensors to the names and shapes of its checkpoint.
 
-Transformers 5 fuses experts and renames tensors when it loads a checkpoint, and reverts that when it saves one. A
-trainer's `state_dict()` has the fused form, but vLLM loads the checkpoint's. The conversion tables are transformers'.
+Transformers 5 fuses experts and renames tensors when it loads a checkpoint, and reverts this when it saves a
+checkpoint. A trainer's `state_dict()` has the fused form, but vLLM loads the form of the checkpoint. The conversion
+uses the tables of transformers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from runner.errors import BadWeights
 
 __all__ = ["CheckpointSource", "compare_with_checkpoint", "tied_names", "to_checkpoint_names"]
 
-_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # used by most models
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the names in most models
 
 
 def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tensors as transformers would save them, mostly as views; None if nothing changes.
+    """Return the tensors as transformers would save them, mostly as views; None if all names stay, or are unknown.
 
     Args:
         config: transformers' configuration of the model.
@@ -40,14 +41,14 @@ def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, An
 def compare_with_checkpoint(
     forms: Mapping[str, TensorForm], model: Checkpoint, config: Any, *, given_as: str, remedy: str
 ) -> None:
-    """Check that weights fit a checkpoint, and explain names of transformers' own model.
+    """Check that weights fit a checkpoint. The error explains names of transformers' own model.
 
     Args:
         forms: forms of the given tensors.
-        model: the checkpoint of the engine's start.
+        model: the checkpoint of the engine's model.
         config: transformers' configuration of the model.
         given_as: the source of the weights, for the error.
-        remedy: how the caller can give them under the names of the checkpoint, for the error.
+        remedy: how the caller can give the tensors under the names of the checkpoint, for the error.
 
     Raises:
         BadWeights: the weights do not fit.
@@ -68,10 +69,10 @@ def compare_with_checkpoint(
 
 
 def tied_names(config: Any) -> list[tuple[str, str]]:
-    """Return the names of an output layer and its embedding, in the model and in its checkpoint.
+    """Return pairs of names, of an output layer and the embedding tied to it, in the model and in its checkpoint.
 
     Args:
-        config: transformers' configuration of a model that ties them.
+        config: transformers' configuration of a model that ties such layers.
     """
     import torch
 
@@ -135,7 +136,7 @@ class _Once:
 
 @lru_cache(4)
 def _skeleton(key: _Once) -> Any:
-    """Return the model on the meta device, which selects the conversion tables; None if transformers has none."""
+    """Return the model on the meta device, which selects the conversion tables; None if it cannot be made."""
     import torch
     import transformers
 

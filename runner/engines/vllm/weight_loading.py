@@ -41,15 +41,15 @@ class CheckedWeights:
     """Weights that fit the model and are not loaded yet."""
 
     folder: Path | None = None
-    """Folder of the weights, or None."""
+    """Folder of the weights; None if they are in no folder."""
     files: tuple[str, ...] = ()
     """Files of the weights, for vLLM's workers."""
     ignored: tuple[str, ...] = ()
     """Tensors in the files that the model does not use."""
     memory: SharedWeights | None = None
-    """Memory with a state dict, or None."""
+    """Memory with a copy of the state dict; None if no state dict was given."""
     transfer: Transfer | None = None
-    """Transfer of the weights, or None."""
+    """Transfer by which the weights come; None if they are in files."""
 
     def close(self) -> None:
         """Free the memory; idempotent, and also done when the object is dropped."""
@@ -73,7 +73,7 @@ class VllmWeights:
             self._checkpoint = await anyio.to_thread.run_sync(self._read_checkpoint)
 
     async def checkpoint(self) -> Checkpoint:
-        """Return the checkpoint of the engine's start.
+        """Return the checkpoint of the engine's model, as `prepare` first read it.
 
         Raises:
             BadWeights: the checkpoint is missing.
@@ -88,6 +88,9 @@ class VllmWeights:
         """Check weights against the model and prepare them for loading; vLLM runs during this.
 
         A state dict is copied; its tensors must not change before this returns.
+
+        Raises:
+            BadWeights: the weights do not fit the model, or this engine cannot exchange them.
         """
         model = await self.checkpoint()
         self._refuse_stale_copies()
@@ -112,7 +115,7 @@ class VllmWeights:
         return made.pop()
 
     async def check_own(self) -> CheckedWeights | None:
-        """Prepare the engine's starting weights for loading; None if their files changed or are gone."""
+        """Prepare the weights with which the engine started for loading; None if their files changed or are gone."""
         await self.prepare()
         if isinstance(self._checkpoint, BadWeights) or self._checkpoint is None:
             return None
@@ -149,12 +152,16 @@ class VllmWeights:
     # --- checks
 
     def _refuse_stale_copies(self) -> None:
-        """Check that nothing from the old weights would stay, such as keys in a connector or packed copies on a CPU."""
+        """Check that nothing from the old weights would stay, such as keys in a connector or packed copies on a CPU.
+
+        Raises:
+            BadWeights: something would stay.
+        """
         config = self._llm.vllm_config
         if keeping := list(_connectors_that_keep(getattr(config, "kv_transfer_config", None))):
             raise BadWeights(
                 f"the connector {keeping[0]} (kv_transfer_config) cannot drop the keys and values that it stores, so "
-                "turns would still read those of the old weights: start the engine without it, or with "
+                "turns would still read those of the old weights: start the engine without this connector, or with "
                 "kv_offloading_size=GIB, which vLLM can clear."
             )
         if config.device_config.device_type != "cpu":
@@ -174,7 +181,7 @@ class VllmWeights:
         try:
             folder = read_folder(_model_folder(self._llm.vllm_config))
             self._signature = _signature(folder.folder)
-        except (BadWeights, OSError, ValueError) as error:  # the Hugging Face hub raises both
+        except (BadWeights, OSError, ValueError) as error:  # the Hugging Face hub raises the last two
             return BadWeights(
                 f"the weights of {self._name!r} cannot be exchanged: the checkpoint to compare with is missing: {error}"
             )
@@ -207,7 +214,7 @@ class VllmWeights:
         if not self.extended:
             extension = self._llm.vllm_config.parallel_config.worker_extension_cls
             raise BadWeights(
-                f"a state dict is loaded by our worker extension, and the engine was started with "
+                f"a state dict needs deltarunner's worker extension, and the engine was started with "
                 f"worker_extension_cls={extension!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
         if not given.keys() <= model.forms.keys():
@@ -221,7 +228,10 @@ class VllmWeights:
         return CheckedWeights(files=(memory.path,), memory=memory)
 
     def _written(self, given: TensorForm, wanted: TensorForm) -> str:
-        """Return the dtype for writing a tensor: the model's if vLLM would round to it anyway, which saves memory."""
+        """Return the dtype in which to write a tensor.
+
+        This is the model's dtype, which saves memory, if vLLM would round to it anyway; else the tensor's own dtype.
+        """
         model_dtype = str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
         rounded = {given.dtype, wanted.dtype} <= set(FLOATS) and wanted.dtype == model_dtype
         return model_dtype if rounded else given.dtype

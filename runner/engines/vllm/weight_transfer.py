@@ -44,7 +44,7 @@ def fitting_source(transfer: LocalTransfer, model: Checkpoint, config: Any) -> t
 
     Args:
         transfer: the transfer.
-        model: the checkpoint of the engine's start.
+        model: the checkpoint with which the engine started.
         config: transformers' configuration of the model.
 
     Raises:
@@ -88,7 +88,7 @@ class VllmTransfers:
             if transfer.init is not None and transfer.init != self._joined:
                 await self._meet(name, transfer.seconds, partial(self._join, transfer.init))
             elif self._joined is None:
-                raise BadWeights(f"{name}(init=...) is not given, and engine and trainer are not joined yet.")
+                raise BadWeights(f"{name}(init=...) is missing: give it, since engine and trainer are not joined yet.")
 
     def _compare(self, forms: Mapping[str, TensorForm], model: Checkpoint, name: str) -> None:
         remedy = (
@@ -124,7 +124,7 @@ class VllmTransfers:
             else:
                 await send_parts(transfer, self)
         if scope.cancelled_caught:
-            raise EngineError(f"the trainer sent nothing for {transfer.seconds:g} s")
+            raise EngineError(f"the trainer did not send all weights within {transfer.seconds:g} s")
 
     async def _check_devices(self, name: str) -> None:
         """Check that trainer and workers have different GPUs. On a shared H200, NCCL delivered wrong values.
@@ -147,7 +147,7 @@ class VllmTransfers:
 
     async def _meet(self, name: str, seconds: float, join: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._joined = None
-        if self._trainer is not None:  # the old end may hold the port of the next one
+        if self._trainer is not None:  # the old trainer's end may hold the port that the new one needs
             trainer, self._trainer = self._trainer, None
             await trainer.close()
         try:

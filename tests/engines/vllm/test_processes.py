@@ -288,7 +288,7 @@ async def test_cancelling_a_start_ends_what_it_started(
     [
         ("max_num_seq", 4, "no such engine argument"),
         ("stream_interval", 0, "at least one id"),
-        ("skip_tokenizer_init", True, "set by the engine itself"),
+        ("skip_tokenizer_init", True, "the engine sets this argument itself"),
         ("data_parallel_size", 0, "a whole number of at least 1"),
         ("tensor_parallel_size", 100_000, "each on a CPU core of its own"),
         ("pipeline_parallel_size", 2, "vLLM then dies at its first request"),

@@ -405,7 +405,7 @@ async def test_no_memory_is_one_clear_refusal(weights: VllmWeights, monkeypatch:
 
     await weights.prepare()
     monkeypatch.setattr("os.writev", full)
-    with pytest.raises(BadWeights, match=r"kept in memory a second time: .*No space left"):
+    with pytest.raises(BadWeights, match=r"copied to shared memory \(.*No space left"):
         await weights.check(tensors())
 
 

@@ -101,7 +101,7 @@ async def test_a_trainer_that_goes_away_is_a_failure_and_no_wait_for_ever(model:
     weights = VllmWeights(llm, "the model")
     checked = await weights.check(WeightTransfer(announced(tensors()), init={}, seconds=0.01))
     llm.hangs = at
-    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.01 s"):
+    with pytest.raises(EngineError, match=r"trainer did not send all weights within 0.01 s"):
         await weights.load(checked)
 
 
@@ -129,7 +129,7 @@ async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Pa
     llm.fails = ""
     checked = await weights.check(LocalTransfer(here, source, seconds=0.2))
     llm.hangs = "update"
-    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.2 s"):
+    with pytest.raises(EngineError, match=r"trainer did not send all weights within 0.2 s"):
         await weights.load(checked)
 
 

@@ -1,6 +1,7 @@
 """Code that runs inside vLLM's own processes; it imports little.
 
-Patches of vLLM and xgrammar, the last version known to need each, when it can be removed, and the test that covers it:
+Patches of vLLM and xgrammar. Each has the last version known to need it, the condition under which it can be removed,
+and the test that covers it:
 
 | function | patched | needed up to | remove when | test |
 |---|---|---|---|---|
@@ -10,7 +11,7 @@ Patches of vLLM and xgrammar, the last version known to need each, when it can b
 | `cpu_patches.patch_rotary_embeddings` | rotary embeddings | vLLM 0.32 | the CPU kernel accepts [ids, heads, size] | `engines/vllm/test_rotary_patch.py` |
 | `cpu_patches.patch_routers` | routers | vLLM 0.32 | the CPU router uses its bias without expert groups | `engines/vllm/test_router_patch.py` |
 | `grammar_patch.patch_grammar_compiler` | grammars | xgrammar 0.2.8 | xgrammar's cache compares the token ids of rules | `parsing/test_grammar_compiler.py` |
-| `parent_watch.patch_file_store` | workers' file store | vLLM 0.32 | vLLM puts it into `VLLM_RPC_BASE_PATH` | `engines/vllm/test_parent_watch.py` |
+| `parent_watch.patch_file_store` | workers' file store | vLLM 0.32 | vLLM puts the file into `VLLM_RPC_BASE_PATH` | `engines/vllm/test_parent_watch.py` |
 | `reload_patch.patch_reload` | reload on CPUs | vLLM 0.32 | issues 42821, 48284 and 48312 of vLLM are fixed | `engines/vllm/test_reload_patch.py` |
 | `scoring_patches.patch_prompt_scores` | prompt scores | vLLM 0.32 | prompt logits use the adapter of their own row | `engines/vllm/test_scoring_patches.py` |
 | `scoring_patches.patch_sampler` | sampler | vLLM 0.32 | vLLM scores given ids as if it had sampled them | `engines/test_scoring.py` |

@@ -20,7 +20,7 @@ WORD_BITS = 32
 
 
 def patch_bitmasks() -> None:
-    """Patch xgrammar in this process: masks do not write past the end of a vocabulary.
+    """Patch xgrammar in this process, so that masks do not write past the end of a vocabulary.
 
     xgrammar's CPU kernel also masks the unused bits after the last id if a vocabulary is not a multiple of 32. It then
     forbids the first id of the next row, or corrupts the worker's memory (seen with xgrammar 0.2.8). With the patch
@@ -112,10 +112,10 @@ def patch_routers() -> None:
 
 
 def patch_generators() -> None:
-    """Patch vLLM in this process: requests get generators that can be reset, so that seeds and chunked prompts agree.
+    """Patch vLLM in this process, so that requests with a seed get CPU generators that can be reset.
 
-    After each chunk but the last vLLM samples an id that it drops, and resets the generator by an offset. Only
-    generators of GPUs have an offset. Generators of CPUs raise, which ends the engine (seen with vLLM 0.32).
+    After each chunk of a prompt but the last, vLLM samples an id, drops it, and resets the generator by an offset. Only
+    generators of GPUs have an offset. A CPU generator raises an error, which ends the engine (seen with vLLM 0.32).
     """
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -136,8 +136,8 @@ def patch_generators() -> None:
 def rewinding(seed: int, sampled: list[int]) -> Any:
     """Return a CPU generator that vLLM can reset.
 
-    A reset restores its seed, which is exact for a turn without sampled ids. A preempted turn, which is computed again
-    from its prompt and its `sampled` ids, continues with new numbers instead.
+    A reset restores the seed while `sampled`, the list of the turn's sampled ids, is empty. After that a reset has no
+    effect: a preempted turn, computed again from its prompt and its sampled ids, continues with new random numbers.
     """
     generator = _type()(device="cpu")
     generator.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Worker extension for vLLM's workers: loads new weights from checked files, and applies our patches.
+"""Extension of vLLM's workers, which loads new weights from checked files and applies this package's patches.
 
-vLLM adds `WeightWorker` to its worker class, so its methods can be called in every worker at once. vLLM's own
-`reload_weights(weights_path=...)` takes only a folder, and changes the model's path to it.
+vLLM adds `WeightWorker` to its worker class, so the methods of `WeightWorker` can be called in every worker at once.
+vLLM's own `reload_weights(weights_path=...)` takes only a folder, and changes the model's path to this folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner.engines.vllm.worker.scoring_patches import patch_prompt_scores, patc
 __all__ = ["FILE_BACKEND", "WeightWorker"]
 
 FILE_BACKEND: Final = "file"
-"""Name of our weight transfer backend, for machines without GPUs."""
+"""Name of this package's weight transfer backend, for machines without GPUs."""
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -39,11 +39,11 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
     """
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
-        """Load the weights in `files`, safetensors with the tensor names of the model's checkpoint.
+        """Load the weights in `files`, which are safetensors files with the tensor names of the model's checkpoint.
 
         Args:
-            files: read on demand by memory mapping.
-            ignored: tensors in them that the model does not use.
+            files: paths of the files; tensors are read on demand by memory mapping.
+            ignored: names of tensors in the files that the model does not use.
         """
         self.reload_weights(weights_iterator=_tensors(files, frozenset(ignored)))
 
@@ -66,11 +66,11 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         return uuid
 
     def patch_adapters(self) -> bool:
-        """Patch the kernels so that turns without an adapter are not changed; return whether they are correct now."""
+        """Patch the LoRA kernels not to change turns without an adapter; return whether the kernels are correct now."""
         return patch_lora_kernels()
 
     def unused_adapter_modules(self, key: int) -> list[str]:
-        """Return the modules of a loaded adapter that no layer of this worker applies.
+        """Return the modules of the loaded adapter with vLLM's id `key` that no layer of this worker applies.
 
         vLLM accepts tensors of layers that it does not wrap, such as some gates of shared experts, and ignores them.
         """
@@ -87,10 +87,10 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         ]
 
     def patch_scoring(self) -> bool:
-        """Patch the worker to score given ids as sampled, and prompts with adapters.
+        """Patch the worker to score given ids as if they were sampled, and prompts with their adapters.
 
         Returns:
-            False if this vLLM cannot be patched.
+            True, or False if this vLLM cannot be patched.
         """
         try:
             patch_sampler(self.model_runner)
@@ -100,7 +100,7 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         return True
 
     def patch_cpu_worker(self) -> None:
-        """Apply the patches for CPUs: seeded turns, masks and reloads."""
+        """Apply the patches of seeded turns, masks and reloads, if this worker runs on a CPU."""
         if self.device.type == "cpu":
             patch_generators()
             patch_bitmasks()
@@ -108,7 +108,7 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
 
 
 def _checksum(tensor: Any) -> tuple[int, int]:
-    """Return sums of a tensor's bits, weighted by row and by column, so that swapped parts change them too."""
+    """Return sums of a tensor's bits, weighted by row and by column, so that swapped parts change the sums too."""
     import torch
 
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -127,7 +127,7 @@ def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[st
 
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is not a mapping
+            for name in opened.keys():  # noqa: SIM118  # `opened` is not a mapping
                 if name not in ignored:
                     yield name, opened.get_tensor(name)
 
@@ -145,4 +145,4 @@ if parent_watch.started_by_engine():  # not in a process that only imports this 
     with suppress(ImportError):
         patch_routers()
     with suppress(ImportError):
-        patch_rotary_embeddings()  # has to come before the model, whose layers keep the method that they find
+        patch_rotary_embeddings()  # before the model is created, since each layer keeps the method that it finds then

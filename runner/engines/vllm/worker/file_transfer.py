@@ -1,8 +1,8 @@
 """Weight transfer through a file, for machines without GPUs: both ends of vLLM's backend "file", on one machine.
 
 NCCL and IPC need a GPU. With `VllmEngine(weight_transfer_config={"backend": "file"})` and
-`LocalTransfer(FileTransferInfo(folder, rank=0), source)` the same calls pass through vLLM, and the tensors through a
-file. vLLM imports this module when an engine has that backend.
+`LocalTransfer(FileTransferInfo(folder, rank=0), source)`, a transfer makes the same calls of vLLM as with NCCL or IPC,
+but the tensors go through a file. vLLM imports this module when an engine has that backend.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not ty
 
 @dataclass
 class _UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not typed
-    """A file of that folder, and the form of its tensors."""
+    """A file in the shared folder, and the forms of its tensors."""
 
     names: list[str]
     dtype_names: list[str]
@@ -48,7 +48,7 @@ class _UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is no
 
 
 class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
-    """The engine's end, in vLLM's worker."""
+    """The engine's end of a transfer, in vLLM's worker."""
 
     init_info_cls = _InitInfo
     update_info_cls = _UpdateInfo
@@ -57,11 +57,14 @@ class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
         """Join the trainer.
 
         Raises:
-            ConnectionError: the folder does not exist on this machine.
+            ConnectionError: this is not an existing folder on this machine.
         """
         self.folder = Path(init_info.folder)
         if not self.folder.is_dir():
-            raise ConnectionError(f"{self.folder} is not a folder")
+            raise ConnectionError(
+                f"{self.folder} is not a folder on the engine's machine: give FileTransferInfo an existing folder that "
+                "trainer and engine share"
+            )
 
     def start_weight_update(self) -> None:
         """Prepare every layer for new tensors."""
@@ -85,7 +88,7 @@ class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Do nothing, since there is nothing to close."""
 
 
 @dataclass
@@ -98,13 +101,13 @@ class FileTransferInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not ty
 
 
 class FileTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
-    """The trainer's end. It calls the engine from threads of its own, as vLLM's NCCL trainer does."""
+    """The trainer's end of a transfer. Like vLLM's NCCL trainer, it joins and sends in a thread of its own."""
 
     init_info_cls = FileTransferInfo
 
     @classmethod
     def trainer_init(cls, init_info: FileTransferInfo, *, client: Any, source: Any = None) -> Self:
-        """Join the engine."""
+        """Join the engine, and return the trainer's end."""
         trainer = cls(client=client, source=source)
         trainer.folder = Path(init_info.folder)
         trainer._call(client.init_weight_transfer_engine, {"folder": init_info.folder})

@@ -19,7 +19,7 @@ class ForcedIds(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not ty
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Check a request in our process, since an error in the engine core would end it.
+        """Check a request in the user's process, since an error in the engine core would end the core.
 
         Raises:
             ValueError: the forced ids are not a list of ids.
@@ -42,7 +42,10 @@ def _forced(params: Any) -> Any:
 
 # The position is the number of sampled ids, not the number of calls, since a preempted request is sampled again.
 def _leave_one(ids: list[int], sampled: list[int], logits: Any) -> Any:
-    """Set all logits of a row, shape [vocabulary], to minus infinity, except the logit of the next forced id."""
+    """Return the logits of a row, shape [vocabulary], after all but the next forced id are set to minus infinity.
+
+    After the last forced id, nothing is set.
+    """
     if len(sampled) < len(ids):
         logits.fill_(float("-inf"))
         logits[ids[len(sampled)]] = 0.0

@@ -1,8 +1,8 @@
-"""Watch in every process of an engine: exit after the end of the parent, and note the cause of a failure.
+"""Watch in every process of an engine, which ends the process after its parent, and records the cause of a failure.
 
 vLLM loads `watch_parent` by entry point into each of its processes, also into the processes of a user's `vllm serve`.
-So it does nothing without the variables that our engine sets for its processes. It is called twice: as a platform
-plugin, which vLLM loads first, and as a general plugin, after logging is set up.
+So `watch_parent` does nothing without the environment variables that our engine sets for its processes. vLLM calls it
+twice: as a platform plugin, which vLLM loads first, and as a general plugin, after logging is set up.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def started_by_engine() -> bool:
 def watch_parent() -> None:
     """Start the watch in a process that our engine started; do nothing in any other.
 
-    Returns None, which is a platform plugin's result for an absent platform.
+    The result is None, by which a platform plugin reports that its platform is absent.
     """
     parent = os.environ.get(PARENT)
     if parent is None or not started_by_engine():
@@ -82,8 +82,9 @@ def watch_parent() -> None:
 
 
 def patch_file_store(folder: str) -> None:
-    """Patch this process to put the file by which the workers of a core connect into the engine's folder too."""
-    network = sys.modules.get("vllm.utils.network_utils")  # the second call imports the module, which is used later
+    """Patch this process, so that the file by which the workers of a core connect is in the engine's folder too."""
+    # vLLM may import this module only after the first call of `watch_parent`, and uses it only after the second call.
+    network = sys.modules.get("vllm.utils.network_utils")
     if hasattr(network, "tempfile"):
         vars(network)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
 
@@ -95,7 +96,10 @@ def _exit_without(parent: str) -> None:
 
 
 class _FailureLogHandler(logging.Handler):
-    """Log handler that appends a process's fatal exception to a file, one line each; the first is the root cause."""
+    """Log handler that appends each fatal exception of this process to a file, as one line.
+
+    All processes of the engine share the file; its first line has the root cause.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
@@ -111,7 +115,7 @@ class _FailureLogHandler(logging.Handler):
 
 
 def rank_named(process: str) -> int | None:
-    """Return the data-parallel rank of an engine core by its process name; None with one rank only."""
+    """Return the data-parallel rank in the name of an engine core's process; None if the name has no rank."""
     found = re.fullmatch(r"EngineCore_DP(\d+)", process)
     return int(found[1]) if found else None
 
@@ -123,7 +127,7 @@ def note_failure(path: Path, text: str) -> None:
 
 
 def read_failure(path: Path) -> str | None:
-    """Return the first fatal error of the engine's processes, in one line, or None."""
+    """Return the first fatal error of the engine's processes, in one line; None if they wrote no error."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Patch of vLLM's CPU workers: a reload of weights renews every packed or derived copy.
+"""Patch of vLLM's CPU workers, with which a reload of weights renews every packed or derived copy of a weight.
 
 A layer on a CPU keeps packed copies of its weights, in the parameters or beside them. vLLM's own reload (0.32)
 processes a layer again after its own tensors were loaded. So a tied output layer, whose tensor has the name of the
-embedding, keeps its old copy. Packed experts are packed twice (vllm#42821, vllm#48284, vllm#48312). Here new weights
-are loaded into a second model, as at the engine's start, and all its results are copied into the first one. This needs
-the memory of a second model during the load.
+embedding, keeps its old copy. Packed experts are packed twice (vllm#42821, vllm#48284, vllm#48312). With this patch,
+new weights are loaded into a second model, as at the engine's start, and its tensors and packed copies are copied into
+the first one. This needs the memory of a second model during the load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["patch_reload"]
 _SHARED = ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm._custom_ops")
 """Modules of classes whose objects are not part of a layer: settings, process groups, handles of packed weights."""
 _RUNNING_STATE = frozenset({"kv_cache"})
-"""Attributes of layers with the state of requests, not weights."""
+"""Attributes of layers that hold the state of requests and no weights."""
 
 
 def patch_reload() -> None:
@@ -43,7 +43,7 @@ def _begin(model: Any) -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     if not gc.get_freeze_count():
-        gc.freeze()  # as vLLM does on GPUs, so that the collection at the end checks only the second model
+        gc.freeze()  # the collection in `_finish` then checks only the second model; vLLM does the same on GPUs
     config = get_current_vllm_config()
     with _own_layer_names(config.compilation_config), set_default_torch_dtype(config.model_config.dtype):
         second = initialize_model(config, model_class=type(model))
@@ -56,7 +56,7 @@ def _finish(model: Any, model_config: Any) -> None:
     """Finish the second model as vLLM does at its start, and copy the results into the running model.
 
     Raises:
-        RuntimeError: the two models have different forms; nothing was copied.
+        RuntimeError: the two models have different layers; nothing was copied.
     """
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -69,7 +69,10 @@ def _finish(model: Any, model_config: Any) -> None:
         first_modules = {_plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
         for name, module in second.named_modules(remove_duplicate=False):
             if name not in first_modules:
-                raise RuntimeError(f"the second model has a layer {name!r} that the running one does not have")
+                raise RuntimeError(
+                    f"a second model for the new weights has a layer {name!r} that the running model does not have: "
+                    "start an engine from a folder of the new weights"
+                )
             copies.add(name, first_modules[name], module)
         copies.apply()
     del second, copies, first_modules, module
@@ -85,7 +88,7 @@ def _plain(name: str) -> str:
 
 @contextmanager
 def _own_layer_names(compilation: Any) -> Iterator[None]:
-    """Let the second model's layers register under the names of the first model's layers."""
+    """A block in which the second model's layers register under the names of the first model's layers."""
     layers, experts = compilation.static_forward_context, compilation.static_all_moe_layers
     compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
     try:
@@ -101,10 +104,10 @@ class _Copies:
     _planned: list[Callable[[], None]] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
     _tensors: list[Any] = field(default_factory=list)
-    """Tensors of the layer whose attributes are planned."""
+    """Tensors of the second model's layer whose copies are being planned."""
 
     def add(self, place: str, old: Any, new: Any) -> None:
-        """Plan copies of all tensors, numbers and packed copies of an object into another of its class."""
+        """Plan to copy all tensors, numbers and packed copies of `new` into `old`, an object of the same class."""
         if id(new) in self._seen or old is new:
             return
         self._seen.add(id(new))
@@ -159,7 +162,7 @@ class _Copies:
             self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
 
     def _keep_tensors(self, new: Any) -> None:
-        """Keep the tensors of the second model's layer until its handle is freed: it has addresses of the scales."""
+        """Keep the tensors of a handle's layer until the handle is freed: the handle has addresses of the scales."""
         if _is_handle(new):
             new.tensors = self._tensors
 
@@ -170,7 +173,10 @@ class _Copies:
         if not isinstance(old, torch.Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
             form = (tuple(old.shape), old.dtype) if isinstance(old, torch.Tensor) else type(old).__name__
             made = (tuple(new.shape), new.dtype)
-            raise RuntimeError(f"{place} is {form} in the running model and {made} in the second model")
+            raise RuntimeError(
+                f"{place} is {form} in the running model and {made} in a second model for the new weights: "
+                "start an engine from a folder of the new weights"
+            )
         # The values are copied into the old memory, since other objects may hold the same tensor.
         if old.numel() and old.data_ptr() != new.data_ptr():
             self._planned.append(lambda: old.data.copy_(new.data))
@@ -217,7 +223,10 @@ def _may_hold_weights(value: Any) -> bool:
 
 
 def _is_function(value: Any) -> bool:
-    """Return whether an object may hold packed copies of weights, as `cpu_linear` of vLLM's linear layers does."""
+    """Return whether an object is a function of vLLM or a partial.
+
+    Such a function may hold packed copies of weights, as `cpu_linear` of vLLM's linear layers does.
+    """
     return isinstance(value, partial) or (isinstance(value, FunctionType) and value.__module__.startswith("vllm."))
 
 
@@ -227,17 +236,22 @@ def _is_handle(value: Any) -> bool:
 
 
 def _renewed(place: str, old: Any, new: Any) -> Any:
-    """Return a number, function or handle of the second model for the running one, free of the second model's layers.
+    """Return a number, function or handle for the running model, like `new` of the second model.
+
+    A function that refers to layers of the second model is made again with the layers of the running model.
 
     Raises:
-        RuntimeError: it refers to layers of the second model, and the running model's function is another one.
+        RuntimeError: the function refers to layers, and the running model has another function in its place.
     """
     if not _is_function(new) or not any(map(_has_layer, _contents(new))):
         return new
     mine, made = _contents(old) if type(old) is type(new) else [], _contents(new)
     same_code = isinstance(new, partial) or getattr(old, "__code__", None) is new.__code__
     if not same_code or len(mine) != len(made):
-        raise RuntimeError(f"{place} is another function in the running model, and refers to layers")
+        raise RuntimeError(
+            f"{place} is another function in the running model, and refers to layers: "
+            "start an engine from a folder of the new weights"
+        )
     kept = [_kept(place, *pair) for pair in zip(mine, made, strict=True)]
     if isinstance(new, partial):
         count = len(new.args) + 1

@@ -1,4 +1,4 @@
-"""Patches for scoring in vLLM's workers: prompts of adapters, and given ids instead of sampled ones."""
+"""Patches for scoring in vLLM's workers: prompts with adapters, and given ids instead of sampled ids."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _adapters_of(punica: Any, first: int, count: int) -> Iterator[None]:
     before, length = punica._sampler_indices[:count].clone(), punica.indices_len[1]
     punica._sampler_indices[:count] = wanted
     punica.indices_len[1] = count
-    mapping = getattr(punica, "prompt_mapping_meta", None)  # used by GPU kernels
+    mapping = getattr(punica, "prompt_mapping_meta", None)  # GPU kernels use this copy of the indices
     if mapping is not None:
         mapping.prepare_tensors(wanted)
     try:
@@ -73,13 +73,13 @@ def _adapters_of(punica: Any, first: int, count: int) -> Iterator[None]:
 
 
 SCORE = "score"
-"""Key of the ids in `SamplingParams(extra_args=)`."""
+"""Key of the ids to score in `SamplingParams(extra_args=)`."""
 
 
 def patch_sampler(model_runner: Any) -> None:
-    """Patch a worker to replace the sampled ids of scored requests, which have `extra_args={"score": ids}`; idempotent.
+    """Patch a worker to replace sampled ids by the given ids of `extra_args={"score": ids}`; idempotent.
 
-    Their log-probabilities are the values that sampling would have reported: vLLM's sampler applies temperature,
+    The log-probabilities of given ids are those that sampling would have reported: vLLM's sampler applies temperature,
     penalties, masks and `top_p` before the id is replaced.
 
     Raises:

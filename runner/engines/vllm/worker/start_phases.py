@@ -15,7 +15,7 @@ PHASES: Final = {
     "determine_available_memory": "compiling and measuring memory",
     "compile_or_warm_up_model": "warming up and capturing CUDA graphs",
 }
-"""Phase of the start by the worker method that vLLM calls."""
+"""Phase of the start, by the name of the worker's method that vLLM calls in this phase."""
 
 _ON_CPU: Final = {"determine_available_memory": "measuring memory", "compile_or_warm_up_model": "warming up"}
 
@@ -45,7 +45,7 @@ def patch_start_phases(path: Path) -> None:
 
 
 def read_phase(path: Path) -> str:
-    """Return the last noted phase; empty before the first."""
+    """Return the last phase in the file; "" before the first one."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

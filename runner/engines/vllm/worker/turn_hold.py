@@ -1,7 +1,7 @@
 """Calls of vLLM's engine cores that hold all turns while a proof of new weights is scored.
 
-A paused vLLM computes nothing, and a resumed one computes every turn. To score only a proof of new weights, the
-scheduler gets an empty queue, and its own queue back afterwards.
+A paused vLLM computes nothing, and a resumed vLLM computes every turn. To score only a proof of new weights, these
+calls replace the scheduler's queue by an empty one, and restore it afterwards.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Final
 __all__ = ["CAN_HOLD_TURNS", "HOLD_TURNS", "RETURN_TURNS", "patch_engine_core_calls"]
 
 CAN_HOLD_TURNS: Final = "deltarunner_can_hold_turns"
-"""Call that returns whether this vLLM's scheduler supports the other two."""
+"""Call that returns whether this vLLM's scheduler supports the other two calls."""
 
 HOLD_TURNS: Final = "deltarunner_hold_turns"
-"""Call that removes all turns from the queue and resumes a paused engine core; no turn may have a place in its
+"""Call that removes all turns from the queue and resumes a paused engine core; no turn may have a place in the core's
 cache."""
 RETURN_TURNS: Final = "deltarunner_return_turns"
 """Call that pauses the engine core again and restores its turns."""
 
 
 def patch_engine_core_calls() -> None:
-    """Patch the engine cores of this process to have these calls."""
+    """Add these calls to vLLM's class of engine cores in this process."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, CAN_HOLD_TURNS, _can_set_aside)
