@@ -27,7 +27,7 @@ __all__ = [
 
 MAX_ATTACHMENT_BYTES: Final = 8 * 2**20
 MAX_ATTACHED_BYTES: Final = 32 * 2**20
-"""The largest size of all attachments of an episode."""
+"""Maximum size of all attachments of an episode together."""
 MAX_ATTACHMENTS: Final = 1_000
 MAX_NAME_CHARS: Final = 200
 
@@ -36,7 +36,7 @@ class AttachmentKind(enum.StrEnum):
     """The kinds of attachments."""
 
     TEXT = "text"
-    """Text in UTF-8; half surrogates are passed."""
+    """Text in UTF-8; unpaired surrogates are kept."""
     JSON = "json"
     """A JSON document in UTF-8."""
     IMAGE = "image"
@@ -56,13 +56,13 @@ class Attachment:
     media_type: str
     """The type of the data, such as `image/png`."""
     turn: int
-    """Number of turns of the agent `main` before it: 0 if it was attached before the first turn."""
+    """Number of turns of the agent `main` before the attachment: 0 if it was attached before the first turn."""
     data: bytes
     """The content; text and JSON are encoded in UTF-8."""
 
     @property
     def text(self) -> str:
-        """The content of a text or of JSON; a description of any other kind."""
+        """The content of a text or of JSON; for other kinds, the media type and the size."""
         if self.kind in (AttachmentKind.TEXT, AttachmentKind.JSON):
             return self.data.decode("utf-8", "surrogatepass")
         return f"{self.media_type}, {len(self.data):,} bytes"
@@ -80,7 +80,7 @@ _SIGNATURES: Final = (
 
 
 def image_type(data: bytes) -> str | None:
-    """Return the media type of an image by its first bytes; None if browsers do not show such data."""
+    """Return the media type of an image by its first bytes; None if it is not a PNG, JPEG, GIF or WebP image."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for signature, kind in _SIGNATURES if data.startswith(signature)), None)
@@ -95,7 +95,8 @@ def make_attachment(name: str, turn: int, **content: Any) -> Attachment:
         content: `text`, `json`, `image` or `file`, by name; None stands for a content that was not given.
 
     Raises:
-        BadOption: there is not exactly one content, it has another type, is too large or cannot be read.
+        BadOption: the name is invalid, there is not exactly one content, or the content has a wrong type, is too large
+            or cannot be read.
     """
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise BadOption(f"attach({name!r:.60}): give a name of 1 to {MAX_NAME_CHARS} characters.")
@@ -123,7 +124,7 @@ def _json(value: Any, where: str) -> tuple[str, bytes]:
         return "application/json", orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         raise BadOption(
-            f"{where}: it is not JSON ({error}): give dicts, lists, strings, numbers, booleans or None."
+            f"{where}: the value is not JSON ({error}): give dicts, lists, strings, numbers, booleans or None."
         ) from error
 
 
@@ -136,7 +137,7 @@ def _image(value: Any, where: str) -> tuple[str, bytes]:
     data = _bytes(value, where)
     kind = image_type(data)
     if kind is None:
-        raise BadOption(f"{where}: it is not a PNG, JPEG, GIF or WebP image; give file= for other data.")
+        raise BadOption(f"{where}: the data is not a PNG, JPEG, GIF or WebP image; give file= for other data.")
     return kind, data
 
 

@@ -39,7 +39,7 @@ class Verdict(enum.StrEnum):
     BRANCH = "branch"
     """New messages follow a turn that already has a successor: a new segment begins with the ids up to that turn."""
     REWOUND = "rewound"
-    """The client dropped its last turns and continues from an earlier one; dropped turns stay trained in their
+    """The client dropped its last turns and continues from an earlier turn; dropped turns stay trained in their
     segments.
 
     If the client drops even its first turn, its history is rendered again.
@@ -49,11 +49,13 @@ class Verdict(enum.StrEnum):
     CONTINUED = "continued"
     """The history ends with a truncated turn, which continues."""
     FOREIGN = "foreign"
-    """The history contains an assistant message that was not sampled: it is rendered again, with mask 0."""
+    """The history contains an assistant message that was not sampled: the history is rendered again, with mask 0."""
     RETOLD = "retold"
-    """The history has as many turns as were sampled, but in other words: it is rendered again at every turn."""
+    """The history has as many turns as were sampled, but in other words: the history is rendered again at every turn.
+    """
     EDITED = "edited"
-    """Ids in the history name a turn of this thread, but messages before it changed: it is rendered again."""
+    """Ids in the history name a turn of this thread, but messages before the turn changed: the history is rendered
+    again."""
     TOOLS = "tools"
     """The tools of the request differ from the tools that its history was rendered with: the history is rendered again.
     """
@@ -69,8 +71,8 @@ class Again(enum.StrEnum):
     SIBLING = "sibling"
     """The earlier turn is in flight or was delivered: another turn is sampled from the same ids; both are trained."""
     TAKEN_BACK = "taken_back"
-    """The earlier turn was cut since its client disconnected: it is not trained, and sampled again from the same ids.
-    """
+    """The earlier turn was cut since its client disconnected: that turn is not trained, and a new one is sampled from
+    the same ids."""
     REPLAYED = "replayed"
     """The earlier turn was finished but not delivered: it is returned now, and nothing is sampled."""
 
@@ -107,7 +109,7 @@ class Tolerated(enum.StrEnum):
     CACHE_MARKS = "cache_marks"
     """Messages or parts have `cache_control`."""
     EXTRA_KEYS = "extra_keys"
-    """There are extra keys that no template reads."""
+    """Messages have extra keys that no template reads."""
     VOLATILE_LINES = "volatile_lines"
     """Lines of a system message differ between requests; they are removed."""
     JOINED = "joined"
@@ -141,7 +143,7 @@ class Delivery(enum.StrEnum):
     CUT = "cut"
     """The client disconnected, or the episode ended, during sampling."""
     REFUSED = "refused"
-    """No answer: a limit was reached, or no prompt could be built."""
+    """The request got no answer: a limit was reached, or no prompt could be built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,7 @@ class ChatCall:
     handles: Sequence[str] = ()
     """Values by which the client names a turn, in addition to call ids."""
     previous: str = ""
-    """Id of the earlier answer after which the messages come, with its history; "" if the messages are complete."""
+    """Id of an earlier answer: the messages follow this answer and its history. "" if the messages are complete."""
     own_system: bool = False
     """True if the first message is a system message of this request only, not of requests that continue from it."""
     system_as_user: bool = False
@@ -198,11 +200,11 @@ class ChatRequest:
     purpose: str = ""
     """Purpose in the client's own word, such as `compaction`; "" if it sent none."""
     turn: int | None = None
-    """Number of the turn that answered it; None if nothing was sampled."""
+    """Number of the turn that answered the request; None if nothing was sampled."""
     parent_agent: str = ""
-    """Agent of the turn that it continues; "" if it continues none."""
+    """Agent of the turn that the request continues; "" if it continues none."""
     parent_turn: int | None = None
-    """Number of the turn that it continues."""
+    """Number of the turn that the request continues; None if it continues none."""
     tolerated: tuple[Tolerated, ...] = ()
     """Tolerated differences, by name."""
     volatile: int = 0

@@ -19,7 +19,7 @@ _MAX_FRAMES: Final = 5
 def refuse_duplicate(method: Any, decorator: str) -> None:
     """Refuse a method whose class body already contains a decorated method of the same name.
 
-    Python would silently keep only the last one. An override in a subclass is in another body and allowed.
+    Python would silently keep only the last method. An override in a subclass is in another body and allowed.
 
     Args:
         method: the method that is being decorated.

@@ -19,13 +19,13 @@ DeltarunnerError                 base class of all errors
 │   ├── EngineDead               the engine cannot answer any further request
 │   ├── RequestRejected          the engine refused this one request
 │   │   └── PromptTooLong        the history does not fit the model's context, according to its server
-│   └── EngineStalled            admitted a request, then sent nothing for `stall_seconds`
+│   └── EngineStalled            the engine admitted a request, then sent nothing for `stall_seconds`
 ├── ProgramFailed                an agent program ended with an error; its episode is `env_error`
 ├── JudgeFailed                  a judge wrote no score; its episode is `env_error`
-├── ServerFailed                 a server of an environment is gone; its episode is `env_error`
+├── ServerFailed                 a server of an environment failed; its episode is `env_error`
 ├── SandboxFailed                a sandbox cannot be made or used; its episode is `env_error`
 │   ├── ImageBuildFailed         the build of its image fails
-│   ├── SandboxGone              it was removed or stopped from outside
+│   ├── SandboxGone              the sandbox was removed or stopped from outside
 │   └── SandboxUnavailable       this machine has no podman or docker that works
 ├── VerifierFailed               a verifier wrote no reward; its episode is `env_error`
 ├── RunStopped                   the run ended before its work was complete
@@ -100,7 +100,7 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; its type if it has none."""
+    """Return the first line of an error's text; the name of its type if the text is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -220,11 +220,12 @@ class ProgramFailed(DeltarunnerError):
 
 
 class ServerFailed(DeltarunnerError):
-    """A server that an environment uses cannot be reached, or is gone; the text has its last output."""
+    """A server that an environment uses failed, is gone, or cannot be reached. The text has the last output of a
+    server process, if there is any."""
 
 
 class SandboxFailed(DeltarunnerError, exit_code=3):
-    """A sandbox cannot be made or used, and the model is not the cause; its episode is `env_error`."""
+    """A sandbox cannot be made or used, and the model is not the cause; the episode is `env_error`."""
 
 
 class ImageBuildFailed(SandboxFailed):
@@ -244,7 +245,7 @@ class VerifierFailed(DeltarunnerError):
 
 
 class JudgeFailed(DeltarunnerError):
-    """A judge wrote no score in its range; the text has its last words."""
+    """A judge wrote no score in its range; the text has the end of its answer."""
 
 
 class EpisodeOver(DeltarunnerError):

@@ -138,7 +138,10 @@ def pass_all_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
 
 
 def _mean_over_groups(solved: Mapping[tuple[int, int], int], k: int, chosen: Callable[[int, int], int]) -> float | None:
-    """Return the mean, over groups of at least k episodes, of the share of samples of k that `chosen` counts."""
+    """Return the mean, over groups of at least k episodes, of the share of samples of k that `chosen` counts.
+
+    The result is None without such a group.
+    """
     groups = sum(count for (n, _), count in solved.items() if n >= k)
     if not groups:
         return None

@@ -1,4 +1,4 @@
-"""Caches parsed recent histories, since clients send a history again and again."""
+"""Cache of recent histories that were read, since clients send a history again and again."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class HistoryCache(Generic[T]):
         self._recent: tuple[_CachedHistory[T], ...] = ()  # the most recent one comes first
 
     def read(self, items: Sequence[Any], read_item: Callable[[int, Any], T]) -> list[T]:
-        """Read a history.
+        """Read a history, and return the result for each item.
 
         Args:
             items: its items, which the caller may change afterwards.
-            read_item: reads the item at an index. Its result depends on the JSON of the item alone.
+            read_item: function that reads an item, given its index and the item. Its result depends on the JSON of the
+                item alone.
         """
         *_, read = self.steps(items, read_item)
         return read
@@ -95,7 +96,7 @@ class _CachedHistory(Generic[T]):
         self.read.append(read)
 
     def cut(self, length: int) -> _CachedHistory[T]:
-        """Return a copy of the first items."""
+        """Return a copy with the first `length` items."""
         return _CachedHistory(self.items[:length], self.read[:length])
 
     def is_similar(self, items: Sequence[Any]) -> bool:
@@ -127,7 +128,7 @@ _PLAIN: Final = frozenset({str, type(None), list, dict})
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy that equals the same JSON; the keys of an object of plain values may be in any order."""
+    """Return a copy that equals only the same JSON; an object of plain values may have its keys in any order."""
     if value is None or type(value) is str:
         return value
     if type(value) is list and _PLAIN.issuperset(map(type, value)):

@@ -83,7 +83,7 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments as the model wrote them, before validation."""
     error: str | None = None
-    """Parsing error of a malformed call, which is answered without running; None if it was parsed."""
+    """Parsing error of a malformed call, which is answered without running a tool; None if the call was parsed."""
     failed: bool = False
     """True if `call_tools` answered it with an error: wrong arguments, no such tool, `ToolError`, or too slow."""
 
@@ -159,7 +159,7 @@ class CallIndex(NamedTuple):
 
 
 class AnsweredCalls:
-    """Matches the tool messages of a history with the calls that they answer.
+    """Matching of the tool messages of a history with the calls that they answer.
 
     A result without an id answers the next unanswered call of the last turn with calls.
     """
@@ -177,7 +177,7 @@ class AnsweredCalls:
         return other
 
     def by(self, index: int, message: Message) -> CallIndex | None:
-        """Return the call that the next message answers, or None if it answers no known call.
+        """Return the call that the next message answers; None if the message is not a tool message, or answers no call.
 
         Args:
             index: index of the message in the history.
@@ -240,7 +240,7 @@ _DATA = frozenset({"data", "encrypted_content", "encrypted_index", "signature", 
 
 
 def _shortened(value: Any, depth: int) -> Any:
-    """Return a JSON value without data and empty values; None if nothing remains."""
+    """Return a JSON value without data and empty values; None or an empty value if nothing remains."""
     if isinstance(value, str):
         return value if len(value) <= MAX_NOTE_STRING and not value.startswith("data:") else None
     if isinstance(value, Mapping):
@@ -308,7 +308,10 @@ def _with_object_arguments(index: int, call: Any) -> Any:
     """Return a call whose arguments are an object; OpenAI's clients send JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadMessage(f"message {index} (assistant): a tool call has id and function, with name and arguments")
+        raise BadMessage(
+            f"message {index} (assistant): a tool call is {call!r:.60}: give it an id and a function with name and "
+            "arguments"
+        )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:

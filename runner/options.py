@@ -51,11 +51,15 @@ VLLM_FORMAT: Final = "vllm:"
 
 
 def check_tool_format(given: Any) -> None:
-    """Refuse a value that is not a tool format. Names of parsers are not checked, since only vLLM has the list."""
+    """Refuse a value that is not a tool format. Names of parsers are not checked, since only vLLM has the list.
+
+    Raises:
+        BadOption: the value is not None, and not "vllm:" with a name.
+    """
     if given is None or (isinstance(given, str) and given.startswith(VLLM_FORMAT) and given != VLLM_FORMAT):
         return
     raise BadOption(
-        f"tool_format={given!r:.60}: give {VLLM_FORMAT}NAME with a tool parser of vLLM's, such as {VLLM_FORMAT}hermes, "
+        f"tool_format={given!r:.60}: give {VLLM_FORMAT}NAME with one of vLLM's tool parsers, such as {VLLM_FORMAT}hermes, "
         "or None for the format learnt from the chat template."
     )
 
@@ -148,7 +152,7 @@ class Sampling(_LayeredOptions):
     repetition_penalty: float = UNSET
     """Divisor of the positive logits, and factor of the negative logits, of each id in the prompt and the turn.
 
-    Must be above 0. Values above 1 discourage repetition; 1 by default, which is off. The prompt is everything that the
+    It must be above 0. Values above 1 discourage repetition; 1 by default, which is off. The prompt is everything that the
     model sees: the system prompt, earlier turns and text of the chat template.
     """
     presence_penalty: float = UNSET
@@ -232,7 +236,7 @@ class Sampling(_LayeredOptions):
             if not checked.is_whole(token_id, least=0):
                 raise BadOption(f"{entry}: {token_id!r:.80} is not a token id; give a whole number of at least 0.")
             checked.number(entry, bias, least=-100, most=100)
-        # A copy, so that later changes of the caller's dictionary do not change the record of a turn.
+        # The copy protects the record of a turn from later changes of the caller's dictionary.
         object.__setattr__(self, "logit_bias", dict(given))
 
     def _check_bad_words(self) -> None:
@@ -245,18 +249,21 @@ class Sampling(_LayeredOptions):
             )
 
     def shortened(self, max_tokens: int) -> Self:
-        """Return the same sampling for a turn with room for only `max_tokens` ids; every field is set."""
+        """Return the same sampling for a turn with room for only `max_tokens` ids; every field must be set."""
         return dataclasses.replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     def all_stop_ids(self, own: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids that end a turn of a model with the stop ids `own`; every field is set."""
+        """Return the ids that end a turn of a model with the stop ids `own`; every field must be set."""
         return tuple(dict.fromkeys((*(() if self.ignore_eos else own), *self.stop_ids)))
 
     def check_vocabulary(self, size: int) -> None:
-        """Refuse ids that a vocabulary of `size` ids does not contain.
+        """Check the fields whose bounds depend on the vocabulary.
+
+        Args:
+            size: number of ids of the vocabulary.
 
         Raises:
-            BadOption: an id is too large; the text names it.
+            BadOption: an id of `logit_bias` is not in the vocabulary, or `logprobs` exceeds its size.
         """
         for token_id in self.logit_bias or ():
             if token_id >= size:
@@ -270,11 +277,11 @@ class Sampling(_LayeredOptions):
     def _check_regex(self) -> None:
         if self.regex is UNSET or self.regex is None:
             return
-        # The engine's library parses it again, but a mistake should be found before sampling.
+        # The engine's library parses the expression again, but a mistake should be found before sampling.
         try:
             re.compile(self.regex)
         except (re.error, TypeError) as error:
-            raise BadOption(f"Sampling(regex={self.regex!r:.80}): not a regular expression ({error}).") from None
+            raise BadOption(f"Sampling(regex={self.regex!r:.80}): correct this regular expression ({error}).") from None
 
     @classmethod
     def defaults(cls) -> Self:
@@ -303,14 +310,14 @@ class Sampling(_LayeredOptions):
         return cls(**given)
 
     def changes(self) -> dict[str, Any]:
-        """Return the fields that change probabilities and that trainers do not apply; every field is set."""
+        """Return the fields that change probabilities and that trainers do not apply; every field must be set."""
         values = {name: getattr(self, name) for name, row in SAMPLING_FIELDS.items() if row.changes}
         return {name: value for name, value in values.items() if not SAMPLING_FIELDS[name].is_off(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(_LayeredOptions):
-    """Limits of an episode. Reaching one is an outcome, not an error; None lifts it.
+    """Limits of an episode. Reaching a limit is an outcome, not an error; None lifts a limit.
 
     The time limits of hooks are paused while an agent is sampled in the hook.
     """
@@ -322,7 +329,7 @@ class Limits(_LayeredOptions):
     context: int | None = UNSET
     """Maximum number of ids of one conversation; None by default, which leaves the engine's own limit."""
     seconds: float | None = UNSET
-    """Seconds of play of an episode; 600 by default.
+    """Seconds that an episode may play; 600 by default.
 
     The time of sampling its agents counts; the time of waiting for a place in the engine does not.
     """
@@ -403,7 +410,7 @@ class History:
     content_safe: bool = True
     """True if control text from users and tools is ordinary text, which never becomes control ids."""
     close_reasoning: bool = False
-    """True if a turn that was truncated inside its reasoning is continued: the next prompt closes it as masked context.
+    """True if a turn that was truncated inside its reasoning continues: the next prompt closes the reasoning, with mask 0.
 
     False ends the episode.
     """
@@ -426,7 +433,7 @@ class History:
             BadOption: `given` is not the name of a policy or a History.
         """
         if given is None or isinstance(given, str):
-            return cls(policy=HistoryPolicy.APPEND if given is None else given)  # type: ignore[arg-type]  # checked there
+            return cls(policy=HistoryPolicy.APPEND if given is None else given)  # type: ignore[arg-type]  # checked later
         if isinstance(given, History):
             return given
         raise BadOption(f"history={given!r:.60}: give append, fork, refuse or a History(...).")

@@ -1,6 +1,6 @@
 """The pytest plugin: fixtures for tests of environments in milliseconds, without a model, a GPU or a network.
 
-It imports only pytest and the standard library; fixtures import everything else.
+It imports only pytest and the standard library; each fixture imports what it needs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 _MARKERS = (
     "scripted_engine(**settings): settings of the fixture `scripted_engine`, such as template='hermes', context=512.",
-    "engine: may start a real engine; tests with `real_engine` are skipped without this marker or --runner-engine.",
+    "engine: the test may start a real engine; tests with `real_engine` are skipped without this marker or --runner-engine.",
 )
 _SKIP_REASON = (
-    "real_engine starts a model: mark the test with @pytest.mark.engine, or run pytest with --runner-engine to have it"
+    "real_engine starts a model: mark the test with @pytest.mark.engine, or run pytest with --runner-engine"
 )
 
 _failed = pytest.StashKey[bool]()
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--runner-engine",
         action="store_true",
-        help="run tests with the fixture `real_engine`, with the marker `engine` or without",
+        help="also run tests with the fixture `real_engine` that do not have the marker `engine`",
     )
     group.addoption(
         "--runner-record",
@@ -120,7 +120,7 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 
 @pytest.fixture
 def recorded_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
-    """`recorded_engine()`: replays the recording that `--runner-record` made of `real_engine()`."""
+    """`recorded_engine()`: an engine that replays the recording that `--runner-record` made of `real_engine()`."""
     from runner.testing.recordings import RecordingFixture
 
     cassette = RecordingFixture(request, record=request.config.getoption("--runner-record"))
@@ -150,7 +150,7 @@ def byte_tokenizer() -> PlainTokenizer:
 
 @pytest.fixture
 def awkward_tokenizer() -> AwkwardTokenizer:
-    """Like `byte_tokenizer`, but ids change when they are decoded and encoded again."""
+    """A vocabulary like `byte_tokenizer`, but ids change when they are decoded and encoded again."""
     from runner.testing.vocabulary import AwkwardTokenizer
 
     return AwkwardTokenizer()
@@ -175,7 +175,7 @@ def virtual_clock(request: pytest.FixtureRequest) -> VirtualClock:
 
 @pytest.fixture
 def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
-    """Fails the test if code blocks an event loop of its episodes; the message names the function."""
+    """A watchdog that fails the test if code blocks an event loop of its episodes; the message names the function."""
     from runner.testing.playing import ACTIVE_WATCHDOGS
     from runner.testing.watchdog import LoopWatchdog
 
@@ -188,7 +188,7 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails the test if it leaves threads, tasks, files or open requests of `scripted_engine`."""
+    """A check that fails the test if it leaves threads, tasks, files or open requests of `scripted_engine`."""
     from anyio.lowlevel import checkpoint
 
     from runner.runs.event_loop import on_event_loop
@@ -271,13 +271,13 @@ def _fail_with_message(before: str = "") -> Iterator[None]:
 
 
 def _fail_unless_failed(request: pytest.FixtureRequest, problems: list[str], leftovers: str = "") -> None:
-    """Fail the test unless it has already failed."""
+    """Fail the test if there are problems or leftovers, unless it has already failed."""
     message = "\n".join([*problems, *([leftovers] if leftovers else [])])
     if message and not request.node.stash.get(_failed, False):
         pytest.fail(message, pytrace=False)
 
 
 def _recent_episodes() -> Any:
-    """The episodes that the test played; does not import anything."""
+    """The episodes that the test played; an empty list if the module that plays them was not imported."""
     playing = sys.modules.get("runner.testing.playing")
     return playing.RECENT_EPISODES if playing is not None else []

@@ -15,7 +15,7 @@ MAX_LOGPROBS: Final = 20
 
 
 _NOTHING: Final[tuple[Any, ...]] = ((), [], {}, None)
-"""Equal values of a field that is off by default."""
+"""Values with one meaning, in a field that is off by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +29,23 @@ class SamplingField:
     bounds: Mapping[str, float] = field(default_factory=dict)
     """Arguments of `checked.whole` or `checked.number`."""
     changes: bool = False
-    """True if it changes the distribution of a turn in a way that trainers do not apply."""
+    """True if the field changes the distribution of a turn in a way that trainers do not apply."""
     truncates: bool = False
-    """True if it only excludes ids, so that a trainer needs nothing but the ids that could be sampled."""
+    """True if the field only excludes ids, so that a trainer needs nothing but the ids that could be sampled."""
     vllm: bool = False
     """True if vLLM's `SamplingParams` has the same field with the same values."""
     sglang: str | None = None
-    """Name in SGLang, with the same values."""
+    """Name in SGLang, with the same values; None if SGLang does not have such a field."""
     chat: str | None = None
     """Field of a chat API's request; None if these APIs do not have it."""
     granted: bool = False
-    """True if a client may set it in a trained thread, since it only ends or shapes the answer."""
+    """True if a client may set the field in a trained thread, since it only ends or shapes the answer."""
     anthropic: bool = False
-    """True if a body of Anthropic's Messages may have it under the same name, with the same values."""
+    """True if a body of Anthropic's Messages may have the field under the same name, with the same values."""
     served: bool = False
-    """True if `deltarunner serve` has its option too."""
+    """True if `deltarunner serve` has the option too."""
     help: str | None = None
-    """Help text of its option of `deltarunner run`; None if it has no option."""
+    """Help text of the field's option in `deltarunner run`; None if the field has no option."""
     option: str | None = None
     """Name of the option, if it differs from the name of the field."""
     metavar: str | None = None

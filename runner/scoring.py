@@ -40,7 +40,7 @@ class Scorer:
     kind: ScorerKind
     """The kind of scorer."""
     weight: float = 1.0
-    """The factor in the weighted sum; a metric has none."""
+    """The factor in the weighted sum; not used for a metric."""
 
     @property
     def method(self) -> str:
@@ -64,6 +64,10 @@ def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     Args:
         function: the method.
         weight: factor in the trajectory's reward, which is the weighted sum of its rewards.
+
+    Raises:
+        BadOption: the weight is not a finite number.
+        BadEnvironment: `function` is not a function, or its class has two decorated methods of this name.
     """
     return _mark(function, ScorerKind.REWARD, weight)
 
@@ -74,7 +78,7 @@ def metric(function: Function, /) -> Function:
     The values of a dict are separate metrics: if `scores` returns `{"style": 0.5}`, the metric is
     `scores.style`.
     """
-    return _mark(function, ScorerKind.METRIC, 1.0)  # type: ignore[no-any-return]  # given a function, it returns it
+    return _mark(function, ScorerKind.METRIC, 1.0)  # type: ignore[no-any-return]  # `_mark` returns the given function
 
 
 @overload
@@ -82,7 +86,7 @@ def group_reward(function: Function, /) -> Function: ...
 @overload
 def group_reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
 def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
-    """Mark a method as a group reward: `(group: Group) -> one float per trajectory`, after the group's commit.
+    """Mark a method as a group reward: `(group: Group) -> one float per trajectory`, called after the group's commit.
 
     The runner calls it on the environment object of the run.
     """
@@ -138,7 +142,9 @@ def _check_signature(cls: type, scorer: Scorer, function: Callable[..., Any]) ->
         inspect.signature(function).bind(*arguments)
     except TypeError:
         where = f"{cls.__name__}.{scorer.name}"
-        raise BadEnvironment(f"{where}: a {scorer.kind} is called as {scorer.name}({', '.join(arguments)}).") from None
+        raise BadEnvironment(
+            f"{where}: a {scorer.kind} is called as {scorer.name}({', '.join(arguments)}); change its parameters to fit."
+        ) from None
 
 
 def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> tuple[Scorer, ...]:
@@ -151,14 +157,14 @@ def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> t
     for name, weight in weights.items():
         if name not in names:
             raise BadOption(
-                f"weights: {name!r} is not a reward of this environment; it has {', '.join(names) or 'none'}."
+                f"weights: {name!r} is not a reward of this environment; its rewards: {', '.join(names) or 'none'}."
             )
         _check_weight(f"weights={{{name!r}: {weight!r}}}", weight)
     return tuple(dataclasses.replace(s, weight=float(weights.get(s.name, s.weight))) for s in scorers)
 
 
 def as_score(value: Any, name: str, kind: str = "reward") -> Score:
-    """A reward, or another kind of score, as a number.
+    """The value that a scorer of this kind returned, as a float; None stays None.
 
     Raises:
         TypeError: the value is neither a number, a bool nor None.
@@ -167,7 +173,7 @@ def as_score(value: Any, name: str, kind: str = "reward") -> Score:
     if value is None:
         return None
     try:
-        number = float(value)  # also true of a bool, and of a number of numpy or torch
+        number = float(value)  # this also converts a bool, and a number of numpy or torch
     except (TypeError, ValueError):
         raise TypeError(f"{name} returned {value!r:.80}; return a number, a bool or None") from None
     if isinstance(value, str):
@@ -187,7 +193,7 @@ def as_metrics(value: Any, name: str) -> dict[str, float]:
     several = {name: value}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) and key for key in value):
-            raise TypeError(f"{name} returned keys that are not strings: {list(value)!r:.80}")
+            raise TypeError(f"{name} returned keys that are empty or not strings: {list(value)!r:.80}; return names")
         several = {f"{name}.{key}": number for key, number in value.items()}
     scores = {key: as_score(number, key, "metric") for key, number in several.items()}
     return {key: score for key, score in scores.items() if score is not None}
@@ -204,7 +210,7 @@ def scores_by_agent(value: Any, name: str, trained: Sequence[str]) -> dict[str, 
     for agent in by_agent:
         if agent not in trained:
             raise ValueError(
-                f"{name} rewards {agent!r}, which is not a trained agent; these are: {', '.join(trained)}. For several "
+                f"{name} rewards {agent!r}, which is not a trained agent; the trained agents are: {', '.join(trained)}. For several "
                 f"scores write a @reward for each, or return one number here and write a @metric that returns the "
                 f"dict"
             )

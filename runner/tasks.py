@@ -43,12 +43,12 @@ def deep_copy(value: T) -> T:
     return made
 
 
-# Only these exact types, since objects of subclasses may have mutable attributes.
+# Only values of exactly these types are shared, since objects of subclasses may have mutable attributes.
 _UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """Like `copy.deepcopy`, but faster for JSON, and objects that cannot be copied are shared.
+    """Return a deep copy, as `copy.deepcopy` does, but faster for JSON; objects that cannot be copied are shared.
 
     `known` contains the copies by the ids of their originals, so that shared parts stay shared.
     """
@@ -73,7 +73,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
             made = known[id(value)] = copy.copy(value)
             vars(made).update((name, _copied(each, known)) for name, each in vars(value).items())
             return made
-        # The memo is separate, because a failing copy leaves unfinished objects in it.
+        # This copy has its own memo, because a failing copy leaves unfinished objects in its memo.
         copies: dict[int, Any] = {}
         made = copy.deepcopy(value, copies)
         known.update((key, each) for key, each in copies.items() if key != id(copies))
@@ -89,7 +89,7 @@ def _is_plain(kind: type) -> bool:
 
 
 class TaskBuilder:
-    """Builds tasks of a class from JSON; fields are checked and converted to their types."""
+    """A builder of tasks of a class from JSON; fields are checked and converted to their types."""
 
     def __init__(self, task_class: type[Task]) -> None:
         self.task_class = task_class
@@ -146,7 +146,10 @@ _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
 
 
 def _validators(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
-    """Validators of the fields that an author added; types that pydantic does not support have none."""
+    """Validators of the fields that an author added; types that pydantic does not support have none.
+
+    The result is empty if a type hint of the class cannot be resolved.
+    """
     from pydantic import PydanticUserError, TypeAdapter
 
     try:

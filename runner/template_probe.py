@@ -1,7 +1,7 @@
-"""Probing of a chat template in a process of its own: a template may loop for ever, or exhaust the memory.
+"""Probing of a chat template in a separate process, since a template may loop for ever, or exhaust the memory.
 
-`python -m runner.template_probe` is that process: one JSON document in, lines of JSON out. The last line is the answer,
-the others report progress.
+`python -m runner.template_probe` is that process. It reads one JSON document, and writes lines of JSON. The last line is
+the answer; the others report progress.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 PROBE_SECONDS = 10.0
-"""Seconds that a template may take for all probes; an ordinary one takes a tenth of one."""
+"""Seconds that a template may take for all probes; an ordinary template takes a tenth of a second."""
 
 MEMORY_BYTES = 2 << 30
 """The address space of the probing process, in bytes."""
 
-_START_SECONDS = 60.0  # time for Python to start on a busy machine; the template's own time begins after it
+_START_SECONDS = 60.0  # time for Python to start on a busy machine, before the template's own time
 _BUSY_FACTOR = 10  # on a busy machine, a process may get only a tenth of the processor time
 _LOOK_SECONDS = 0.1  # seconds between two checks whether the caller still waits
 _profiles: dict[str, TemplateProfile] = {}
@@ -64,21 +64,22 @@ def probe(
     seconds: float = PROBE_SECONDS,
     check_cancelled: Callable[[], object] | None = None,
 ) -> TemplateProfile:
-    """Return the traits of a template. Blocks: call it in a worker thread.
+    """Return the traits of a template. Blocks the thread: call this in a worker thread.
 
-    Profiles and learnt turn formats are cached for the life of this process. A template of the package is probed here,
-    any other in a process of its own.
+    Profiles and learnt turn formats are cached for the life of this process. A template of the package is probed in
+    this process, any other template in a separate one.
 
     Args:
-        template: neither compiled nor rendered yet in this process.
-        options: names that the template reads, such as `enable_thinking`.
+        template: the template, neither compiled nor rendered yet in this process.
+        options: values of names that the template reads, such as `enable_thinking`.
         now: the time that the template sees.
         seconds: limit of processor time.
-        check_cancelled: called while waiting; an exception from it ends the wait and the process. In a thread of
-            `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
+        check_cancelled: function that is called while this waits; an exception from it ends the wait and the process.
+            In a thread of `anyio.to_thread.run_sync`, give `anyio.from_thread.check_cancelled`.
 
     Raises:
-        UnusableTemplate: the template cannot be used, for the reason in `fault`; the message has the fix.
+        UnusableTemplate: the template cannot be used. `fault` has the kind of fault; the message has the cause, and the
+            fix where one is known.
     """
     request = request_of(template, options or {}, now or datetime.now())
     key = canonical_json(request)
@@ -119,11 +120,11 @@ def request_of(
 def in_process(
     request: Mapping[str, Any], *, seconds: float = PROBE_SECONDS, check_cancelled: Callable[[], object] | None = None
 ) -> dict[str, Any]:
-    """Return the answer of a process of its own, which is killed at the time limit or when this call is cancelled.
+    """Return the answer of a separate process, which is killed at the time limit or when this call is cancelled.
 
     Raises:
-        UnusableTemplate: the template's fault, or too much time or memory.
-        BadModel: its vocabulary cannot be used.
+        UnusableTemplate: the template cannot be used, or takes too much time or memory.
+        BadModel: the vocabulary in the request cannot be used.
     """
     name = request["name"]
     command = [sys.executable, "-P", "-m", "runner.template_probe", str(seconds)]
@@ -159,7 +160,11 @@ def _answered(
     seconds: float,
     check_cancelled: Callable[[], object] | None,
 ) -> tuple[bytes, bytes]:
-    """Return the output of both streams."""
+    """Send the request to the process, and return its stdout and stderr when it ends.
+
+    Raises:
+        subprocess.TimeoutExpired: the process did not end within `seconds`.
+    """
     asked: bytes | None = canonical_json(request).encode()
     deadline = time.monotonic() + seconds
     while True:
@@ -177,13 +182,13 @@ def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
     what = activity or "what a conversation may hold"
     return UnusableTemplate(
         TemplateFault.ENDLESS,
-        f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: a loop in it does not end, "
-        "or runs far too often",
+        f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: correct a loop in it that does "
+        "not end, or runs far too often",
     )
 
 
 def _import_path() -> str:
-    """The import path with which the process finds this package, whatever folder it starts in."""
+    """The import path with which the process finds this package from any folder."""
     own = str(Path(__file__).parents[1])
     return os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
 
@@ -229,7 +234,7 @@ def _say(line: Mapping[str, Any]) -> None:
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs as much again
+    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs the same amount again
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     # The signal's default action ends this process, also inside a C function, and after the caller is gone. The limit
     # counts processor time, so that a template does not look endless on a busy machine. A template cannot wait, so its

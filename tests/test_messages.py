@@ -152,5 +152,5 @@ def test_arguments_other_than_objects_are_refused(arguments: Any) -> None:
 
 def test_call_without_a_function_is_refused_with_its_index() -> None:
     given: Any = {**CALL, "tool_calls": [{"id": "x"}]}
-    with pytest.raises(BadMessage, match=r"message 0 \(assistant\): a tool call has id and function"):
+    with pytest.raises(BadMessage, match=r"message 0 \(assistant\): a tool call is .*: give it an id and a function"):
         as_messages(given)

@@ -66,7 +66,7 @@ class VllmAdapters(Adapters):
         if self._llm.vllm_config.lora_config is None:
             raise BadOption(
                 f"add_adapter({version.name!r}): the engine was started without adapters: start it with "
-                "VllmEngine(enable_lora=True, max_lora_rank=16), and max_loras=COUNT for turns of COUNT adapters at once."
+                "VllmEngine(enable_lora=True, max_lora_rank=16), and max_loras=COUNT to use COUNT adapters at once."
             )
         await self._mask()
         version.folder = await anyio.to_thread.run_sync(partial(self._prepare, version, given, config))

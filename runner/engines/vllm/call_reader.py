@@ -50,7 +50,9 @@ def _parser_class(tool_format: str) -> Any:
         try:
             from vllm.tool_parsers import ToolParserManager
         except ImportError as error:
-            raise BadOption(f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}); name another.") from error
+            raise BadOption(
+                f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}); name another format."
+            ) from error
         known = ToolParserManager.list_registered()
         if name not in known:
             close, nearest = (get_close_matches(name, known, 3, cutoff) for cutoff in (0.6, 0))

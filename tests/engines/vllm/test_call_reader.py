@@ -191,7 +191,7 @@ def test_held_back_call_is_a_call_with_an_error() -> None:
         ("hermess", "has no tool parser 'hermess'. Did you mean 'hermes'?"),
         ("minimax_m4", "has no tool parser 'minimax_m4'. Did you mean 'minimax_m3', 'minimax_m2'?"),
         ("granite5", "has no tool parser 'granite5'. Did you mean 'granite"),
-        ("nonsense", "has no tool parser 'nonsense'. Of its "),
+        ("nonsense", "has no tool parser 'nonsense'. The nearest of its "),
     ],
 )
 def test_unknown_parser_name_lists_similar_names(name: str, says: str) -> None:

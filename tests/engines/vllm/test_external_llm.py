@@ -296,7 +296,7 @@ async def test_shutdown_by_the_owner_ends_our_turns_by_name(owners_llm: Any) -> 
 
 
 def test_object_that_is_not_a_vllm_engine_is_refused() -> None:
-    with pytest.raises(BadOption, match=r"VllmEngine.over\(SimpleNamespace\): it has no add_request; give a vLLM"):
+    with pytest.raises(BadOption, match=r"VllmEngine.over\(SimpleNamespace\): this object has no add_request; give"):
         VllmEngine.over(SimpleNamespace())
 
 
@@ -331,7 +331,7 @@ def stand_in(
 @pytest.mark.parametrize(
     ("llm", "message"),
     [
-        (stand_in(mode="raw_logits"), "with logprobs_mode='raw_logits' it has no log-probabilities"),
+        (stand_in(mode="raw_logits"), "with logprobs_mode='raw_logits', vLLM returns no log-probabilities"),
         (
             stand_in(),
             "on a CPU, vLLM dies of a seeded turn with a chunked prompt; .* worker_extension_cls",

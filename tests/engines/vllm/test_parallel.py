@@ -67,7 +67,7 @@ def test_pipeline_parallelism_on_cpu_is_refused_with_the_fix() -> None:
 @pytest.mark.parametrize("bound", ["0", "0-3|4-7|8"])
 def test_cores_for_another_number_of_workers_are_refused(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BINDING, bound)
-    with pytest.raises(BadOption, match=rf"{BINDING}=.*, and the engine has 2: separate them by bars"):
+    with pytest.raises(BadOption, match=rf"{BINDING}=.*, and the engine has 2: separate the cores of workers by bars"):
         check_machine({"data_parallel_size": 2}, cpu=True, devices=16)
     check_machine({"data_parallel_size": 2}, cpu=False, devices=16)
 
