@@ -59,8 +59,8 @@ def check_tool_format(given: Any) -> None:
     if given is None or (isinstance(given, str) and given.startswith(VLLM_FORMAT) and given != VLLM_FORMAT):
         return
     raise BadOption(
-        f"tool_format={given!r:.60}: give {VLLM_FORMAT}NAME with one of vLLM's tool parsers, such as {VLLM_FORMAT}hermes, "
-        "or None for the format learnt from the chat template."
+        f"tool_format={given!r:.60}: give {VLLM_FORMAT}NAME with one of vLLM's tool parsers, "
+        f"such as {VLLM_FORMAT}hermes, or None for the format learnt from the chat template."
     )
 
 
@@ -152,8 +152,8 @@ class Sampling(_LayeredOptions):
     repetition_penalty: float = UNSET
     """Divisor of the positive logits, and factor of the negative logits, of each id in the prompt and the turn.
 
-    It must be above 0. Values above 1 discourage repetition; 1 by default, which is off. The prompt is everything that the
-    model sees: the system prompt, earlier turns and text of the chat template.
+    It must be above 0. Values above 1 discourage repetition; 1 by default, which is off. The prompt is everything that
+    the model sees: the system prompt, earlier turns and text of the chat template.
     """
     presence_penalty: float = UNSET
     """Value subtracted from the logit of each id that the turn already contains; -2 to 2, 0 by default, which is off.
@@ -410,9 +410,9 @@ class History:
     content_safe: bool = True
     """True if control text from users and tools is ordinary text, which never becomes control ids."""
     close_reasoning: bool = False
-    """True if a turn that was truncated inside its reasoning continues: the next prompt closes the reasoning, with mask 0.
+    """True if the episode continues after a turn that was truncated inside its reasoning.
 
-    False ends the episode.
+    The next prompt then closes the reasoning, as masked context. False ends the episode.
     """
 
     def __post_init__(self) -> None:
@@ -433,7 +433,7 @@ class History:
             BadOption: `given` is not the name of a policy or a History.
         """
         if given is None or isinstance(given, str):
-            return cls(policy=HistoryPolicy.APPEND if given is None else given)  # type: ignore[arg-type]  # checked later
+            return cls(policy=HistoryPolicy.APPEND if given is None else given)  # type: ignore[arg-type]  # checked there
         if isinstance(given, History):
             return given
         raise BadOption(f"history={given!r:.60}: give append, fork, refuse or a History(...).")

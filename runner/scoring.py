@@ -143,7 +143,7 @@ def _check_signature(cls: type, scorer: Scorer, function: Callable[..., Any]) ->
     except TypeError:
         where = f"{cls.__name__}.{scorer.name}"
         raise BadEnvironment(
-            f"{where}: a {scorer.kind} is called as {scorer.name}({', '.join(arguments)}); change its parameters to fit."
+            f"{where}: a {scorer.kind} is called as {scorer.name}({', '.join(arguments)}); change its parameters."
         ) from None
 
 
@@ -210,9 +210,9 @@ def scores_by_agent(value: Any, name: str, trained: Sequence[str]) -> dict[str, 
     for agent in by_agent:
         if agent not in trained:
             raise ValueError(
-                f"{name} rewards {agent!r}, which is not a trained agent; the trained agents are: {', '.join(trained)}. For several "
-                f"scores write a @reward for each, or return one number here and write a @metric that returns the "
-                f"dict"
+                f"{name} rewards {agent!r}, which is not a trained agent; trained agents are: {', '.join(trained)}. For "
+                f"several scores write a @reward for each, or return one number here and write a @metric that returns "
+                f"the dict"
             )
     return {agent: as_score(score, name) for agent, score in by_agent.items()}
 

@@ -1,7 +1,7 @@
 """Probing of a chat template in a separate process, since a template may loop for ever, or exhaust the memory.
 
-`python -m runner.template_probe` is that process. It reads one JSON document, and writes lines of JSON. The last line is
-the answer; the others report progress.
+`python -m runner.template_probe` is that process. It reads one JSON document, and writes lines of JSON. The last line
+is the answer; the others report progress.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
     what = activity or "what a conversation may hold"
     return UnusableTemplate(
         TemplateFault.ENDLESS,
-        f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: correct a loop in it that does "
+        f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: correct its loop that does "
         "not end, or runs far too often",
     )
 

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 __all__ = ["AGAIN", "BRANCH", "RETRY", "Group", "Origin", "Outcome", "Segment", "Timings", "Trajectory", "Turn"]
 
 RETRY = "retry"
-"""The cause of a segment that samples a turn again from the same prompt, while the first one is withdrawn."""
+"""The cause of a segment that samples a turn again from the same prompt, since the first turn was withdrawn."""
 
 AGAIN = "again"
-"""The cause of a segment that samples a turn once more from the same prompt, while the first one is trained on too."""
+"""The cause of a segment that samples one more turn from the prompt of a turn that is trained on too."""
 
 BRANCH = "branch"
-"""The cause of a segment that continues after a turn of another one, with exactly its ids."""
+"""The cause of a segment that continues after a turn of another segment, with exactly the ids up to that turn."""
 
 
 class Outcome(enum.StrEnum):
-    """The end of an episode. The first five are scored; a failed episode has no reward, never 0."""
+    """The end of an episode. The first five are scored; a failed episode has no reward, which is not a reward of 0."""
 
     COMPLETED = "completed"
     """The rollout returned."""
@@ -54,7 +54,7 @@ class Outcome(enum.StrEnum):
     TIME_LIMIT = "time_limit"
     """The episode took longer than `Limits.seconds`."""
     ENV_ERROR = "env_error"
-    """The environment failed, or one of its untrained agents."""
+    """The environment or one of its untrained agents failed."""
     TOKEN_ERROR = "token_error"
     """There is no exact prompt: the template lacks a property that a bridge needs."""
     ENGINE_ERROR = "engine_error"
@@ -81,7 +81,7 @@ class Outcome(enum.StrEnum):
         """Return whether the next run plays the episode again.
 
         Args:
-            failed: the next run also plays failed episodes again.
+            failed: True if the next run also plays failed episodes again.
         """
         return self.cut_short or (failed and self.failed)
 
@@ -143,10 +143,10 @@ class Segment:
     cause: str = "start"
     """The reason why the segment was begun: "start"; "reencoded" if the first prompt of a conversation contains, as
     text, ids that its episode sampled; "branch" if it continues a turn of another segment with exactly its ids;
-    "again" and "retry" if a turn is sampled once more from the same prompt, "retry" if the first is withdrawn;
-    "environment" if the environment changed the history; "foreign", "retold", "edited" and "tools" if a request did,
-    "client" if its history is used as sent; otherwise the name of the property that the template lacks for an exact
-    bridge."""
+    "again" and "retry" if a turn is sampled once more from the same prompt, "retry" if the first turn is withdrawn;
+    "environment" if the environment changed the history; "foreign", "retold", "edited" and "tools" if a request changed
+    the history, "client" if a request's history is used as sent; otherwise the name of the property that the template
+    lacks for an exact bridge."""
     unseen: int = 0
     """Number of messages at the end that the model never saw."""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -154,7 +154,7 @@ class Segment:
     origin: Origin | None = None
     """The turn that the segment follows; None if it follows none."""
     shared: int = 0
-    """Number of ids at its beginning that are copied from `origin`; 0 if its prompt was rendered whole."""
+    """Number of ids at its beginning that are copied from `origin`; 0 if its whole prompt was rendered."""
 
     def __repr__(self) -> str:
         return f"<Segment {self.cause!r}: {len(self.messages)} messages, {len(self.log)} ids>"
@@ -177,13 +177,14 @@ class Turn:
     text: str = ""
     """The text beside reasoning and tool calls, cut before a stop string."""
     reasoning: str = ""
-    """The reasoning, or ""."""
+    """The reasoning; "" if the turn has none."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """The calls in order; one that did not parse has `error` set."""
+    """The calls in order; a call that could not be parsed has `error` set."""
     finish: FinishReason = FinishReason.ABORT
     """The reason why the turn ended."""
     stop: int | str | None = None
-    """The stop id, the stop string or the limit of `finish`."""
+    """The stop id or the stop string that ended the turn, the limit that it reached, or the text of an error; else
+    None."""
     segment: int = 0
     """The index of the turn's segment in its trajectory."""
     seed: int | None = None
@@ -192,7 +193,7 @@ class Turn:
     """The sampling of the turn, every field set except its constraint, which is in `constraint`; None if no run sampled
     it."""
     constraint: Constraint | None = None
-    """The set of ids that could be sampled. Training on the turn must apply the same token mask."""
+    """The constraint on the ids that could be sampled; None without one. Training must apply the same token mask."""
     tool_choice: ToolChoice = "auto"
     """"auto", "required" or "none": the turn may, must or must not call a tool. Other texts name a required tool."""
     cached_tokens: int | None = None
@@ -213,7 +214,7 @@ class Turn:
     reward: float = 0.0
     """Credit for this turn alone, set by the environment's author."""
     left_out: bool = False
-    """True if `Conversation.keep` dropped it; it is not trained on."""
+    """True if `Conversation.keep` dropped the turn, which is then not trained on."""
     handle: str = ""
     """The name of the turn for a client that requested it with `Episode.chat`; "" for any other turn."""
 
@@ -259,7 +260,7 @@ class Turn:
 
     @property
     def retried(self) -> bool:
-        """True if it was withdrawn, since it was played again in a later segment; it is not trained on."""
+        """True if the turn was withdrawn, since it was played again in a later segment. It is not trained on."""
         return self.end > self.start and self.log.sources[self.start] == Source.RETRIED
 
     @property
@@ -294,7 +295,7 @@ class Turn:
     def top_logprobs(self) -> NDArray[np.float32]:
         """The log-probability of each of `top_ids` in nats, shape [sampled, n], float32; a copy.
 
-        They are of the distribution that was sampled from, as `logprobs`: minus infinity for ids that could not be
+        Like `logprobs`, they are of the distribution that was sampled from: minus infinity for ids that could not be
         sampled.
         """
         import numpy as np
@@ -348,11 +349,11 @@ class Trajectory:
     outcome: Outcome = Outcome.CANCELLED
     """The outcome of the episode; the same for all its agents."""
     limit: str = ""
-    """The field of `Limits` that fired, or "max_tokens", or ""."""
+    """The field of `Limits` that ended the episode, or "max_tokens"; "" if no limit ended it."""
     limit_agent: str = ""
-    """The agent that reached `limit`, or ""."""
+    """The agent that reached `limit`; "" if no agent did."""
     reason: str = ""
-    """The argument of `Episode.end(reason)`."""
+    """The argument of `Episode.end(reason)`; "" without such a call."""
     error: str = ""
     """The error, for people; "" if there is none."""
     reward: float | None = None
@@ -360,16 +361,16 @@ class Trajectory:
     rewards: dict[str, float | None] = field(default_factory=dict)
     """The rewards of this agent by name, before weighting."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The metrics by name; one that raised is absent."""
+    """The metrics by name; a metric that raised an error is absent."""
     seconds: float = 0.0
     """Seconds that the episode was alive."""
     waited: float = 0.0
-    """The part of `seconds` in which its turns waited for a place in the engine."""
+    """The part of `seconds` in which the agent's turns waited for a place in the engine."""
     thread: str = ""
-    """The name that its seeds follow from, if it got its own only at the end, as threads of `Episode.chat` do;
-    otherwise ""."""
+    """The name from which the agent's seeds are derived, if the agent got its own name only at the end, as threads of
+    `Episode.chat` do; otherwise ""."""
     requests: list[ChatRequest] = field(default_factory=list)
-    """The requests of `Episode.chat` that it answered, in order."""
+    """The requests of `Episode.chat` that the agent answered, in order."""
     attachments: list[Attachment] = field(default_factory=list)
     """Artefacts of `Episode.attach`, in order; those of an episode belong to its first agent."""
 
@@ -384,7 +385,7 @@ class Trajectory:
 
     @property
     def branched(self) -> bool:
-        """True if turns may have been sampled at the same time; the number of a turn without a result is missing."""
+        """True if turns may have been sampled at the same time. Numbers of turns without a result are then missing."""
         causes = [segment.cause for segment in self.segments]
         return bool(self.requests) or causes.count("start") > 1 or AGAIN in causes or BRANCH in causes
 
@@ -415,12 +416,16 @@ class Group:
     trajectories: Sequence[Trajectory]
     """The trajectories by index; failed ones are among them, with reward None."""
     rng: random.Random
-    """The task's random numbers, for the group's own use."""
+    """The task's random numbers, for use by a group reward."""
     complete: bool = True
     """True if every episode of the group has been played."""
 
     def __getitem__(self, index: object) -> NoReturn:
-        """Raise an error with the fix, also for a loop over the group."""
+        """Raise an error with the fix. A loop over the group calls this too.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError("a Group is not a list: use group.trajectories")
 
     @property

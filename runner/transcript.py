@@ -46,7 +46,7 @@ STYLES = {
 }
 GUTTER_WIDTH = 11
 MAX_ATTACHED_CHARS = 2_000
-"""Characters of an attached text that a terminal shows."""
+"""Maximum number of characters of an attached text that a terminal shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class Passage:
     end: int
     """The index after the last id."""
     spans: tuple[Span, ...]
-    """Their text, in order."""
+    """The text of the ids, in order."""
     turn: Turn | None = None
-    """The turn in which they were sampled; None for other ids."""
+    """The turn in which the ids were sampled; None for other ids."""
 
 
 def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> Iterator[Passage]:
@@ -79,7 +79,7 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
     Args:
         segment: the segment.
         turns: the turns that were sampled in it, in order.
-        decode: ids to text; without it only the messages are shown, and nothing of the template.
+        decode: function from ids to text; with None only the messages are shown, and nothing of the template.
     """
     position = 0
     given = messages_by_turn(segment, turns)
@@ -92,7 +92,7 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
 
 
 def messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Message]]:
-    """The messages before each turn; empty for a turn that continued a cut one."""
+    """The messages before each turn; an empty list for a turn that continued a cut turn."""
     seen = segment.messages[: len(segment.messages) - segment.unseen]
     ends = [0, *(turn.end for turn in turns)]
     fresh = [turn.start > end for turn, end in zip(turns, ends, strict=False)]
@@ -132,8 +132,8 @@ def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
 def _find(content: str, text: str, start: int) -> tuple[str, int]:
     """Return a message's content as found in `text`, and its position; -1 if not found.
 
-    Ids cannot encode half a surrogate pair, and templates strip white space: the content is also searched for without
-    them.
+    Ids cannot encode unpaired surrogates, and templates strip white space, so the content is searched for without the
+    surrogates, and then also without white space at its ends.
     """
     sayable = without_surrogates(content)
     for written in (sayable, sayable.strip()):
@@ -157,7 +157,10 @@ def _calls_text(calls: Sequence[Any]) -> str:
 
 
 def decoder(engine: Mapping[str, Any]) -> Decode | None:
-    """Return the decoder of a run's ids, by its header's `engine`; None if that vocabulary is not on this machine."""
+    """Return the decoder of a run's ids, given `engine` of its header; None if its vocabulary is not on this machine.
+
+    The result is None too if the engine takes messages.
+    """
     if engine.get("takes") == "messages":
         return None
     if engine.get("kind") == "scripted":
@@ -187,7 +190,7 @@ def transcript(
 
     Args:
         trajectory: the trajectory.
-        decode: ids to text, or None.
+        decode: function from ids to text; with None only the messages are shown, and nothing of the template.
         brief: leave out the template's text and all of the first prompt but its last message.
         tokens: show the ids too.
     """
@@ -299,7 +302,7 @@ def printable_line(text: str) -> str:
 
 
 def shown_line(text: str) -> str:
-    """Return one line for a text that may have several."""
+    """Return the first line of a text, in the form of `printable`."""
     return printable(text.partition("\n")[0])
 
 
@@ -308,12 +311,12 @@ def _code(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-# Controls of ASCII and Latin-1, marks and overrides of direction, separators of lines and paragraphs, half surrogates.
+# Controls of ASCII and Latin-1, marks and overrides of direction, separators of lines and paragraphs, surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def _accounts(turn: Turn) -> str:
-    """The sources of a turn's ids and the way it ended."""
+    """One line about a turn: the numbers and sources of its ids, how it ended, and its times."""
     cached = "" if turn.cached_tokens is None else f", {turn.cached_tokens} cached"
     parts = [f"turn {turn.number + 1}", f"prompt {turn.start}{cached}", f"sampled {turn.end - turn.start}"]
     stop = "" if turn.stop is None else f" {turn.stop}"

@@ -48,7 +48,7 @@ class TurnAdmitted:
     """Id of the turn for a client; "" if it has none."""
     prompt_ids: Sequence[int]
     calls_before: int = 0
-    """Number of calls that the message already has if the turn continues a cut one; else 0."""
+    """Number of calls that the message already has if the turn continues a cut turn; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ or None.
 
 
 class TurnEventSink(Protocol):
-    """Receiver of the events of a turn while it is sampled. The sampling never waits for it."""
+    """Receiver of the events of a turn while it is sampled. The sampling never waits for the receiver."""
 
     def put(self, progress: TurnProgress, /) -> None: ...
 

@@ -43,7 +43,7 @@ def took_longer(name: str, seconds: float) -> str:
 
 
 def tool_error(text: str) -> str:
-    """Text for a tool that raised `ToolError`: the text of the error."""
+    """Text for a tool that raised `ToolError`: the text of the error, or a fixed text if it is empty."""
     return text or "The tool failed."
 
 

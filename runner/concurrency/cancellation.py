@@ -1,4 +1,4 @@
-"""Distinguishes a cancellation by a scope from one that the author's code raised."""
+"""Distinction between a cancellation by a scope and a cancellation that the author's code raised."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def cancellation_is_asked_for() -> bool:
 
 
 def forget_native_cancellation() -> None:
-    """Clear the effect of `asyncio.Task.cancel()` on the current task. Later scopes would take it for their own."""
+    """Clear the effect of `asyncio.Task.cancel()` on the current task, which later scopes would take for their own."""
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # another event loop than asyncio's
+    except RuntimeError:  # the event loop is not asyncio's
         return
     while task is not None and task.cancelling():
         task.uncancel()
@@ -35,7 +35,7 @@ def forget_native_cancellation() -> None:
 
 @contextmanager
 def native_cancellation_as(failure: Exception) -> Iterator[None]:
-    """Raise `failure` if the author's code raises a cancellation that no scope requested."""
+    """Raise `failure` if the author's code in the block raises a cancellation that no scope requested."""
     try:
         yield
     except anyio.get_cancelled_exc_class() as error:

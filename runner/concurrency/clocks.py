@@ -41,12 +41,12 @@ def loop_time() -> float:
     """Return `anyio.current_time()` at a fifth of its cost. A turn calls this about twenty times."""
     try:
         return asyncio.get_running_loop().time()
-    except RuntimeError:  # another event loop than asyncio's
+    except RuntimeError:  # the event loop is not asyncio's
         return anyio.current_time()
 
 
 def loop_clock() -> Callable[[], float]:
-    """Return `loop_time` for many calls in the current task."""
+    """Return a function that returns `loop_time()` faster, for many calls on the current event loop."""
     try:
         return asyncio.get_running_loop().time
     except RuntimeError:
@@ -66,11 +66,11 @@ def require_asyncio(user: str, *, in_tests: str = "a fixture anyio_backend that 
     """Check that the event loop is asyncio's.
 
     Args:
-        user: what needs it.
-        in_tests: the remedy in async tests.
+        user: name of the part that needs asyncio, for the error.
+        in_tests: the fix in async tests, for the error.
 
     Raises:
-        BadOption: it is trio's.
+        BadOption: the event loop is trio's.
     """
     if not on_asyncio():
         raise BadOption(
@@ -98,10 +98,10 @@ class Clock:
     can stay open while its limit changes.
 
     On asyncio the block may run code of an author that leaves scopes open after it, or closes scopes that were opened
-    before it. On other event loops that is an error.
+    before it. On other event loops, both are errors.
 
     Args:
-        seconds: the limit.
+        seconds: the limit; None for no limit.
         counts_sampling: True if the clock runs while an agent is sampled inside the block.
         over_tasks: True for anyio's own scope, whose cancellation and shield also reach tasks started in the block.
     """
@@ -118,7 +118,7 @@ class Clock:
         self.scope = anyio.CancelScope() if over_tasks else task_scope()
         """The cancel scope of the block, whose deadline the clock moves."""
         self._remaining = math.inf
-        # Several tasks under one clock may wait at the same time. The clock continues when the last one does.
+        # Several tasks under one clock may wait at the same time. The clock continues when the last of them continues.
         self._holds = 0
         self._requests = 0
         self._still = False
@@ -151,7 +151,7 @@ class Clock:
         self._settle()
 
     def begin_request(self) -> None:
-        """Count one more parallel request for a turn: the clock pauses only while all of them wait."""
+        """Count one more parallel request for a turn: the clock pauses only while all these requests wait."""
         self._requests += 1
         self._settle()
 
@@ -179,7 +179,7 @@ class Clock:
             self.scope.deadline = math.inf
 
     def is_over_this_task(self) -> bool:
-        """True if it runs over the current task."""
+        """True if the clock runs over the current task."""
         return self in _running.get()
 
     def __enter__(self) -> Self:
@@ -198,7 +198,7 @@ class Clock:
 
 
 class Waiting:
-    """Pauses every clock over the current task from entering until `over()` or leaving."""
+    """A block in which every clock over the current task is paused, until `over()` or the end of the block."""
 
     __slots__ = ("_clocks", "_waits", "began", "seconds")
 
@@ -216,7 +216,7 @@ class Waiting:
         return self
 
     def begin(self) -> None:
-        """Pause the clocks; another task may call this for the one that waits."""
+        """Pause the clocks; another task may call this for the task that waits."""
         self._waits = True
         self.began = loop_time()
         for clock in self._clocks:
@@ -235,7 +235,7 @@ class Waiting:
 
 
 class ParallelRequest:
-    """One of several parallel requests for turns, under clocks that pause only while all of them wait.
+    """One of several parallel requests for turns, under clocks that pause only while all these requests wait.
 
     If a clock paused while any request waits, it would never fire for a program with many threads. If it never paused,
     outcomes would depend on the width of the run.
@@ -254,7 +254,7 @@ class ParallelRequest:
 
 
 class WhileSampling:
-    """Pauses the clocks over the current task that do not count sampling."""
+    """A block in which the clocks over the current task that do not count sampling are paused."""
 
     __slots__ = ("_clocks",)
 
@@ -269,13 +269,16 @@ class WhileSampling:
 
 
 class PauseState:
-    """Pauses the clocks of every task that waits for an object, such as an engine, that is paused."""
+    """The state of an object that can be paused, such as an engine.
+
+    While the object is paused, the clocks of every task that waits for it are paused too.
+    """
 
     __slots__ = ("_watched", "on")
 
     def __init__(self) -> None:
         self.on = False
-        """True if it is paused now."""
+        """True if the object is paused now."""
         self._watched: dict[Waiting, None] = {}
 
     def begin(self) -> None:
@@ -319,7 +322,7 @@ class _Watched(Waiting):
 
 
 class Progress:
-    """Restarts the clocks of all tasks that wait for an object, such as an engine, whenever it makes progress.
+    """The progress of an object, such as an engine, which restarts the clocks of all tasks that wait for the object.
 
     While an engine reads the prompts of some turns, others wait for their first id although the engine is not silent.
     Clocks restart once per eighth of their limit, not at every step, since moving a deadline creates a timer.
@@ -336,7 +339,7 @@ class Progress:
         self._next = 0.0  # no clock is restarted before this time
 
     def note(self, now: float | None = None) -> None:
-        """Report progress; `now` is the event loop's time if known already."""
+        """Report progress; `now` is the event loop's time, if the caller has it."""
         now = loop_time() if now is None else now
         if now < self._next:
             return

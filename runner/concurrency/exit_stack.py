@@ -15,7 +15,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 Leave = Callable[[Callable[[], bool | None], str], Awaitable[bool | None]]
-"""Runs a named synchronous exit outside the event loop, and returns whether it suppressed the error."""
+"""Function that runs a synchronous exit of a name outside the event loop, and returns whether the exit suppressed the
+error."""
 
 
 class ThreadedExitStack(AsyncExitStack):
@@ -25,7 +26,7 @@ class ThreadedExitStack(AsyncExitStack):
     the event loop are exited there, since cancel scopes and similar objects belong to one thread.
 
     Args:
-        leave: exits contexts that were entered in a thread; without it everything is exited on the event loop.
+        leave: function that exits a context that was entered in a thread; with None all are exited on the event loop.
         owner: the owner of the stack, for people.
     """
 
@@ -50,7 +51,7 @@ class ThreadedExitStack(AsyncExitStack):
 
     def push(self, exit: T) -> T:
         if self._on_the_loop():
-            super().push(exit)  # type: ignore[type-var]  # it raises a clear error itself
+            super().push(exit)  # type: ignore[type-var]  # `push` raises a clear error itself
             return exit
         single = ExitStack()
         single.push(exit)  # type: ignore[type-var]  # likewise

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Make the calls at the same time, and return their results in order.
+    """Make the calls at the same time, and return their results in the order of `calls`.
 
     Raises:
         Exception: the first failure, which a task group would wrap.

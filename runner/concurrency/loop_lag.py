@@ -43,7 +43,7 @@ class Blocker:
     thread: bool
     """True if the code ran in a worker thread, where it computes instead of waiting."""
     leaving: bool = False
-    """True if it exited a context that an asynchronous `setup()` had entered in `episode.exit_stack`."""
+    """True if the code exited a context that an asynchronous `setup()` had entered in `episode.exit_stack`."""
 
     @property
     def advice(self) -> str:
@@ -52,14 +52,14 @@ class Blocker:
             return "it computes; threads are for code that waits: move it to anyio.to_process.run_sync"
         if self.leaving:
             return (
-                "it blocks the event loop: enter it in a synchronous setup() (it is left in a thread then), or have "
-                "exit_stack.push_async_exit await what it waits for"
+                "it blocks the event loop: enter it in a synchronous setup(), so that a thread exits it, or give "
+                "exit_stack.push_async_exit an async function that awaits what it waits for"
             )
         return "it blocks the event loop: make the method synchronous (it gets a thread), or await what it waits for"
 
 
 class LagMonitor:
-    """Measures the lag of the event loop while it is entered, and names the code that causes it.
+    """A block that measures the lag of the event loop, and names the code that causes the lag.
 
     A task on the loop sets a mark every 20 ms. A thread checks the mark; if it is more than 50 ms late, it samples the
     frames of the loop and of the run's worker threads. With another `tick` both times change.
@@ -69,7 +69,8 @@ class LagMonitor:
         self, workers: Workers, *, stuck_seconds: float = LOOP_STUCK_SECONDS, tick: float = TICK_SECONDS
     ) -> None:
         self.on_stuck: Callable[[Blocker], None] | None = None
-        """Called in the watching thread with the blocking code when the loop has been stuck for `stuck_seconds`."""
+        """Function that is called in the watching thread, with the blocking code, when the loop has been stuck for
+        `stuck_seconds`."""
         self.stuck_seconds = stuck_seconds
         """Seconds before `on_stuck` is called; a minute by default."""
         self._workers = workers
@@ -101,12 +102,12 @@ class LagMonitor:
         self._thread.join()
 
     def percentile(self, percent: float) -> float:
-        """Return the lag in seconds that this percentage of the ticks in the last minute did not exceed, or 0."""
+        """Return the lag in seconds that this percentage of the last minute's ticks did not exceed; 0 without ticks."""
         lags = sorted(self._lags)
         return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
 
     def blockers(self, most: int = 5) -> list[Blocker]:
-        """Return the code that delayed the loop, the worst first."""
+        """Return the code that delayed the loop, the worst first, with at most `most` entries."""
         worst = sorted(self._seconds.items(), key=lambda item: -item[1])[:most]
         return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
 
@@ -188,7 +189,7 @@ def author_frame(innermost: FrameType | None) -> FrameType | None:
 
 
 def _unwound(innermost: FrameType | None) -> ThreadedExitStack | None:
-    """The exit stack that is being unwound in this frame or in one of its callers."""
+    """The exit stack that is being unwound in this frame or in one of its callers, or None."""
     for frame in _outwards(innermost):
         if frame.f_code is ThreadedExitStack.unwind.__code__:
             stack: ThreadedExitStack = frame.f_locals["self"]

@@ -15,9 +15,9 @@ __all__ = ["LentClock", "OwnTask"]
 
 
 class OwnTask:
-    """Runs a function in a separate task.
+    """A separate task that runs a function.
 
-    Only `around` is entered in that task outside of the function. Scopes that the function leaves open cannot affect
+    Only one scope is entered in that task outside of the function. Scopes that the function leaves open cannot affect
     other code, and are cancelled once the function has returned.
     """
 
@@ -34,7 +34,7 @@ class OwnTask:
 
     @property
     def tasks(self) -> TaskGroup:
-        """Tasks that end with the function."""
+        """The task group for other tasks, which are cancelled when the function ends."""
         self._has_others = True
         return self._tasks
 
@@ -50,12 +50,13 @@ class OwnTask:
 
         Args:
             function: the function.
-            close_rest: called in the same task if the function left something open; closes what it can.
+            close_rest: function that is called in the same task if `function` left something open; it closes what it
+                can.
             name: the name of the task.
-            in_this_task: run it in the calling task, for debuggers.
+            in_this_task: True to run the function in the calling task, for debuggers.
 
         Raises:
-            BaseException: raised by the function.
+            BaseException: the error that the function raised.
         """
         done = anyio.Event()
         with self.outer:
@@ -75,7 +76,7 @@ class OwnTask:
                         if self._has_others or self.left_open:
                             self._tasks.cancel_scope.cancel()
             except BaseExceptionGroup:
-                # The group lacks the scopes that the task was in when it ended.
+                # The task ended inside scopes that the function left open, so the group raises an error about them.
                 if not self.left_open:
                     raise
             if self._failure is not None:
@@ -114,7 +115,7 @@ class OwnTask:
 
 
 class LentClock:
-    """An outer clock without its own limit, used as the clock of a block inside it. Once fired, it stays cancelled."""
+    """An outer clock without its own limit, used as the clock of a block inside it. Once it has fired, it stays so."""
 
     def __init__(self, clock: Clock, seconds: float | None) -> None:
         self.seconds = seconds
@@ -147,7 +148,12 @@ class LentClock:
 
 
 def _left(scope: anyio.CancelScope, groups: int) -> bool:
-    """Leave a scope; return True if nothing opened inside it is still open. `groups`: number open before it."""
+    """Leave a scope, and return True if nothing that was opened inside it is still open.
+
+    Args:
+        scope: the scope.
+        groups: number of task groups that were open before the scope was entered.
+    """
     try:
         scope.__exit__(None, None, None)
     except RuntimeError:

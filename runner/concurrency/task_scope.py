@@ -1,4 +1,4 @@
-"""A cancel scope of one asyncio task outside the stack of anyio's scopes: blocks may overlap."""
+"""A cancel scope of one asyncio task outside the stack of anyio's scopes, so that blocks may overlap."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MESSAGE: Final = "cancelled by deltarunner"
 
 
 class TaskScope:
-    """Cancels the current asyncio task's block, as `anyio.CancelScope` does.
+    """A cancel scope over a block of the current asyncio task, like `anyio.CancelScope`.
 
     A scope of anyio must be left after all scopes that were opened inside it. This scope has no such rule: scopes that
     an author's hook opens in the block may stay open after it, and earlier scopes may be closed inside it. As with
-    anyio the task is cancelled at each of its waits until it has left the block, except under a shield in it.
+    anyio the task is cancelled at each of its waits until it has left the block, except under a shield in the block.
     """
 
     __slots__ = ("_asked", "_before", "_deadline", "_due", "_handle", "_start", "_task", "_waits_for", "cancel_called")
@@ -35,7 +35,7 @@ class TaskScope:
         """True if the deadline was reached or `cancel` was called."""
         self._deadline = math.inf
         self._due = math.inf
-        """Time at which the timer is due; infinite without one."""
+        """Time at which the timer is due; infinite without a timer."""
         self._handle: asyncio.Handle | None = None
         self._task: asyncio.Task[Any] | None = None
         self._waits_for: asyncio.Future[Any] | None = None
@@ -64,7 +64,7 @@ class TaskScope:
         self._task = task = asyncio.current_task()
         assert task is not None
         self._start, self._before = _scope_of(task), task.cancelling()
-        self._asked = 0  # number of cancellations
+        self._asked = 0  # number of cancellations that this scope requested
         if self.cancel_called:
             self._deliver()
         else:
@@ -94,7 +94,7 @@ class TaskScope:
         if loop.time() >= self._due:
             self.cancel()
         else:
-            self._handle = loop.call_at(self._due, self._arm)  # set again, since the loop may call this slightly early
+            self._handle = loop.call_at(self._due, self._arm)  # `_arm` checks the time, since the call may be early
 
     def _disarm(self) -> None:
         self._due = math.inf
@@ -142,6 +142,6 @@ class TaskScope:
 
 
 def _scope_of(task: asyncio.Task[Any]) -> Any:
-    """The innermost anyio scope of the task."""
+    """The innermost anyio scope of the task; None outside of any scope."""
     state = _task_states.get(task)
     return None if state is None else state.cancel_scope

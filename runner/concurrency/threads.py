@@ -26,14 +26,14 @@ from runner.concurrency.clocks import Waiting
 
 __all__ = ["Job", "ThreadContext", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
 
-BUSY_RATIO = 0.002
-"""Share of processor time between two checks, 20 ms apart, that separates computing from waiting. A thread that wakes
-every millisecond only to wait again was measured at a quarter of this share.
+BUSY_SECONDS = 0.002
+"""Seconds of processor time between two checks, 20 ms apart, above which a thread computes instead of waiting. A thread
+that wakes every millisecond only to wait again was measured at a quarter of this time.
 """
 
 
 class Job:
-    """One synchronous call while it is in a thread."""
+    """One synchronous call in a worker thread."""
 
     __slots__ = ("_clock", "_computed", "_decided", "done", "error", "function", "name", "result", "thread")
 
@@ -54,17 +54,20 @@ class Job:
 
     @property
     def abandoned(self) -> bool:
-        """True if the call was started and is not done. It is read once no task waits for the call."""
+        """True if the call was started and is not done. Read this only when no task waits for the call any more."""
         return self.thread is not None and not self.done
 
     def computed(self) -> bool:
-        """True if the call's thread used the processor since the last check. A waiting thread does not."""
+        """Return whether the call's thread used more than `BUSY_SECONDS` of processor time since the last check.
+
+        A thread that only waits uses less. The next check counts from now.
+        """
         try:
             now = time.clock_gettime(self._clock)
         except OSError:  # the thread has ended
             return False
         before, self._computed = self._computed, now
-        return now - before > BUSY_RATIO
+        return now - before > BUSY_SECONDS
 
     def call_off(self) -> None:
         """Abandon the call. If it was not started, it is never started."""
@@ -132,7 +135,10 @@ class ThreadContext:
 
 
 def _other_values(now: dict[Any, Any], before: dict[Any, Any], missing: object) -> list[tuple[Any, Any]]:
-    """Return the items of `now` whose values are other objects than in `before`. All loops run in C."""
+    """Return the items of `now` whose values are other objects than in `before`, which is `missing` for a missing key.
+
+    All loops run in C.
+    """
     return list(compress(now.items(), map(is_not, now.values(), map(before.get, now, repeat(missing)))))
 
 
@@ -164,6 +170,9 @@ class Workers:
         """Run a job in a worker thread; waiting for a thread pauses every clock.
 
         If cancelled while the job runs, the thread is abandoned (`job.abandoned`), and another call may begin.
+
+        Raises:
+            BaseException: the error of the job.
         """
         # The limiter identifies borrowers by object, and one task may have several calls in threads.
         owner = object()
@@ -178,7 +187,11 @@ class Workers:
             self._slots.release_on_behalf_of(owner)
 
     async def call_beside(self, job: Job, thread: WorkerThread | None = None) -> Any:
-        """Make a call without the limit: in `thread`, or in an additional one if it is None."""
+        """Make a call without the limit: in `thread`, or in an additional thread if `thread` is None.
+
+        Raises:
+            BaseException: the error of the job.
+        """
         self.running[id(job)] = job
         try:
             await self._run(job, thread)
@@ -192,7 +205,7 @@ class Workers:
         return job.result
 
     def close(self) -> None:
-        """End idle threads now, and the working ones after their work."""
+        """End idle threads now, and working threads after their work."""
         self._idle.close()
 
     async def _run(self, job: Job, thread: WorkerThread | None) -> None:
@@ -202,7 +215,7 @@ class Workers:
             except RuntimeError:  # trio, whose worker threads do not keep the process alive either
                 await anyio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=self._unlimited)
                 return
-            # As in anyio's `run_sync`, a caller that is already cancelled starts nothing.
+            # A caller that is already cancelled starts nothing, as in anyio's `run_sync`.
             await anyio.lowlevel.checkpoint()
             # A thread reports only to the loop that it was created on.
             fits = self._idle and self._idle[-1].loop is loop
@@ -230,7 +243,7 @@ class IdleThreads(list["WorkerThread"]):
     def __init__(self) -> None:
         super().__init__()
         self.members: list[WorkerThread] = []
-        """Every thread that joins the list, the working ones too."""
+        """Every thread that joins the list while it is idle, working threads included."""
         self.closed = False
         """True if no further work comes."""
 
@@ -244,16 +257,18 @@ class IdleThreads(list["WorkerThread"]):
 
 
 class WorkerThread(threading.Thread):
-    """A worker thread of this event loop, as a daemon: a hanging thread of anyio would keep the process alive.
+    """A worker thread of this event loop. It is a daemon, since a hanging thread of anyio would keep the process alive.
 
     Args:
-        idle: the list that the thread joins while idle, until it is closed; without one the thread lasts until `end`.
+        idle: the list that the thread joins while it is idle, and whose `close` ends the thread; with None the thread
+            lasts until `end`.
     """
 
     def __init__(self, idle: IdleThreads | None = None) -> None:
         super().__init__(name="deltarunner worker", daemon=True)
         self._token = anyio.lowlevel.current_token()
-        # The name is as in anyio, since a virtual clock and the search for leaks recognise working threads by it.
+        # `loop` and `idle_workers` are named as in anyio: a virtual clock and the search for leaks recognise working
+        # threads by these attributes.
         self.loop = self._token.native_token
         self.idle_workers = IdleThreads() if idle is None else idle
         self.idle_workers.members.append(self)
@@ -305,7 +320,7 @@ def busy_threads() -> list[threading.Thread]:
 def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
     """Return a function that schedules a call on the event loop running here; usable in any thread, without waiting."""
     native: Any = anyio.lowlevel.current_token().native_token
-    # Trio's token has one of these methods, asyncio's loop the other.
+    # Trio's token has the first of these methods, and asyncio's loop has the second.
     schedule: Callable[[Callable[[], object]], object]
     schedule = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
     return schedule

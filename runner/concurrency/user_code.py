@@ -34,8 +34,8 @@ HOW_TO_CLOSE = (
 """Advice for authors whose hooks leave a resource open, or close it in the wrong place."""
 
 _OTHER_THREAD = (
-    "Synchronous methods of an episode run in threads that change, one call at a time: open it with "
-    "check_same_thread=False."
+    "Synchronous methods of an episode run in threads that change, one call at a time: open the SQLite "
+    "connection with check_same_thread=False."
 )
 
 _OTHER_CONTEXT = (
@@ -62,8 +62,8 @@ class TooSlow(Exception):
 class AuthorCode:
     """The author's code of one episode.
 
-    Asynchronous functions run on the loop. Synchronous ones run in the run's worker threads, one at a time, in the
-    order of the calls: two of them never use the environment at the same time.
+    Asynchronous functions run on the loop. Synchronous functions run in the run's worker threads, one at a time, in the
+    order of the calls: two synchronous functions never use the environment at the same time.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -88,12 +88,13 @@ class AuthorCode:
             function: the function.
             args: its arguments.
             name: its name in messages.
-            seconds: its time limit.
-            clock: creates the clock of the limit.
+            seconds: its time limit; None for no limit.
+            clock: function that creates the clock of the limit.
 
         Raises:
-            TooSlow: it took longer than `seconds`, also if it swallowed the cancellation and returned.
-            AuthorExit: it called `sys.exit`, or raised something that is not an Exception.
+            TooSlow: the function took longer than `seconds`, also if it swallowed the cancellation and returned.
+            AuthorExit: the function called `sys.exit`, raised something that is not an Exception, or was cancelled by
+                the author's code.
         """
         job: Job | None = None
         try:
@@ -148,7 +149,7 @@ def describe_error(error: BaseException) -> str:
     """
     error = unwrapped(error)
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-        error = error.__cause__  # a coroutine cannot raise it, so Python wraps it in a RuntimeError
+        error = error.__cause__  # Python wraps a StopIteration of a coroutine in a RuntimeError
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error

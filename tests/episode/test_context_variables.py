@@ -220,4 +220,4 @@ async def test_database_of_another_thread_fails_with_the_fix() -> None:
         def close(self) -> None: ...
 
     played = await play_many_async(Queries, ScriptedEngine("done"))
-    assert all("open it with check_same_thread=False" in each.error for each in played)
+    assert all("open the SQLite connection with check_same_thread=False" in each.error for each in played)

@@ -126,5 +126,5 @@ def test_concurrency_must_be_a_whole_number(width: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("regex", ["(", 5])
 def test_invalid_regular_expressions_are_refused_when_given(regex: Any) -> None:
-    with pytest.raises(BadOption, match=r"Sampling\(regex=.*not a regular expression"):
+    with pytest.raises(BadOption, match=r"Sampling\(regex=.*correct this regular expression"):
         Sampling(regex=regex)
