@@ -115,7 +115,7 @@ def make_attachment(name: str, turn: int, **content: Any) -> Attachment:
 
 def _text(value: Any, where: str) -> tuple[str, bytes]:
     if not isinstance(value, str):
-        raise BadOption(f"{where}: text is a str, got {type(value).__name__}.")
+        raise BadOption(f"{where}: give text as a str, got {type(value).__name__}.")
     return "text/plain", value.encode("utf-8", "surrogatepass")
 
 

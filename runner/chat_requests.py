@@ -14,7 +14,7 @@ __all__ = ["Again", "ChatCall", "ChatRequest", "Delivery", "Tolerated", "Unknown
 
 
 class UnknownReference(BadMessage):
-    """A request names a turn by an id that its episode never returned.
+    """An error of a request, which names a turn by an id that its episode never returned.
 
     Args:
         given: the id.
@@ -155,11 +155,11 @@ class ChatCall:
     tools: Sequence[Any] = ()
     """Tools that may be called, in OpenAI's form."""
     sampling: Sampling | None = None
-    """Sampling that the client requests."""
+    """Sampling that the client requests; None if it requests none."""
     tool_choice: ToolChoice | None = None
-    """"auto", "required", "none" or the name of a tool."""
+    """"auto", "required", "none" or the name of a tool; None if the client gives none."""
     label: str = ""
-    """The client's own name for the requesting agent."""
+    """The client's own name for the requesting agent; "" if it has none."""
     train: bool | None = None
     """True if a thread that begins with this request is trained; None trains the thread if it has tools."""
     handles: Sequence[str] = ()

@@ -249,9 +249,9 @@ class JudgeFailed(DeltarunnerError):
 
 
 class EpisodeOver(DeltarunnerError):
-    """The episode has ended: a limit was reached, or its tokens or its engine failed.
+    """The episode has ended, for example since a limit was reached or its engine failed.
 
-    Raised by `Conversation.generate`. A `rollout` may end with it.
+    `Conversation.generate` raises this. A `rollout` may end with it.
     """
 
 

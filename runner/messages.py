@@ -151,11 +151,11 @@ def _call_ids(message: Message) -> list[str]:
 
 
 class CallIndex(NamedTuple):
-    """Position of a call; ids are not unique across libraries."""
+    """Position of a call in a history. It identifies the call, since some libraries use an id several times."""
 
     message: int
     call: int
-    """Number of the call in that message."""
+    """Number of the call in the message."""
 
 
 class AnsweredCalls:
@@ -234,7 +234,7 @@ MAX_NOTE_STRING = 500
 """Maximum number of characters of a string in a note; longer strings are usually data."""
 
 MAX_NOTE_DEPTH = 6
-"""Nesting depth of the fields in a note."""
+"""Maximum nesting depth of the fields in a note."""
 
 _DATA = frozenset({"data", "encrypted_content", "encrypted_index", "signature", "file_data", "image_url", "source"})
 

@@ -15,7 +15,7 @@ MAX_LOGPROBS: Final = 20
 
 
 _NOTHING: Final[tuple[Any, ...]] = ((), [], {}, None)
-"""Values with one meaning, in a field that is off by default."""
+"""Values that all mean "off", in a field that is off by default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class ScorerKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scorer:
-    """A method that scores."""
+    """A method that computes a score."""
 
     name: str
     """The method's name, under which its score is recorded."""
@@ -77,6 +77,9 @@ def metric(function: Function, /) -> Function:
 
     The values of a dict are separate metrics: if `scores` returns `{"style": 0.5}`, the metric is
     `scores.style`.
+
+    Raises:
+        BadEnvironment: `function` is not a function, or its class has two decorated methods of this name.
     """
     return _mark(function, ScorerKind.METRIC, 1.0)  # type: ignore[no-any-return]  # `_mark` returns the given function
 
@@ -89,6 +92,10 @@ def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     """Mark a method as a group reward: `(group: Group) -> one float per trajectory`, called after the group's commit.
 
     The runner calls it on the environment object of the run.
+
+    Raises:
+        BadOption: the weight is not a finite number.
+        BadEnvironment: `function` is not a function, or its class has two decorated methods of this name.
     """
     return _mark(function, ScorerKind.GROUP_REWARD, weight)
 
@@ -210,7 +217,7 @@ def scores_by_agent(value: Any, name: str, trained: Sequence[str]) -> dict[str, 
     for agent in by_agent:
         if agent not in trained:
             raise ValueError(
-                f"{name} rewards {agent!r}, which is not a trained agent; trained agents are: {', '.join(trained)}. For "
+                f"{name} rewards {agent!r}, which is not a trained agent; these are trained: {', '.join(trained)}. For "
                 f"several scores write a @reward for each, or return one number here and write a @metric that returns "
                 f"the dict"
             )

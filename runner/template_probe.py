@@ -52,7 +52,7 @@ MEMORY_BYTES = 2 << 30
 
 _START_SECONDS = 60.0  # time for Python to start on a busy machine, before the template's own time
 _BUSY_FACTOR = 10  # on a busy machine, a process may get only a tenth of the processor time
-_LOOK_SECONDS = 0.1  # seconds between two checks whether the caller still waits
+_LOOK_SECONDS = 0.1  # seconds between two checks of whether the caller still waits
 _profiles: dict[str, TemplateProfile] = {}
 
 
@@ -182,8 +182,8 @@ def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
     what = activity or "what a conversation may hold"
     return UnusableTemplate(
         TemplateFault.ENDLESS,
-        f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: correct its loop that does "
-        "not end, or runs far too often",
+        f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: correct its loop, which "
+        "does not end or runs far too often",
     )
 
 

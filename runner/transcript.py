@@ -191,8 +191,8 @@ def transcript(
     Args:
         trajectory: the trajectory.
         decode: function from ids to text; with None only the messages are shown, and nothing of the template.
-        brief: leave out the template's text and all of the first prompt but its last message.
-        tokens: show the ids too.
+        brief: True to leave out the template's text, and all of the first prompt but its last message.
+        tokens: True to show the ids too.
     """
     yield headline(trajectory)
     if trajectory.error:

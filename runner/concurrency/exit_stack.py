@@ -15,8 +15,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 Leave = Callable[[Callable[[], bool | None], str], Awaitable[bool | None]]
-"""Function that runs a synchronous exit of a name outside the event loop, and returns whether the exit suppressed the
-error."""
+"""Function that runs a synchronous exit outside the event loop, given its name for messages, and returns whether the
+exit suppressed the error."""
 
 
 class ThreadedExitStack(AsyncExitStack):

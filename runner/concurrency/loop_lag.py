@@ -178,7 +178,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def author_frame(innermost: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside our code and libraries; code that started the event loop is not blamed."""
+    """Return the innermost frame outside our code and libraries; None if there is none below the event loop."""
     for frame in _outwards(innermost):
         name = frame.f_code.co_filename
         if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):

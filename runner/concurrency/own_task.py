@@ -115,7 +115,7 @@ class OwnTask:
 
 
 class LentClock:
-    """An outer clock without its own limit, used as the clock of a block inside it. Once it has fired, it stays so."""
+    """An outer clock without its own limit, used as the clock of a block inside it. Once fired, it stays fired."""
 
     def __init__(self, clock: Clock, seconds: float | None) -> None:
         self.seconds = seconds

@@ -135,7 +135,7 @@ class ThreadContext:
 
 
 def _other_values(now: dict[Any, Any], before: dict[Any, Any], missing: object) -> list[tuple[Any, Any]]:
-    """Return the items of `now` whose values are other objects than in `before`, which is `missing` for a missing key.
+    """Return the items of `now` whose values are other objects than in `before`; `missing` stands for an absent value.
 
     All loops run in C.
     """
@@ -154,7 +154,7 @@ def _assign(variable: ContextVar[Any], value: Any, tokens: _Tokens) -> None:
 
 
 class Workers:
-    """The run's worker threads. They do not keep the process alive, even if one never returns."""
+    """The run's worker threads. They do not keep the process alive, even if a call never returns."""
 
     def __init__(self, threads: int) -> None:
         self._slots = anyio.CapacityLimiter(threads)
@@ -248,7 +248,7 @@ class IdleThreads(list["WorkerThread"]):
         """True if no further work comes."""
 
     def close(self) -> None:
-        """End the idle threads now, and each working one after its work."""
+        """End the idle threads now, and each working thread after its work."""
         self.closed = True
         self.clear()
         # A busy thread cannot report later that its work is done, since the loop may have ended or be blocked by then.

@@ -118,7 +118,7 @@ async def test_show_has_attachments_after_their_turns(tmp_path: Path) -> None:
     [
         ({}, "give one of text=, json=, image= and file=, got 0"),
         ({"text": "a", "json": 1}, "got 2"),
-        ({"text": b"a"}, "text is a str, got bytes"),
+        ({"text": b"a"}, "give text as a str, got bytes"),
         ({"json": {1, 2}}, "the value is not JSON"),
         ({"image": b"<svg onload=alert(1)>"}, "the data is not a PNG, JPEG, GIF or WebP image"),
         ({"image": 3}, "give bytes or a path, got int"),

@@ -126,7 +126,7 @@ async def test_a_metric_of_several_numbers_is_as_many_metrics() -> None:
     assert (trajectory.reward, trajectory.metrics) == (1.0, {"scores.style": 0.5, "scores.polite": 1.0})
     assert run.summary.metrics["scores.style"].mean == 0.5
     by_number, nested = run.summary.faults
-    assert re.search(r"metric by_number\(\): TypeError: by_number returned keys that are .*not strings: \[1\]", by_number)
+    assert re.search(r"metric by_number\(\): TypeError: by_number returned keys that .*not strings: \[1\]", by_number)
     assert re.search(r"metric nested\(\): TypeError: nested\.style returned \{'clear': 1\.0\}", nested)
 
 

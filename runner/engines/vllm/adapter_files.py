@@ -150,7 +150,7 @@ def _config(file: Path) -> dict[str, Any]:
         raise BadWeights(f"{file.name} holds {type(config).__name__}, not settings by name: {_SAVE}.")
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise BadWeights(f"{file.name} has peft_type {kind!r}: only LORA is supported.")
+        raise BadWeights(f"{file.name} has peft_type {kind!r}: give an adapter of the type LORA.")
     return config
 
 

@@ -23,11 +23,11 @@ from runner.models import ResolvedModel
 __all__ = ["VllmAdapters"]
 
 MAX_SHOWN_COUNT: Final = 4
-"""Number of modules that an error names."""
+"""Maximum number of modules that an error names."""
 _log = logger_for("engines")
 
 Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
-"""Function that waits for vLLM's answer to a call of that name, or for its death."""
+"""Function that receives the name of a call and the call, and waits for vLLM's answer or for vLLM's death."""
 
 
 class VllmAdapters(Adapters):

@@ -102,7 +102,7 @@ class VllmCallReader:
             )
 
     def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:
-        """Read content and calls of a turn."""
+        """Read content and calls of a turn from index `begin` of its text on. Without `ids`, the text is encoded."""
         streamed = self._streamed(text, ids or self._tokenizer.encode(text), begin, schemas)
         calls, said = streamed.calls, text[begin:]
         if not calls and streamed.error is None:
@@ -181,7 +181,7 @@ class _Streamed:
     content: str = ""
     error: Exception | None = None
     """Exception of the parser."""
-    _calls: dict[int, list[str]] = field(default_factory=dict)  # name and arguments, by the number in the turn
+    _calls: dict[int, list[str]] = field(default_factory=dict)  # name and arguments, by the number of the call
 
     @property
     def calls(self) -> list[ReadCall]:
@@ -216,7 +216,7 @@ def _request(schemas: Schemas) -> Any:
 
 
 class _TokenIds(Mapping[str, int]):
-    """Ids of tokens by name: every token can be looked up, and control tokens are listed."""
+    """Ids of tokens by name: every token can be looked up, and only control tokens are listed."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

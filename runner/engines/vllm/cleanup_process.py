@@ -32,7 +32,7 @@ _ORPHAN_SECONDS: Final = 60.0  # orphans detect the end of their parent within a
 
 
 class CleanupProcess:
-    """Process that waits for the end of this process, and then removes the leftovers of its engine.
+    """Process that waits for the end of the process that created it, and then removes the leftovers of its engine.
 
     Args:
         folder: the engine's private folder.

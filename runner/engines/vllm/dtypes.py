@@ -52,7 +52,7 @@ def gives_dtype(given: Mapping[str, Any]) -> bool:
 def choose_dtype(
     folder: Path, given: Mapping[str, Any], *, is_fast: Callable[[str], bool], memory: int, copies: int = 1
 ) -> ChosenDtype:
-    """Return the fastest dtype for a model on a CPU; `auto` if vLLM's own choice is as fast, or nothing else fits.
+    """Return the fastest dtype for a model on a CPU; `auto` if vLLM's choice is as fast, or the only possible one.
 
     vLLM computes in the checkpoint's dtype, and in bfloat16 for float32 checkpoints. On a processor without bfloat16
     instructions this takes up to several times as long as float32.
@@ -98,8 +98,8 @@ def is_fast(dtype: str) -> bool:
 def emulates_bfloat16(capabilities: Mapping[str, Any], limit: str) -> bool:
     """Return whether oneDNN computes bfloat16 by AVX-512 instructions for float32, which is slower than float32.
 
-    oneDNN supports bfloat16 on every processor with AVX-512. Only some have instructions for it: Cooper Lake, Sapphire
-    Rapids, Zen 4 and later ones.
+    oneDNN supports bfloat16 on every processor with AVX-512. Only some of these processors have instructions for it:
+    Cooper Lake, Sapphire Rapids, Zen 4 and later ones.
 
     Args:
         capabilities: the processor's instructions as torch names them.

@@ -276,7 +276,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         """Check that `score` can score ids as sampled, if `as_sampled` is True.
 
         Raises:
-            BadControl: the engine has not our worker extension, or decodes speculatively.
+            BadControl: the engine does not have our worker extension, or decodes speculatively.
         """
         if not as_sampled:
             return

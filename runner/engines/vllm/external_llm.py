@@ -132,7 +132,7 @@ class ExternalProcess(VllmProcess):
             )
         if _bare_on_cpu(llm) and config.scheduler_config.enable_chunked_prefill:
             raise BadOption(
-                "VllmEngine.over(llm): on a CPU, vLLM dies of a seeded turn with a chunked prompt; "
+                "VllmEngine.over(llm): on a CPU, a turn with a seed and a chunked prompt ends vLLM; "
                 f"start it with {_EXTENSION}, or with enable_chunked_prefill=False."
             )
         self.settings = VllmSettings({"logprobs_mode": mode}, {}, {})

@@ -178,7 +178,7 @@ def ranks_of(llm: Any) -> int:
 
 
 def stale_tensors(changed: Sequence[Mapping[str, bool]]) -> dict[int, list[str]]:
-    """Return, for each such worker, the tensors that it kept in an update although other workers exchanged theirs.
+    """Return the names of tensors that a worker kept in an update in which other workers exchanged them, by worker.
 
     A worker that kept all its tensors is included, even if no other worker has tensors with these names.
 

@@ -51,7 +51,7 @@ class VllmRequest(OpenRequest, Protocol):
 
 
 class VllmRuntime(ModelRuntime[VllmRequest]):
-    """State of vLLM from start to stop. A request is in flight until its stream is left."""
+    """State of vLLM from start to stop. A request is in flight until its stream is closed."""
 
     adapters: VllmAdapters
     workers = 1
@@ -348,7 +348,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """Release GPU memory; on a CPU vLLM only pauses."""
         # After a partial sleep it is unknown which memory is released.
         with self._ended_by_failure("it could not be put to sleep"):
-            await self._pause(PauseMode.ABORT)  # also ends turns that an earlier pause kept
+            await self._pause(PauseMode.ABORT)  # this also ends turns that an earlier pause kept
             if self.own_scores is not None and not self.asleep:
                 await self._check_reload(self.own_scores)  # ids cannot be scored while the engine sleeps
             await self.answered("sleep()", self.llm.sleep(level))

@@ -137,13 +137,13 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
         # a request ignores the model's stop ids, they are not in this list.
         "stop_token_ids": list(request.all_stop_ids),
         "ignore_eos": True,
-        # Flat lists of ids and log-probabilities without text: the cheapest output of vLLM.
+        # The cheapest output of vLLM has flat lists of ids and log-probabilities, and no text.
         "detokenize": False,
         "flat_logprobs": True,
         "extra_args": dict(request.extra) or None,
     }
     if request.scores_prompt:
-        arguments["prompt_logprobs"] = 0  # only the log-probabilities of the prompt's own ids
+        arguments["prompt_logprobs"] = 0  # 0 requests only the log-probabilities of the prompt's own ids
     if "stream_interval" in known:
         arguments["stream_interval"] = 1 if request.acts_on_deltas else stream_interval
     if "skip_clone" in known:  # the parameters are made for this request only

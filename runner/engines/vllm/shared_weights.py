@@ -92,7 +92,7 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     """Return the form of a torch tensor or a numpy array.
 
     Raises:
-        BadWeights: the value is neither of these, or has no data in this process.
+        BadWeights: the name is not a string, or the value is neither of these types, or has no data in this process.
     """
     import torch
 

@@ -275,7 +275,7 @@ class VllmProcess:
     def _construct(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM's warnings
-            with _environment(_log_variables()), _kept(_LOADED):  # read when vLLM is imported
+            with _environment(_log_variables()), _kept(_LOADED):  # vLLM reads them when it is imported
                 arguments = self._arguments()
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM

@@ -67,7 +67,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             raise StopAsyncIteration
         try:
             return await self._read()
-        except Exception as error:  # the collector has the error that ended vLLM's output loop
+        except Exception as error:  # the collector raises the error that ended vLLM's output loop
             raise self._died(error) from error
 
     async def _read(self) -> Delta:

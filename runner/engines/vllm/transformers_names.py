@@ -20,7 +20,7 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the names in most mod
 
 
 def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tensors as transformers would save them, mostly as views; None if all names stay, or are unknown.
+    """Return the tensors as transformers would save them, mostly as views; None if no name changes, or none is known.
 
     Args:
         config: transformers' configuration of the model.

@@ -116,7 +116,7 @@ class VllmTransfers:
         if isinstance(transfer, RelayedTransfer):
             await transfer.receive(self)  # the relay detects the loss of its trainer
             return
-        # A time limit, since the caller's shield prevents a cancellation.
+        # The time limit is needed, since the caller's shield prevents a cancellation.
         with anyio.move_on_after(transfer.seconds) as scope:
             if isinstance(transfer, LocalTransfer):
                 assert self._trainer is not None, "check() joined them"

@@ -334,7 +334,7 @@ def stand_in(
         (stand_in(mode="raw_logits"), "with logprobs_mode='raw_logits', vLLM returns no log-probabilities"),
         (
             stand_in(),
-            "on a CPU, vLLM dies of a seeded turn with a chunked prompt; .* worker_extension_cls",
+            "on a CPU, a turn with a seed and a chunked prompt ends vLLM; .* worker_extension_cls",
         ),
     ],
     ids=["logits", "pieces on a CPU"],

@@ -51,7 +51,7 @@ def _fill(bitmask: Any, size: int) -> None:
 
 
 def patch_rotary_embeddings() -> None:
-    """Patch the rotary embeddings of this process to rotate every head; has to come before the model is created.
+    """Patch the rotary embeddings of this process to rotate every head. Call this before the model is created.
 
     For a query of shape [ids, heads, size], vLLM's CPU kernel (seen with 0.32.0) takes the dimension of heads for the
     dimension of ids, and rotates by wrong positions. Multi-head latent attention (DeepSeek V2 and V3) passes such

@@ -139,7 +139,7 @@ def _register_file_transfer() -> None:
     WeightTransferEngineFactory.register_engine(FILE_BACKEND, module, "FileTransferEngine")
 
 
-if parent_watch.started_by_engine():  # not in a process that only imports this module
+if parent_watch.started_by_engine():  # a process that only imports this module is not patched
     with suppress(ImportError):  # this vLLM has no weight transfer
         _register_file_transfer()
     with suppress(ImportError):

@@ -29,7 +29,7 @@ class ForcedIds(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not ty
             raise ValueError(f'extra_args={{"force": {ids!r:.80}}}: give a list of token ids')
 
     def is_argmax_invariant(self) -> bool:
-        return False  # required so that greedy requests are forced too
+        return False  # with True, greedy requests would not be forced
 
     def new_req_logits_processor(self, params: Any) -> Any:
         ids = _forced(params)

@@ -40,7 +40,7 @@ PARENT = "DELTARUNNER_ENGINE_PARENT"
 """Environment variable with the parent's process id and start time, since ids are reused."""
 
 FAILURES = "DELTARUNNER_ENGINE_FAILURES"
-"""Environment variable with the file in which a process of the engine notes its fatal error."""
+"""Environment variable with the file in which processes of the engine write their fatal errors."""
 
 _RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names do not differ between ranks
 _SECONDS = 1.0  # seconds between checks for the parent

@@ -77,7 +77,7 @@ def _finish(model: Any, model_config: Any) -> None:
         copies.apply()
     del second, copies, first_modules, module
     # Some layers of the second model are in reference cycles with their weight loaders, so only a collection frees
-    # them. An automatic one may come only after many updates, since Python counts new objects and not their memory.
+    # them. Python may collect by itself only after many updates, since it counts new objects and not their memory.
     gc.collect()
 
 

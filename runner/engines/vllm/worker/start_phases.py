@@ -1,4 +1,4 @@
-"""Phases of an engine's start, which its processes note in a file."""
+"""Phases of an engine's start, which its processes write to a file."""
 
 from __future__ import annotations
 
