@@ -157,7 +157,7 @@ class ChatCall:
     sampling: Sampling | None = None
     """Sampling that the client requests; None if it requests none."""
     tool_choice: ToolChoice | None = None
-    """"auto", "required", "none" or the name of a tool; None if the client gives none."""
+    """"auto", "required", "none" or the name of a tool; None if the client requests none."""
     label: str = ""
     """The client's own name for the requesting agent; "" if it has none."""
     train: bool | None = None

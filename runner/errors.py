@@ -245,7 +245,7 @@ class VerifierFailed(DeltarunnerError):
 
 
 class JudgeFailed(DeltarunnerError):
-    """A judge wrote no score in its range; the text has the end of its answer."""
+    """A judge wrote no score in its range; the text has its last answer, or the reason."""
 
 
 class EpisodeOver(DeltarunnerError):

@@ -178,7 +178,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def author_frame(innermost: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside our code and libraries; None if there is none below the event loop."""
+    """Return the innermost frame outside our code and libraries, or None; code that started the loop is not blamed."""
     for frame in _outwards(innermost):
         name = frame.f_code.co_filename
         if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):

@@ -366,7 +366,7 @@ async def test_tensors_without_and_folder_with_config_are_refused(book: VllmAdap
         await book.add("poet", adapter_tensors(SHAPES, seed=1))
     with pytest.raises(BadOption, match="is for tensors, and a folder has"):
         await book.add("poet", folder, config=adapter_config())
-    with pytest.raises(BadWeights, match="'a' is list, not a tensor"):
+    with pytest.raises(BadWeights, match="'a' is list: give a tensor"):
         await book.add("poet", {"a": [1.0]}, config=adapter_config())
     assert not kept(book)
 

@@ -146,7 +146,7 @@ class VllmProcess:
     given: Mapping[str, Any]
     """The user's engine arguments."""
     kept_dtype: str | None = None
-    """Dtype of the resumed run, used if the user gives no dtype; None if no run is resumed."""
+    """Dtype of the resumed run, used if the user has chosen none; None if no run is resumed."""
     dtype_reason: str = ""
     """Reason for the dtype, if the start chose it for this processor or for a resumed run; else ""."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)

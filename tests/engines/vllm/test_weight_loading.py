@@ -164,7 +164,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda folder: {**tensors(), NORM: torch.ones(4, dtype=torch.bool)},
         ["the state dict", repr(NORM), "bool"],
     ),
-    "a list in a state dict": (lambda folder: {**tensors(), NORM: [1.0] * 4}, [repr(NORM), "list", "not a tensor"]),
+    "a list in a state dict": (lambda folder: {**tensors(), NORM: [1.0] * 4}, [repr(NORM), "list", "give a tensor"]),
     "a number for a name": (lambda folder: {**tensors(), 1: torch.ones(1)}, ["key 1 is int"]),
     "a tensor without data": (
         lambda folder: {**tensors(), NORM: torch.ones(4, device="meta")},
