@@ -5,6 +5,7 @@ budget of faults, which may only fall: the check also fails where a part has few
 
 - A docstring, a comment, and a paragraph or a list item of a page, does not begin with a subordinate clause (What,
   Whether, Whoever, Those, ...).
+- A docstring does not begin with a verb in the third person ("Reads the ...").
 - Docstrings, comments, strings and pages avoid the words in `AVOIDED`.
 - Pages, and docstrings, comments and strings of `runner/`, do not personify code by the words in `PERSONIFIED`.
 - A numeric constant of a module or a class ends in a unit or in its role.
@@ -52,6 +53,7 @@ AVOIDED: Final = {
     r"\bgives\b": "returns, contains",
     r"\bsomebody\b|\bnobody\b": "the caller, no task, ...",
     r"\bof (its|their) making\b": "that it made",
+    r"\bbegins? of\b|\b(the|an?|its|their) begin\b": "beginning, start",
     r"\bsuch a one\b|\bthe likes of\b": "name it",
     r"\b(tells|told|hears|heard)\b(?! from)": "notifies, reports, receives",
     r"\bgoes on\b|\bgo on\b|\bwent on\b": "continues",
@@ -100,6 +102,8 @@ PLACEHOLDER: Final = re.compile(r"\{[^{}]*\}")
 HEADLESS_PARAGRAPH: Final = re.compile(r"(What|Whatever|Whether|Whose|Which|Those|That)\b(?!.*\?)")
 """Beginning of a paragraph without a subject: "When" and "How" may begin a sentence or a heading there."""
 HEADLESS: Final = re.compile(r"(What|Whatever|Whether|Whoever|Who|Whose|Which|Those|That|How|Where|When|Why|Because)\b")
+THIRD_PERSON: Final = re.compile(r"[A-Z][a-z]+s (?!a (second|turn)\b)(an?|the|every|each|all|both|its|their)\b")
+"""Beginning of a docstring with a verb, such as "Reads the"; not "Turns a second"."""
 HEADLESS_COMMENT: Final = re.compile(
     r"#[ :]*(what(ever)?|whether|who(ever|se)|which(ever)?|those|that)\b(?!.*\?)", re.IGNORECASE
 )
@@ -194,7 +198,7 @@ def faults_of_module(source: str, name: str) -> Iterator[Fault]:
         body = getattr(node, "body", None)
         for child in body if isinstance(body, list) else ():
             match child:
-                case ast.Expr(value=ast.Constant(value=str(text))) if HEADLESS.match(text.lstrip()):
+                case ast.Expr(value=ast.Constant(value=str(text))) if begins_unclearly(text.lstrip()):
                     yield Fault(0, f"{name}:{child.lineno}", text.strip().splitlines()[0])
         if isinstance(node, ast.Module) or (isinstance(node, ast.ClassDef) and not is_enum(node)):
             for constant, line in numeric_constants(node.body):
@@ -213,6 +217,11 @@ def faults_of_module(source: str, name: str) -> Iterator[Fault]:
             yield from avoided_words(texts, name, PERSONIFIED_IN_STRINGS, PERSONIFIED_STRING)
     if not name.startswith("tests/"):
         yield from (Fault(3, where, text) for where, text in unclear_names(tree, name))
+
+
+def begins_unclearly(docstring: str) -> bool:
+    """True if a docstring begins neither with a noun phrase nor with an imperative."""
+    return bool(HEADLESS.match(docstring) or THIRD_PERSON.match(docstring))
 
 
 def avoided_words(

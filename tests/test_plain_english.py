@@ -27,9 +27,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ('"""What a module does."""', 0),
         ('class A:\n    x: int\n    """Whether it is."""', 0),
+        ('"""Reads the ids."""', 0),
+        ('class A:\n    """Adjusts a price."""', 0),
         ("# What samples.", 0),
         ("x = 1  # whether it samples", 0),
         ("# It goes on.", 1),
+        ("# text after the begin of a call", 1),
         ('x = "this is no number"', 1),
         ('x = f"{n} goes on"', 1),
         ('x = f"{n:>{width}} goes " "on"', 1),
@@ -52,6 +55,8 @@ def test_fault_of_each_rule_is_found(text: str, rule: int, folder: Path) -> None
     "text",
     [
         '"""Return the number of ids."""',
+        '"""Turns a second on one core."""',
+        "# the start of one, where the other begins",
         "# There is no engine, and the result is None.",
         "# The episode ends, and the reason is the limit\n# that was reached.",
         "# Which one? The first.",

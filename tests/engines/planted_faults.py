@@ -26,7 +26,7 @@ STEP_RATIO: Final = 0.01
 """Change of an optimizer's step, in standard deviations of each tensor."""
 Tensors = dict[str, Any]
 Fault = Callable[[Tensors, Tensors], None]
-"""Plants a fault in new tensors, given the old ones."""
+"""Function that plants a fault in new tensors, given the old ones."""
 
 KINDS: Final = (
     "self_attn.q_proj",

@@ -21,7 +21,7 @@ def expected(tensor: Any) -> bytes:
 
 
 class Operations(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]  # torch may be missing, and is Any here
-    """Records every operation of torch, since each of them releases the GIL."""
+    """Recorder of every operation of torch, since each of them releases the GIL."""
 
     def __init__(self) -> None:
         super().__init__()

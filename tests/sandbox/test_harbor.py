@@ -212,7 +212,7 @@ async def test_a_reward_forged_by_a_process_does_not_hold(tmp_path: Path, as_lef
 
 
 FAKE = "printf '#!/bin/sh\\n' >/tmp/fake; chmod 755 /tmp/fake"
-"""Creates a program that succeeds under any name."""
+"""Shell commands that create a program which always succeeds, to put in the place of others."""
 
 
 @real

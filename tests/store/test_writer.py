@@ -35,7 +35,7 @@ def thread_of(writer: RunWriter) -> CommitThread:
 
 
 class Held:
-    """Stops the writer's thread from writing, like a slow disk, by holding SQLite's own write lock."""
+    """A held write lock of SQLite, which stops the writer's thread from writing, as a slow disk does."""
 
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, isolation_level=None)
