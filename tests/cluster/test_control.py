@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -37,6 +37,20 @@ class Once(Dice):
 
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
+
+
+class Held(Dice):
+    """Environment whose tasks, except the first two, wait after their first turn until `released` is true."""
+
+    waiting: ClassVar[list[str]] = []
+    released: ClassVar[bool] = False
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        if self.task.id not in ("t0", "t1"):
+            Held.waiting.append(self.task.id)
+            await until(lambda: Held.released)
+        await super().rollout(conversation)
 
 
 def versions(trajectory: Trajectory) -> list[str]:
@@ -317,13 +331,20 @@ def test_an_update_that_too_few_workers_survive_ends_the_run_by_name() -> None:
     VirtualClock().run(run)
 
 
-def test_stale_episode_is_dropped_and_replayed_also_on_workers() -> None:
+def test_stale_episode_is_dropped_and_replayed_also_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Held, "waiting", [])
+    monkeypatch.setattr(Held, "released", False)
+
     async def run() -> None:
-        async with fleet(2) as (engine, _), Run(Dice, engine, tasks=game_tasks(12), max_version_lag=0) as run:
+        async with fleet(2) as (engine, _), Run(Held, engine, tasks=game_tasks(12), max_version_lag=0) as run:
             got = []
             async for trajectory in run:
                 got.append(trajectory)
-                if len(got) in (2, 5):
+                if len(got) == 2:
+                    await until(lambda: Held.waiting)
+                    await engine.update_weights("new")
+                    Held.released = True
+                if len(got) == 5:
                     await engine.update_weights("new")
         assert len(compared(got)) == 12
         assert run.summary.stale > 0
