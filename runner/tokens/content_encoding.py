@@ -90,13 +90,14 @@ class Borders:
 
 
 class AddedTokens:
-    """The added tokens of one tokenizer. The tokenizer does not change; only its model is shared.
+    """The added tokens of one tokenizer, and its twin (see the module). The tokenizer is not changed.
 
     Args:
         tokenizer: the library's tokenizer.
-        model: the model of the twin tokenizer, if the tokenizer's own model encodes plain text as control tokens.
-        visible: applies the changes of the normaliser to a text, except changes that decoding reverts.
-        words: names of added tokens that are words of the model, white space among them.
+        model: the model of the twin tokenizer; None to use the tokenizer's own model, if this model never encodes plain
+            text as control tokens.
+        visible: function that normalises a text, without the changes that decoding reverts.
+        words: names of added tokens without a control function: white space, and words that the model learnt.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class AddedTokens:
             yield begin, end
 
     def _between(self, text: str, found: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        """Yield the words between the control tokens `found` that are cut out too, as (index, start, stop)."""
+        """Yield the words to cut out of the text between the control tokens `found`, as (index, start, stop)."""
         taken: list[tuple[int, int]] = []
         for _, start, stop in found:  # two neighbours may have swallowed the same white space
             begin = max(start, taken[-1][1]) if taken else start
@@ -186,7 +187,10 @@ class AddedTokens:
                 yield indices[token_id], start, stop
 
     def _mask(self, said: str) -> str:
-        """Return a mask of the length of `said` without control tokens, with the characters that affect neighbours."""
+        """Return a text of the length of `said` without control tokens, which affects adjacent tokens as `said` does.
+
+        It keeps the white space at both ends, and has a letter or a sign where `said` begins and ends with one.
+        """
         words = said.strip(_SPACES)
         if not words:
             return said
@@ -214,7 +218,10 @@ class AddedTokens:
         return "".join((*parts, self._normalized(stretch + text[end:], before)))
 
     def _normalized(self, stretch: str, before: str) -> str:
-        """Return `stretch` normalised for the twin, and after `before` if `stretch` begins with a mark."""
+        """Return `stretch`, normalised if the twin does not normalise.
+
+        If `stretch` begins with a mark, `before` replaces the text that normalising adds before the mark.
+        """
         if not self._normalizes_first or not stretch:
             return stretch
         text: str = self._normalizer.normalize_str(stretch)
@@ -241,7 +248,8 @@ class AddedTokens:
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:
             twin.normalizer = self._tokenizer.normalizer
-        # New ids start at the number of learnt tokens. It may be lower than the largest learnt id, if there are gaps.
+        # The library numbers added tokens from the number of learnt tokens on. If learnt ids have gaps, this number is
+        # also a learnt id, so further names fill the gaps first.
         learnt = twin.get_vocab(with_added_tokens=False)
         gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
         marks = {self._mark(index): token_id for index, (token_id, _) in enumerate(self._marks)}
@@ -286,10 +294,10 @@ _SPACE_WRITTEN = "\u2581"
 
 
 def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
-    """Return a model with the same ids that never encodes plain text as one of `names`; None if the given model is one.
+    """Return a model with the same ids that never encodes plain text as one of `names`.
 
     A model that learnt control tokens as words, as Unigram models do, writes their ids even without added tokens. The
-    `settings` are the model's part of a tokenizer.json.
+    `settings` are the model's part of a tokenizer.json. The result is None if their model needs no change.
     """
     vocabulary = settings["vocab"]
     learnt = vocabulary if isinstance(vocabulary, dict) else {name for name, _ in vocabulary}

@@ -1,4 +1,4 @@
-"""The junction record: the ids inserted between a sampled turn and the next prompt, and why."""
+"""Record of a junction: how a sampled turn was joined with the messages of the next prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Anchor", "Close", "Junction", "Result", "Seam"]
 
 
 class Result(enum.StrEnum):
-    """The result for the history."""
+    """The effect of new messages on the segment."""
 
     APPENDED = "appended"
     """The prompt extends the previous ids, bit for bit."""
@@ -20,14 +20,14 @@ class Result(enum.StrEnum):
 
 
 class Anchor(enum.StrEnum):
-    """The place after which the bridge was attached."""
+    """The place in the template's tail (the text after the turn's words) after which the bridge begins."""
 
     STOP = "stop"
-    """The sampled stop id, which occurs in the template's tail."""
+    """The sampled stop id; or the template's close, if the model sampled this close before another stop."""
     COMMON_PREFIX = "common_prefix"
     """The end of the common prefix of the tail and a tail without new messages."""
     NONE = "none"
-    """No anchor: the turn was cut, or the prompt is the first."""
+    """There is no anchor, since the turn was cut, or since no bridge was made."""
 
 
 class Close(enum.StrEnum):
@@ -54,12 +54,12 @@ class Seam(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """The record of the ids inserted between a sampled turn and the next prompt."""
+    """The record of the ids between a sampled turn and the next turn: their number, and how they were found."""
 
     result: Result
-    """The result for the history."""
+    """The effect of the new messages on the segment."""
     anchor: Anchor
-    """The place after which the bridge is attached."""
+    """The place in the template's tail after which the bridge begins."""
     close: Close
     """The origin of the turn's closing tokens."""
     seam: Seam

@@ -29,7 +29,7 @@ class Source(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Ids `start` to `end` (exclusive) were sampled with weights `version`."""
+    """The weight version of the sampled ids from `start` to `end` (exclusive)."""
 
     version: str
     """The weight version."""
@@ -74,9 +74,13 @@ class TokenLog:
         self.sources.extend(array("b", [source]) * added)
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Append sampled ids with their log-probabilities; None if the engine returned no log-probabilities."""
+        """Append sampled ids with their log-probabilities; None if the engine returned no log-probabilities.
+
+        Raises:
+            ValueError: the numbers of ids and log-probabilities differ.
+        """
         if logprobs is not None and len(logprobs) != len(ids):
-            raise ValueError(f"{len(ids)} ids came with {len(logprobs)} log-probabilities")
+            raise ValueError(f"{len(logprobs)} log-probabilities for {len(ids)} ids: give one for each id")
         self.ids.extend(ids)
         self.logprobs.extend(logprobs if logprobs is not None else array("f", [math.nan]) * len(ids))
         self.sources.frombytes(_SAMPLED * len(ids))
@@ -128,7 +132,7 @@ class TokenLog:
         )
 
     def mask(self) -> array[int]:
-        """Return the loss mask: 1 for ids sampled in this segment, else 0; shape [length], int8."""
+        """Return the loss mask: 1 for sampled ids that were not withdrawn, else 0; shape [length], int8."""
         return array("b", (self.sources.tobytes().translate(_MASK)))
 
 

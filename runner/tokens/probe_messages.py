@@ -1,6 +1,6 @@
 """The messages that templates are probed with: plain conversations in words that no template contains.
 
-Code that tests a template renders some of these messages, and searches their words in the output.
+Code that tests a template renders some of these messages, and searches the output for their words.
 """
 
 from __future__ import annotations

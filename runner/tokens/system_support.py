@@ -1,4 +1,4 @@
-"""Detection of the number of system messages at the beginning, and of user messages in a row, that a template takes."""
+"""Detection of a template's support for system messages at the beginning, and for several user messages in a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MORE: Final[Sequence[Message]] = [{"role": "system", "content": text} for text 
 
 @dataclass(frozen=True, slots=True)
 class SystemSupport:
-    """A template's support for system messages."""
+    """A template's support for system messages at the beginning, and for several user messages in a row."""
 
     one: bool
     """True if the template shows a system message at the beginning, also if the last message is a tool's result."""
@@ -34,7 +34,7 @@ TAKES_ALL: Final = SystemSupport(one=True, several=True, user_rows=True)
 
 
 def system_support(renderer: Renderer) -> SystemSupport:
-    """Return a template's support for system messages, found by rendering with and without tools."""
+    """Return a template's `SystemSupport`, found by rendering with and without tools."""
     one = {tools: _shows(renderer, [SYSTEM, QUESTION], [INSTRUCTED, ASKED], tools) for tools in (False, True)}
     # A template that shows no system message together with tools does not show a second one either.
     several = any(one.values()) and all(

@@ -49,7 +49,7 @@ def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
 
 
 def words(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> Words | None:
-    """Return the words of a vocabulary if its decoder replaces texts, joins bytes and strips the beginning, or None."""
+    """Return the words of a vocabulary; None unless its decoder only replaces texts, joins bytes and strips a space."""
     steps = _steps(decoder) if decoder else []
     shape = "".join(_letter(step) for step in steps)
     if not re.fullmatch("R*B?F?|R*B?FS", shape) or not steps:

@@ -100,7 +100,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its exact name, such as "<|im_end|>"."""
+        """Return the id of a token by its exact name, such as "<|im_end|>"; None if there is no such token."""
         ...
 
     def normalize(self, text: str) -> str:
@@ -190,14 +190,18 @@ class VocabularyTokenizer:
             eos_token: the token that ends a turn; None for this vocabulary's own token.
 
         Raises:
-            ValueError: a name is an ordinary word of the vocabulary, or `eos_token` is not one of its tokens.
+            ValueError: a name is an ordinary word of the vocabulary, `eos_token` is not one of its tokens, or the added
+                tokens of the vocabulary leave ids out.
         """
         added = dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
         known = {token.content for token in added.values()}
         new = [name for name in dict.fromkeys(special_tokens) if name not in known]
         words = [name for name in new if self.token_id(name) is not None]
         if words:
-            raise ValueError(f"{words[0]!r} is an ordinary word of this vocabulary and cannot be a special token")
+            raise ValueError(
+                f"{words[0]!r:.60} is an ordinary word of this vocabulary and cannot be a special token: give another "
+                "name"
+            )
         tokenizer = tokenizers.Tokenizer(self._tokenizer.model)
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(tokenizer, part, getattr(self._tokenizer, part))
@@ -215,7 +219,10 @@ class VocabularyTokenizer:
     ) -> VocabularyTokenizer:
         """Return a copy with another library tokenizer, which has the added tokens and then the new ones."""
         if any(tokenizer.token_to_id(token.content) != token_id for token_id, token in added.items()):
-            raise ValueError("the added tokens of this vocabulary leave ids out, so none can be added after them")
+            raise ValueError(
+                f"the added tokens of this vocabulary leave out ids below {max(added) + 1}, so {list(new)!r:.60} cannot "
+                "be added: give no special tokens"
+            )
         other = copy.copy(self)
         other._by_template = {}
         other.size = max([self.size, *(token_id + 1 for token_id in tokenizer.get_added_tokens_decoder())])
@@ -228,7 +235,10 @@ class VocabularyTokenizer:
         own = self._tokenizer.id_to_token(self.eos_id) if self.eos_id is not None else None
         other._use(tokenizer, eos_token or own)
         if eos_token is not None and other.eos_id is None:
-            raise ValueError(f"{eos_token!r} is not a token of this vocabulary")
+            raise ValueError(
+                f"eos_token={eos_token!r:.60} is not a token of this vocabulary: give one of its tokens, or add the "
+                "token to special_tokens"
+            )
         return other
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
@@ -325,15 +335,20 @@ def _is_plain(token: tokenizers.AddedToken) -> bool:
 
 
 def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:
-    """Return the vocabulary for one template: words that the template writes are control text."""
+    """Return the vocabulary for one template, in which words that the template writes are control tokens.
+
+    Args:
+        tokenizer: the vocabulary; only a `VocabularyTokenizer` has such words.
+        text: returns the template's own text.
+    """
     return tokenizer.for_template(text) if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
 
 
 def load_tokenizer(folder: Path) -> VocabularyTokenizer:
     """Load the tokenizer of the model in `folder`: a new instance, which must stay in one thread.
 
-    It is read from tokenizer.json, with the tokens that the folder's other files add. Classes that rebuild a tokenizer
-    from the model's type change some vocabularies.
+    The tokenizer is read from tokenizer.json, with the tokens that the folder's other files add. No class of
+    transformers is used, since classes that rebuild a tokenizer from the model's type change some vocabularies.
 
     Raises:
         BadModel: there is no usable tokenizer.json, or a text changes when it is encoded and decoded.

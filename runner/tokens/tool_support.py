@@ -31,14 +31,18 @@ class ToolProperty(enum.StrEnum):
 
 
 _MISSING = {
-    ToolProperty.DEFINITIONS: "it does not show the tools to the model",
-    ToolProperty.CALLS: "it drops the calls of an assistant turn",
-    ToolProperty.RESULTS: "it drops the results of a tool",
+    ToolProperty.DEFINITIONS: "the template does not show the tools to the model",
+    ToolProperty.CALLS: "the template drops the calls of an assistant turn",
+    ToolProperty.RESULTS: "the template drops the results of a tool",
 }
 
 
 def require_tools(renderer: Renderer) -> None:
-    """Refuse a template that cannot show tools."""
+    """Check that a template shows tools, calls and results.
+
+    Raises:
+        BadTemplate: the template does not show one of them.
+    """
     missing = missing_tool_property(renderer)
     if missing is not None:
         raise BadTemplate(
@@ -48,7 +52,10 @@ def require_tools(renderer: Renderer) -> None:
 
 
 def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
-    """Return the first feature that the template lacks for an environment with tools, found by rendering."""
+    """Return the first feature that the template lacks for an environment with tools; None if it has all.
+
+    The features are found by rendering.
+    """
     if not shows_tools(renderer):
         return ToolProperty.DEFINITIONS
     if not shows_calls(renderer):
@@ -62,7 +69,7 @@ def shows_tools(renderer: Renderer) -> bool:
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """Return True if the render contains a turn's calls: in the last turn, or, if it is dropped, before results."""
+    """Return True if the render contains a turn's calls, at the end or before a result, with or without tools."""
     return any(
         _shown(renderer, VALUE, [QUESTION, CALL, *answers], tools=tools)
         for answers in ((), (result(),))

@@ -59,7 +59,7 @@ class AnsweredTurn:
         if not beginning or "name" in turn:
             return None
         plain = all(map(is_plain, chain(self.history, self.new))) if self.plain is None else self.plain
-        # The result of an earlier call is found by its id in the history.
+        # A template may look for the call of a result in the history, so the call must be in the turn.
         ids = {call["id"] for call in turn.get("tool_calls") or ()}
         answers = (message.get("tool_call_id") for message in self.new if message["role"] == "tool")
         return [*beginning, turn] if plain and ids.issuperset(answers) else None

@@ -21,7 +21,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyFiles:
-    """Tokens of a vocabulary that its tokenizer.json lacks."""
+    """Tokens that the files next to a tokenizer.json list, which may lack some of them."""
 
     listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
     """The tokens with their ids.
@@ -58,7 +58,10 @@ class VocabularyFiles:
 def read_vocabulary_files(folder: Path) -> VocabularyFiles:
     """Read tokenizer_config.json, special_tokens_map.json and added_tokens.json of `folder`; any may be missing.
 
-    The two small files are read only if tokenizer_config.json lists no tokens itself.
+    The last two files are read only if tokenizer_config.json has no `added_tokens_decoder`.
+
+    Raises:
+        ValueError: a file is not JSON, or lists a token without content.
     """
     settings = _read(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
@@ -106,7 +109,7 @@ def _as_named(value: Any) -> Named | None:
 
 def _token(value: Any) -> tokenizers.AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise ValueError(f"{value!r} is listed as a token and has no content")
+        raise ValueError(f"{value!r:.80} is listed as a token and has no content")
     return tokenizers.AddedToken(value["content"], **{flag: bool(value[flag]) for flag in _FLAGS if flag in value})
 
 
@@ -117,7 +120,7 @@ def _as_special(value: Any) -> Any:
 
 
 def _special(token: Named) -> tokenizers.AddedToken:
-    """Return a named token in the form for adding it: special."""
+    """Return a token with the flag `special`; a name becomes a token."""
     if isinstance(token, str):
         return tokenizers.AddedToken(token, special=True)
     flags = {flag: getattr(token, flag) for flag in _FLAGS}

@@ -39,7 +39,7 @@ class Append(enum.StrEnum):
 
     @property
     def needed(self) -> bool:
-        """True if every environment with tools uses this kind; system messages are optional."""
+        """True for every kind that environments use without system messages, which are optional."""
         return self not in (Append.UNDER_SYSTEM, Append.SYSTEM)
 
     @property
@@ -50,9 +50,9 @@ class Append(enum.StrEnum):
 class Exactness(enum.StrEnum):
     """The quality of a bridge."""
 
-    EXACT = "exact"  # proven to be what the template writes, and the ids around it never merge
-    SOFT = "soft"  # correct as text, but the ids at its seam might have merged
-    UNSUPPORTED = "unsupported"  # no bridge; the run's policy decides
+    EXACT = "exact"  # the text is proven to be the template's, and the ids at its start never merge
+    SOFT = "soft"  # the text is correct, but the ids at its start might have merged
+    UNSUPPORTED = "unsupported"  # there is no bridge, so the run's policy decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,15 @@ class AppendVerdict:
     result: Exactness
     """The quality of the bridge: the worst over several histories."""
     refusal: Property | None = None
-    """The name of the missing property, or None."""
+    """The property that is missing for a bridge; None if there is a bridge."""
     explanation: str = ""
     """The description of the missing property, for people; "" if no property is missing."""
     anchor: str = ""
-    """The place after which the bridge is attached, or ""."""
+    """The value of the bridge's `Anchor`; "" if there is no bridge."""
     close: str = ""
-    """The origin of the turn's closing tokens, or ""."""
+    """The origin of the turn's closing tokens (`Close`); "" if there is no bridge."""
     local: bool = False
-    """True if the work does not depend on the length of the history."""
+    """True if the work for a bridge does not depend on the length of the history."""
     rewrites: bool = False
     """True if the template's render of the whole conversation does not begin with the sampled ids.
 
@@ -193,7 +193,10 @@ class _AppendTrial:
         )
 
     def _rewrites(self, past: Sequence[Message], sampled: Sequence[int], bridge: Bridge) -> bool:
-        """Return True if the render of the whole differs from the prompt, the sampled ids, and the bridge."""
+        """Return False if the ids of the whole conversation equal prompt, sampled ids and bridge; otherwise True.
+
+        The result is also True if the template cannot render the whole conversation.
+        """
         with suppress(Unbridgeable):
             prompt = self._bridger.first_prompt(past, self._tools)
             whole = self._bridger.first_prompt([*past, self._turn, *self._new], self._tools)
@@ -229,12 +232,10 @@ class _Speaker:
     def as_recorded(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], sampled: Sequence[int]
     ) -> list[Message]:
-        """Return the history with each answer as a run records it.
+        """Return the history with the last answer as a run would record it after `sampled`.
 
-        An answer is the whole sampled text if this text contains control text.
-
-        A model that marks its reasoning and its answer with control tokens (harmony's channels) samples these tokens
-        with its words.
+        If the sampled ids of an answer without calls contain control tokens, such as harmony's channels, a run records
+        their whole text, without the stop. If this changes the last answer, earlier answers are recorded likewise.
         """
         recorded = [*history[:-1], self._recorded(history[-1], sampled)]
         for index, message in enumerate(history[:-1]):
@@ -250,7 +251,7 @@ class _Speaker:
         return {"role": "assistant", "content": self._bridger.tokenizer.decode(words)}
 
     def _stop(self, ids: Sequence[int], history: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
-        """Return the stop id that the template has at the end of the turn, or otherwise the first stop id."""
+        """Return the last stop id in `ids`, or else the first one in the tail, the EOS id, or the lowest stop id."""
         stops = self._bridger.stop_ids
         found = [token_id for token_id in reversed(ids) if token_id in stops]
         if not found:
@@ -263,7 +264,10 @@ class _Speaker:
 
 
 def _words(turn: Message) -> str:
-    """Return the text of a turn, for templates that write it differently in history."""
+    """Return the content of a turn, or else the names of its calls.
+
+    It replaces the render of the turn if a template writes turns of the history differently from prompts.
+    """
     calls = turn.get("tool_calls") or ()
     return turn["content"] or " ".join(call["function"]["name"] for call in calls)
 
@@ -272,7 +276,11 @@ def _words(turn: Message) -> str:
 
 
 def example(bridger: Bridger, profile: TemplateProfile) -> list[ExamplePassage]:
-    """Return a short conversation with a call, as in a token log; it ends at the first turn without an exact bridge."""
+    """Return a short conversation with a call, as in a token log; it ends at the first turn without a bridge.
+
+    Raises:
+        Unbridgeable: the template cannot render the first prompt.
+    """
     if profile.carries_tools:
         turns: list[tuple[Message, Sequence[Message]]] = [(_CALLED, [_RETURNED]), (_ANSWER, [_NEXT])]
     else:

@@ -29,12 +29,12 @@ TraitValue: TypeAlias = "str | bool | tuple[str, ...]"
 
 
 class Bos(enum.StrEnum):
-    """The token that begins a text."""
+    """The template's treatment of the BOS token, which begins a text."""
 
     WRITTEN = "written"
     TWICE = "twice"
     NOT_WRITTEN = "not_written"
-    MISSING = "missing"  # the tokenizer would begin every text with a BOS
+    MISSING = "missing"  # the tokenizer begins every text with a BOS token, and the template writes none
 
 
 class PromptReasoning(enum.StrEnum):
@@ -57,15 +57,15 @@ class ToolsPosition(enum.StrEnum):
     """The position of the tools' definitions."""
 
     FIRST = "first"
-    MOVES = "moves"  # before the last user message, at any position
+    MOVES = "moves"  # they are before the last user message, and move with each new one
     NOT_SHOWN = "not_shown"
 
 
 class ParallelResults(enum.StrEnum):
-    """The results of parallel calls."""
+    """The template's treatment of the results of parallel calls."""
 
     ONE_BY_ONE = "one_by_one"  # each result may be appended by itself
-    TOGETHER = "together"
+    TOGETHER = "together"  # the results share a block, so they are appended at once
     NOT_SHOWN = "not_shown"
 
 
@@ -75,7 +75,7 @@ class Arguments(enum.StrEnum):
     EITHER = "either"
     OBJECT = "object"
     STRING = "string"
-    NEITHER = "neither"
+    NEITHER = "neither"  # the arguments are not shown
 
 
 class Literals(enum.StrEnum):
@@ -87,11 +87,11 @@ class Literals(enum.StrEnum):
 
 
 class NullContent(enum.StrEnum):
-    """The effect of a message with null content, as OpenAI's clients send with calls."""
+    """The effect of a message whose content is null, as OpenAI's clients send it with calls."""
 
     ACCEPTED = "accepted"
     RAISES = "raises"
-    WRITTEN = "written"  # as the word None
+    WRITTEN = "written"  # the template writes the word None
     NEEDED = "needed"  # calls are shown only with null content
 
 
@@ -99,17 +99,17 @@ class SystemPosition(enum.StrEnum):
     """The position of the system message at the beginning of a conversation."""
 
     FIRST = "first"
-    MOVES = "moves"  # before the last user message, at any position
+    MOVES = "moves"  # it is before the last user message, and moves with each new one
     DROPPED = "dropped"
     REFUSED = "refused"
 
 
 class SystemMidRun(enum.StrEnum):
-    """A system message between the turns."""
+    """The template's treatment of a system message between the turns."""
 
     KEPT = "kept"
     DROPPED = "dropped"
-    MOVED = "moved"  # to the front
+    MOVED = "moved"  # the template writes the message before the turns
     REFUSED = "refused"
 
 
@@ -120,13 +120,13 @@ class TemplateProfile:
     bos: Bos
     """The treatment of the token that begins a text."""
     default_system: str
-    """The words before the first user message without a system message, or ""."""
+    """The words that the template writes before the first user message if there is no system message, or ""."""
     clock: bool
     """True if the text depends on the date."""
     options: tuple[str, ...]
     """Names that the template reads in addition to the names that are always set."""
     generation_prompt: str
-    """The text that asks the model to speak, or ""."""
+    """The text that begins the model's turn in a prompt, or ""."""
     prompt_reasoning: PromptReasoning
     """The generation prompt's treatment of reasoning."""
     opened_twice: bool
@@ -136,11 +136,11 @@ class TemplateProfile:
     close_at_end: str
     """The control text that ends an answer if nothing follows, or ""."""
     close_after_call: str
-    """The text that ends a turn with a call if nothing follows."""
+    """The text that ends a turn with a call if nothing follows, or ""."""
     separator: str
-    """The text between the close and the next message."""
+    """The text between the close and the next message, or ""."""
     stop_opens_next: tuple[str, ...]
-    """Control tokens that open the next message, and that a turn stops with."""
+    """Control tokens that open the next message and with which a turn stops; () if a turn has a close."""
     reasoning: Reasoning
     """The treatment of `reasoning_content`."""
     inline_reasoning: Reasoning
@@ -190,8 +190,8 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         Bos.WRITTEN: "The text begins with its BOS token; nothing is added to it.",
         Bos.TWICE: "The text begins with two BOS tokens, which no model was trained on: remove one from the template.",
         Bos.NOT_WRITTEN: "The template begins without a BOS token, and none is added.",
-        Bos.MISSING: "The tokenizer begins every text with a BOS token, but the template writes none: prompts here "
-        "have none, unlike those of servers that add it.",
+        Bos.MISSING: "The tokenizer begins every text with a BOS token, but the template writes none: prompts of "
+        "deltarunner have none, unlike prompts of servers that add one.",
     },
     "default_system": {
         True: "The template writes this text before the first user message; a system message replaces or follows it.",
@@ -226,7 +226,7 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
     },
     "close_at_end": {
         True: "The text that ends an answer if nothing follows, as the model was trained to write it. If it differs "
-        "from the close above, the sampled one is kept and replaces that.",
+        "from the close before a message, the sampled close is kept and replaces that close.",
         False: "If nothing follows, an answer has no end mark.",
     },
     "close_after_call": {
@@ -234,13 +234,13 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         False: "A turn with calls has no end mark, or the template shows no calls.",
     },
     "separator": {
-        True: "The text between the close and the next message. The model never samples it; the bridge adds it, "
-        "also after another stop. Without a close, a stop replaces it.",
+        True: "The text between the close and the next message. The model never samples this text: the bridge adds it, "
+        "also after a stop that is not the close. Without a close, the stop replaces the text.",
         False: "The next message follows the close directly.",
     },
     "stop_opens_next": {
-        True: "A turn stops with the token that opens the next message, so that appending the whole message would "
-        "write it twice; the bridge leaves it out.",
+        True: "A turn stops with the token that opens the next message. The bridge leaves this token out, since the "
+        "prompt would have it twice.",
         False: "The stop of a turn does not open the next message.",
     },
     "reasoning": {
@@ -257,8 +257,8 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
     },
     "tools": {
         ToolsPosition.FIRST: "The tools are before the conversation and stay there.",
-        ToolsPosition.MOVES: "The tools are written before the last user message, and move with every new one: then no "
-        "prompt can begin with the one before.",
+        ToolsPosition.MOVES: "The tools are written before the last user message, and move with every new one, so no "
+        "prompt can begin with the previous prompt.",
         ToolsPosition.NOT_SHOWN: "The model is not shown the tools: no environment with tools can be played.",
     },
     "calls_shown": {
@@ -289,15 +289,15 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
     },
     "null_content": {
         NullContent.ACCEPTED: "A message with content null renders like an empty one.",
-        NullContent.RAISES: "A message with content null makes the template fail; here content is always text.",
+        NullContent.RAISES: "A message with content null makes the template fail; deltarunner only renders text.",
         NullContent.NEEDED: "Calls are shown only in messages whose content is null, so an empty content beside a call "
         "becomes null.",
-        NullContent.WRITTEN: "A message with content null is shown as the word None; here content is always text.",
+        NullContent.WRITTEN: "A message with content null is shown as the word None; deltarunner only renders text.",
     },
     "system": {
         SystemPosition.FIRST: "A system message is before the conversation and stays there.",
         SystemPosition.MOVES: "The system message is written before the last user message, and moves with every new "
-        "one: then no prompt can begin with the one before. Put it into the first user message.",
+        "one, so no prompt can begin with the previous prompt. Put its text into the first user message.",
         SystemPosition.DROPPED: "A system message is dropped without an error: put it into the first user message.",
         SystemPosition.REFUSED: "A system message makes the template fail: put it into the first user message.",
     },
@@ -305,8 +305,8 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         SystemMidRun.KEPT: "A system message between the turns stays where it is.",
         SystemMidRun.DROPPED: "A system message between the turns is dropped without an error: send it as a user "
         "message.",
-        SystemMidRun.MOVED: "A system message between the turns is written before them, so no prompt can begin with "
-        "the one before: send it as a user message.",
+        SystemMidRun.MOVED: "A system message between the turns is written before the turns, so no prompt can begin "
+        "with the previous prompt: send it as a user message.",
         SystemMidRun.REFUSED: "A system message between the turns makes the template fail: send it as a user message.",
     },
     "trimmed": {

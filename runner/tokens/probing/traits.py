@@ -1,4 +1,4 @@
-"""Detection of a template's traits by rendering small conversations and searching their words in the render."""
+"""Detection of a template's traits: small conversations are rendered, and the renders are searched for their words."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ __all__ = ["options_of", "profile_of"]
 
 
 class ProbeRenderer:
-    """A template under test."""
+    """Renderer of test conversations for one template."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
 
     def text(self, *messages: View, tools: bool = False, asking: bool = False) -> str | None:
-        """Return the render, or None if the template raises."""
+        """Return the render, or None if the template raises; `asking` adds the generation prompt."""
         try:
             return self.renderer.render(messages, tools=TOOLS if tools else [], generation_prompt=asking)
         except TemplateRaised:
@@ -72,7 +72,10 @@ class ProbeRenderer:
         return word in (self.text(*messages, tools=tools, asking=asking) or "")
 
     def between(self, before: str, after: str, *messages: View, asking: bool = False) -> str:
-        """Return the text between two words, or after the first word if the second is ""; "" if a word is missing."""
+        """Return the text from the last `before` to the next `after`, or to the end if `after` is "" or missing.
+
+        The result is "" if `before` is missing.
+        """
         _, found, rest = (self.text(*messages, asking=asking) or "").rpartition(before)
         if not found:
             return ""
@@ -80,7 +83,7 @@ class ProbeRenderer:
 
 
 def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
-    """Return the profile of a template that renders a user message."""
+    """Return the profile of a template that passed `usable_renderer`; `wanted_bos` is the tokenizer's BOS, or ""."""
     probe = ProbeRenderer(renderer)
     close, at_end, separator, openers = _closes(probe)
     return TemplateProfile(
@@ -114,17 +117,17 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
 
 
 def options_of(renderer: Renderer) -> tuple[str, ...]:
-    """Return the names that the template reads and that are not set, sorted."""
+    """Return the sorted names that the template reads, without names that every conversation or the model sets."""
     environment = jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols])
     tree = environment.parse(renderer.template.text)
     read = jinja2.meta.find_undeclared_variables(tree) - _GIVEN - renderer.template.variables.keys()
-    # A name that the template sets in one branch and reads later counts as read, although it is the template's own.
+    # jinja2 also returns a name that the template sets in one branch and reads later, which need not be an option.
     own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
     return tuple(sorted(name for name in read if name not in own or _changes_text(renderer, name)))
 
 
 def _changes_text(renderer: Renderer, name: str) -> bool:
-    """Return True if a value for a name that the template sets itself changes a text."""
+    """Return True if an option with this name changes a render, although the template sets the name itself."""
     before = {**renderer.options}
     before.pop(name, None)
     texts: set[tuple[str | None, ...]] = set()
@@ -137,7 +140,7 @@ def _changes_text(renderer: Renderer, name: str) -> bool:
 _GIVEN = frozenset({
     "messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception",
     "bos_token", "eos_token", "pad_token", "unk_token", "namespace", "range", "dict", "lipsum", "cycler", "joiner",
-    "null", "undefined",  # some authors take these names for keywords of jinja2
+    "null", "undefined",  # some authors mistake these names for keywords of jinja2
 })  # fmt: skip
 
 
@@ -164,7 +167,10 @@ _KNOWN_BOS = (
 
 
 def _default_system(probe: ProbeRenderer) -> str:
-    """Return the text that is only before the first user message, without control tokens and role names."""
+    """Return the text that is only before the first user message, without control tokens and role names.
+
+    The result is "" if the text contains no two words.
+    """
     first = (probe.text(QUESTION, asking=True) or "").partition(ASKED)[0]
     second = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED)
     opener = first_mismatch(first[::-1], second[::-1])
@@ -178,7 +184,8 @@ def _default_system(probe: ProbeRenderer) -> str:
 def _clock(probe: ProbeRenderer) -> bool:
     renderer = probe.renderer
     now = renderer.now
-    # The other time has another year, month, day, weekday and hour. One date has different weekdays in two years.
+    # The other time has another year, month, day, weekday and hour. Two years are tried, since a date that has the
+    # weekday of `now` in one year has another weekday in the next year.
     others = [
         datetime(year, now.month % 12 + 1, now.day % 27 + 2, (now.hour + 1) % 24)
         for year in (now.year - 3, now.year - 4)
@@ -217,7 +224,7 @@ def _opened_twice(renderer: Renderer) -> bool:
 
 
 def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
-    """Return the close before a message, the close at the end, the separator, and openers that end a turn."""
+    """Return `close`, `close_at_end`, `separator` and `stop_opens_next` of the profile."""
     followed = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
     alone = _without_opening(probe, probe.between(ANSWERED, "", QUESTION, ANSWER))
     opener = (probe.text(QUESTION) or "").partition(ASKED)[0]
@@ -235,7 +242,7 @@ def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
 
 
 def _without_opening(probe: ProbeRenderer, alone: str) -> str:
-    """Return the end of a turn, without the opener of the next turn if the template always writes this opener."""
+    """Return `alone`, the text after an answer, without an opener of the next turn that the template always writes."""
     if PromptRenderer(probe.renderer).generation_prompt:
         return alone
     opening = special_tokens(probe.between(ASKED, ANSWERED, QUESTION, ANSWER))

@@ -27,7 +27,7 @@ class TemplateFault(enum.StrEnum):
     TOO_BIG = "too_much_memory"
     VARIABLE_MISSING = "variable_missing"  # the template needs a name that is not set
     RAISES = "raises"  # the template raises on a user message
-    QUESTION_MISSING = "question_not_shown"  # its render is empty, or does not contain the user message
+    QUESTION_MISSING = "question_not_shown"  # the render is empty, or does not contain the user message
     OPENED_TWICE = "assistant_opened_twice"
     FAILED = "failed"  # the template fails with an unexpected error
 
@@ -42,10 +42,16 @@ class UnusableTemplate(BadTemplate):
 
 
 def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: datetime) -> Renderer:
-    """Return the renderer of a template that renders a user message.
+    """Return a template's renderer, after a check that the template can be used.
+
+    Args:
+        template: the template to check.
+        options: values of names that the template reads, such as `enable_thinking`.
+        now: the time that the template reads.
 
     Raises:
-        UnusableTemplate: the template does not render it; the message has the fix.
+        UnusableTemplate: the template cannot be compiled, fails on a user message, does not show it, or opens the
+            answer twice; `fault` has the reason.
     """
     try:
         renderer = template.renderer(options, now)
@@ -59,8 +65,8 @@ def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: dat
         what = "nothing of a user message" if text.strip() else "nothing"
         raise UnusableTemplate(
             TemplateFault.QUESTION_MISSING,
-            f"template {template.name!r} renders {what}: it reads messages in another form than role and content as "
-            "text, or is not a chat template",
+            f"template {template.name!r} renders {what}: it is not a chat template, or it reads messages in another "
+            "form than role and content as text. Give another template with --template.",
         )
     _check_opened_once(renderer, text)
     return renderer
@@ -77,14 +83,15 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
             )
     return UnusableTemplate(
         TemplateFault.RAISES,
-        f"template {name!r} fails on a user message without others, as conversations begin: {cause}",
+        f"template {name!r} fails on a conversation of one user message: {cause}. Correct the template, or give "
+        "another one with --template.",
     )
 
 
 def _check_opened_once(renderer: Renderer, text: str) -> None:
     prompts = PromptRenderer(renderer)
     asked = prompts.generation_prompt
-    # If a template opens the turn by itself too, every prompt has the generation prompt twice.
+    # A template may open the turn twice if add_generation_prompt is true. Then the generation prompt is two openings.
     half = asked[: len(asked) // 2]
     doubled = bool(half.strip()) and asked == half * 2
     try:
@@ -94,6 +101,6 @@ def _check_opened_once(renderer: Renderer, text: str) -> None:
     if doubled:
         raise UnusableTemplate(
             TemplateFault.OPENED_TWICE,
-            f"template {renderer.template.name!r} opens the assistant's turn twice, once of itself and once as the "
-            f"generation prompt ({asked!r}): take one of them out",
+            f"template {renderer.template.name!r} opens the assistant's turn twice at the end of a prompt (its "
+            f"generation prompt is {asked!r}): remove one of the two openings from the template",
         )
