@@ -37,10 +37,18 @@ class ByteTokenizer(Tokenizer):
         special = tuple(dict.fromkeys((*self.CHATML, *control_tokens)))
         names = tuple(dict.fromkeys((*special, *added_tokens)))
         if "" in names or len(names) != len(special) + len(set(added_tokens)):
-            raise ValueError(f"{'a token is empty' if '' in names else 'a token is given as special and as added'}")
+            twice = sorted({*special}.intersection(added_tokens))
+            raise ValueError(
+                "a token is empty: leave it out"
+                if "" in names
+                else f"the tokens {twice!r:.80} are control tokens and in added_tokens: leave them out of added_tokens"
+            )
         self._control = {name: 256 + index for index, name in enumerate(names)}
         if eos_token not in special:
-            raise ValueError(f"{eos_token!r} is not one of the control tokens {', '.join(special)}")
+            raise ValueError(
+                f"eos_token={eos_token!r:.60} is not a control token: give one of {', '.join(special)}, or add the token "
+                "to control_tokens"
+            )
         self.eos_id: int | None = self._control[eos_token]
         self.special_ids = frozenset(self._control[name] for name in special)
         self.control_ids = frozenset(self._control.values())

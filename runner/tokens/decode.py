@@ -18,7 +18,8 @@ class IncrementalDecoder:
     """Decoder for ids as they arrive. The returned parts, joined, equal `tokenizer.decode` of all ids.
 
     If the bytes of a character are spread over several ids, the character is returned with the last of these ids. In a
-    vocabulary with byte fallback, it is returned with the id after the run of bytes. The work per id is constant.
+    vocabulary with byte fallback, the character is returned with the id after its run of bytes. The work per id is
+    constant.
     """
 
     __slots__ = ("_steps",)
@@ -137,8 +138,8 @@ class _WordSteps:
 class _WindowSteps:
     """Decoder for other vocabularies: the ids after the last settled text are decoded again with the new ids.
 
-    This is exact if an id does not change text before the last settled id. The remaining kinds of vocabularies behave
-    so: WordPiece, Metaspace, and words joined by spaces.
+    This is exact if an id does not change text before the last settled id. This is true for the remaining kinds of
+    vocabularies: WordPiece, Metaspace, and words joined by spaces.
     """
 
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")

@@ -67,14 +67,14 @@ def replace_prefix_tokens(
     Two cases are detected only with `sampled`:
 
     - *An edit of an earlier message*, since any id may be a sampled id. Without `sampled`, an edit is detected only if
-    a
-      turn differs between the whole and the prefix by more than left-out ids (reasoning that the template drops). A
-      template that adds ids to earlier turns is refused for the same reason, with or without `sampled`.
-    - *A turn without ids, or one more EOS*, if the model's ids and the prefix differ from the first id on, since the
-      numbers of their turns are not compared then. NeMo RL publishes such a case, and joins the ids.
+      a turn in the whole differs from the same turn in the prefix by more than left-out ids (reasoning that the
+      template drops). A template that adds ids to earlier turns is refused for the same reason, with or without
+      `sampled`.
+    - *A turn without ids, or one more EOS*, if the first ids of the model and of the prefix differ, since the numbers
+      of their turns are not compared then. NeMo RL publishes such a case, and joins the ids.
 
     Three cases are never detected: an edit of the model's own words in the messages (the sampled ids are kept), a stop
-    that is not in `stop_ids` (it looks like a turn that was cut), and one EOS of several in the place of another.
+    that is not in `stop_ids` (it looks like a turn that was cut), and another of several EOS ids at the end of a turn.
 
     The source is `replace_prefix_tokens` in NVIDIA-NeMo/RL, nemo_rl/models/generation/openai_server_utils.py (before:
     vllm/vllm_worker_async.py). Here, the EOS id replaces the tokenizer argument, and results replace the assertions.
@@ -84,7 +84,8 @@ def replace_prefix_tokens(
         template_prefix_token_ids: the template's ids up to the last assistant turn, including this turn.
         template_token_ids: the template's ids of the whole history, including the generation prompt.
         eos_token_id: the id that closes a turn in the template, or several such ids.
-        stop_ids: ids that may have ended the model's turn. If it ends with one that is not an EOS, it is refused.
+        stop_ids: ids that may have ended the model's turn. A turn that ends with such an id, which is not an EOS, is
+            refused.
         sampled: 1 for each of the model's ids that was sampled, else 0, as in `TokenLog.mask`; shape
             [len(model_prefix_token_ids)]. Every id with 0 must then be in the template's ids too, bit for bit. If the
             template writes a generation prompt that it drops from history (an opened reasoning block), set 1 for these
@@ -207,7 +208,7 @@ def _lost(
         if cut:
             closes = _closes(stretch, eos)
             if not closes:
-                continue  # inside the turn, which the template may write differently
+                continue  # these ids are inside the turn, which the template may write differently
             position = max(position, _after(position, render, eos) - closes[0] - 1)
         there = render[position : position + len(stretch)]
         if there != stretch:

@@ -1,7 +1,7 @@
 """The parts of a tool's arguments that a template shows: fields, values and types, found in renders.
 
-Fields and values get unique names, which are searched in the render. A type is shown if another type changes the
-render.
+Fields and values get unique names, and the render is searched for these names. A type is shown if another type changes
+the render.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 RenderTool: TypeAlias = Callable[[Mapping[str, Any]], "str | None"]
-"""Renders a user message with a tool whose arguments have this schema; None if the template raises."""
+"""Function that renders a user message with a tool whose arguments have this schema; None if the template raises."""
 
 
 class ArgumentPart(enum.StrEnum):
@@ -71,12 +71,12 @@ class Unseen:
 
 
 def unseen_of(render: RenderTool, tool: Mapping[str, Any]) -> list[Unseen]:
-    """Return the parts of a tool's arguments that are left out; the tool is in OpenAI's form."""
+    """Return the parts of a tool's arguments that the template leaves out; the tool is in OpenAI's form."""
     return unseen_arguments(render, tool["function"].get("parameters") or {})
 
 
 def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[Unseen]:
-    """Return the parts of arguments that are left out, for a schema of type object."""
+    """Return the parts of arguments that the template leaves out, for a schema of type object."""
     parameters = current(parameters)
     whole = listed(parameters)
     if not isinstance(whole.get("properties"), Mapping):
@@ -95,7 +95,7 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
 
 
 def needs_fitting(render: RenderTool) -> bool:
-    """Return True if the template leaves out parts of arguments of the usual kinds, as their author wrote them."""
+    """Return True if the template shows arguments of the usual kinds as their author wrote them, but not all parts."""
     if all(word in (render(ALL_SORTS) or "") for word in SHOWN_IN_ALL):  # the template writes the schema unchanged
         return False
     unseen = unseen_arguments(render, ALL_SORTS)
@@ -146,7 +146,10 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     written = ToolsForm.WRITTEN
 
     def order(form: ToolsForm) -> tuple[bool, int, bool]:
-        """Return a key that prefers forms that leave out least, and then forms that show a reference's type."""
+        """Return a sort key: forms on which the template does not raise come first, then forms that leave out least.
+
+        Among equal forms that leave out parts, the author's form comes last, since it may not show a reference's type.
+        """
         raises = any(each.part is ArgumentPart.ALL for each in unseen[form])
         return raises, len(unseen[form]), bool(unseen[form]) and form is written
 
@@ -210,7 +213,7 @@ class _Place:
 
 
 def unseen_argument(render: RenderTool, parameters: Mapping[str, Any], name: str) -> list[Unseen]:
-    """Return the parts of one argument that are left out."""
+    """Return the parts of one argument that the template leaves out."""
     alone = _only(parameters, name)
     places = list(_places(alone, ("properties", name), name, set()))
     marked, marks = _marked(alone, name, places)
@@ -242,7 +245,7 @@ _NAMES_OF_KEYWORDS: Final = frozenset(
     {"type", "properties", "required", "description", "items", "enum", "nullable", "default", "format", "title"}
     | {"anyOf", "oneOf", "allOf", "const", "additionalProperties", "parameters", "name", "response", "return"}
 )
-"""Names that a template may take for keywords: Gemma 4's template skips arguments named `type` and `properties`."""
+"""Names that a template may mistake for keywords: Gemma 4's template skips arguments named `type` and `properties`."""
 
 
 def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...]) -> bool:
@@ -258,7 +261,10 @@ def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...
 
 
 def hidden_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of the arguments that a template skips, because of their names or because they have no name."""
+    """Return the schema of the arguments that a template skips, because of their names or because they have no name.
+
+    The result is {} if it skips none.
+    """
     properties = parameters.get("properties")
     names = [each for each in properties if each in _NAMES_OF_KEYWORDS] if isinstance(properties, Mapping) else []
     hidden = [name for name in names if _is_hidden(render, _only(parameters, name), ("properties", name))]

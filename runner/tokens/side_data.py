@@ -1,4 +1,4 @@
-"""Side data of sampled ids: the ids that could be sampled at each position, and the experts that computed it."""
+"""Side data of sampled ids: the ids that could be sampled at each position, and the experts that computed the ids."""
 
 from __future__ import annotations
 
@@ -93,9 +93,11 @@ class RoutedExperts:
         import numpy as np  # imported here, since most users have no such data
 
         if values.ndim != 3 or not values.shape[1] * values.shape[2]:
-            raise ValueError(f"routed experts of shape {values.shape}; give [positions, layers, experts of each id]")
+            raise ValueError(
+                f"routed experts of shape {values.shape}: give the shape [positions, layers, experts of each id]"
+            )
         if values.size and not -1 <= int(values.min()) <= int(values.max()) < 1 << 15:
-            raise ValueError(f"routed experts from {values.min()} to {values.max()}; they are 0 to 32767")
+            raise ValueError(f"routed experts from {values.min()} to {values.max()}: give numbers from -1 to 32767")
         experts = array("h")
         experts.frombytes(np.ascontiguousarray(values, dtype=np.int16).tobytes())
         return cls(start, values.shape[1], values.shape[2], experts)
@@ -115,7 +117,7 @@ class RoutedExperts:
 
 @dataclass(slots=True)
 class SideData:
-    """Side data of a delta or of a turn; an engine returns it only if it was configured to."""
+    """Sampling masks and routed experts of a delta or of a turn. An engine returns them only if it is configured to."""
 
     masks: SamplingMasks | None = None
     """The ids that could be sampled at the position of each sampled id; None if the engine returned none."""

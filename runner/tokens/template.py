@@ -42,7 +42,7 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 
 
 class TemplateRaised(BadTemplate):
-    """The template refused these messages, or failed on them; the message is the template's own."""
+    """The template refused these messages, or failed on them; the message names the template and has its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class ChatTemplate:
     text: str
     """The jinja2 source."""
     name: str
-    """Its name for people: a bundled name, a file, or the model that it belongs to."""
+    """The template's name for people: a bundled name, a file, or the model to which the template belongs."""
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Strings that the template reads by name, mostly the vocabulary's control tokens."""
     response_template: Mapping[str, Any] | None = field(default=None, hash=False)
-    """The checkpoint's rules for parsing answers; "response_template" in transformers."""
+    """The checkpoint's rules for parsing answers ("response_template" in transformers); None if it has none."""
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -97,10 +97,16 @@ class ChatTemplate:
         *,
         fit_tools: bool | None = False,
     ) -> Renderer:
-        """Return a renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
+        """Return a renderer with fixed options and a fixed clock.
 
-        With `fit_tools`, the parts of a tool's arguments that the template does not show are written in another form.
-        With None, they are rewritten if the template leaves out parts of usual schemas.
+        Args:
+            options: values of names that the template reads, such as `enable_thinking`.
+            now: the time that the template reads; None for the present.
+            fit_tools: True to write arguments of tools that the template does not fully show in another form; None to
+                do so only for a template that leaves out parts of usual schemas.
+
+        Raises:
+            BadTemplate: the template is not valid jinja2.
         """
         written = Renderer(self, dict(options or {}), now or datetime.now())
         fit = _needs_fitting(written) if fit_tools is None else fit_tools
@@ -124,7 +130,7 @@ class Renderer:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Names that the template reads, such as `enable_thinking`."""
     now: datetime = field(default_factory=datetime.now)
-    """The time that the template sees."""
+    """The time that the template reads with `strftime_now`."""
     as_written: Renderer | None = None
     """The same renderer with unchanged schemas of tools; None if this renderer does not change them."""
     text_arguments: bool = field(init=False, default=False)
@@ -164,7 +170,7 @@ class Renderer:
         if self.null_content:
             messages = [_with_null_content(message) for message in messages]
         try:
-            # As in transformers, None replaces an empty list, since some templates begin a block of tools for a list.
+            # As in transformers, None replaces an empty list, since some templates write a block of tools for any list.
             return self._compiled.render(
                 self.context,
                 messages=messages,
@@ -173,7 +179,7 @@ class Renderer:
             )
         except RecursionError as error:
             raise TemplateRaised(
-                f"template {self.template.name!r} calls itself without end on these messages"
+                f"template {self.template.name!r} calls itself without end on these messages: correct its macros"
             ) from error
         except MemoryError:
             raise
@@ -210,7 +216,10 @@ class Renderer:
         return "\n".join([self.template.text, *values, self.rendered()])
 
     def rendered(self) -> str:
-        """Return renders of a user message, a call and its result, with and without tools; "" if it raises."""
+        """Return the renders of a user message, a call and its result, with and without tools, joined by line breaks.
+
+        A render on which the template raises is left out.
+        """
         parts: list[str] = []
         for tools in (TOOLS, []):
             with suppress(TemplateRaised):
@@ -239,7 +248,7 @@ def _as_key(tool: ToolSchema) -> bytes | str:
 
 @functools.lru_cache(maxsize=2048)
 def _fitted_tool(renderer: Renderer, text: bytes | str) -> ToolSchema:
-    """Return a tool, given as JSON, in the form for the template; the renderer must not change tools."""
+    """Return a tool, given as JSON, in the form for the template; `renderer` is one that does not change tools."""
     tool: dict[str, Any] = json.loads(text)
     function = tool["function"]
     if not function.get("parameters"):
@@ -334,7 +343,7 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Return the sandbox of transformers' `apply_chat_template`, so that a template behaves as it does there."""
+    """Return a sandbox like that of transformers' `apply_chat_template`, so that a template behaves as it does there."""
     environment = _TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -357,7 +366,10 @@ def _compile(text: str, name: str) -> jinja2.Template:
 
 
 def _bundled() -> dict[str, Path]:
-    """Return the templates of the package, which are inside the package in a wheel, and beside it in a checkout."""
+    """Return the paths of the bundled templates by name; {} if their folder is missing.
+
+    The folder is inside the package in a wheel, and beside the package in a checkout.
+    """
     package = Path(__file__).parent.parent
     folder = next((f for f in (package / "templates", package.parent / "templates") if f.is_dir()), None)
     return {path.stem: path for path in folder.glob("*.jinja")} if folder else {}

@@ -199,8 +199,8 @@ class VocabularyTokenizer:
         words = [name for name in new if self.token_id(name) is not None]
         if words:
             raise ValueError(
-                f"{words[0]!r:.60} is an ordinary word of this vocabulary and cannot be a special token: give another "
-                "name"
+                f"{words[0]!r:.60} is an ordinary word of this vocabulary and cannot be a special token: "
+                "give another name"
             )
         tokenizer = tokenizers.Tokenizer(self._tokenizer.model)
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
@@ -220,8 +220,8 @@ class VocabularyTokenizer:
         """Return a copy with another library tokenizer, which has the added tokens and then the new ones."""
         if any(tokenizer.token_to_id(token.content) != token_id for token_id, token in added.items()):
             raise ValueError(
-                f"the added tokens of this vocabulary leave out ids below {max(added) + 1}, so {list(new)!r:.60} cannot "
-                "be added: give no special tokens"
+                f"the added tokens of this vocabulary leave out ids below {max(added) + 1}, so {list(new)!r:.60} "
+                "cannot be added: give no special tokens"
             )
         other = copy.copy(self)
         other._by_template = {}

@@ -36,14 +36,15 @@ Schema: TypeAlias = Mapping[str, Any]
 class ToolsForm(enum.StrEnum):
     """The form of an argument's schema for a template. Each form makes the changes of the previous one, and more."""
 
-    WRITTEN = "written"  # as their author wrote them
-    FLAT = "flat"  # has targets for references, X for "X or null", `enum` for `const`, and a type for each `enum`
-    ONE_OF = "one_of"  # FLAT, and `oneOf` for `anyOf`
-    MERGED = "merged"  # FLAT, and one schema with all types, fields and values for every union
+    WRITTEN = "written"  # the schema as its author wrote it
+    # targets replace references, X replaces "X or null", `enum` replaces `const`, and each `enum` has a type
+    FLAT = "flat"
+    ONE_OF = "one_of"  # FLAT, and `oneOf` replaces `anyOf`
+    MERGED = "merged"  # FLAT, and one schema with all types, fields and values replaces every union
 
 
 _MAX_NODES: Final = 2000
-"""Maximum number of schemas in one tool after targets replace references; further schemas become bare types."""
+"""Maximum number of schemas in one tool after targets replace references; a further reference becomes a bare type."""
 
 _REWRITTEN: Final = frozenset(
     {"$ref", "$defs", "definitions", "anyOf", "oneOf", "allOf", "const", "enum", "prefixItems"}
@@ -98,7 +99,7 @@ def listed(parameters: Schema) -> Schema:
 
     Generators of schemas put arguments at other places too: after a `$ref`, in members of `allOf`, `anyOf` and `oneOf`,
     in `then`, `else` and `dependentSchemas`, or only as names in `required`. But templates list only `properties`. The
-    result is only for prompts: it does not contain which arguments exclude one another.
+    result is only for prompts: it lacks the rules on arguments that exclude one another.
     """
     found = _Listing(parameters)
     found.add(parameters, always=True)
@@ -115,7 +116,7 @@ _IN_PLACE: Final = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentS
 
 @dataclass(slots=True)
 class _Listing:
-    """Collects the arguments of one schema."""
+    """The arguments of one schema, collected from all their places."""
 
     whole: Schema
     properties: dict[str, Any] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class _Listing:
 
 
 def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str, Any]:
-    """Return an argument's schema with the schema as JSON in its description, for a template that does not show it.
+    """Return an argument's schema, and in its description the same schema as JSON, which the template does not show.
 
     Args:
         given: the schema in the form for the template.
@@ -220,7 +221,7 @@ _VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 
 
 def resolved(reference: Any, whole: Schema) -> Any:
-    """Return the target of a reference within the same schema, or None."""
+    """Return the target of a reference in the same schema; None if the reference has no target there."""
     return None if (found := target_of(reference, whole)) is None else found[1]
 
 
@@ -257,7 +258,10 @@ def _anchored(name: str, node: Any, steps: tuple[Any, ...]) -> Iterator[tuple[tu
 
 @dataclass(slots=True)
 class _Rewriting:
-    """Writes one schema in another form; in the author's form, only references are replaced by their targets."""
+    """Rewriting of one schema in another form.
+
+    In the form WRITTEN, targets replace references, and `discriminator` and definitions are dropped.
+    """
 
     written: Schema
     form: ToolsForm
@@ -328,7 +332,10 @@ class _Rewriting:
         return {**beside, name: members, **null}
 
     def _items(self, made: dict[str, Any]) -> dict[str, Any]:
-        """Write a tuple as a list of its items' schemas, for a template that shows only the items of lists."""
+        """Return a tuple's schema with the merged schemas of its items as `items`, if the form is MERGED.
+
+        Some templates show only `items` of lists. Any other schema is returned unchanged.
+        """
         places = made.get("prefixItems")
         if self.form is not ToolsForm.MERGED or not isinstance(places, list) or isinstance(made.get("items"), Mapping):
             return made
@@ -363,7 +370,7 @@ _TYPES: Final[Sequence[tuple[type, str]]] = (
 
 
 def _typed(made: dict[str, Any]) -> dict[str, Any]:
-    """Replace `const` by `enum`, and add a type."""
+    """Return a schema with `enum` in place of `const`, and with a type if its values or properties imply one."""
     if "const" in made and made["const"] is not None:
         made = {"enum": [made["const"]], **{key: value for key, value in made.items() if key != "const"}}
     if "type" not in made and isinstance(made.get("enum"), list):

@@ -4,7 +4,7 @@ For the next prompt, a copy of the last assistant message with a sentinel in it 
 messages. The text after the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation
 prompt. The text before the tail is neither compared nor encoded, so the template may render the model's words in any
 way. If the template is proven not to look back, a short stand-in replaces the history (locality.py). The tail is
-encoded, the sampled stop id is searched in the tail (tail_ids.py), and the ids after this stop are the bridge.
+encoded, and searched for the sampled stop id (tail_ids.py). The ids after this stop are the bridge.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
-# The cache is small, since episodes of a group begin with the same prompt, and start at almost the same time.
+# The cache of prompts is small, since episodes of a group begin with the same prompt, and start at almost the same
+# time.
 PROMPT_CACHE_SIZE = 16
 
 MAX_CACHED_CHARS = 40
@@ -60,21 +61,21 @@ class _BridgeStart:
 
     ids: list[int]
     anchor: Anchor
-    """The place after which the bridge is attached."""
+    """The place in the tail after which the bridge begins."""
     close: Close
-    """Source of the turn's closing tokens."""
+    """The origin of the turn's closing tokens."""
     cause: str = ""
-    """Further remarks for the junction."""
+    """The cause that the junction records, or ""."""
 
 
 class Bridger:
-    """Builds the prompts of one template and one vocabulary. It does not store conversations.
+    """Builder of prompts for one template and one vocabulary. It does not store conversations.
 
     `History` documents `content_safe` and `close_reasoning`.
     """
 
     locality: Locality
-    """Creates tails, and proves which of them do not depend on messages before the last turn."""
+    """The source of tails, which proves which tails do not depend on messages before the last turn."""
     closes: TurnClosers
     """The control tokens that end a turn."""
 
@@ -112,14 +113,25 @@ class Bridger:
         thinking: bool = False,
         turn: int = 0,
     ) -> Bridge:
-        """Return the bridge after the turn that `history` ends with: the result of `join` for the result of `tail`."""
+        """Return the bridge after the turn that `history` ends with: the result of `join` for the result of `tail`.
+
+        Raises:
+            Unbridgeable: there is no exact bridge; the error names the missing property.
+            ValueError: `history` does not end with an assistant message, `new` is empty, or `stop` is not the last id.
+        """
         if not new or not history or history[-1]["role"] != "assistant":
-            raise ValueError("a bridge leads from an assistant message to at least one new message")
+            raise ValueError(
+                "a bridge needs a history that ends with an assistant message, and at least one new message"
+            )
         tail = self.tail(AnsweredTurn(history, new, tools, turn))
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
     def tail(self, answered: AnsweredTurn) -> Tail:
-        """Return the text after the words of a turn. This only renders, so any thread may call it."""
+        """Return the text after the words of a turn. This only renders, so any thread may call it.
+
+        Raises:
+            Unbridgeable: no turn of this shape can be bridged, or the template raises.
+        """
         tail = self.locality.tail(answered)
         if not tail.local:
             # These checks render the whole history once more, so they do not run on the event loop.
@@ -139,12 +151,15 @@ class Bridger:
 
         Raises:
             Unbridgeable: there is no exact bridge; the error names the missing property.
+            ValueError: `stop` is not the last sampled id.
         """
         if stop is not None and (not sampled or sampled[-1] != stop):
-            raise ValueError(f"the turn's last id is not the stop id {stop}")
+            last = sampled[-1] if sampled else None
+            raise ValueError(f"the turn's last id, {last}, is not the stop id {stop}: give its last id, or None")
         if any(message["role"] == "assistant" for message in tail.new):
             raise Unbridgeable(
-                Property.TURNS_SAMPLED, "an assistant message among the new ones has no sampled ids; replace() it"
+                Property.TURNS_SAMPLED,
+                "an assistant message among the new messages has no sampled ids: replace() the history",
             )
         tail.check()
         spans = self._control_text(tail)
@@ -157,7 +172,7 @@ class Bridger:
         else:
             start = self._after_cut(tail, tail_ids, sampled)
         if not start.ids:
-            raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
+            raise Unbridgeable(Property.PROMPTS_ANSWER, "the template writes nothing after the sampled stop")
         text = self.tokenizer.decode(start.ids)
         if tail.holds_marker(text) or self._repeats(tail):
             raise Unbridgeable(Property.TURN_STAYS_BEFORE, "the template repeats the turn's words after its end")
@@ -192,10 +207,19 @@ class Bridger:
         return self._early[shape]
 
     def _check_real(self, tail: Tail, real: str, text: str) -> None:
-        """Refuse a conversation whose end differs when it is rendered with its own words instead of the sentinel."""
+        """Check that a render with the turn's own words ends as the render with the sentinel.
+
+        Args:
+            tail: the turn's tail.
+            real: the render with the turn's own words.
+            text: the text that the render must end with.
+
+        Raises:
+            Unbridgeable: the render ends differently.
+        """
         if self.tokenizer.normalize(real).endswith(self.tokenizer.normalize(text)):
             return
-        # A vocabulary may change white space. All other text after the words must be there, character by character.
+        # The vocabulary may have changed white space in `text`. The tail's own text is compared without this change.
         if not tail.after_call and real.endswith(tail.text):
             return
         # SentencePiece writes a space after each control token, so the render is also encoded and decoded here.
@@ -203,8 +227,8 @@ class Bridger:
             return
         raise Unbridgeable(
             Property.TURN_STAYS_BEFORE,
-            f"what template {self.renderer.template.name!r} writes after a turn depends on its words: "
-            f"{real[-80:]!r} where {text[-80:]!r} was expected",
+            f"the text that template {self.renderer.template.name!r} writes after a turn depends on the turn's words: "
+            f"it is {real[-80:]!r} and not {text[-80:]!r}",
         )
 
     def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _BridgeStart:
@@ -230,14 +254,14 @@ class Bridger:
         if ids is None:
             raise Unbridgeable(
                 Property.STOP_IN_TAIL,
-                f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
+                f"the turn ended with {name!r}, and the template closes the turn with {tail.text[:40]!r}",
             )
         # The search finds a blank content too early, before the template's own close, and an altered content not at
         # all.
         if name in self.tokenizer.decode(ids) and (not tail.border or name in tail.text[: tail.border]):
             raise Unbridgeable(
                 Property.STOP_IN_TAIL,
-                f"the turn ended with {name!r}, and it is not known where {tail.text[:40]!r} ends",
+                f"the turn ended with {name!r}, and the end of the template's close in {tail.text[:40]!r} is not known",
             )
         if self._ends_early(tail):
             raise _words_after_end()
@@ -262,7 +286,8 @@ class Bridger:
         if not self.close_reasoning:
             raise Unbridgeable(
                 Property.REASONING_CLOSED,
-                "the turn was cut inside its reasoning: History(close_reasoning=True) would close it, masked",
+                "the turn was cut inside its reasoning: give History(close_reasoning=True) to close the reasoning with "
+                "ids of loss mask 0",
             )
         between = tail.end_of_reasoning
         if between is None:
@@ -285,7 +310,11 @@ class Bridger:
     # --- whole prompts
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
-        """Return the ids of the whole render, shape [prompt], int32. A BOS is added only by the template."""
+        """Return the ids of the whole render, shape [prompt], int32. Only the template adds a BOS.
+
+        Raises:
+            Unbridgeable: as `prompt_text`.
+        """
         return self.prompt_ids(self.prompt_text(messages, tools))
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:
@@ -305,8 +334,8 @@ class Bridger:
             index, name = wanted[0]
             raise Unbridgeable(
                 Property.CONTENT_LOCATED,
-                f"the {name} of message {index} ({messages[index]['role']}) holds control text; it is not known "
-                f"where template {self.renderer.template.name!r} writes it, so that it would become control ids",
+                f"the {name} of message {index} ({messages[index]['role']}) contains control text, which would become "
+                f"control ids, since its place in the render of template {self.renderer.template.name!r} is not known",
             )
         return text, tuple(spans)
 

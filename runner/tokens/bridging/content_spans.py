@@ -19,7 +19,7 @@ from runner.tokens.token_diff import first_mismatch
 __all__ = ["FIELDS", "Field", "Rendering", "Span", "absent", "find", "words"]
 
 Span: TypeAlias = tuple[int, int]
-"""Begin and end of a range of text."""
+"""Start and end (exclusive) of a range of text."""
 
 Field: TypeAlias = tuple[int, str]
 """A message's index and the name of one of its `FIELDS`."""
@@ -28,7 +28,7 @@ FIELDS = ("content", "name", "tool_call_id")
 """Fields with text of users, tools and models, not of the template."""
 
 ControlNames: TypeAlias = Callable[[str], Iterable[str]]
-"""Returns the names of the control tokens in a text."""
+"""Function that returns the names of the control tokens in a text."""
 
 _SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking off")
 """Words in contents that templates react to. Some templates remove them."""
@@ -37,8 +37,8 @@ _SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking o
 def absent(messages: Iterable[Message]) -> str:
     """Return a word of a fixed length that none of `messages` contains.
 
-    The word depends only on the messages, so that all processes use the same. Its length is fixed, since some templates
-    count letters.
+    The word depends only on the messages, so that all processes use the same word. Its length is fixed, since some
+    templates count letters.
     """
     said = "\n".join([message["content"] + "\n" + message.get("reasoning_content", "") for message in messages])
     stems = (f"zq7f3a9c1e5bn{number:06}z" for number in itertools.count())
@@ -51,7 +51,10 @@ def words(count: int) -> list[str]:
 
 
 def find(text: str, content: str, start: int = 0) -> Span | None:
-    """Return the position of a content in `text` from `start` on. The first form of the content that occurs counts."""
+    """Return the position of a content in `text` from `start` on; None if no form of the content occurs.
+
+    If several forms occur, the first one in the order of `_forms` counts.
+    """
     for form in _forms(content):
         begin = text.find(form, start)
         if begin >= 0:
@@ -68,13 +71,13 @@ class Rendering:
     messages: Sequence[Message]
     """The messages to find in the render."""
     render: Callable[[Sequence[Message]], str]
-    """Renders the same part for other messages."""
+    """Function that renders the same part for other messages."""
 
     def check_shown(self, index: int) -> Span:
-        """Return the approximate position of a message whose only content, a switch, was removed by the template.
+        """Return the approximate position of a content that `find` does not find, since it has a switch like "/think".
 
         Raises:
-            Unbridgeable: the message is hidden.
+            Unbridgeable: the content has no switch, or the message is hidden.
         """
         role, content = self.messages[index]["role"], self.messages[index]["content"]
         found = self._shown(index) if _without_switches(content) is not None else None
@@ -98,7 +101,7 @@ class Rendering:
             return
         more = [*self.messages, ANSWER, QUESTION, ANSWER, AGAIN_ASKED]
         hidden = later = False
-        # A template that reads all messages may raise on a marker, or on one message less.
+        # A template that inspects all messages may raise on a marker, or if one message is missing.
         with suppress(Unbridgeable):
             hidden = self._shown(index) is None
             if not hidden and not message["content"].strip() and self._left_out(self.messages, index, self.text):
@@ -125,13 +128,17 @@ class Rendering:
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
-        """Return the end of the last content, by the last occurrence of one of its forms."""
+        """Return the end of the last content, by the last occurrence of one of its forms.
+
+        Raises:
+            Unbridgeable: the last content is not shown.
+        """
         ends = (self.text.rfind(form) + len(form) for form in _forms(self.messages[-1]["content"]) if form in self.text)
         end = next(ends, None)
         return self.check_shown(len(self.messages) - 1)[1] if end is None else end
 
     def locate(self, wanted: Sequence[Field], stem: str, names: ControlNames) -> list[Span] | None:
-        """Return the positions of fields with control text, or None if they cannot be found.
+        """Return the positions of fields with control text; None if the positions cannot be found.
 
         First, markers replace the fields, so that the render shows the text around the fields. Templates that inspect,
         compare or edit contents may write other text then. For such a template, only the control text is replaced.

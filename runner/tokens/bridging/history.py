@@ -71,8 +71,8 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
 def normalize(message: Message) -> Message:
     """Return a message in the form for a model. The argument does not change.
 
-    No calls, an empty name and empty reasoning are left out. `reasoning` is another word for `reasoning_content`, as in
-    vLLM. Keys that are not in `Message`, or not of this role, are dropped.
+    An empty list of calls, an empty name and empty reasoning are left out. `reasoning` is another name of
+    `reasoning_content`, as in vLLM. Keys that are not in `Message`, or not of this role, are dropped.
 
     Raises:
         TypeError: the reasoning is not text.
@@ -88,7 +88,7 @@ def normalize(message: Message) -> Message:
     if role == "assistant":
         reasoning = given.get("reasoning_content") or given.get("reasoning")
         if reasoning and not isinstance(reasoning, str):
-            raise TypeError(f"a message's reasoning_content is a string, got {type(reasoning).__name__}")
+            raise TypeError(f"a message's reasoning_content is {reasoning!r:.60}: give a string")
         if reasoning:
             normal["reasoning_content"] = reasoning
         calls = given.get("tool_calls")
@@ -132,7 +132,7 @@ def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
 def _tolerated(
     stored: Message, stored_answers: _Answered | None, incoming: Message, incoming_answers: _Answered | None
 ) -> bool:
-    """Return True if the new message equals the stored one. Clients omit reasoning, so it may lack the reasoning."""
+    """Return True if the new message equals the stored one. Its reasoning may be missing, since clients omit it."""
     reasoning = incoming.get("reasoning_content", "").strip()
     if reasoning and reasoning != stored.get("reasoning_content", "").strip():
         return False
@@ -152,7 +152,7 @@ def _counting(message: Message, answers: _Answered | None) -> list[Any]:
 
 
 def canonical(value: Any) -> str:
-    """Return JSON with sorted keys, and with whole numbers as integers, since browsers turn 1.0 into 1."""
+    """Return a value as JSON with sorted keys, and with whole numbers as integers, since browsers turn 1.0 into 1."""
     try:
         plain = json.loads(json.dumps(value, default=str), parse_float=_number)
         return json.dumps(plain, sort_keys=True)

@@ -37,7 +37,7 @@ class _ShapeToProve:
     """The known properties of the turns of one shape."""
 
     past: Lookback
-    """True if earlier messages can change the tail."""
+    """The proven effect of earlier messages on the tail."""
     words_matter: bool
     """True if the turn's words may change the text after it."""
     refusal: Unbridgeable | None = None
@@ -49,7 +49,10 @@ class _ShapeToProve:
 
 
 class Locality:
-    """Creates tails, with a stand-in for the history if the result is proven to be equal. Any thread may use it."""
+    """Source of tails, which renders a stand-in for the history if the tail is proven to be equal.
+
+    Any thread may use it.
+    """
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
@@ -58,7 +61,10 @@ class Locality:
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """Return the tail if its computation takes no longer than for the new messages; None to use a worker thread."""
+        """Return the tail if only a stand-in and the new messages are rendered; otherwise None.
+
+        If the result is None, call `tail` in a worker thread, since it may render the whole history.
+        """
         kind = self._kinds.get(answered.shape)
         # A further render without a proof is computed from the whole history.
         if kind is None or not all(kind.proven.values()):
@@ -78,13 +84,18 @@ class Locality:
             short.complete()
             return short
         tail = self.whole_tail(answered, kind.asked)
-        # A proof about words applies only to messages with the usual fields. A stand-in has no other fields.
+        # Without a stand-in, messages may have other fields than the usual ones. The proof that words do not matter
+        # does not cover these fields.
         if kind.words_matter or stand_in is None:
             tail.real = self._real(answered.history, answered)
         return tail
 
     def whole_tail(self, answered: AnsweredTurn, asked: set[Further] | None = None, *, real: bool = False) -> Tail:
-        """Return the tail of the whole history, without proofs. With `real`, the tail has its `real` render."""
+        """Return the tail of the whole history, without proofs. With `real`, the tail has its `real` render.
+
+        Raises:
+            Unbridgeable: the template raises, or does not show the turn.
+        """
         tail = Tail(self._renderer, answered, asked=asked)
         tail.complete()
         if real:
@@ -92,7 +103,11 @@ class Locality:
         return tail
 
     def is_local(self, answered: AnsweredTurn) -> bool:
-        """Return True if the work for tails of this shape does not depend on the length of the history."""
+        """Return True if the work for tails of this shape does not depend on the length of the history.
+
+        Raises:
+            Unbridgeable: no turn of this shape can be bridged.
+        """
         return self._bridgeable_kind(answered).past is not Lookback.POSSIBLE
 
     # --- tails
@@ -168,7 +183,7 @@ class Locality:
         tail = self._example(shape, tools, markers)
         for each, word in zip(shape.new, markers, strict=True):
             if tail is not None and not each.empty and word not in tail.text:
-                why = f"the template hides the content of a message of the {each.role} role there"
+                why = f"the template hides the content of a {each.role} message after such a turn"
                 return Unbridgeable(Property.CONTENT_SHOWN, why)
         return None
 
@@ -194,8 +209,8 @@ class Locality:
     def _misplaced(self, property: Property, what: str) -> Unbridgeable:
         return Unbridgeable(
             property,
-            f"template {self._renderer.renderer.template.name!r} prints {what} after the turn, before the new "
-            "messages, so the prompt would have it at another place than the template",
+            f"template {self._renderer.renderer.template.name!r} prints {what} after the turn, and the prompt, which "
+            f"is only extended, has {what} at an earlier place",
         )
 
     def _example(
@@ -227,7 +242,7 @@ class _Question:
 
 def _key_of(renderer: Renderer) -> tuple[object, ...]:
     template = renderer.template
-    now = renderer.now if "strftime_now" in template.text else None  # else runs would share no proofs
+    now = renderer.now if "strftime_now" in template.text else None  # without the time, runs can share proofs
     return template.text, canonical_json([template.variables, renderer.options, renderer.fits_tools]), now
 
 

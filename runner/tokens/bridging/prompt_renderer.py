@@ -1,4 +1,4 @@
-"""Renders prompts, and checks that each prompt shows all messages and has one generation prompt, at its end."""
+"""Renderer of prompts. Each prompt is checked: it shows all messages, and has one generation prompt, at its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MIN_OPENER_CHARS = 8
 """Minimum length of an opener, since shorter texts occur twice by chance."""
 
 RenderAsking: TypeAlias = Callable[[Sequence[Message], bool], str]
-"""Renders messages, with or without the generation prompt."""
+"""Function that renders messages; the second argument is True to add the generation prompt."""
 
 
 class PromptRenderer:
-    """Renders conversations of one template and checks that each prompt ends with its generation prompt.
+    """Renderer of one template's conversations, which checks that each prompt ends with its generation prompt.
 
     Any thread may use it.
     """
@@ -84,6 +84,9 @@ class PromptRenderer:
             text: the render, or the part of it that contains `messages`.
             messages: the last messages of the render.
             render: renders the same part for other messages.
+
+        Raises:
+            Unbridgeable: the render does not end there, or begins the answer twice.
         """
         if self.asks_as_usual(text, messages[-1]):
             return
@@ -102,7 +105,8 @@ class PromptRenderer:
                 return
         raise Unbridgeable(
             Property.PROMPTS_ANSWER,
-            f"template {self.renderer.template.name!r} ends with {text[-40:]!r}, with or without add_generation_prompt",
+            f"template {self.renderer.template.name!r} writes no generation prompt: a prompt ends with "
+            f"{text[-40:]!r}, with or without add_generation_prompt",
         )
 
     def asks_as_usual(self, text: str, last: Message) -> bool:

@@ -11,7 +11,7 @@ class Property(enum.StrEnum):
     """A property that an exact bridge needs. `Unbridgeable` names the missing property."""
 
     TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
-    SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show its text or calls
+    SENTINEL_SHOWN = "no_sentinel"  # the render does not show the text or the calls of the last assistant turn
     TURN_STAYS_BEFORE = "marker_in_tail"  # the model's words would occur again after the turn
     TOOLS_STAY = "tools_move"  # tools are printed after the turn, so the prompt has them at the wrong place
     # the system message is printed after the turn, so the prompt has it at the wrong place
@@ -29,10 +29,10 @@ class Property(enum.StrEnum):
 
 
 class Unbridgeable(Exception):
-    """No exact bridge: a property of the template, the vocabulary or the turn is missing."""
+    """Refusal of a bridge, since a property of the template, the vocabulary or the turn is missing."""
 
     def __init__(self, property: Property, explanation: str) -> None:
         super().__init__(f"{property}: {explanation}")
         self.property = property
         self.explanation = explanation
-        """The missing property, for people."""
+        """The description of the missing property, for people."""

@@ -23,7 +23,7 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 __all__ = ["Further", "Tail"]
 
 MIN_TURN_BEGIN_CHARS = 4
-"""Minimum number of characters of a text that identifies the begin of turns."""
+"""Minimum number of characters of a text that identifies the beginning of turns."""
 
 
 class Further(enum.StrEnum):
@@ -53,6 +53,9 @@ class Tail:
 
     If there is a `stand_in`, it is rendered in place of the history. Further renders for which `proves` is false still
     use the whole history.
+
+    Raises:
+        Unbridgeable: the template raises, or does not show the turn.
     """
 
     text: str
@@ -124,7 +127,11 @@ class Tail:
     # --- checks
 
     def check(self) -> None:
-        """Check that the tail contains the new messages and ends with the generation prompt."""
+        """Check that the tail contains the new messages and ends with the generation prompt.
+
+        Raises:
+            Unbridgeable: a message is missing, or the generation prompt is missing or occurs twice.
+        """
         if self._fault is not None:
             raise self._fault
 
@@ -142,11 +149,15 @@ class Tail:
         return None
 
     def holds_marker(self, text: str) -> bool:
-        """Return True if `text` contains text from before the turn's end."""
+        """Return True if `text` contains a marker, since then it repeats text from before the turn's end."""
         return self._stem in text
 
     def stands_before(self, word: str) -> bool:
-        """Return True if a word occurs before the sentinel in a separate render."""
+        """Return True if a word occurs before the sentinel in a render of the whole conversation.
+
+        Raises:
+            Unbridgeable: the template raises.
+        """
         text = self._renderer.render([*self._history, *self.new], self._answered.tools)
         return word in text.rpartition(_sentinel(self._stem))[0]
 
@@ -164,7 +175,7 @@ class Tail:
     def own_text(self) -> str:
         """The text of the turn before the sentinel, with the model's words.
 
-        If the begin of the turn is not known, text before the turn is included.
+        If the beginning of the turn is not known, text before the turn is included.
         """
         renderer, tools = self._renderer, self._answered.tools
         text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
@@ -173,8 +184,8 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        # The new messages may change the text of the past, so the begin of the turn is searched. It is the generation
-        # prompt, or its first part: some generation prompts open reasoning, which past turns do not have.
+        # The new messages may change the text of the past, so the text is searched for the beginning of the turn: the
+        # generation prompt, or its first part, since some generation prompts open reasoning, which past turns lack.
         with suppress(Unbridgeable):
             begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))
             turns = sum(message["role"] == "assistant" for message in self._history)
@@ -188,12 +199,12 @@ class Tail:
 
     @cached_property
     def seen(self) -> Span:
-        """The begin of the first new content, and the end of the last new content.
+        """The start of the first new content in `text`, and the end of the last new content.
 
-        The begin may be too early, since a content such as "m" also occurs in the template's own words.
+        The start may be too early, since a content such as "m" also occurs in the template's own words.
 
         Raises:
-            Unbridgeable: a content is not found, in the order of the messages.
+            Unbridgeable: a content is missing, or does not follow the contents of the messages before it.
         """
         first, end = 0, 0
         for index, message in enumerate(self.new):
@@ -225,7 +236,7 @@ class Tail:
 
     @cached_property
     def border(self) -> int:
-        """The begin of the first new content, found by a render with a marker in its place.
+        """The start of the first new content in `text`, found by a render with a marker in its place.
 
         If the content changes the template's text before it, the border is the end of the common prefix of both
         renders.
@@ -272,7 +283,7 @@ class Tail:
         """The template's text between the turn's reasoning and its text; None if reasoning is not shown."""
         end, said = self._stem + "thought", self._stem + "words"
         turn: Message = {"role": "assistant", "content": said, "reasoning_content": end}
-        # The proofs support only one mark, so this render always uses the whole history.
+        # The proofs cover only renders with one marker, so this render always uses the whole history.
         before = self._answered.history[:-1] if self.local else self._history[:-1]
         text = self._renderer.render([*before, turn], self._answered.tools, generation_prompt=False)
         _, found, rest = text.rpartition(end)
@@ -283,7 +294,7 @@ class Tail:
         return self._text_after(self._history_for(further), new, generation_prompt=further.asking)
 
     def _history_for(self, further: Further) -> Sequence[Message]:
-        """Return the messages before the new ones: the stand-in if it is proven to have the same result."""
+        """Return the messages before the new ones: the stand-in if it is proven to have the same result, else all."""
         self.asked.add(further)
         if not self.local or self._proves is None or self._proves(further):
             return self._history
@@ -326,7 +337,7 @@ def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_wo
         copy["content"] = message["content"] * with_words + _sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        # Gemma 4 prints the text of a call's message after the tool's result. The marker makes such a bridge refused.
+        # Gemma 4 prints the text of a call's message after the tool's result. By the marker, such a bridge is refused.
         copy["content"] = message["content"] * with_words + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): _sentinel(stem)}
@@ -346,7 +357,7 @@ def _without_words(message: Message, stem: str) -> Message:
 
 
 def _parameter(function: Mapping[str, Any], tools: Sequence[ToolSchema]) -> str:
-    """Return a parameter of the called tool, or any name."""
+    """Return the name of an argument of the call, or else of a parameter of the tool, or else "value"."""
     arguments = function["arguments"]
     if arguments and isinstance(arguments, Mapping):
         return str(next(iter(arguments)))

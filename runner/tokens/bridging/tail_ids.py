@@ -36,12 +36,16 @@ class TailIds:
         self._closes = closes
 
     def check_text(self) -> None:
-        """Check that the vocabulary keeps the text."""
+        """Check that encoding and decoding keep the tail's text.
+
+        Raises:
+            Unbridgeable: they lose a part of it.
+        """
         if self._tokenizer.decode(self.ids) != self._text:
             self._check_stretches()
 
     def _check_stretches(self) -> None:
-        """Check that the text between any two control tokens is kept.
+        """Check that encoding and decoding keep the text between any two control tokens.
 
         Some vocabularies write a space before each such text, which decoding removes. Some control tokens swallow
         adjacent white space.
@@ -69,12 +73,14 @@ class TailIds:
         raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}")
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
-        """Return the first position of a wanted id in the template's text before any new content."""
+        """Return the first position of a wanted id in the template's text before any new content; None if none occurs.
+
+        The result is also None if a token before the position opens a message, since the id then closes this message.
+        """
         # The first position counts, since the contents and the next turn, which follow, may have the same ids.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
         if index is None or not self._before_content(index + 1):
             return None
-        # After the opener of a message, the id would be the close of this message.
         before = self._tokenizer.control_ids.intersection(self.ids[:index])
         return None if any(map(self._closes.opens_a_role, before)) else index
 
@@ -146,7 +152,9 @@ class TailIds:
         return after if not self._text[end:cut].strip() else None
 
     def ids_after_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
-        """Return the ids after the sampled part of the last call, or None. The tail begins inside that call.
+        """Return the ids after the sampled part of the last call; None if the end of the call is not known.
+
+        The tail begins inside that call.
 
         The turn's close is at a stop id, or at the beginning of the tail of the same turn without calls. The bridge
         contains the unsampled part of the text before the close.
@@ -230,7 +238,7 @@ def _end_of_call(ending: str, said: str) -> int | None:
 
 
 def _seen_ending(one: str, other: str, borders: Sequence[int]) -> int:
-    """Return the number of common characters from a border on; 0 if these are too few to identify the border."""
+    """Return the number of characters, from a border on, with which both texts end; 0 if too few identify the end."""
     alike = len(one) - first_mismatch(one[::-1], other[::-1])
     begin = next((border for border in borders if border >= alike), len(one))
     return len(one) - begin if len(one[begin:].strip()) >= _MIN_END_CHARS else 0

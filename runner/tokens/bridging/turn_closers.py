@@ -20,7 +20,7 @@ __all__ = ["TurnClosers"]
 
 
 class TurnClosers:
-    """The closes of a template. Each is learnt from plain conversations on its first use."""
+    """The tokens that close and open the turns of a template, found on first use by rendering plain conversations."""
 
     def __init__(self, tokenizer: Tokenizer, renderer: PromptRenderer) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class TurnClosers:
 
     @cached_property
     def of_user(self) -> int | None:
-        """The control token after a user's text, or None."""
+        """The first control token after a user's text; None if no control token follows, or the template raises."""
         with suppress(Unbridgeable):
             text = self._renderer.render([QUESTION], (), generation_prompt=False)
             ids = self._tokenizer.encode(text.rpartition(QUESTION["content"])[2])

@@ -1,8 +1,9 @@
 """Proof, from a template's source, that the text after a turn does not depend on earlier messages.
 
-This is an abstract interpretation of the template. It is rendered once, over abstract values (`values`): known values,
-symbols for values that are the same after every past, and unknown values that the past may decide. Between the first
-user message and the last turn is a gap, with any number of messages of any role in any order (`positions`).
+This is an abstract interpretation of the template. The template is rendered once, over abstract values (`values`):
+known values, symbols for values that are the same after every past, and unknown values that the past may decide.
+Between the first user message and the last turn is a gap, with any number of messages of any role in any order
+(`positions`).
 
 - Every operation has a transfer function, which computes an abstract result from abstract operands (`operators`,
   `filters`). If all operands are known, jinja itself computes it.

@@ -45,9 +45,9 @@ class Evaluator(NodeVisitor, ABC):
     Args:
         jinja: the environment of the template.
         names: the template's variables.
-        symbols: numbers for symbols.
+        symbols: the source of symbols.
         words: abstract words of the last turn; None for the sentinel.
-        null_content: True if messages with calls may have no content.
+        null_content: True if the content of messages with calls may be null.
     """
 
     def __init__(
@@ -89,7 +89,11 @@ class Evaluator(NodeVisitor, ABC):
     # --- branches
 
     def _both(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
-        """Join two branches of an unknown condition; raises `RenderStopped` if neither continues."""
+        """Evaluate both branches of an unknown condition, and return the join of their values.
+
+        Raises:
+            RenderStopped: neither branch continues.
+        """
         # Both branches start from the same state. If a branch raises, the condition decides whether the template
         # raises.
         before, ends = self._state, []

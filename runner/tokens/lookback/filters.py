@@ -115,7 +115,7 @@ class TransferFunctions(Operators):
         return self.of("length", value)
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:
-        """Return the value as JSON. The text after the end of the turn's words is known if all later parts are."""
+        """Return the value as JSON. The text after the turn's words is known if all later parts are independent."""
         leaves = list(_leaves(value))
         ends = [index for index, leaf in enumerate(leaves) if may_hold_end(leaf)]
         # With sorted keys, the parts do not come in the order of `leaves`.
@@ -196,8 +196,8 @@ class TransferFunctions(Operators):
     def _method_of_words(self, value: Text, name: str, arguments: Sequence[Value]) -> Value:
         """Call a method of a text in which the turn's words end.
 
-        If the words are known, they end in the sentinel, which has only small letters and digits. So neither `strip` of
-        other characters nor `lower` changes the sentinel, and text that is not a word is not found across its end.
+        If `_words` is None, the words end in the sentinel, which has only small letters and digits. So neither `strip`
+        of other characters nor `lower` changes the sentinel, and a text with another sign never begins inside it.
         """
         rest = value.rest
         before = None if value.before is None else (name, *arguments, value.before)

@@ -46,10 +46,15 @@ MAX_RECURSION = 30
 
 
 class Interpreter(Evaluator):
-    """One render: runs statements, with an `Evaluator` for their expressions."""
+    """One render: it runs the statements of a template, and evaluates their expressions as an `Evaluator`."""
 
     def output(self, template: nodes.Template) -> Value:
-        """Return the template's output; raises `RenderStopped` if it raises after every past."""
+        """Return the template's output.
+
+        Raises:
+            RenderStopped: the template raises after every past.
+            NotFollowed: the template has an operation that is not modelled.
+        """
         self._run(template.body)
         return self._state.output
 
@@ -115,7 +120,7 @@ class Interpreter(Evaluator):
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        """Return a new scope for the names of the block."""
+        """Open a new scope for the names that the `with` block assigns."""
         self._state.scopes.append({})
         try:
             yield

@@ -62,8 +62,8 @@ class Symbols:
 def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
     """Return the abstract value that is `one` if the condition holds, else `other`."""
     if same(one, other):
-        # Only the object itself is known to have words that are not empty. A filter may have shortened the words of
-        # others.
+        # Only the object `LastTurnText.text` is known to have non-empty words. A filter may have shortened the words of
+        # an equal text, so the join of both is a copy.
         return replace(one) if isinstance(one, Text) and one is not other else one
     both = (one, other)
     if any(map(has_effects, both)):  # the effects of calling either macro would have to be followed

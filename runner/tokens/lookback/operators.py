@@ -70,7 +70,7 @@ class Operators:
 
     Args:
         environment: the environment of the template.
-        symbols: numbers for results.
+        symbols: the source of symbols for results.
         words: the last turn's words, if these may be any words; None for the sentinel.
     """
 
@@ -96,7 +96,11 @@ class Operators:
         return Unknown(may_end=any(map(may_hold_end, operands)), text=text)
 
     def concrete(self, compute: Callable[[], Value]) -> Value:
-        """Return jinja's result; raises `RenderRaised` if jinja raises."""
+        """Return the result of `compute`, which calls jinja.
+
+        Raises:
+            RenderRaised: jinja raises.
+        """
         try:
             return compute()
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -178,7 +182,7 @@ class Operators:
         return self._compared_positions(sign, one, other) if positions else self.of(sign, one, other)
 
     def _equal(self, one: Value, other: Value) -> bool | None:
-        """Return True if two values are equal; None if unknown."""
+        """Return True if two values are equal, False if they differ, and None if neither is certain."""
         if isinstance(one, Symbol) and one == other:
             return True
         for value, against in ((one, other), (other, one)):

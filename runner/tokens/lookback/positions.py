@@ -64,7 +64,7 @@ def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
 
 
 def range_of(bounds: Sequence[Value]) -> Value:
-    """Return `range` over positions; None if unknown."""
+    """Return the numbers of jinja's `range` if the last bound is a position; None if they are not known."""
     first, last = (0, *bounds) if len(bounds) == 1 else bounds[:2]
     if len(bounds) > 2 or not isinstance(last, Position):
         return None

@@ -47,7 +47,10 @@ class Proofs:
     """The template with fixed options and clock."""
 
     def past(self, shape: TurnShape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
-        """Return whether messages between the first user message and the turn can change the text after the turn."""
+        """Return the effect of messages between the first user message and the turn on the text after the turn.
+
+        `asking` is True if the text includes the generation prompt.
+        """
         symbols = Symbols()
         messages = [_last_turn(self.renderer, shape, symbols), *_new_messages(shape.new, symbols)]
         output, refuses = self._output(shape, messages, tools, symbols, asking=asking)
@@ -61,9 +64,9 @@ class Proofs:
         return shape.bare or not self._same_after_words(shape, tools, given=False)
 
     def past_matters_to_words(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
-        """Return True if earlier messages may change the text after some words of the turn, if not after the sentinel.
+        """Return True if, for some words of the turn, earlier messages may change the text after the words.
 
-        `past` covers the render with the sentinel, in which no turn is empty or blank.
+        `past` proves the same only for the sentinel, which is never empty or blank.
         """
         return not self._same_after_words(shape, tools, given=True)
 
@@ -80,7 +83,7 @@ class Proofs:
     def _same_after(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
         """Return True if the text is fixed after a place: the turn's content, its last argument, or the first result.
 
-        The text of a call precedes the result, so it is checked too.
+        The names of these places are "content", "argument" and "first".
         """
         symbols, as_text = Symbols(), self.renderer.text_arguments
         new = _new_messages(shape.new, symbols)

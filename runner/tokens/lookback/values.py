@@ -79,7 +79,7 @@ class Symbol(Abstract):
     nonempty: bool = False
     """True if the value is certainly not empty."""
     base: UnknownCount | None = None
-    """The base that a position among messages counts from; the number then depends on the past."""
+    """The base of a position among messages, which depends on the past; None for any other value."""
     may_end: bool = False
     """True if the value may contain the end of the turn's words."""
 
@@ -203,7 +203,7 @@ class PastMessage(Abstract):
         return Unknown()
 
     def has(self, key: str) -> bool | Unknown:
-        """Return True if the key exists."""
+        """Return True if each message of the role has the key, False if none has it, and otherwise `Unknown`."""
         if key in ("role", "content"):
             return True
         return False if isinstance(self.get(key), jinja2.Undefined) else Unknown()
@@ -269,7 +269,7 @@ class SplitText(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class Loop(Abstract):
-    """The variable `loop`."""
+    """The variable `loop` in the body of a jinja loop."""
 
     attributes: Mapping[str, Value] = field(hash=False)
 
