@@ -46,8 +46,8 @@ class ByteTokenizer(Tokenizer):
         self._control = {name: 256 + index for index, name in enumerate(names)}
         if eos_token not in special:
             raise ValueError(
-                f"eos_token={eos_token!r:.60} is not a control token: give one of {', '.join(special)}, or add the token "
-                "to control_tokens"
+                f"eos_token={eos_token!r:.60} is not a control token: give one of {', '.join(special)}, or add the "
+                "token to control_tokens"
             )
         self.eos_id: int | None = self._control[eos_token]
         self.special_ids = frozenset(self._control[name] for name in special)

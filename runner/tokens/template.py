@@ -343,7 +343,7 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Return a sandbox like that of transformers' `apply_chat_template`, so that a template behaves as it does there."""
+    """Return the sandbox of transformers' `apply_chat_template`, so that templates render as in transformers."""
     environment = _TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )

@@ -18,7 +18,8 @@ def tools_of(schemas: Sequence[Any]) -> list[Tool]:
     Any text is allowed as a name, even if some models cannot write it.
 
     Raises:
-        BadOption: a tool is not a function with a name, or two tools have the same name; the message names the tool.
+        BadOption: a tool is not a function with a name and a valid schema, or two tools have the same name; the message
+            names the tool.
     """
     tools = [tool_of(index, each) for index, each in enumerate(schemas)]
     names = set[str]()
@@ -33,7 +34,7 @@ def tool_of(index: int, schema: Any) -> Tool:
     """Return the tool with this index in a request.
 
     Raises:
-        BadOption: the tool is not a function with a name; the message names the tool.
+        BadOption: the tool is not a function with a name and a valid schema; the message names the tool.
     """
     if isinstance(schema, Tool):
         return schema
@@ -47,10 +48,10 @@ def tool_of(index: int, schema: Any) -> Tool:
     for name, kind, wanted in (("parameters", Mapping, "a JSON schema"), ("description", str, "a string")):
         value = function.get(name)
         if value and not isinstance(value, kind):
-            raise BadOption(f"tool {index} ({function['name']}): its {name}: give {wanted}, not {value!r:.60}.")
+            raise BadOption(f"tool {index} ({function['name']}): {name} is {value!r:.60}: give {wanted}.")
     name = function["name"]
     if not name:
-        raise BadOption(f"tool {index}: its name is empty: give it one, such as run.")
+        raise BadOption(f"tool {index} has an empty name: give a name, such as run.")
     own = name if is_tool_name(name) else "tool"
     parameters = as_shown(function.get("parameters") or {})
     if not _takes_objects(parameters):

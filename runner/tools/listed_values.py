@@ -21,11 +21,11 @@ class Contradiction(NamedTuple):
 
 
 def without_contradictions(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Contradiction]]:
-    """Return the schema, which `modern_schema` converted, so that `enum` and `const` allow a value of its type.
+    """Return the schema with `enum` and `const` changed so that they allow a value of its type, and the changes.
 
-    If the type and all values contradict each other, the type is kept. Authors often write numbers in quotes, or text
-    without quotes, so such values are converted to the type. Other values apply to the items if the type is a list;
-    otherwise the keyword is omitted.
+    The schema is one that `modern_schema` converted. If the type and all values contradict each other, the type is
+    kept. Authors often write numbers in quotes, or text without quotes, so such values are converted to the type. Other
+    values apply to the items if the type is a list; otherwise the keyword is omitted.
     """
     made, found = dict(schema), list[Contradiction]()
     for keyword in ("enum", "const"):
@@ -67,7 +67,10 @@ def _is_of(value: Any, name: str) -> bool:
 def _read_by_type(
     made: dict[str, Any], keyword: str, values: Sequence[Any], types: Sequence[str]
 ) -> list[Contradiction]:
-    """Convert the values to one of the types, and add them to `made`, the schema without the keyword."""
+    """Add the values, converted to one of the types, to `made`, the schema without the keyword; return the changes.
+
+    Without such values, `made` may get the values for its items instead, or stay without the keyword.
+    """
     wanted = f"no value is of type {' or '.join(map(repr, types))}"
     converted = [new for each in values for new in _converted(each, types)]
     if any(each is not None for each in converted):

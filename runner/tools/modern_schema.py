@@ -1,7 +1,7 @@
-"""Conversion of JSON schemas of any dialect to 2020-12, with a note for each keyword that is omitted.
+"""Conversion of JSON schemas of any dialect to 2020-12, with a note for each keyword that is omitted or changed.
 
-Schemas of tools may be of draft 4 to 7, of OpenAPI, or of no dialect. Only the converted schema is enforced, validated
-and read: all its keywords are valid, all its references resolve, all its patterns compile.
+Schemas of tools may be of any draft from 3 on, of OpenAPI, or of no dialect. Only the converted schema is enforced,
+validated and read: all its keywords are valid, all its references resolve, all its patterns compile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Note(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return f"{self.keyword} of {self.path or 'the whole'} ({self.why})"
+        return f"{self.keyword} of {self.path or 'the whole schema'} ({self.why})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class ModernSchema:
     schema: Any
     """The schema: an object, or True or False. Its references are "#" and "#/$defs/NAME"."""
     notes: tuple[Note, ...]
-    """Keywords that are not enforced."""
+    """Keywords that are omitted or changed."""
 
 
 def modern(schema: Any) -> ModernSchema:
-    """Convert a schema to dialect 2020-12. Invalid keywords are noted, and raise no error."""
+    """Convert a schema to dialect 2020-12. Invalid keywords are omitted with a note, without an error."""
     return _modern_text(json.dumps(schema, default=str))
 
 
@@ -114,7 +114,7 @@ _ANY_TYPE: Final = ("any", "mixed", "unknown", "*")
 
 @dataclass
 class _SchemaConverter:
-    """Converts one schema."""
+    """The conversion of one schema."""
 
     root: Any
     _notes: dict[Note, None] = field(default_factory=dict)
@@ -322,7 +322,7 @@ class _SchemaConverter:
     def _list(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if not isinstance(given, list) or not given:
-            self._note(path, key, "it is not a list of schemas")
+            self._note(path, key, f"{given!r:.60} is not a list of schemas")
             return
         made.setdefault(key, []).extend(self._schema(each, path) for each in given)
 
@@ -410,7 +410,7 @@ class _SchemaConverter:
         if reference is None:
             return
         if key != "$ref":
-            self._note(path, key, "it is read as $ref")
+            self._note(path, key, "read as $ref")
         if "$ref" in made:
             made.setdefault("allOf", []).append({"$ref": reference})
         else:

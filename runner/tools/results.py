@@ -132,7 +132,10 @@ def _media(block: Any) -> str:
 
 
 def _equals_structured(content: Sequence[Any], structured: Any) -> bool:
-    """Return whether the text equals the structured content. In it, servers wrap non-objects as `{"result": ...}`."""
+    """Return whether the text equals the structured content, in which servers wrap lists, texts and numbers.
+
+    The wrapped form is `{"result": ...}`.
+    """
     said = list(_values(content))
     wrapped = [structured["result"]] if isinstance(structured, Mapping) and list(structured) == ["result"] else []
     return any(said in ([each], each) for each in (structured, *wrapped))
@@ -162,7 +165,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _get(value: Any, *names: str) -> Any:
-    """Return the value for the first of these names that an object or a mapping has."""
+    """Return the value for the first of these names that an object or a mapping has; `_NOTHING` if it has none."""
     for name in names:
         found = value.get(name, _NOTHING) if isinstance(value, Mapping) else getattr(value, name, _NOTHING)
         if found is not _NOTHING:

@@ -55,7 +55,7 @@ class FunctionSchema(NamedTuple):
     returns: JsonSchema | None
     """JSON schema of the result; None if the signature has no return type."""
     check: Check
-    """Validates and converts arguments."""
+    """Function that validates and converts arguments."""
 
 
 def function_schema(
@@ -76,7 +76,7 @@ def function_schema(
         description: replaces the description of the docstring.
 
     Raises:
-        BadEnvironment: the signature cannot be shown to a model; the text names the parameter and the fix.
+        BadEnvironment: the signature or the docstring cannot be shown to a model; the message has the fix.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     hints = _hints(function, where, namespace)
@@ -109,7 +109,7 @@ def explicit_schema(
         BadEnvironment: the schema is invalid, the description is missing, or the function cannot take the arguments.
     """
     if not description:
-        raise BadEnvironment(f"{where}: give it a description= for the model.")
+        raise BadEnvironment(f"{where} has parameters= and no description: give a description= for the model.")
     kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
     # Validation refuses an argument that the function does not take, with a message for the model.
     parameters = as_shown(parameters)
@@ -136,7 +136,7 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
     made = modern(parameters).schema
     kinds = made.get("type") if isinstance(made, Mapping) else None
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        raise BadEnvironment(f'{where}: parameters must be a JSON schema with "type": "object".')
+        raise BadEnvironment(f'{where}: parameters must be a JSON schema with "type": "object", not {kinds!r:.60}.')
     validator = validator_of(made)
 
     def check(raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
@@ -146,7 +146,11 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
 
 
 def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
-    """Check that the function accepts arguments with these names, which may replace arguments bound by `partial`."""
+    """Check that the function accepts arguments with these names, which may replace arguments bound by `partial`.
+
+    Raises:
+        BadEnvironment: it does not accept them.
+    """
     function: Any = call
     given: tuple[Any, ...] = ()
     by_name: dict[str, Any] = {}
@@ -160,8 +164,8 @@ def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: 
         inspect.signature(function).bind(*given, **{**by_name, **dict.fromkeys(names)})
     except TypeError as error:
         raise BadEnvironment(
-            f"{where}: its function cannot be called with the arguments of its parameters= ({error}): give raw=True, "
-            "and it gets them all as one mapping."
+            f"{where}: its function cannot be called with the arguments of its parameters= ({error}): rename its "
+            "parameters, or give raw=True to pass all arguments as one mapping."
         ) from None
 
 
@@ -174,11 +178,11 @@ def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any
         return {name: with_readable_typed_dicts(hint) for name, hint in hints.items()}
     except NameError as error:
         raise BadEnvironment(
-            f"{where}: its annotations name {error.name!r}, which is not defined there: define or import it at module "
-            "level, above the class."
+            f"{where}: its annotations name {error.name!r}, which is not defined: define or import {error.name} at "
+            "module level, above the class."
         ) from None
     except (TypeError, SyntaxError) as error:
-        raise BadEnvironment(f"{where}: its annotations cannot be evaluated: {error}.") from None
+        raise BadEnvironment(f"{where}: its annotations cannot be evaluated ({error}): correct them.") from None
 
 
 def _check_parameters(parameters: Iterable[inspect.Parameter], hints: Mapping[str, Any], where: str) -> None:
@@ -212,7 +216,11 @@ def _arguments_adapter(
 
 
 def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapter[dict[str, Any]], where: str) -> None:
-    """Check that defaults satisfy their types, since the model sees them and may write them."""
+    """Check that defaults satisfy their types, since the model sees defaults and may write them.
+
+    Raises:
+        BadEnvironment: a default does not satisfy its type.
+    """
     for parameter in parameters:
         name, shown = parameter.name, {} if parameter.default is parameter.empty else _default(parameter.default)
         problems = _unfit(name, shown["default"], adapter) if shown else []
@@ -288,7 +296,7 @@ def _returns_schema(hints: Mapping[str, Any]) -> JsonSchema | None:
     try:
         schema: JsonSchema = without_titles(TypeAdapter(hints["return"]).json_schema(mode="serialization"))
     except _UNSUPPORTED:
-        return None  # results become text anyway; their schema only describes them
+        return None  # the schema of a result is only a description, since results become text
     return schema
 
 

@@ -134,7 +134,7 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
 
 
 def _evaluates(conjunction: Conjunction) -> bool:
-    """Return whether one of these schemas evaluates a value. Negated schemas, of `not` or a condition, do not."""
+    """Return whether one of these schemas evaluates a value. Negated schemas (`not`, conditions) evaluate none."""
     return any(not part.negated for part in conjunction)
 
 

@@ -79,7 +79,7 @@ class SchemaShapes:
         return tuple(shape for shape in self.of(self.whole) if shape.kind == "object")
 
     def why_uncallable(self) -> str | None:
-        """Return a clause with the reason why no arguments of a tool satisfy the schema; None if some do."""
+        """Return a clause with the reason why no arguments of a tool satisfy the schema; None if some satisfy it."""
         if self.arguments():
             return None
         objects = [shape for shape in self._every(self.whole) if shape.kind == "object"]
@@ -107,7 +107,7 @@ class SchemaShapes:
         )
 
     def is_satisfiable(self, conjunction: Conjunction, above: frozenset[tuple[str, ...]] = frozenset()) -> bool:
-        """Return whether a finite value satisfies these schemas."""
+        """Return whether a finite value satisfies these schemas; `above` has the keys of the schemas around them."""
         key = self.key(conjunction)
         if not key:
             return True
@@ -145,7 +145,7 @@ class SchemaShapes:
         return True
 
     def allows_unnamed(self, shape: ValueShape) -> bool:
-        """Return whether a name that the schema does not list may satisfy its schema of names."""
+        """Return whether a name that the shape does not list may satisfy the shape's schemas of names."""
         if not self.key(shape.names):
             return True
         names = (each for each in self.of(shape.names) if each.kind == "string")
@@ -355,7 +355,7 @@ class SchemaShapes:
 
 
 def _named(shapes: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
-    """Return the shapes of a negation. Their unexpressed keyword "not" is replaced by the author's `keyword`."""
+    """Return the shapes of a negation, in which the author's `keyword` replaces the unexpressed keyword "not"."""
     return tuple(shapes) if keyword == "not" else tuple(_renamed(shape, keyword) for shape in shapes)
 
 
@@ -392,7 +392,7 @@ _TRIVIAL: Final = ("true", "{}", *(f"!{keyword} false" for keyword in ("not", "i
 
 
 def _listed(shape: ValueShape) -> tuple[Any, ...] | None:
-    """Return all values of a shape; None if there are too many."""
+    """Return all values of a shape; None if they are too many, or if they need no check."""
     if shape.values is not None:
         return shape.values
     match shape.kind:

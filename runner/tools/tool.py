@@ -41,7 +41,7 @@ def tool(
     parallel: bool = True,
     strict: bool = False,
 ) -> _FunctionT | Callable[[_FunctionT], _FunctionT]:
-    """Let a model call this method of an environment; it stays an ordinary method.
+    """Mark a method of an environment as a tool, which a model may call. The method itself does not change.
 
     The model sees the type hints and the docstring (Google style; its Args describe the parameters).
 
@@ -52,6 +52,9 @@ def tool(
         parallel: False makes the tool a barrier: it runs alone, and a turn with a required call has only that call.
         strict: True enforces the schemas of all tools of a turn while calls are sampled, also in calls that the model
             begins by itself. Required calls are always enforced.
+
+    Raises:
+        BadEnvironment: the decorated object is not a method, or its class has another method with its name.
     """
 
     def mark(function: _FunctionT) -> _FunctionT:
@@ -71,8 +74,8 @@ class Tool:
     """A function that a model may call.
 
     `Tool(function)` reads type hints and docstring, as `@tool` does. `Tool(call, name=, description=, parameters=)`
-    takes a JSON schema instead, and passes the arguments unchanged, by name. With `raw=True` it passes them as one
-    mapping, with any names.
+    takes a JSON schema instead, and passes the arguments unchanged, by name. With `raw=True`, all arguments are passed
+    as one mapping, and may have any names.
 
     Args:
         call: the function, sync or async.
@@ -88,7 +91,7 @@ class Tool:
             begins by itself. Required calls are always enforced.
 
     Raises:
-        BadEnvironment: the signature or the schema cannot be used; the text names the parameter and the fix.
+        BadEnvironment: the signature, the schema or an option cannot be used; the message names it and has the fix.
     """
 
     call: Callable[..., Any]
@@ -134,7 +137,7 @@ class Tool:
         if parameters is not None:
             schema = explicit_schema(call, where, description, parameters, raw=raw)
         elif raw:
-            raise BadEnvironment(f"{where}: raw=True: give parameters=, a JSON schema of the mapping that it gets.")
+            raise BadEnvironment(f"{where} has raw=True: give parameters=, a JSON schema of the passed mapping.")
         else:
             schema = function_schema(call, where, description=description)
         if returns is not None:
@@ -211,7 +214,8 @@ def collect_tools(cls: type) -> dict[str, Tool]:
     An override must be decorated again; an attribute set to None removes a tool.
 
     Raises:
-        BadEnvironment: a signature cannot be shown to a model, or two tools have the same name.
+        BadEnvironment: a signature cannot be shown to a model, two tools have the same name, a tool is a property, or
+            an override of a tool is not decorated.
     """
     # The order of tools is a part of every prompt, so an override keeps the position of the tool that it replaces.
     attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _mark_of(value)}
@@ -237,7 +241,10 @@ def collect_tools(cls: type) -> dict[str, Tool]:
 
 
 def _mark_of(definition: Any) -> dict[str, Any] | None:
-    """Return the options of `@tool`; static and class methods have them on the inner function."""
+    """Return the options of `@tool`, which static and class methods have on the inner function.
+
+    The result is None if the definition is not a tool.
+    """
     mark = getattr(definition, _MARK, None) or getattr(getattr(definition, "__func__", None), _MARK, None)
     # A mock has every attribute, but its value is not a dict of options.
     return mark if isinstance(mark, dict) else None
@@ -286,5 +293,5 @@ def _checked_seconds(seconds: float | None, where: str) -> float | None:
 def _is_async(call: Callable[..., Any], where: str) -> bool:
     function: Any = call if inspect.isroutine(call) or isinstance(call, partial) else type(call).__call__
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise BadEnvironment(f"{where} yields: a tool has one result; collect what it yields and return it.")
+        raise BadEnvironment(f"{where} yields: a tool has one result: return a list of the yielded values.")
     return inspect.iscoroutinefunction(function)

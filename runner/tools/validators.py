@@ -26,7 +26,8 @@ def any_matches(patterns: Iterable[str], name: str) -> bool:
 def _validator_class() -> Any:
     from jsonschema import Draft202012Validator, ValidationError, validators
 
-    # A model wrote the texts that are matched. So matching takes linear time here, while jsonschema calls `re`.
+    # A model wrote the texts that are matched, so they are matched in linear time. jsonschema itself calls `re`, which
+    # may take hours.
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
         # The error shows the pattern of the schema. A translation is matched, since Python's `$` and `\d` differ.
         if validator.is_type(instance, "string") and not matches(python_pattern(wanted), instance):

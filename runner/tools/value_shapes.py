@@ -50,7 +50,7 @@ class SchemaPart:
     schema: Any
     negated: bool = False
     keyword: str = "not"
-    """Keyword of the author that negates the schema."""
+    """The keyword in the author's schema that negates this one."""
 
 
 Conjunction: TypeAlias = tuple[SchemaPart, ...]
@@ -84,7 +84,7 @@ class NumberRange:
 
     @property
     def least(self) -> int | None:
-        """The smallest integer in the range."""
+        """The smallest integer that the lower bound allows; None without a lower bound. It may be above `high`."""
         if self.low is None or math.isinf(self.low):
             return None
         least = math.ceil(self.low)
@@ -92,7 +92,7 @@ class NumberRange:
 
     @property
     def greatest(self) -> int | None:
-        """The largest integer in the range."""
+        """The largest integer that the upper bound allows; None without an upper bound. It may be below `low`."""
         if self.high is None or math.isinf(self.high):
             return None
         greatest = math.floor(self.high)
@@ -113,12 +113,12 @@ class ObjectPart:
     properties: Mapping[str, Conjunction] = field(default_factory=dict)
     patterns: Sequence[tuple[str, Conjunction]] = ()
     additional: Conjunction = ANYTHING
-    """Schema of the members that no name and no pattern covers."""
+    """Schemas of the members that no name and no pattern covers."""
     has_additional: bool = False
     """True if the schema sets `additional`."""
 
     def of(self, name: str) -> Conjunction:
-        """Return the schema of the member with this name."""
+        """Return the schemas of the member with this name."""
         found = self.properties.get(name)
         matching = [each for pattern, each in self.patterns if re.search(pattern, name)]
         if found is None and not matching:
@@ -135,7 +135,7 @@ class ArrayPart:
     has_rest: bool = False
 
     def of(self, index: int) -> Conjunction:
-        """Return the schema of the item with this index."""
+        """Return the schemas of the item with this index."""
         return self.first[index] if index < len(self.first) else self.rest
 
 
@@ -157,10 +157,10 @@ class ValueShape:
     objects: tuple[ObjectPart, ...] = ()
     required: tuple[str, ...] = ()
     names: Conjunction = ANYTHING
-    """Schema of every member's name."""
+    """Schemas of every member's name."""
     arrays: tuple[ArrayPart, ...] = ()
     unexpressed: tuple[str, ...] = ()
-    """Keywords that the shape does not express."""
+    """Keywords that the shape does not express, so that validation has to check them."""
 
     def both(self, other: ValueShape) -> ValueShape | None:
         """Return the intersection of two shapes; None if it is empty."""
@@ -205,7 +205,7 @@ class ValueShape:
         return self == ValueShape(self.kind)
 
     def member(self, name: str) -> Conjunction:
-        """Return the schema of the member with this name."""
+        """Return the schemas of the member with this name."""
         return tuple(part for each in self.objects for part in each.of(name))
 
     @property
@@ -216,12 +216,12 @@ class ValueShape:
 
     @property
     def others(self) -> Conjunction:
-        """Schema of members that no name and no pattern covers."""
+        """Schemas of members that no name and no pattern covers."""
         return tuple(part for each in self.objects for part in each.additional)
 
     @property
     def of_patterns(self) -> tuple[tuple[str, Conjunction], ...]:
-        """Schemas of the members whose names match a pattern, by pattern."""
+        """Patterns of names, each with the schemas of the members whose names match it."""
         found = []
         for index, each in enumerate(self.objects):
             for pattern, conjunction in each.patterns:
@@ -235,7 +235,7 @@ class ValueShape:
         return tuple(found)
 
     def item(self, index: int) -> Conjunction:
-        """Return the schema of the item with this index."""
+        """Return the schemas of the item with this index."""
         return tuple(part for each in self.arrays for part in each.of(index))
 
     @property

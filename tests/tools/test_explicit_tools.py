@@ -69,7 +69,7 @@ def test_function_that_cannot_take_its_arguments_is_refused(function: Callable[.
 
 
 def test_raw_without_a_schema_is_refused() -> None:
-    with pytest.raises(BadEnvironment, match=r"Tool book: raw=True: give parameters=, a JSON schema"):
+    with pytest.raises(BadEnvironment, match=r"Tool book has raw=True: give parameters=, a JSON schema"):
         Tool(Server().call, name="book", raw=True)
 
 
