@@ -88,7 +88,7 @@ class ByteTokenizer(Tokenizer):
         return said.decode(errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a control token, or of a single ASCII character."""
+        """Return the id of a control token, or of a single ASCII character; None for any other text."""
         if len(token) == 1 and token.isascii():
             return ord(token)
         return self._control.get(token)

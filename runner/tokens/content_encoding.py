@@ -38,7 +38,7 @@ Content = Sequence[tuple[int, int]]
 
 
 def check_content(text: str, content: Content) -> None:
-    """Check that `content` is valid.
+    """Check that `content` are valid spans of `text`.
 
     Raises:
         ValueError: the spans are not sorted, not disjoint, or not within the text.
@@ -46,7 +46,9 @@ def check_content(text: str, content: Content) -> None:
     end = 0
     for start, stop in content:
         if not end <= start <= stop <= len(text):
-            raise ValueError(f"content spans must be sorted, disjoint and within {len(text)} characters: {content!r}")
+            raise ValueError(
+                f"content spans must be sorted, disjoint and within {len(text)} characters, not {content!r:.80}"
+            )
         end = stop
 
 
@@ -123,7 +125,8 @@ class AddedTokens:
         self._indices = {self._finder.token_to_id(name): index for index, name in enumerate(names)}
         self._single_words = any(token.single_word for _, token in added)
         self._word, self._other = _mask_characters("".join((*names, *words, *map(visible, names))))
-        self._stem = f"{self._word}{secrets.token_hex(12)}n"  # no word may begin before this text and end inside it
+        # No name contains the first letter of the stem, so no added token begins before the stem and ends inside it.
+        self._stem = f"{self._word}{secrets.token_hex(12)}n"
         self._tokenizer, self._model = tokenizer, model
         plain = [(token_id, token) for token_id, token in added if token.content in words]
         cut = self._normalizes_first or any(token.single_word for _, token in plain)
@@ -187,7 +190,7 @@ class AddedTokens:
                 yield indices[token_id], start, stop
 
     def _mask(self, said: str) -> str:
-        """Return a text of the length of `said` without control tokens, which affects adjacent tokens as `said` does.
+        """Return a text of the length of `said` without control tokens, with the same effect on adjacent tokens.
 
         It keeps the white space at both ends, and has a letter or a sign where `said` begins and ends with one.
         """
@@ -248,8 +251,8 @@ class AddedTokens:
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:
             twin.normalizer = self._tokenizer.normalizer
-        # The library numbers added tokens from the number of learnt tokens on. If learnt ids have gaps, this number is
-        # also a learnt id, so further names fill the gaps first.
+        # The library numbers added tokens from the number of learnt tokens on. If learnt ids have gaps, this number may
+        # be a learnt id, so further names fill the gaps first.
         learnt = twin.get_vocab(with_added_tokens=False)
         gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
         marks = {self._mark(index): token_id for index, (token_id, _) in enumerate(self._marks)}

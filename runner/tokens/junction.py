@@ -25,7 +25,10 @@ class Anchor(enum.StrEnum):
     STOP = "stop"
     """The sampled stop id; or the template's close, if the model sampled this close before another stop."""
     COMMON_PREFIX = "common_prefix"
-    """The end of the common prefix of the tail and a tail without new messages, or the whole history was rendered."""
+    """The end of the common prefix of the tail and a tail without new messages.
+
+    Junctions whose whole history was rendered again also have this value.
+    """
     NONE = "none"
     """There is no anchor, since the turn was cut, or since the prompt begins a new segment."""
 

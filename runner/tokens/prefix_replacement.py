@@ -167,7 +167,7 @@ def _miscounted(
 
 
 def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) -> PrefixReplacement | None:
-    """Return a refusal if a turn of the whole is not a subsequence of its turn in the prefix; else None."""
+    """Return a refusal if a turn in `everything` is not a subsequence of the same turn in `prefix`; else None."""
     turns = list(_turns(prefix, eos))
     for number, (turn, again) in enumerate(zip(turns, _turns(everything, eos), strict=False)):
         if turn == again or _is_subsequence(again, turn):

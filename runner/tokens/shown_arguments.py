@@ -103,7 +103,7 @@ def needs_fitting(render: RenderTool) -> bool:
 
 
 def fitted(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of arguments with each argument that the template does not show written in another form."""
+    """Return the schema of arguments, in which each argument that the template does not fully show is rewritten."""
     parameters = listed(current(parameters))
     if not isinstance(parameters.get("properties"), Mapping):
         return {**parameters}
@@ -170,7 +170,7 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
 
 
 def _shows_no_name(unseen: Sequence[Unseen]) -> bool:
-    """Return True if the template shows no tools, or raises on all of them."""
+    """Return True if the template shows no name of an argument, or raises on each argument."""
     return {each.argument for each in unseen if each.part in (ArgumentPart.NAME, ArgumentPart.ALL)} == set(
         ALL_SORTS["properties"]
     )

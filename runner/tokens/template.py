@@ -76,7 +76,7 @@ class ChatTemplate:
                 f"template {str(name_or_path)!r} cannot be read ({error}): "
                 f"give one of the bundled names ({names}) or the path of a .jinja file"
             ) from error
-        _compile(text, str(name_or_path))  # it is not rendered before a probe has shown that rendering ends
+        _compile(text, str(name_or_path))  # only a probe renders a new template, since rendering may never end
         return cls(text, name=str(name_or_path))
 
     @property
@@ -102,8 +102,8 @@ class ChatTemplate:
         Args:
             options: values of names that the template reads, such as `enable_thinking`.
             now: the time that the template reads; None for the present.
-            fit_tools: True to write arguments of tools that the template does not fully show in another form; None to
-                do so only for a template that leaves out parts of usual schemas.
+            fit_tools: True to rewrite the schemas of arguments that the template does not fully show; None to rewrite
+                them only for a template that leaves out parts of usual schemas.
 
         Raises:
             BadTemplate: the template is not valid jinja2.
@@ -139,7 +139,7 @@ class Renderer:
     """True if the template shows calls only if the content is null, not if it is empty; found by rendering."""
     _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
     context: dict[str, Any] = field(init=False, repr=False, compare=False)
-    """Variables of the template beside the messages, the tools and `add_generation_prompt`."""
+    """Variables of the template besides the messages, the tools and `add_generation_prompt`."""
 
     def __post_init__(self) -> None:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}

@@ -52,9 +52,9 @@ class Tokenizer(Protocol):
     """The interface of a vocabulary."""
 
     eos_id: int | None
-    """The id that ends a turn according to the vocabulary, or None."""
+    """The id that ends a turn according to the vocabulary; None if the vocabulary has no such id."""
     special_ids: frozenset[int]
-    """The ids of control tokens, which plain text never encodes to by merging."""
+    """The ids of control tokens. The vocabulary never makes them by merging other tokens."""
     control_ids: frozenset[int]
     """The special ids, and the ids of tokens that were only added, such as "<tool_call>" in some vocabularies.
 
@@ -76,7 +76,7 @@ class Tokenizer(Protocol):
     """The words and single bytes of the ids, if decoding joins them (SentencePiece); otherwise None."""
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
-        """Return the ids of `text`. Control tokens in the text become control ids, and no others are added.
+        """Return the ids of `text`. Control tokens in the text become control ids; no id is added, such as a BOS.
 
         Args:
             text: the text to encode.
@@ -91,7 +91,7 @@ class Tokenizer(Protocol):
     def holds_control(self, text: str) -> bool:
         """Return True if `text` as content could form a control token, alone or with its neighbours.
 
-        Any other text has the same ids as content and outside of content.
+        Any other text has the same ids inside and outside of content.
         """
         ...
 
@@ -113,8 +113,8 @@ class VocabularyTokenizer:
 
     Args:
         text: the file's content.
-        eos_token: the name of the token that ends a turn, or None.
-        files: the other files of the model's folder about its tokens.
+        eos_token: the name of the token that ends a turn; None if it is not known.
+        files: the tokens that the other files of the model's folder list; None to add none.
 
     Raises:
         ValueError: the text is not a tokenizer.
@@ -186,7 +186,7 @@ class VocabularyTokenizer:
         """Return this vocabulary with further special tokens after its last id; learnt tokens are shared, not copied.
 
         Args:
-            special_tokens: the names of the tokens; tokens that are special already are unchanged.
+            special_tokens: the names of the tokens; a token that was added before is unchanged.
             eos_token: the token that ends a turn; None for this vocabulary's own token.
 
         Raises:
@@ -247,7 +247,7 @@ class VocabularyTokenizer:
             return self._added.encode(without_surrogates(text), content)
         try:
             return self._encoded(text)
-        except TypeError:  # caused by lone surrogates, which are rare, so they are replaced only after an error
+        except TypeError:  # lone surrogates cause this error; they are rare, so they are replaced only after it
             return self._encoded(without_surrogates(text))
 
     def _encoded(self, text: str) -> list[int]:
@@ -274,7 +274,7 @@ class VocabularyTokenizer:
         return self._added.near(without_surrogates(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        # Control tokens are part of the text, since callers search the end of a turn in it.
+        # Control tokens are part of the text, since callers search it for the end of a turn.
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
@@ -291,7 +291,7 @@ class VocabularyTokenizer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Splitter:
-    """Function that splits a text before control tokens; an object, since tokenizers are sent to other processes."""
+    """Callable that splits a text before control tokens. Unlike a closure, it can be sent to other processes."""
 
     names: frozenset[str]
     sizes: Mapping[str, Sequence[int]]
@@ -308,8 +308,8 @@ def _splitter(added: Iterable[tokenizers.AddedToken]) -> _Splitter | None:
     """Return a function that splits a text before control tokens, so that its parts are encoded by themselves.
 
     The library cuts such a token out of a text before it reads the adjacent text. It does so only for a token that is
-    matched exactly, does not take white space, and is not part of another token and does not overlap one. The token
-    must begin with a sign, since a token before it may take white space, or may not be found if a letter follows. The
+    matched exactly, does not take white space, and neither is part of another token nor overlaps one. The token must
+    begin with a sign, since the previous token may take white space, or may not be found if a letter follows. The
     result is None if there is no such token.
     """
     plain = {token.content: _is_plain(token) for token in added}

@@ -73,7 +73,7 @@ class Arrival(NamedTuple):
 
     role: str
     empty: bool
-    """True if its content is empty."""
+    """True if the content is empty."""
     named: bool
 
 

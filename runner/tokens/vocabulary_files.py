@@ -21,7 +21,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyFiles:
-    """Tokens that the files next to a tokenizer.json list, which may lack some of them."""
+    """Tokens that the other files of a model's folder list. Its tokenizer.json may lack some of them."""
 
     listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
     """The tokens with their ids.
@@ -44,7 +44,7 @@ class VocabularyFiles:
         return {name: _content(token) for name, token in self.named.items()}
 
     def tokens(self, tokenizer: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
-        """Return the tokens to add to `tokenizer`, in order. Existing tokens receive the flags that they have here."""
+        """Return the tokens to add to `tokenizer`, in order. A token that `tokenizer` already has gets these flags."""
         own = tokenizer.get_added_tokens_decoder()
         listed = {**self.listed, **own} if self.legacy else self.listed
         tokens = [token for _, token in sorted(listed.items())]

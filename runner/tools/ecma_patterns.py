@@ -19,10 +19,10 @@ class BadPattern(ValueError):
 
 @functools.lru_cache(maxsize=4096)
 def python_pattern(pattern: str) -> re.Pattern[str]:
-    r"""Return the compiled pattern: `\d` and `\w` are ASCII, `$` is the very end, groups are `(?P<name>...)`.
+    r"""Return the pattern for Python, compiled: `\d` and `\w` are ASCII, `$` is the very end of the text.
 
     Raises:
-        BadPattern: Python has no such pattern, such as `[\p{L}]`.
+        BadPattern: Python has no equal pattern, as for `[\p{L}]`.
     """
     parts: list[str] = []
     inside = False  # True inside brackets

@@ -42,7 +42,7 @@ class ModernSchema:
 
 
 def modern(schema: Any) -> ModernSchema:
-    """Convert a schema to dialect 2020-12. Invalid keywords are omitted with a note, without an error."""
+    """Convert a schema to dialect 2020-12. Invalid keywords are omitted or changed, with a note instead of an error."""
     return _modern_text(json.dumps(schema, default=str))
 
 
@@ -275,7 +275,7 @@ class _SchemaConverter:
         return made
 
     def _required_properties(self, schema: Mapping[str, Any], path: str, made: dict[str, Any]) -> None:
-        """Add properties that mark themselves as required, as in draft 3."""
+        """Add properties that mark themselves as required, as in draft 3, to `required` of `made`."""
         properties = schema.get("properties")
         if isinstance(properties, dict):
             named = [
@@ -322,7 +322,7 @@ class _SchemaConverter:
     def _list(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if not isinstance(given, list) or not given:
-            self._note(path, key, f"{given!r:.60} is not a list of schemas")
+            self._note(path, key, f"{given!r:.60} is not a list of one or more schemas")
             return
         made.setdefault(key, []).extend(self._schema(each, path) for each in given)
 

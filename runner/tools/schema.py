@@ -53,7 +53,7 @@ class FunctionSchema(NamedTuple):
     parameters: JsonSchema
     """JSON schema of the arguments, of type object, in the order of the signature."""
     returns: JsonSchema | None
-    """JSON schema of the result; None if the signature has no return type."""
+    """JSON schema of the result; None if the signature has no return type with a JSON schema."""
     check: Check
     """Function that validates and converts arguments."""
 
@@ -149,7 +149,7 @@ def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: 
     """Check that the function accepts arguments with these names, which may replace arguments bound by `partial`.
 
     Raises:
-        BadEnvironment: it does not accept them.
+        BadEnvironment: the function does not accept these names.
     """
     function: Any = call
     given: tuple[Any, ...] = ()

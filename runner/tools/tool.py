@@ -54,7 +54,7 @@ def tool(
             begins by itself. Required calls are always enforced.
 
     Raises:
-        BadEnvironment: the decorated object is not a method, or its class has another method with its name.
+        BadEnvironment: the decorated object is not a method, or the class has a decorated method with this name.
     """
 
     def mark(function: _FunctionT) -> _FunctionT:
@@ -105,7 +105,7 @@ class Tool:
     parameters_text: str
     """`parameters` as text. It is the key of the grammar for turns with enforced calls."""
     returns: JsonSchema | None
-    """JSON schema of the result; None if unknown."""
+    """JSON schema of the result; None if it is not known."""
     seconds: float | None
     """Seconds that one call may take; None for no limit, UNSET for `Limits.tool_seconds`."""
     parallel: bool
@@ -200,7 +200,7 @@ class Tool:
 
 
 def with_call(tool: Tool, call: Callable[..., Any]) -> Tool:
-    """Return the tool with another function, which has the same parameters, and is async if `tool.call` is."""
+    """Return the tool with another function, which must have the same parameters, and be async if `tool.is_async`."""
     made = Tool.__new__(Tool)  # a copy, so that the signature is read once per class, not once per episode
     for name in Tool.__slots__:
         setattr(made, name, getattr(tool, name))

@@ -31,7 +31,7 @@ class _HintReader:
     def read(self, hint: Any) -> Any:
         if typing.is_typeddict(hint):
             if hint not in self._made:
-                self._made[hint] = hint  # unchanged while its fields are read: a recursive type cannot be replaced
+                self._made[hint] = hint  # while the fields are read, the type stands for itself, so recursion ends
                 self._made[hint] = self._remade(hint)
             return self._made[hint]
         arguments = get_args(hint)

@@ -84,7 +84,7 @@ class NumberRange:
 
     @property
     def least(self) -> int | None:
-        """The smallest integer that the lower bound allows; None without a lower bound. It may be above `high`."""
+        """The smallest integer that the lower bound allows; None without a finite bound. It may be above `high`."""
         if self.low is None or math.isinf(self.low):
             return None
         least = math.ceil(self.low)
@@ -92,7 +92,7 @@ class NumberRange:
 
     @property
     def greatest(self) -> int | None:
-        """The largest integer that the upper bound allows; None without an upper bound. It may be below `low`."""
+        """The largest integer that the upper bound allows; None without a finite bound. It may be below `low`."""
         if self.high is None or math.isinf(self.high):
             return None
         greatest = math.floor(self.high)

@@ -36,10 +36,10 @@ __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 PROMPT_CACHE_SIZE = 16
 
 MAX_CACHED_CHARS = 40
-"""Longest text whose control tokens are cached. Names, ids and similar short texts occur repeatedly."""
+"""Maximum length of a text for which a cache stores whether it contains control text. Short texts occur repeatedly."""
 
 CONTROL_TEXT_CACHE_SIZE = 4096
-"""Entries of the cache of control tokens in texts."""
+"""Maximum number of texts in this cache."""
 
 PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
 """A render, and the spans of control text in contents that must not become control ids."""
@@ -57,7 +57,7 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True)
 class _BridgeStart:
-    """The place in the tail where the bridge begins, and the reason."""
+    """The ids of a bridge, and the place in the tail where it begins."""
 
     ids: list[int]
     anchor: Anchor
@@ -313,7 +313,7 @@ class Bridger:
         """Return the ids of the whole render, shape [prompt], int32. Only the template adds a BOS.
 
         Raises:
-            Unbridgeable: as `prompt_text`.
+            Unbridgeable: the template cannot render the prompt, or control text of a content would become control ids.
         """
         return self.prompt_ids(self.prompt_text(messages, tools))
 

@@ -31,7 +31,7 @@ ControlNames: TypeAlias = Callable[[str], Iterable[str]]
 """Function that returns the names of the control tokens in a text."""
 
 _SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking off")
-"""Words in contents that templates react to. Some templates remove them."""
+"""Words in contents that turn reasoning on or off. Some templates remove them."""
 
 
 def absent(messages: Iterable[Message]) -> str:
@@ -228,7 +228,7 @@ def _forms(content: str) -> Iterator[str]:
 
 
 def _written(content: str) -> Iterator[str]:
-    yield content  # first, since most contents are verbatim
+    yield content  # this form comes first, since most templates write contents verbatim
     for text in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
         yield text
         yield json.dumps(text, ensure_ascii=False)[1:-1]

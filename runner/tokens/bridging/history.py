@@ -44,7 +44,7 @@ class Alignment:
     kind: AlignmentKind
     """The relation between the two histories."""
     index: int
-    """Index of the first message that differs; if none does, the length of the shorter history."""
+    """Index of the first message that differs; if no message differs, the length of the shorter history."""
     appended: tuple[Message, ...]
     """The new messages from `index` on, normalised. Their tool results answer the stored calls by id."""
 

@@ -188,7 +188,7 @@ class Locality:
         return None
 
     def _moved(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """Return a refusal if the template prints tools or a system message again after the turn; else None.
+        """Return a refusal if the template prints tools or a system message after the turn, not before it; else None.
 
         Mistral-Nemo prints the tools before the last user message, so that they move with each new user message.
         """
@@ -248,10 +248,11 @@ def _key_of(renderer: Renderer) -> tuple[object, ...]:
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _proven(asked: _Question) -> tuple[Lookback, bool]:
-    """Return whether the past can change tails of a shape, and whether the turn's words can change them."""
+    """Return the effect of the past on tails of a shape, and True if the turn's words can change these tails."""
     proofs = Proofs(asked.renderer)
     past, words_matter = proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
-    # If the words matter, they are checked in the stand-in. This is valid only if the past does not change their text.
+    # If the words matter, a render of the stand-in checks them. This is valid only if the past does not change the text
+    # after them.
     if words_matter and past is not Lookback.POSSIBLE and proofs.past_matters_to_words(asked.shape, asked.tools):
         past = Lookback.POSSIBLE
     return past, words_matter

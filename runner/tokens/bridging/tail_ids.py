@@ -39,7 +39,7 @@ class TailIds:
         """Check that encoding and decoding keep the tail's text.
 
         Raises:
-            Unbridgeable: they lose a part of it.
+            Unbridgeable: a part of the text is lost or changed.
         """
         if self._tokenizer.decode(self.ids) != self._text:
             self._check_stretches()
@@ -85,7 +85,7 @@ class TailIds:
         return None if any(map(self._closes.opens_a_role, before)) else index
 
     def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
-        """Return the index in the tail after a close that the model sampled at the end of `sampled`, or None.
+        """Return the index in the tail after the close with which `sampled` ends; None if it does not end with a close.
 
         The close begins at the tail's first control token, since the rest of a call may come before this token.
 
@@ -117,7 +117,7 @@ class TailIds:
         """Return the ids after the template's own close, if the sampled stop is not part of it; otherwise None.
 
         The close is the end of the same render without new messages, or a control token that ends every turn if a
-        message follows. White space after the close separates the turns, so it also follows another token.
+        message follows. White space after the close separates the turns, so it also follows another stop.
 
         The result is also None if the first new content changes the template's text before it, since the close may then
         be any part of this text.
@@ -220,7 +220,7 @@ class TailIds:
 
 
 def _end_of_call(ending: str, said: str) -> int | None:
-    """Return the length of the part of a call's `ending` that `said` contains; None if unknown."""
+    """Return the length of the part of a call's `ending` that `said` contains; None if it is not known."""
     # A part must not begin inside a mark, since it could also occur in the mark that opens a call.
     borders = [0, *(match.end() for match in _MARK_BORDER.finditer(ending))]
     # Only the end of `said` is compared, since `said` may contain the closes of earlier calls.

@@ -30,7 +30,7 @@ __all__ = ["LoopExits", "State", "Symbols", "join"]
 
 
 class Symbols:
-    """Numbers for symbols. The same operation on the same operands has the same number."""
+    """The symbols of one proof. The same operation on the same operands always has the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -66,7 +66,7 @@ def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Va
         # an equal text, so the join of both is a copy.
         return replace(one) if isinstance(one, Text) and one is not other else one
     both = (one, other)
-    if any(map(has_effects, both)):  # the effects of calling either macro would have to be followed
+    if any(map(has_effects, both)):  # the effects of a call of one of two macros cannot be followed
         return AMBIGUOUS
     if isinstance(one, GappedList) and isinstance(other, GappedList):
         alike = (one.messages, one.backwards) == (other.messages, other.backwards)
@@ -130,7 +130,7 @@ class State:
         return type(self)([dict(scope) for scope in self.scopes], namespaces, self.output)
 
     def lookup(self, name: str, depth: int | None = None) -> Value:
-        """Return the value of a name, seen from a scope; undefined if there is none."""
+        """Return the value of a name, as the scope at `depth` sees it; undefined if no scope has the name."""
         for scope in reversed(self.scopes[:depth]):
             if name in scope:
                 return scope[name]

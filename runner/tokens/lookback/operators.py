@@ -84,7 +84,7 @@ class Operators:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
-        """Return a symbol for an operation without its own method; `Unknown` if an operand depends on the past.
+        """Return a symbol for an operation that is not modelled; `Unknown` if an operand depends on the past.
 
         Raises:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.
@@ -132,7 +132,7 @@ class Operators:
         return self.of("truth", value)
 
     def _untyped(self, value: Value) -> bool:
-        """Return True if the value is an argument of a call, whose type is unknown too."""
+        """Return True if the value is the last argument of a call, and its type is not known."""
         # The parts are compared, since a join of two such values is a third value.
         words = self._words
         return words is not None and not words.typed and isinstance(value, Text) and value.parts == words.text.parts
@@ -301,14 +301,14 @@ class Operators:
 
 
 def _as_text(value: Value) -> Value:
-    """Return a value that is added to a text as a text, since jinja raises for other values."""
+    """Return the operand of "+" beside a text, as a text, since jinja raises for operands of any other type."""
     if is_text(value) or (isinstance(value, Symbol) and value.base is None):
         return value
     return Unknown(may_end=may_hold_end(value), text=True)
 
 
 def _python_type(value: Value) -> type | None:
-    """Return the type of a value in a render; None if unknown."""
+    """Return the Python type that a value has in a render; None if it is not known."""
     return str if is_text(value) else _PYTHON_TYPES.get(type(value))
 
 

@@ -117,7 +117,7 @@ def slice_of_gapped(values: GappedList, start: Value, stop: Value, step: Value) 
 
 
 def _bound(values: GappedList, bound: Value, default: int) -> int | None:
-    """Return a slice's bound relative to the last items; -1 for a bound before them, None if unknown."""
+    """Return a slice's bound relative to the last items: -1 for a bound before them, None if it is not known."""
     if bound is None:
         return default
     if isinstance(bound, Position) and bound.base is values.start.base:

@@ -36,7 +36,7 @@ class Lookback(enum.StrEnum):
 
     NONE = "none"  # no past changes the text
     REFUSES = "refuses"  # no past changes the text, but some pasts make the template raise
-    POSSIBLE = "possible"  # not proven
+    POSSIBLE = "possible"  # a past may change the text, since nothing is proven
 
 
 @dataclass(frozen=True, slots=True)

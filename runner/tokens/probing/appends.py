@@ -214,7 +214,7 @@ class _Speaker:
     def said(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], *, cut: bool = False
     ) -> tuple[list[int], int | None]:
-        """Return the ids of the last message as a turn, and the stop that ends them, or None for a turn that is cut."""
+        """Return the ids of the last message as a turn, and the stop that ends them; the stop is None if `cut`."""
         tokenizer = self._bridger.tokenizer
         turn = history[-1]
         if cut:
@@ -266,7 +266,7 @@ class _Speaker:
 def _words(turn: Message) -> str:
     """Return the content of a turn, or else the names of its calls.
 
-    It replaces the render of the turn if a template writes turns of the history differently from prompts.
+    This text replaces the render of the turn if a template writes turns of the history differently from prompts.
     """
     calls = turn.get("tool_calls") or ()
     return turn["content"] or " ".join(call["function"]["name"] for call in calls)

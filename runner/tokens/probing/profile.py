@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 TraitValue: TypeAlias = "str | bool | tuple[str, ...]"
-"""The value of a trait: a member of an enum, a text, yes or no, or several names."""
+"""The value of a trait: a member of an enum, a text, True or False, or several names."""
 
 
 class Bos(enum.StrEnum):
@@ -49,7 +49,7 @@ class Reasoning(enum.StrEnum):
     """The template's treatment of earlier reasoning."""
 
     KEPT = "kept"
-    ONLY_LAST = "only_last"  # dropped once a user message follows
+    ONLY_LAST = "only_last"  # reasoning is dropped once a user message follows
     NOT_SHOWN = "not_shown"
 
 

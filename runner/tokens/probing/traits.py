@@ -117,7 +117,7 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
 
 
 def options_of(renderer: Renderer) -> tuple[str, ...]:
-    """Return the sorted names that the template reads, without names that every conversation or the model sets."""
+    """Return the options of a template, sorted: the names that it reads, and that are not set in every render."""
     environment = jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols])
     tree = environment.parse(renderer.template.text)
     read = jinja2.meta.find_undeclared_variables(tree) - _GIVEN - renderer.template.variables.keys()
