@@ -291,7 +291,9 @@ class Bridger:
             )
         between = tail.end_of_reasoning
         if between is None:
-            raise Unbridgeable(Property.REASONING_CLOSED, "the template shows no reasoning, so its end is not known")
+            raise Unbridgeable(
+                Property.REASONING_CLOSED, "the template shows no reasoning, so the end of the reasoning is not known"
+            )
         ids = [*self.tokenizer.encode(between), *tail_ids.ids]
         return _BridgeStart(ids, Anchor.NONE, Close.MASKED, cause="reasoning_closed")
 

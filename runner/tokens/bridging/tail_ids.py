@@ -108,8 +108,8 @@ class TailIds:
             if not self._tail.border_is_exact:
                 raise Unbridgeable(
                     Property.CLOSE_KNOWN,
-                    f"the turn ended with {self._tokenizer.decode(last[begin:])!r}, and the next message changes what "
-                    f"the template writes before it: {self._text[:40]!r}",
+                    f"the turn ended with {self._tokenizer.decode(last[begin:])!r}, and the next message changes the "
+                    f"template's text before this message: {self._text[:40]!r}",
                 )
         return None
 
