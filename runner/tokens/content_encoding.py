@@ -354,7 +354,9 @@ def _copy(token: tokenizers.AddedToken, **changed: Any) -> tokenizers.AddedToken
 
 def _mask_characters(names: str) -> tuple[str, str]:
     """Return a letter and a sign that none of the names contain and no normaliser changes."""
-    return next(char for char in "жщыэю" if char not in names), next(char for char in "☃☎♞⚓" if char not in names)
+    letters = ["ж", "щ", "ы", "э", "ю", *map(chr, range(0x1200, 0x1249))]  # Cyrillic and Ethiopic
+    signs = ["☃", "☎", "♞", "⚓", *map(chr, range(0x2680, 0x2690))]
+    return next(char for char in letters if char not in names), next(char for char in signs if char not in names)
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def function_schema(
     Raises:
         BadEnvironment: the signature or the docstring cannot be shown to a model; the message has the fix.
     """
-    parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
+    parameters = list(_signature(function, where).parameters.values())[1 if method else 0 :]
     hints = _hints(function, where, namespace)
     _check_parameters(parameters, hints, where)
     docstring = docstring_parser.google.parse(inspect.getdoc(function) or "")
@@ -110,7 +110,7 @@ def explicit_schema(
     """
     if not description:
         raise BadEnvironment(f"{where} has parameters= and no description: give a description= for the model.")
-    kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
+    kinds = {parameter.kind for parameter in _signature(call, where).parameters.values()}
     # Validation refuses an argument that the function does not take, with a message for the model.
     parameters = as_shown(parameters)
     if not raw and inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -145,6 +145,13 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
     return check
 
 
+def _signature(function: Callable[..., Any], where: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError as error:  # some functions that are written in C have no signature
+        raise BadEnvironment(f"{where}: {error}: write a function with parameters that calls it.") from None
+
+
 def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
     """Check that the function accepts arguments with these names, which may replace arguments bound by `partial`.
 
@@ -161,7 +168,7 @@ def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: 
     if inspect.ismethod(function):
         function, given = function.__func__, (function.__self__, *given)
     try:
-        inspect.signature(function).bind(*given, **{**by_name, **dict.fromkeys(names)})
+        _signature(function, where).bind(*given, **{**by_name, **dict.fromkeys(names)})
     except TypeError as error:
         raise BadEnvironment(
             f"{where}: its function cannot be called with the arguments of its parameters= ({error}): rename its "

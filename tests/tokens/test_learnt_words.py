@@ -136,14 +136,14 @@ PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "�
 LOWER = {"type": "Lowercase"}
 
 
-def small(*flags: str, normalizer: dict[str, Any] | None = None) -> VocabularyTokenizer:
-    """Return a vocabulary of characters, with four words and white space as added tokens, and a control token `<c>`."""
+def small(*flags: str, normalizer: dict[str, Any] | None = None, control: str = "<c>") -> VocabularyTokenizer:
+    """Return a vocabulary of characters, with four words and white space as added tokens, and one control token."""
     vocab = {name: index for index, name in enumerate(LEARNT)}
     off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     given = off | {flag: True for flag in flags if flag in off}
     words = [{"content": name, "special": False, **given} for name in ("<x>", "<y>", "zz", "  ", "▁▁")]
-    control = {"content": "<c>", "special": True, **off, "normalized": "control normalised" in flags}
-    added = [{"id": vocab[str(word["content"])], **word} for word in words] + [{"id": len(vocab), **control}]
+    mark = {"content": control, "special": True, **off, "normalized": "control normalised" in flags}
+    added = [{"id": vocab[str(word["content"])], **word} for word in words] + [{"id": len(vocab), **mark}]
     model = {"type": "BPE", "vocab": vocab, "merges": MERGES, "unk_token": "?"}
     parts = {"added_tokens": added, "normalizer": normalizer, "model": model}
     return VocabularyTokenizer(json.dumps({"version": "1.0", **parts}))
@@ -163,6 +163,13 @@ SMALL: dict[str, Callable[[], VocabularyTokenizer]] = {
     "strips, control normalised": lambda: small("control normalised", "lstrip", "rstrip", normalizer=REPLACE),
     "single words, control normalised": lambda: small("control normalised", "single_word", normalizer=REPLACE),
 }
+
+
+def test_content_is_safe_if_added_tokens_have_cyrillic_letters_and_signs() -> None:
+    tokenizer = small(control="<жщыэю☃☎♞⚓>")
+    text = "a<жщыэю☃☎♞⚓>b"
+    assert tokenizer.control_ids.intersection(tokenizer.encode(text))
+    assert not tokenizer.control_ids.intersection(tokenizer.encode(text, [(1, len(text))]))
 
 
 @functools.cache

@@ -68,6 +68,12 @@ def test_function_that_cannot_take_its_arguments_is_refused(function: Callable[.
         book(function)
 
 
+@pytest.mark.parametrize("make", [Tool, book])
+def test_function_without_a_signature_is_refused(make: Callable[..., Tool]) -> None:
+    with pytest.raises(BadEnvironment, match=r"no signature .*: write a function with parameters that calls it"):
+        make(max)
+
+
 def test_raw_without_a_schema_is_refused() -> None:
     with pytest.raises(BadEnvironment, match=r"Tool book has raw=True: give parameters=, a JSON schema"):
         Tool(Server().call, name="book", raw=True)
