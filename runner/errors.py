@@ -220,8 +220,10 @@ class ProgramFailed(DeltarunnerError):
 
 
 class ServerFailed(DeltarunnerError):
-    """A server that an environment uses failed, is gone, or cannot be reached. The text has the last output of a
-    server process, if there is any."""
+    """A server that an environment uses failed, is gone, or cannot be reached.
+
+    The text has the last output of a server process, if there is any.
+    """
 
 
 class SandboxFailed(DeltarunnerError, exit_code=3):

@@ -24,9 +24,7 @@ _MARKERS = (
     "scripted_engine(**settings): settings of the fixture `scripted_engine`, such as template='hermes', context=512.",
     "engine: the test may start a real engine; without this marker or --runner-engine, `real_engine` skips the test.",
 )
-_SKIP_REASON = (
-    "real_engine starts a model: mark the test with @pytest.mark.engine, or run pytest with --runner-engine"
-)
+_SKIP_REASON = "real_engine starts a model: mark the test with @pytest.mark.engine, or run pytest with --runner-engine"
 
 _failed = pytest.StashKey[bool]()
 _running = pytest.StashKey[str]()

@@ -102,7 +102,7 @@ PLACEHOLDER: Final = re.compile(r"\{[^{}]*\}")
 HEADLESS_PARAGRAPH: Final = re.compile(r"(What|Whatever|Whether|Whose|Which|Those|That)\b(?!.*\?)")
 """Beginning of a paragraph without a subject: "When" and "How" may begin a sentence or a heading there."""
 HEADLESS: Final = re.compile(r"(What|Whatever|Whether|Whoever|Who|Whose|Which|Those|That|How|Where|When|Why|Because)\b")
-THIRD_PERSON: Final = re.compile(r"[A-Z][a-z]+s (?!a (second|turn)\b)(an?|the|every|each|all|both|its|their)\b")
+THIRD_PERSON: Final = re.compile(r"[A-Z][a-z]*[a-rt-z]s (?!a (second|turn)\b)(an?|the|every|each|all|both|its|their)\b")
 """Beginning of a docstring with a verb, such as "Reads the"; not "Turns a second"."""
 HEADLESS_COMMENT: Final = re.compile(
     r"#[ :]*(what(ever)?|whether|who(ever|se)|which(ever)?|those|that)\b(?!.*\?)", re.IGNORECASE
@@ -119,7 +119,7 @@ RULES: Final = ("headless texts", "avoided words", "constants", "names")
 """The rules whose faults are counted, in the order of their numbers."""
 
 BUDGET: Final[dict[str, tuple[int, ...]]] = {
-    "tests": (0, 13, 0, 0),
+    "tests": (0, 14, 0, 0),
     "training": (0, 1, 0, 0),  # the text of a proof, whose ids must not change
 }
 """Faults of each rule, by part. A part that is not listed has a budget of 0."""

@@ -56,6 +56,7 @@ def test_fault_of_each_rule_is_found(text: str, rule: int, folder: Path) -> None
     [
         '"""Return the number of ids."""',
         '"""Turns a second on one core."""',
+        '"""Process a page."""',
         "# the start of one, where the other begins",
         "# There is no engine, and the result is None.",
         "# The episode ends, and the reason is the limit\n# that was reached.",

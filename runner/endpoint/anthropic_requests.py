@@ -169,9 +169,7 @@ class _Block:
 
     def refuse(self, role: str) -> NoReturn:
         """Raise Refused, since a message with this role cannot have the block."""
-        bad(
-            f"{self.where}: a block of type {self.kind!r:.60} cannot be in the model's prompt: give {_TAKEN[role]}."
-        )
+        bad(f"{self.where}: a block of type {self.kind!r:.60} cannot be in the model's prompt: give {_TAKEN[role]}.")
 
 
 def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:

@@ -143,7 +143,7 @@ class _Marks:
 
 
 class _Reducer:
-    """Reducer of the requests of one recording. It works in two passes: the first collects all texts, the second marks them."""
+    """Reducer of the requests of one recording, in two passes: the first collects all texts, the second marks them."""
 
     def __init__(self, sent: Sequence[SentRequest], marks: _Marks) -> None:
         self._marks = marks

@@ -64,7 +64,7 @@ The words of the results are:
 
 MEANINGS: Final[Mapping[str, str]] = {
     FormatRequirement.SHOWN: "The template writes the name and the arguments of a call.",
-    FormatRequirement.SEPARABLE: "The begin and the end of a call can be found in the text.",
+    FormatRequirement.SEPARABLE: "The beginning and the end of a call can be found in the text.",
     FormatRequirement.VALUES: "Each type of value is written in a form that can be read.",
     FormatRequirement.REPEATED: "A second call is written like the first one.",
     FormatRequirement.INVERTED: "The calls that the template writes are read back with the same values.",

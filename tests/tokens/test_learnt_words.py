@@ -165,7 +165,7 @@ SMALL: dict[str, Callable[[], VocabularyTokenizer]] = {
 }
 
 
-def test_content_is_safe_if_added_tokens_have_cyrillic_letters_and_signs() -> None:
+def test_content_is_safe_beside_added_tokens_of_cyrillic_letters() -> None:
     tokenizer = small(control="<жщыэю☃☎♞⚓>")
     text = "a<жщыэю☃☎♞⚓>b"
     assert tokenizer.control_ids.intersection(tokenizer.encode(text))
