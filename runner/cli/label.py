@@ -41,9 +41,9 @@ def label_command(
         run_file.row(episode)  # raises an error if the episode does not exist
     if remove == bool(labels or note):
         raise BadOption("label: give --label NAME, --note TEXT or both; or --remove alone.")
-    for each in labels:
-        if not each.strip() or "\n" in each:
-            raise BadOption(f"--label {each!r:.60}: give a name of one line.")
+    for label in labels:
+        if not label.strip() or "\n" in label:
+            raise BadOption(f"--label {label!r:.60}: give a name of one line.")
     name = reader or os.environ.get("DELTARUNNER_READER") or _user()
     made = add_label(file, episode, labels=labels, note=note or "", reader=name)
     words = f"removed what {name} wrote about" if remove else f"{made.words} about"
