@@ -307,7 +307,11 @@ def _text_of_part(part: Any, where: str) -> str:
 def _with_object_arguments(index: int, call: Any) -> Any:
     """Return a call whose arguments are an object; OpenAI's clients send JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(call.get("id"), str)
+    ):
         raise BadMessage(
             f"message {index} (assistant): a tool call is {call!r:.60}: give it an id and a function with name and "
             "arguments"

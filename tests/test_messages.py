@@ -150,7 +150,10 @@ def test_arguments_other_than_objects_are_refused(arguments: Any) -> None:
         as_messages([QUESTION, given])
 
 
-def test_call_without_a_function_is_refused_with_its_index() -> None:
-    given: Any = {**CALL, "tool_calls": [{"id": "x"}]}
+@pytest.mark.parametrize(
+    "call", ["x", {"id": "x"}, {"id": "x", "function": {}}, {"function": {"name": "add", "arguments": {}}}]
+)
+def test_call_without_an_id_or_a_function_is_refused_with_its_index(call: Any) -> None:
+    given: Any = {**CALL, "tool_calls": [call]}
     with pytest.raises(BadMessage, match=r"message 0 \(assistant\): a tool call is .*: give it an id and a function"):
         as_messages(given)

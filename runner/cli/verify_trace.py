@@ -143,12 +143,10 @@ def _score(totals: _Totals, traces: Sequence[Trace], model: str, template: str |
     """Start an engine with the model and compare the log-probabilities of the traces with its scores."""
     arguments = parse_values(given.engine, "--engine-option")
     fields = parse_values(given.sampling, "--sampling")
-    try:
-        sampling = Sampling(**fields) if fields else None
-    except TypeError:
-        known = {each.name for each in dataclasses.fields(Sampling)}
-        unknown = next(name for name in fields if name not in known)
-        raise BadOption(f"--sampling {unknown}: Sampling has no such field: give {', '.join(sorted(known))}.") from None
+    known = {each.name for each in dataclasses.fields(Sampling)}
+    for unknown in fields.keys() - known:
+        raise BadOption(f"--sampling {unknown}: Sampling has no such field: give {', '.join(sorted(known))}.")
+    sampling = Sampling(**fields) if fields else None
     tolerance = DEFAULT_TOLERANCE_NATS if given.tolerance is None else given.tolerance
     totals.scores = ScoreReport()
 

@@ -120,7 +120,8 @@ class McpServers:
             raise ValueError(f"{unknown[0]!r} is unknown: give {', '.join(_PROCESS_FIELDS)}, or url and headers")
         for key, kind in allowed.items():
             if key in given and not isinstance(given[key], kind):
-                raise ValueError(f"{key} is {given[key]!r:.40}; it must be {_KINDS[kind]}")
+                # The value is not shown, since it may contain a key.
+                raise ValueError(f"{key} is of type {type(given[key]).__name__}; it must be {_KINDS[kind]}")
         if "command" in given:
             return self._process(given)
         if given.get("type", "http") not in _HTTP_TYPES or not str(given.get("url", "")).startswith(_SCHEMES):

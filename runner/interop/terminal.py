@@ -71,7 +71,7 @@ class Terminal(Environment):
 
         Raises:
             BadOption: an option of the sandbox is invalid.
-            BadEnvironment: `upload` does not exist.
+            BadEnvironment: `upload` is not an existing folder.
         """
         self._check, self._seconds, self._folder, self._at_once = check, seconds, upload, at_once
         self._image = image
@@ -85,8 +85,8 @@ class Terminal(Environment):
         }
         self._check_user, self._as_left = "0" if user else None, as_left
         SandboxOptions(image=image, **self._options)  # raises BadOption for invalid options
-        if upload and not Path(upload).exists():
-            raise BadEnvironment(f"upload={upload!r:.80}: this path does not exist: give an existing folder.")
+        if upload and not Path(upload).is_dir():
+            raise BadEnvironment(f"upload={upload!r:.80}: this is not an existing folder: give one.")
         late = seconds + GRACE_SECONDS
         self.limits = Limits(turns=50, seconds=3600, tool_seconds=late, reward_seconds=late + 3 * GRACE_SECONDS)
         self.sandbox: Sandbox

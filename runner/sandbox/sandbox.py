@@ -213,8 +213,15 @@ class SandboxOptions:
             raise BadOption(f"sandbox(network={self.network!r:.60}): give {' or '.join(map(repr, _NETWORKS))}.")
         for name in ("tmpfs", "env"):
             given: Any = getattr(self, name)
-            if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in (*given, *given.values())):
+            if not isinstance(given, Mapping):
                 raise BadOption(f"sandbox({name}={given!r:.60}): give a dict of strings.")
+            for key, value in given.items():
+                if not isinstance(key, str) or not isinstance(value, str):
+                    # The value is not shown, since a variable may be a secret.
+                    raise BadOption(
+                        f"sandbox({name}=...): the value of {key!r:.60} is of type {type(value).__name__}: give a dict "
+                        "of strings."
+                    )
 
     @property
     def folder(self) -> Path | None:

@@ -46,7 +46,7 @@ async def test_main_cannot_be_opened_before_the_runner_does() -> None:
 
     trajectory = await play(Early, "Yes")
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "opened after prompt()" in trajectory.error
+    assert "the runner opens this conversation after prompt()" in trajectory.error
 
 
 async def test_a_simulated_user_is_recorded_and_not_trained() -> None:

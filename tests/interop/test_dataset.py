@@ -143,7 +143,7 @@ def test_rows_are_read_as_they_are_needed(tmp_path: Path) -> None:
         file.write("not JSON\n")
     tasks = iter(sums(path).tasks())
     assert [str(next(tasks).prompt) for _ in range(40)] == [row["question"] for row in ROWS]
-    with pytest.raises(BadTask, match=r"sums\.jsonl:41: not JSON"):
+    with pytest.raises(BadTask, match=r"sums\.jsonl:41: this line is not JSON"):
         next(tasks)
 
 

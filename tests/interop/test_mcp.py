@@ -171,12 +171,13 @@ async def test_a_late_answer_is_not_that_of_the_next_call() -> None:
         ([], "give a command or a URL"),
         ([3], "MCP server '1': 3: give a command or a URL"),
         ({"a": {"command": "no-such-program"}}, "MCP server 'a': the program 'no-such-program' is not on PATH"),
-        ({"a": {"command": "python", "args": "x.py"}}, "args is 'x.py'; it must be a list"),
+        ({"a": {"command": "python", "args": "x.py"}}, "args is of type str; it must be a list"),
+        ({"a": {"url": "http://x", "headers": "Bearer abc"}}, "'a': headers is of type str; it must be an object"),
         ({"a": {"command": "python", "header": {}}}, "'header' is unknown: give command, args, env, cwd, type, or url"),
         ({"a": {"url": "http://x/sse", "type": "sse"}}, "give a command, or the url of a server of streamable HTTP"),
         ({"a": {"url": "http://x", "headers": {"Key": "${NO_SUCH}"}}}, "headers needs the variable NO_SUCH"),
     ],
-    ids=["missing", "quotes", "JSON", "none", "number", "program", "args", "field", "sse", "variable"],
+    ids=["missing", "quotes", "JSON", "none", "number", "program", "args", "headers", "field", "sse", "variable"],
 )
 def test_a_server_that_cannot_be_started_is_refused(server: Any, said: str) -> None:
     with pytest.raises(BadEnvironment, match=said):

@@ -260,7 +260,7 @@ async def test_index_outside_the_group_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["tasks", "indices"])
 def test_options_that_a_player_lacks_are_refused(name: str) -> None:
-    with pytest.raises(BadOption, match=f"{name}=: a player has no tasks"):
+    with pytest.raises(BadOption, match=f"{name}=: a player gets tasks with play"):
         Player(Plain, recording("Yes"), **{name: [0]})  # type: ignore[arg-type]  # wrong on purpose
 
 

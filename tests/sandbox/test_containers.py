@@ -424,8 +424,10 @@ async def test_a_run_sweeps_what_dead_processes_left(engine: str) -> None:
         ({"cpus": 0}, "cpus=0"),
         ({"network": "host"}, "network='host'.*'none' or 'internet'"),
         ({"tmpfs": {"/x": 3}}, "give a dict of strings"),
+        ({"env": ["KEY"]}, r"env=\['KEY'\]\): give a dict of strings"),
+        ({"env": {"KEY": 12345}}, r"^sandbox\(env=...\): the value of 'KEY' is of type int: give a dict of strings.$"),
     ],
-    ids=["image", "memory", "cpus", "network", "tmpfs"],
+    ids=["image", "memory", "cpus", "network", "tmpfs", "env", "value of env"],
 )
 def test_bad_options_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(BadOption, match=said):

@@ -116,8 +116,10 @@ async def test_a_terminal_without_image_or_check_is_refused() -> None:
     assert "task 'file' has no check" in trajectory.error
     with pytest.raises(BadOption, match="network='host'"):
         terminal(network="host")
-    with pytest.raises(BadEnvironment, match="upload='none': this path does not exist: give an existing folder"):
+    with pytest.raises(BadEnvironment, match="upload='none': this is not an existing folder: give one"):
         terminal(upload="none")
+    with pytest.raises(BadEnvironment, match="this is not an existing folder"):
+        terminal(upload=__file__)
     with pytest.raises(Exception, match="unable to find user no-such-user"):
         await played("done", terminal(user="no-such-user"))
 

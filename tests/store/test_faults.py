@@ -290,7 +290,7 @@ def test_copy_without_the_log_of_writes_names_the_missing_file(tmp_path: Path) -
     copied = Path(shutil.copy(path, tmp_path / "copy.db"))
     process.kill()
     process.communicate()
-    with pytest.raises(RunFileError, match=r"without copy\.db-wal"):
+    with pytest.raises(RunFileError, match=r"copy copy\.db-wal too"):
         RunFile(copied)
 
 

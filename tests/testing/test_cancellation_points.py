@@ -152,7 +152,7 @@ async def test_code_that_swallows_the_cancellation_is_named(
         await cancel_everywhere(scenario)
     text = str(caught.value)
     assert text.startswith(f"cancelled in swallows ({__file__}:")
-    assert f"but it {outcome}: swallows ({__file__}:" in text
+    assert f"but the scenario {outcome}: swallows ({__file__}:" in text
     assert "cancelled at suspension point" in caught.value.__notes__[0]
 
 

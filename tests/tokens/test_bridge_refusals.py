@@ -150,7 +150,7 @@ def test_a_bridge_needs_a_sampled_turn_and_something_new(made: Bridger) -> None:
     stop = made.tokenizer.eos_id
     with pytest.raises(ValueError, match="at least one new message"):
         made.bridge([QUESTION, says("x")], [], sampled=[stop or 0], stop=stop)
-    with pytest.raises(ValueError, match="from an assistant message"):
+    with pytest.raises(ValueError, match="a history that ends with an assistant message"):
         made.bridge([QUESTION], [MORE], sampled=[stop or 0], stop=stop)
     with pytest.raises(ValueError, match="is not the stop id"):
         made.bridge([QUESTION, says("x")], [MORE], sampled=[1], stop=stop)

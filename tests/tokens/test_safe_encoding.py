@@ -230,7 +230,7 @@ def test_bytes_have_tokens_that_are_added_but_not_special() -> None:
     assert BYTES.control_ids == frozenset(range(256, 263))
     assert BYTES.special_ids == frozenset(range(256, 260))
     assert BYTES.fingerprint != ByteTokenizer(["[INST]", "<tool_call>", "</tool_call>", "<tool_call>x"]).fingerprint
-    with pytest.raises(ValueError, match="as special and as added"):
+    with pytest.raises(ValueError, match="are control tokens and in added_tokens"):
         ByteTokenizer(["<a>"], added_tokens=["<a>"])
     with pytest.raises(ValueError, match="empty"):
         ByteTokenizer(added_tokens=[""])

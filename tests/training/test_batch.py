@@ -179,7 +179,7 @@ def test_advantages_that_do_not_fit_are_refused(values: Any, message: str) -> No
         (
             lambda: TrainingBatch.padded(two(), pad_id=99, vocabulary=50),
             BadOption,
-            "pad_id=99 is not one of the 50 ids",
+            "pad_id=99: give one of the 50 ids",
         ),
         (lambda: TrainingBatch.padded(two(), pad_id=0, vocabulary=10), BadBatch, "id 10 is not one of the 10 ids"),
         (lambda: TrainingBatch.padded(two(), pad_id=0, multiple_of=0), BadOption, "multiple_of=0: give"),

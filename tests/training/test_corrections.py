@@ -173,7 +173,7 @@ def test_unusable_values_are_refused_by_name() -> None:
     batch = padded(forked())
     with pytest.raises(BadBatch, match=r"logprobs of shape \(2,\)"):
         ratios(np.zeros(2), batch)
-    with pytest.raises(BadBatch, match="-inf of an id of episode 't0#0'"):
+    with pytest.raises(BadBatch, match="a trained id of episode 't0#0' of agent 'main' is -inf"):
         ratios(np.where(batch.loss_mask, -np.inf, 0), batch)
     with pytest.raises(BadOption, match="least=2, most=1"):
         icepop(np.ones((1, 1)), least=2, most=1)

@@ -333,7 +333,7 @@ def test_forbidden_id_is_named_with_turn_and_position(
     ],
 )
 def test_uncompilable_constraint_is_one_error_with_the_reason(kind: str, value: str) -> None:
-    with pytest.raises(BadBatch, match=rf"^turn main/0: its {kind} constraint cannot be compiled \(.+\); ") as refused:
+    with pytest.raises(BadBatch, match=rf"^turn main/0: its {kind} constraint cannot be compiled \(.+\)\. ") as refused:
         masks_of("x", constraint(kind, value))
     assert "/project/" not in str(refused.value)
     assert "\n" not in str(refused.value)

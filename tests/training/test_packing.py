@@ -51,8 +51,8 @@ def test_no_rows_make_no_sequences() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Layout.packed([3], length=2), "a row of 3 ids does not fit into sequences of length=2"),
-        (lambda: Layout.padded([3], length=2), "a row of 3 ids does not fit into sequences of length=2"),
+        (lambda: Layout.packed([3], length=2), "a row of 3 ids does not fit into length=2: give at least length=3"),
+        (lambda: Layout.padded([3], length=2), "a row of 3 ids does not fit into length=2: give at least length=3"),
         (lambda: Layout.packed([], length=0), "length=0: give a whole number of at least 1"),
         (lambda: Layout.padded([], length=-1), "length=-1: give"),
         (lambda: Layout.padded([], multiple_of=0), "multiple_of=0: give"),

@@ -302,7 +302,7 @@ def test_a_window_as_long_as_the_rows_does_no_harm() -> None:
 
 
 def test_a_tree_without_nodes_has_no_logits() -> None:
-    with pytest.raises(BadBatch, match="The tree has no nodes"):
+    with pytest.raises(BadBatch, match="the tree has no nodes"):
         tree_logits(llama(), TokenTree.of([]))
 
 

@@ -239,10 +239,6 @@ class ChatAnswerReader:
         self._ids.add(call_id)
         return ToolCall(call_id, read.name, read.arguments, error=read.error)
 
-    def rest(self) -> list[ToolCall]:
-        """Return the unreported calls of a cut turn, without the last call, which may be incomplete."""
-        return list(self._whole_calls(max(self._calls, default=0)))
-
     def finish(self, context: int) -> MessageFinish:
         """Return the finish of the turn; `context` is the maximum number of tokens of prompt and turn together."""
         reason = _REASONS.get(self._reason, FinishReason.STOP)
