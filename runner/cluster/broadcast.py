@@ -52,7 +52,7 @@ async def gather_answers(
 
 
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
-    """Call a method on several workers at the same time, and return the answers. Lost and dismissed workers have none.
+    """Call a method on several workers at the same time, and return the answers; lost and dismissed workers have none.
 
     A worker that raises is dismissed if another worker does not raise, since their states differ then. A worker that
     hangs after another one has answered is dismissed too.
@@ -168,7 +168,7 @@ class TransferGroup:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[anyio.CancelScope]:
-        """Cancel the block if no worker answers for `seconds`, or for `GRACE_SECONDS` after a worker was lost."""
+        """Cancel the block if no worker answers for `seconds`. Once a worker was lost, the limit is `GRACE_SECONDS`."""
         self._seconds = seconds
         with anyio.CancelScope() as self._scope:
             self._push_limit()
@@ -194,7 +194,8 @@ class TransferGroup:
         """Call a method on all workers that are left, and return the answers by worker.
 
         A worker refuses by raising `BadInput`. It is lost if other workers do not refuse, since its state differs from
-        theirs. It stays if a worker was lost, since the loss may be its reason. A worker with any other error is lost.
+        theirs. But it stays if another worker was lost, since that loss may be the reason of the refusal. A worker with
+        any other error is lost.
 
         Args:
             call: the name of the method.

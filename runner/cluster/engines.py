@@ -167,7 +167,7 @@ class FleetEngine(PlayingEngine):
             BadControl: always.
         """
         raise BadControl(
-            f"{type(self).__name__} plays whole episodes on its workers and samples nothing here: generate turns in "
+            f"{type(self).__name__} plays whole episodes on its workers, and samples no single turn: generate turns in "
             "an episode, or use a separate engine for other requests."
         )
 
@@ -202,7 +202,7 @@ class FleetEngine(PlayingEngine):
         scores: list[float] = await self.driver.ask_one("score", list(ids), named)
         return scores
 
-    # --- for its trainer
+    # --- control by the trainer
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Check that the engine of every worker can score a proof.

@@ -30,7 +30,7 @@ class FleetPlayer:
     """The player of the episodes of one run on a fleet.
 
     Args:
-        driver: has the workers.
+        driver: the driver, which has the workers.
         run: the driver's number for the run.
         shared: the driver's part of the run.
         width: maximum number of episodes in flight; None for as many as the workers take.
@@ -55,9 +55,9 @@ class FleetPlayer:
         self.notify()
 
     def notify(self) -> None:
-        """Call the listener now."""
+        """Call the listener, if there is one, with the current maximum of episodes in flight."""
         if self._listener is not None:
-            # At least 1, so that without a worker one episode begins and waits for one, and the run waits with it.
+            # At least 1: if there is no worker, one episode begins and waits for a worker, and the run waits with it.
             self._listener(self._width or max(1, self.driver.fleet.width))
 
     def drain(self) -> None:
@@ -120,7 +120,7 @@ class FleetAttempt:
             if self._handle is not None:
                 await self._play_on(self._handle)
         except WorkerLost as lost:
-            assert self._handle is not None, "it was there"
+            assert self._handle is not None, "a worker is lost only after it was assigned"
             # After any failure on a worker, its state is unknown, so the next attempt must use another worker.
             self._handle.dismiss(str(lost))
             await self._handle.gone.wait()

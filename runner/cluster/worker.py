@@ -166,7 +166,7 @@ class Worker(EngineProcess):
         """Return once `keep_run` has set the run up.
 
         Raises:
-            BadInput: the run cannot be played here.
+            BadInput: this worker cannot play the run.
         """
         run = self._runs.setdefault(number, WorkerRun())
         await run.opened.wait()
@@ -177,7 +177,7 @@ class Worker(EngineProcess):
         """Return once `keep_run` has entered the engines of the run's other agents.
 
         Raises:
-            BadInput, EngineError: one of the engines cannot be entered here, or the run cannot be read.
+            BadInput, EngineError: this worker cannot enter one of the engines, or the run cannot be read.
         """
         run = self._runs.setdefault(number, WorkerRun())
         await run.entered.wait()
@@ -274,7 +274,7 @@ class Worker(EngineProcess):
             trajectories = await episode.run()
         finally:
             del run.episodes[number]
-        # The task is left out, since the driver puts the task of its own caller there.
+        # The task is left out, since the driver puts the task of its own caller into the trajectories.
         return AttemptResult([replace(each, task=NO_TASK) for each in trajectories], episode.faults, episode.permanent)
 
     def _key(self, packed: bytes) -> EpisodeKey:
@@ -297,12 +297,12 @@ class Worker(EngineProcess):
         else:
             run.cut[number] = ending
 
-    # --- the engine, for its trainer
+    # --- control by the trainer
 
     async def check_weights(self, given: Any, version: str) -> float:
         """Compare new weights with the model, which continues to sample. Returns the seconds that it took.
 
-        The tensors of a transfer are only announced here; `meet` and `receive_weights` do the rest.
+        This call only announces the tensors of a transfer; `meet` and `receive_weights` do the rest.
 
         Raises:
             BadWeights: the weights do not fit the model.
@@ -393,7 +393,7 @@ class Worker(EngineProcess):
         assert self._relay is not None, "it was announced"
         await self._relay.bring(step, part)
 
-    # --- other calls of a trainer
+    # --- other calls of the trainer
 
     async def add_adapter(self, name: str, number: int, given: Any, config: Mapping[str, Any] | None) -> str:
         """Add an adapter under the number that it has on all workers."""

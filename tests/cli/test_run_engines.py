@@ -100,7 +100,7 @@ def test_head_on_loopback_alone_is_refused_with_the_reason(folder: Path, monkeyp
     monkeypatch.setattr("runner.cluster.ray.connection.admit", lambda address: None)
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         address = f"127.0.0.1:{somebody.getsockname()[1]}"
-        with pytest.raises(BadOption, match=rf"at '{address}': 10.0.0.1:6511 .* loopback alone cannot be reached"):
+        with pytest.raises(BadOption, match=rf"at '{address}': 10.0.0.1:6511 .* only on loopback cannot be reached"):
             play(environment="mine.py:Greeting", workers="2", cluster=address)
 
 

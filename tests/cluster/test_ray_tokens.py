@@ -89,9 +89,9 @@ def test_a_token_is_shown_where_a_cluster_asks_for_it(
         assert mode == "token"
     else:
         assert refused is not None
-        why = "RAY_AUTH_MODE=disabled is set here" if given == "disabled" else None
+        why = "this process has RAY_AUTH_MODE=disabled" if given == "disabled" else None
         missing = "this machine has none" if token is None else "this machine has another one"
-        assert refused.startswith(f"the cluster there requires a token, and {why or missing}")
+        assert refused.startswith(f"the cluster requires a token, and {why or missing}")
         assert "Copy the file ~/.ray/auth_token" in refused
     restore_variables(before)
     assert [os.environ.get(name) for name in VARIABLES] == [None, None]

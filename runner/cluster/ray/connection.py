@@ -62,14 +62,14 @@ def give_own_token(until_left: ExitStack) -> None:
 
 
 def admit(address: str) -> str | None:
-    """Choose whether this process shows a token to a running cluster, as the cluster requires.
+    """Set Ray's authentication mode for a running cluster: "token" only if it refuses connections without a token.
 
-    Without this function, Ray shows a token only for the address "auto", and then also to a cluster without tokens,
-    which ends every actor of a process that shows one.
+    By default, Ray shows a token only for the address "auto", and for this address to every cluster. A cluster without
+    tokens ends every actor of a process that shows one. A mode that the user has set is the only one that is tried.
 
     Returns:
-        The reason why the cluster refuses every token of this process, with the fix; None if the cluster accepts one
-        or does not answer.
+        The reason and the fix if the cluster refuses every mode that this process can use; None if the cluster accepts
+        one, or does not answer.
     """
     raylet = importlib.import_module("ray._raylet")
     loader = getattr(raylet, "AuthenticationTokenLoader", None)
@@ -97,15 +97,15 @@ def admit(address: str) -> str | None:
             _set_mode(None)
         return None
     has = "this machine has none" if not has_token else "this machine has another one"
-    asked = "RAY_AUTH_MODE=disabled is set here" if given == "disabled" else has
-    return f"the cluster there requires a token, and {asked}. {_FIX}"
+    asked = "this process has RAY_AUTH_MODE=disabled" if given == "disabled" else has
+    return f"the cluster requires a token, and {asked}. {_FIX}"
 
 
 def restore_variables(before: Mapping[str, str | None]) -> None:
     """Restore the variables, so that a connection to another cluster begins without settings of this connection.
 
     A process that has started its own cluster requires tokens from then on. A running cluster without tokens would end
-    every actor as soon as it is made.
+    every actor of this process as soon as the actor is made.
     """
     mode = before[_MODE]
     path = before[_PATH]
@@ -132,10 +132,10 @@ def _read_again() -> None:
 
 
 STORE_BYTES: Final = 512 * 1024**2
-"""Size of the object store of a cluster started here: room for weights. Further objects are stored on disk."""
+"""Size of the object store of a cluster that this process starts: room for weights. Further objects are on disk."""
 
 OWN_CPU_COUNT: Final = 10_000
-"""CPU count of a cluster started here. It is large, so that everything that this process starts finds room."""
+"""CPU count of a cluster that this process starts: large, so that there is room for all that the process starts."""
 
 RIGHT_ADDRESS: Final = (
     "Give the address that `ray start --head` printed (host:port), 'auto' on a machine of a running cluster, or none "
@@ -155,8 +155,8 @@ HTTP2_FRAME_HEADER_BYTES: Final = 9
 """Length of a frame's header; the type is its fourth byte."""
 
 _LOOPBACK: Final = (
-    "Ray takes a loopback address for this machine's address in its network, so a head that was started on loopback "
-    "alone cannot be reached."
+    "Ray replaces a loopback address by this machine's address in its network, so a head that listens only on loopback "
+    "cannot be reached: start it with this machine's address (`ray start --head --node-ip-address=...`)."
 )
 
 _MISMATCH: Final = re.compile(
@@ -169,8 +169,8 @@ _MISMATCH: Final = re.compile(
 class RaySession:
     """This process's connection from one `ray.init` to the next `ray.shutdown`; other code may call both.
 
-    Ray starts another cluster by itself when it is called without a connection, and refuses handles of an earlier one.
-    So nothing may be called for a session that is over.
+    Ray starts another cluster by itself when it is called without a connection, and refuses handles of an earlier
+    cluster. So nothing may be called for a session that is over.
     """
 
     address: str
@@ -275,7 +275,7 @@ class Connection:
             self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Close the connection if it was made here and has no other users; end a cluster that was started here."""
+        """Close the connection if this object made it and no user is left. A cluster that it started then ends."""
         with self._lock:
             self._users.discard(user)
             if not self._users:
