@@ -161,13 +161,15 @@ class _Listing:
 
 
 def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str, Any]:
-    """Return an argument's schema, and in its description the same schema as JSON, which the template does not show.
+    """Return an argument's schema with its author's whole schema as JSON in the description.
+
+    The description has the JSON because the template shows only a part of the schema.
 
     Args:
-        given: the schema in the form for the template.
+        given: the argument's schema, in the form for the template.
         parameters: the schema of all arguments, as its author wrote it.
         name: the argument.
-        bare: True to leave out all keywords except the type, since the template raises on the others.
+        bare: True to leave out all keywords except type and description, since the template raises on the others.
     """
     whole = _Rewriting(parameters, ToolsForm.WRITTEN).whole()["properties"][name]
     if not isinstance(given, Mapping) or not isinstance(whole, Mapping):
@@ -305,7 +307,7 @@ class _Rewriting:
         if target is None:  # the reference is to another document, whose content is not known
             return dict(schema)
         if reference in self.within or self.nodes > _MAX_NODES:
-            # A schema that refers to itself is shown once; inside of itself, only its type is shown.
+            # A schema that refers to itself is shown once; inside of itself, only its type and description are shown.
             return {**{key: target[key] for key in ("type", "description") if key in target}, **self._beside(beside)}
         self.within.append(reference)
         try:
@@ -347,7 +349,7 @@ def _is_null(schema: Schema) -> bool:
 
 
 def _without_null(made: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without its alternative null."""
+    """Return a schema without null in `type` and `enum`; `nullable: true` replaces it."""
     kinds, values = made.get("type"), made.get("enum")
     if isinstance(kinds, list) and "null" in kinds:
         kinds = [kind for kind in kinds if kind != "null"]

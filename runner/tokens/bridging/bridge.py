@@ -113,11 +113,12 @@ class Bridger:
         thinking: bool = False,
         turn: int = 0,
     ) -> Bridge:
-        """Return the bridge after the turn that `history` ends with: the result of `join` for the result of `tail`.
+        """Return the bridge after the turn at the end of `history`: this calls `tail`, then `join`.
 
         Raises:
             Unbridgeable: there is no exact bridge; the error names the missing property.
-            ValueError: `history` does not end with an assistant message, `new` is empty, or `stop` is not the last id.
+            ValueError: `history` does not end with an assistant message, `new` is empty, or `stop` is not the last id
+                of `sampled`.
         """
         if not new or not history or history[-1]["role"] != "assistant":
             raise ValueError(
@@ -188,7 +189,8 @@ class Bridger:
     def _with_close(self, tail: Tail, ids: Sequence[int], bridge: list[int]) -> str:
         """Return the text of a bridge and of the turn's close, which begins at the last control token of the turn."""
         begin = len(ids) - len(bridge)
-        if begin < 0 or ids[begin:] != bridge:  # the ids may differ after a close that another stop replaces
+        # If the sampled stop replaces the template's close, the bridge may have other ids than the end of the tail.
+        if begin < 0 or ids[begin:] != bridge:
             return self.tokenizer.decode(bridge)
         closes = [index for index in range(begin) if ids[index] in self.tokenizer.control_ids]
         first = closes[-1] if closes else begin if tail.after_call else 0

@@ -116,8 +116,8 @@ class Locality:
         """Return the tail of the stand-in; None if there is no stand-in, or the tail needs the whole history."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
-        # If some pasts may make the template raise, the whole history is rendered at turns 1, 2, 4, 8 and so on, to
-        # find such refusals with little work.
+        # If earlier messages may make the template raise, the whole history is rendered at turns 1, 2, 4, 8 and so on,
+        # to find such refusals with little work.
         if kind.past is Lookback.REFUSES and (answered.number + 1) & answered.number == 0:
             return None
         if stand_in is None:
@@ -248,11 +248,12 @@ def _key_of(renderer: Renderer) -> tuple[object, ...]:
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _proven(asked: _Question) -> tuple[Lookback, bool]:
-    """Return the effect of the past on tails of a shape, and True if the turn's words can change these tails."""
+    """Return the effect of earlier messages on tails of a shape, and True if the turn's words can change the tails."""
     proofs = Proofs(asked.renderer)
     past, words_matter = proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
-    # If the words matter, a render of the stand-in checks them. This is valid only if the past does not change the text
-    # after them.
+    # `past` was proven with the sentinel in place of the turn's words. If the words matter, the bridge is also compared
+    # with a render of the stand-in with the real words. That render ends as the render of the whole history only if
+    # earlier messages do not change the text after any words.
     if words_matter and past is not Lookback.POSSIBLE and proofs.past_matters_to_words(asked.shape, asked.tools):
         past = Lookback.POSSIBLE
     return past, words_matter

@@ -1,4 +1,4 @@
-"""The proof that a template does not look back: its output after the last turn is the same after every past."""
+"""The proof that a template does not look back: earlier messages do not change its output after the last turn."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ __all__ = ["Lookback", "Proofs"]
 class Lookback(enum.StrEnum):
     """The result of the analysis of the text after a turn."""
 
-    NONE = "none"  # no past changes the text
-    REFUSES = "refuses"  # no past changes the text, but some pasts make the template raise
-    POSSIBLE = "possible"  # a past may change the text, since nothing is proven
+    NONE = "none"  # earlier messages do not change the text
+    REFUSES = "refuses"  # earlier messages do not change the text, but some of them make the template raise
+    POSSIBLE = "possible"  # nothing is proven, so earlier messages may change the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Proofs:
 
     def words_matter(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
         """Return True if the turn's words may change the text after them, or after the first answer to the calls."""
-        # A call without arguments has no position for a mark, so nothing can be proven about it.
+        # A call without arguments has no text to mark, so nothing can be proven about the text after it.
         return shape.bare or not self._same_after_words(shape, tools, given=False)
 
     def past_matters_to_words(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
@@ -71,9 +71,10 @@ class Proofs:
         return not self._same_after_words(shape, tools, given=True)
 
     def _same_after_words(self, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
-        """Return True if the text after the turn's words is equal after every past and, unless `given`, for all words.
+        """Return True if the text after the turn's words does not depend on earlier messages, nor on the words.
 
-        The proof is like the proof in `past`, but with any words that the shape allows in place of the sentinel.
+        `given` is True to allow that the text depends on the words. The proof is like the proof in `past`, but with any
+        words that the shape allows in place of the sentinel.
         """
         places = ["argument", "first"] if shape.calls and shape.new else ["content"]
         return not (shape.calls and not shape.new) and all(
@@ -132,7 +133,7 @@ class Proofs:
         asking: bool = True,
         words: LastTurnText | None = None,
     ) -> tuple[Text | None, bool]:
-        """Return the output from the end of the turn's words on, and True if the past may make the template raise."""
+        """Return the output after the turn's words, and True if earlier messages may make the template raise."""
         roles = ["system", "user"] if shape.system else ["user"]
         first_items = tuple({"role": role, "content": _filled(symbols, role)} for role in roles)
         start = Position(UnknownCount(0), len(first_items))

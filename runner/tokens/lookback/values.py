@@ -1,4 +1,4 @@
-"""Abstract values: the known facts about a value with an unknown past, and texts composed of them."""
+"""Abstract values: the known facts about values in a render of unknown messages, and texts of such values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Abstract:
 
 @dataclass(frozen=True, slots=True, eq=False)  # two unknowns may be two values, so each unknown equals only itself
 class Unknown(Abstract):
-    """Any value: the past or the last turn's words may decide it. It is the top of the lattice."""
+    """A value that is not known: earlier messages or the last turn's words may determine it. The top of the lattice."""
 
     may_end: bool = False
     """True if the value may contain the end of the turn's words."""
@@ -70,7 +70,7 @@ class Unknown(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class Symbol(Abstract):
-    """An unknown value that is the same after every past: new messages, tools and options decide it."""
+    """An unknown value that is the same for all earlier messages: new messages, tools and options determine it."""
 
     number: int
     """The identity of the value: two symbols with the same number are the same value."""
@@ -79,7 +79,7 @@ class Symbol(Abstract):
     nonempty: bool = False
     """True if the value is certainly not empty."""
     base: UnknownCount | None = None
-    """The base of a position among messages, which depends on the past; None for any other value."""
+    """The base of a position in the messages. It depends on earlier messages. None for any other value."""
     may_end: bool = False
     """True if the value may contain the end of the turn's words."""
 
@@ -110,7 +110,7 @@ class Text(Abstract):
     parts: tuple[Any, ...]
     """Strings and symbols. A mark is always the first part, and unknown texts may occur only after a mark."""
     before: Any = None
-    """Identity of the text before END if it does not depend on the past; otherwise None."""
+    """Identity of the text before END if it does not depend on earlier messages; otherwise None."""
 
     @property
     def has_end(self) -> bool:
@@ -238,7 +238,7 @@ class NamespaceOf(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class Macro(Abstract):
-    """A macro, with the number of scopes that it sees."""
+    """A macro, with the number of scopes that it can read."""
 
     node: Any
     depth: int
@@ -264,7 +264,7 @@ class SplitText(Abstract):
 
     last: Value
     independent: bool
-    """True if the whole text is the same after every past."""
+    """True if the whole text is the same for all earlier messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ def has_effects(value: Value) -> bool:
 
 
 def is_independent(value: Value) -> bool:
-    """Return True if the value depends neither on the past nor on the words of the last turn."""
+    """Return True if the value depends neither on earlier messages nor on the words of the last turn."""
     match value:
         case Symbol():
             return value.base is None

@@ -39,7 +39,7 @@ class Append(enum.StrEnum):
 
     @property
     def needed(self) -> bool:
-        """True for every kind that environments use without system messages, which are optional."""
+        """True for all kinds except those with a system message, which are optional."""
         return self not in (Append.UNDER_SYSTEM, Append.SYSTEM)
 
     @property
@@ -50,9 +50,12 @@ class Append(enum.StrEnum):
 class Exactness(enum.StrEnum):
     """The quality of a bridge."""
 
-    EXACT = "exact"  # the text is proven to be the template's, and the ids at its start never merge
-    SOFT = "soft"  # the text is correct, but the ids at its start might have merged
-    UNSUPPORTED = "unsupported"  # there is no bridge, so the run's policy decides
+    # the text is proven to be the template's, and the ids at its start never merge with the turn's last ids
+    EXACT = "exact"
+    # the text is correct, but the ids at its start might have merged with the turn's last ids if the whole text had
+    # been encoded
+    SOFT = "soft"
+    UNSUPPORTED = "unsupported"  # there is no bridge, so the run's policy is applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class AppendVerdict:
     rewrites: bool = False
     """True if the template's render of the whole conversation does not begin with the sampled ids.
 
-    Then the policy `fork` starts a new segment here, and the policy `append` keeps the ids that such a render would
+    Then the policy `fork` starts a new segment, and the policy `append` keeps the ids that such a render would
     change.
     """
 

@@ -1,4 +1,4 @@
-"""Detection of a template's traits: small conversations are rendered, and the renders are searched for their words."""
+"""Detection of a template's traits: small conversations are rendered, and their words are searched in the renders."""
 
 from __future__ import annotations
 
