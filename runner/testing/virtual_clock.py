@@ -117,7 +117,8 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         )
 
     def _call_for(self, thread: threading.Thread, callback: Any, *arguments: Any) -> None:
-        # Count only calls that the thread waits for, not tasks that such a call starts.
+        # Count a call only if its thread waits for the result (`run_coroutine_threadsafe`). A task that another
+        # callback starts does not count.
         awaited = getattr(callback, "__qualname__", "").startswith(f"{asyncio.run_coroutine_threadsafe.__name__}.")
         self._calling_thread = thread if awaited and self._is_worker(thread) else None
         try:

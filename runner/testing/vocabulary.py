@@ -42,7 +42,7 @@ class PlainTokenizer(ByteTokenizer):
         """The ids of a conversation, rendered by the template.
 
         Args:
-            messages: a text, a message or a list of messages.
+            messages: a string, a message or a list of messages.
             tools: the schemas of the tools, in OpenAI's shape.
             generation_prompt: end with the opening of the model's turn.
         """
@@ -59,7 +59,7 @@ class AwkwardTokenizer(PlainTokenizer):
 
     Most texts have several sequences of ids, of which `encode` returns one: sampled ids change when they are decoded
     and encoded again. Text is composed (NFC), so some texts change too. The last ids are padding and decode to
-    nothing. The scripted engine of the test kit samples the ids of `misspell`, never those of `encode`.
+    nothing. `QueuedEngine` encodes replies with `misspell`, not with `encode`, unless a reply has its own ids.
     """
 
     def __init__(self, control_tokens: Sequence[str] = (), *, template: str = "pythonic") -> None:

@@ -261,7 +261,7 @@ SAYS = {
     "default argument": (3, "error    Env(seen=), a default, was changed during play"),
     "module variable": (0, "warning  mine.SEEN was changed during play"),
     "shared result": (3, "tool bad() returned another result in 4 of 4 episodes when played after other"),
-    "set in lifespan": (3, "lifespan() sets self.index, which episodes do not see: each one has its own"),
+    "set in lifespan": (3, "lifespan() sets self.index, but each episode has its own environment object"),
     "attribute that could be shared": (
         0,
         "warning  Env.words is a list of the class, which all episodes share: create",

@@ -83,14 +83,14 @@ def hook_findings(environment: Environment[Any]) -> Iterator[Finding]:
 
 
 def lifespan_findings(environment: Environment[Any], before: Mapping[str, Any]) -> Iterator[Finding]:
-    """Attributes that `lifespan()` set on the environment object, which plays no episode."""
+    """A finding for each attribute that `lifespan()` set on its environment object, which no episode uses."""
     if not environment.overrides("lifespan"):
         return
     for name, value in vars(environment).items():
         if name not in before or before[name] is not value:
             yield Finding(
-                f"lifespan() sets self.{name}, which episodes do not see: each one has its own environment object. "
-                f"Yield it; episodes find it as self.shared."
+                f"lifespan() sets self.{name}, but each episode has its own environment object, without this "
+                f"attribute. Yield the value instead; episodes find it as self.shared."
             )
 
 
@@ -257,7 +257,7 @@ class AgentRecord:
     """Number of leading messages that come from the task, the system message included."""
 
     sampled_messages: int
-    """Number of sampled assistant messages; earlier ones are part of the prompt."""
+    """Number of sampled assistant messages; earlier assistant messages are part of the prompt."""
 
     rewards: Mapping[str, float | None]
     """Rewards and metrics, by name."""

@@ -40,8 +40,10 @@ _POLL_SECONDS: Final = 0.25
 class HangWatch:
     """A watch over a check of an environment, in a separate thread; used with `with`.
 
+    It reports code that hangs, and ends the process after a limit.
+
     Args:
-        report: a function that prints the place where code hangs.
+        report: a function that prints a message with the place where the code hangs.
         end: a function that prints the reason and ends the process.
     """
 
@@ -51,7 +53,7 @@ class HangWatch:
         self.is_playing: Callable[[], bool] = bool
         """A function that returns True while episodes are in flight; may be set at any time."""
         self.places: dict[str, str] = {}
-        """The last seen place in an author's code where a task waits, by the task's name."""
+        """The last recorded place in an author's code where a task waits, by the task's name."""
         self._since: dict[str, float] = {}
         self._report, self._end = report, end
         self._mark: float | None = None
@@ -85,7 +87,7 @@ class HangWatch:
             self._mark = None
 
     def waited(self, name: str) -> float:
-        """Return the seconds for which a task has been at its last seen place, without any progress; 0 if unknown."""
+        """Return the seconds for which a task has been at its last recorded place without progress; 0 if unknown."""
         since = self._since.get(name)
         return 0.0 if since is None or self._mark is None else self._mark - since
 

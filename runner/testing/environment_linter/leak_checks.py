@@ -137,7 +137,7 @@ class TemporaryFiles:
         self._folder.cleanup()
 
     def findings(self) -> Iterator[Finding]:
-        """A finding if files or folders are there that were not there at the previous call."""
+        """A finding if the temporary folder has files or folders that it did not have at the previous call."""
         now = {path.name for path in Path(self._folder.name).iterdir()}
         left, self._before = sorted(now - self._before), now
         if left:

@@ -168,7 +168,10 @@ class EnvironmentCheck:
         self._watch.is_playing = self.is_playing
 
     def is_playing(self) -> bool:
-        """Return True while episodes are in flight; each of their hooks has a time limit."""
+        """Return True while episodes are in flight.
+
+        The limit without progress is then shorter, since each hook of an episode has its own time limit.
+        """
         return self.current.run is not None and bool(self.current.run.in_flight)
 
     def progress(self) -> object:
