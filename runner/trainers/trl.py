@@ -1,6 +1,6 @@
 """A `rollout_func` for TRL's `GRPOTrainer`, and the reward function that belongs to it.
 
-Checked with TRL 1.16.0. Nothing of TRL is imported here, since TRL passes its trainer as an argument.
+Checked with TRL 1.16.0. This module imports nothing of TRL, since TRL passes its trainer as an argument.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def rollout_func(
             )
             trainer.train()
 
-    Each rank of a distributed training, and each step, plays other visits of a task, with other seeds.
+    Each rank of a distributed training and each step plays a task with other seeds (another visit of the task).
 
     New weights are sent to the engine before the first rollout after an optimizer step, with a proof that they arrive:
-    one forward pass of the trainer's model over 256 ids. Besides ids, log-probabilities
-    and `env_mask`, a reward function receives `reward`, `version` (the oldest of the row), `outcome` and `constrained`,
-    the number of ids that were sampled under a grammar, which TRL does not apply.
+    one forward pass of the trainer's model over 256 ids. Besides ids, log-probabilities and `env_mask`, a reward
+    function receives `reward`, `version` (the oldest of the row), `outcome` and `constrained`, the number of ids that
+    were sampled under a grammar. TRL applies no grammar to its log-probabilities.
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
@@ -84,13 +84,15 @@ def rollout_func(
 
     Raises:
         BadOption: an argument is invalid.
+        BadTask: a task cannot be played.
 
     Raises (from the function):
-        BadOption: a prompt has no task; or the model is a PEFT model, whose adapter has to be merged first.
+        BadOption: a prompt has no task; the engine takes messages; or the model is a PEFT model, whose adapter has to
+            be merged first.
         BadModel: the trainer's tokenizer or its starting weights differ from the engine's; or the engine returns no
             log-probabilities, and the trainer has `use_vllm=True`.
-        BadBatch: a row was sampled at another temperature than the trainer's, or its episode failed with
-            `failed="raise"`.
+        BadBatch: a row was sampled at another temperature than the trainer's, its episode failed with
+            `failed="raise"`, or an episode has no trajectory of the agent `main`.
         RunStopped, EngineError, BadWeights: as the player raises them; `EngineDead` if a proof does not hold.
     """
     try:
@@ -135,7 +137,7 @@ class _Rollouts:
         step = int(trainer.state.global_step)
         if not self._checked:
             self._check(trainer)
-            # Before a training is resumed, it has played at most this many visits of a task.
+            # A resumed training has played at most this many visits of a task before.
             ranks = trainer.accelerator
             self.player.player.share_visits(ranks.process_index, ranks.num_processes, skip=step * len(prompts))
             if self.sends_weights and step == self._sent_step:

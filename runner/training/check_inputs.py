@@ -73,10 +73,10 @@ def linear_kinds(model: Any) -> list[str]:
 
 @contextmanager
 def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], dict[str, Any]]]:
-    """Add a LoRA adapter of random values to all linear layers of a kind, for the duration of the block.
+    """Add a LoRA adapter of random values to all linear layers of the kind `kind` (see `tensor_kind`), for the block.
 
     Yields:
-        The model with its adapter, the adapter's tensors, and its configuration, in PEFT's form.
+        The model with the adapter; the adapter's tensors by PEFT's names; PEFT's configuration as a dict.
 
     Raises:
         BadOption: PEFT is not installed.

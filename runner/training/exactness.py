@@ -42,7 +42,7 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorde
 def reason_counts(
     rows: Sequence[TrainingRow], *, masked: bool = False, recorded: bool = False
 ) -> tuple[Counter[str], Counter[str]]:
-    """Return the reasons of `inexact_reason`, with the number of turns or of ids that each reason concerns."""
+    """Return the reasons of `inexact_reason` in two counters: the number of turns, and the number of ids, by reason."""
     trained = [turn for row in rows for turn in _trained(row)]
     turns = Counter(reason for turn in trained for reason in _reasons(turn, recorded=recorded))
     adapters = Counter(f"adapter={turn.sampling.adapter!r}" for turn in trained if turn.sampling is not None)

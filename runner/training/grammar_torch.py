@@ -121,14 +121,17 @@ def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any
 
 
 def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64] | None]]:
-    """Yield three groups of positions: without a mask, with many allowed ids, and with few, together with these ids."""
+    """Yield up to three groups of positions: without a mask, with many allowed ids, and with few.
+
+    Each group is a mask of positions, shape [n], and the ids to read: for few, the union of the allowed ids; else None.
+    """
     free = masks.index == UNCONSTRAINED_INDEX
     narrow = ~free & (masks.allowed <= max(1, masks.vocabulary * _NARROW_COLUMNS))
     for chosen in (free, ~free & ~narrow):
         if chosen.any():
             yield chosen, None
     if narrow.any():
-        # All positions of this group read the union of their ids, in one gather.
+        # One gather reads the union of the allowed ids, for all positions of this group.
         together = np.bitwise_or.reduce(masks.table[np.unique(masks.index[narrow])], axis=0)
         united = TokenMasks(together[None], np.zeros(1, dtype=np.int32), masks.vocabulary)
         yield narrow, united.unpacked()[0].nonzero()[0]

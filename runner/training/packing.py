@@ -102,7 +102,10 @@ class Layout:
         return self.fill((np.full(n, row) for n, row in zip(self.lengths, rows, strict=True)), 0, np.int32)
 
     def position_ids(self) -> NDArray[np.int32]:
-        """Return positions from 0 in each row and in the padding after the last one; shape [sequences, length]."""
+        """Return the position of each id in its row, from 0; shape [sequences, length], int32.
+
+        The padding at the end of each sequence also counts from 0.
+        """
         flat = np.arange(self.sequences * self.length, dtype=np.int64)
         begins = np.zeros_like(flat)
         for edges in (self.starts, self.starts + self.lengths):
