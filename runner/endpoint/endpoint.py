@@ -115,11 +115,11 @@ class Endpoint:
         return self._over.is_set()
 
     async def wait(self) -> Mapping[str, Any]:
-        """Wait until a client ends the episode with a `POST` request, or the run ends.
+        """Wait until a client ends the episode with a `POST` request, or until the run begins no further episode.
 
         A program ends the episode by a `POST` to `{base_url}/end`, without a reward. A client that may set a reward
-        posts to `end_url` instead. Even without a call of `wait`, further requests are then refused, and a program of
-        `run` has ten seconds to end by itself. The episode ends when its `rollout` ends.
+        posts to `end_url` instead. After the `POST`, further requests are refused, whether or not `wait` was called,
+        and a program of `run` has ten seconds to end by itself. The episode ends when its `rollout` ends.
 
         Returns:
             The body: {"reward": number} if `end_url` received one, else {}.

@@ -234,7 +234,7 @@ class _ItemReader:
         self._of_turn({"id": given}, kind).refers = given
 
     def _note(self, kind: str, item: Mapping[str, Any]) -> None:
-        """Add a note for a past item that is not text, such as a web search or the output of an unknown tool."""
+        """Add a note for an earlier item that is not text, such as a web search or the output of an unknown tool."""
         if kind.endswith(("_output", "_response")):
             self._finish_turn()
             self._add({"role": "user", "content": note_of(item)}, not_text=True)
@@ -248,7 +248,8 @@ class _ItemReader:
 
     def _message(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
         role = item.get("role")
-        # Content that is not text is refused in the new part of the input. In earlier parts, a note replaces it.
+        # Content that is not text is refused only in the new part of the input. Clients send their whole history with
+        # every request, so a refusal in an earlier part would fail every later request. There, a note replaces it.
         strict = is_last and role != "assistant"
         content, has_notes = _text_of(item.get("content"), f"{where}.content", strict=strict)
         if role == "assistant":

@@ -153,7 +153,7 @@ class TaskFeed:
         """Send a result to a source that has `finished`; results are sent one at a time.
 
         Raises:
-            BadTask: `finished` of the source raised an error, or cancelled its own task of the event loop.
+            BadTask: the source's `finished` raised an error, or cancelled the asyncio task that called it.
         """
         if not self._is_notified:
             return
@@ -179,7 +179,7 @@ class TaskFeed:
 class _SourceTask:
     """A task of the event loop that takes tasks from an asynchronous source, and closes the source.
 
-    It is always the same task, since the source may keep scopes open between two requests.
+    All requests are made in this one task, since the source may keep scopes open between two requests.
     """
 
     def __init__(self, source: AsyncIterator[Any]) -> None:
@@ -206,7 +206,7 @@ class _SourceTask:
     async def next(self) -> Any:
         """The next task; `_END` at the end.
 
-        After a cancelled call, the next call returns the task that was requested.
+        After a cancelled call, the next call returns the task that the cancelled call requested.
         """
         if not self._is_asked:
             self._is_asked = True

@@ -114,7 +114,7 @@ class MessageReader:
         return self._recent.steps(messages, self._read)
 
     def read_one(self, message: Mapping[str, Any]) -> ReadMessage:
-        """Read a message that this episode created, without its history."""
+        """Read one message that this episode created; its history is not needed."""
         return self._read(0, message)
 
     def _read(self, index: int, message: Mapping[str, Any]) -> ReadMessage:
@@ -157,7 +157,7 @@ def _read(index: int, given: Any, size: int) -> ReadMessage:
 
 
 def _strictly(index: int, given: Mapping[str, Any]) -> Message:
-    """Return a message as a model may receive it.
+    """Return a client's message, checked and normalized. Unlike `_softened`, this replaces nothing by a note.
 
     Raises:
         BadMessage: the message has a wrong shape, or content that is not text.
@@ -173,7 +173,7 @@ def _strictly(index: int, given: Mapping[str, Any]) -> Message:
 def _softened(given: Mapping[str, Any], found: set[Tolerated]) -> Mapping[str, Any]:
     """Return a message with a note in place of each part that is not text, and with arguments that are objects.
 
-    Clients send their whole past with every request. If one odd part were refused, every later request would fail too.
+    Clients send their whole history with every request. If one such part were refused, every later request would fail.
     """
     content, calls = given.get("content"), given.get("tool_calls")
     soft = dict(given)

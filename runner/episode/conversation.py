@@ -59,7 +59,7 @@ class StreamedTurn:
         return self._turn
 
     def _settle(self) -> None:
-        """Store the turn once it is recorded, since `last` returns another turn after the agent's next one."""
+        """Store the turn if it is recorded by now. After the agent's next turn, `last` returns that next turn."""
         if self._turn is None and (turn := self._last()) is not self._before:
             self._turn = turn
 
@@ -81,8 +81,8 @@ async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> As
     """Sample a turn while the block runs. Leaving the block cuts the turn.
 
     Args:
-        last: returns the latest turn, or None.
-        generate: samples the turn.
+        last: a function that returns the latest turn, or None.
+        generate: a function that samples the turn.
     """
     # The queue needs no limit: it holds the events of one turn only, and sampling must not wait for the reader.
     on_event, events = anyio.create_memory_object_stream[TurnEvent](math.inf)
@@ -194,7 +194,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """A copy of the messages so far, including those that the model has not seen yet."""
+        """A copy of the messages so far, including those that were not in a prompt yet."""
         cursor = self._state.cursor
         return [*cursor.seen, *cursor.queued]
 
@@ -235,7 +235,7 @@ class Conversation:
     async def _generate(self, sinks: TurnSinks, sampling: Sampling | None, tool_choice: ToolChoice | None) -> Turn:
         with self._speaking():
             return await take_turn(self._state, self._state.cursor, sampling, tool_choice, sinks=sinks)
-        # Only `close` leads here: it cancelled the scope, and a scope swallows its own cancellation.
+        # This line is reached only after `close` cancelled the scope, since a scope swallows its own cancellation.
         raise self._is_over()
 
     @asynccontextmanager
@@ -244,7 +244,7 @@ class Conversation:
     ) -> AsyncIterator[StreamedTurn]:
         """Sample the agent's next turn, and iterate over its events while it is sampled.
 
-        The block receives the turn to iterate over. If the block ends before the turn is over, the turn is cut there.
+        The block receives the turn to iterate over. If the block ends before the turn is over, this cuts the turn.
         Otherwise, `stream` is like `generate`, and raises the same errors.
 
         Args:

@@ -255,7 +255,7 @@ class EpisodeRunner(EpisodeState):
             counted=self.shared.trains_main or self.shared.evaluates(MAIN),
         )
 
-    # --- the play
+    # --- playing
 
     async def _run_rollout(self, main: Conversation) -> Ending:
         error: BaseException | None = None
