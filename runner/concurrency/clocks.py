@@ -46,7 +46,7 @@ def loop_time() -> float:
 
 
 def loop_clock() -> Callable[[], float]:
-    """Return a function that returns `loop_time()` faster, for many calls on the current event loop."""
+    """Return a function with the result of `loop_time()` at a lower cost; for the current event loop only."""
     try:
         return asyncio.get_running_loop().time
     except RuntimeError:

@@ -135,7 +135,10 @@ class GenerationRequest:
 
     @property
     def samples_raw_distribution(self) -> bool:
-        """True if the turn is sampled from the model's own distribution, without penalty, mask or grammar."""
+        """True if the turn's log-probabilities are the model's own: temperature 1 or 0 (greedy), and no other change.
+
+        Other changes are penalties, truncation, masks and grammars.
+        """
         return self.constraint is None and self.sampling.temperature in (0, 1) and not self.sampling.changes()
 
 

@@ -225,7 +225,7 @@ class ProofFigures:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Proof that held, with the engine's scores at that time."""
+    """A proof that held, and the engine's scores of its ids when it was accepted."""
 
     proof: WeightProof
     scores: Sequence[float]

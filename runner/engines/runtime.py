@@ -307,7 +307,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def wake(self, tags: Collection[str]) -> None:
-        """Allocate the memory of these parts again; the engine stays paused."""
+        """Allocate the memory of the parts in `tags` again; the engine stays paused."""
 
     @abstractmethod
     async def profile(self, *, on: bool) -> None:

@@ -86,8 +86,8 @@ class BatchResults(Generic[T]):
         await self.aclose()
 
     def __del__(self) -> None:
-        # `break` does not notify an iterator. The sampling task has no reference to this object, so this
-        # object is freed at once.
+        # `break` leaves `async for` without closing the iterator. The sampling task has no reference to this object, so
+        # this object is freed at once.
         rows: RunningRows | None = getattr(self, "_rows", None)
         if rows is not None:
             rows.abandon()
@@ -106,7 +106,7 @@ class Generation:
         async with Generation(engine, {"max_new_tokens": 256, "_pad_token_id": 0}) as generation:
             output = await generation.generate({"input_ids": ids, "input_lengths": lengths})
 
-    An engine that is already entered stays open; any other engine is entered here. Any number of batches may be
+    An engine that is already entered stays open; the block enters any other engine. Any number of batches may be
     generated at once. Leaving the block ends pending rows.
 
     Args:
@@ -175,7 +175,7 @@ class Generation:
         Args:
             batch: right-padded prompts, see `GenerationDatumSpec`.
             greedy: True to sample the most likely id each time, whatever the configuration is.
-            seed: seed of this batch's samples, which are then reproducible, whatever was generated before. None derives
+            seed: seed of this batch's samples, so that they do not depend on what was generated before. None derives
                 it from the configuration's seed and the number of batches so far; without both, the engine chooses.
 
         Returns:

@@ -47,7 +47,7 @@ class TurnReading:
 
 
 class EventCollector:
-    """Collector of the events of a reader, which holds back white space until more text follows it.
+    """Collector of the events of a reader. It holds back white space until more text follows.
 
     The joined reasoning pieces equal the reasoning, and the joined content pieces equal the content. In a turn with
     calls, each part of the content is stripped, and line breaks join the parts. White space at the start of a turn may
@@ -55,7 +55,7 @@ class EventCollector:
     """
 
     def __init__(self, *, stripped: bool = False, calls: bool = True) -> None:
-        """Create a collector; `stripped` strips content without calls too, and `calls` False ignores calls."""
+        """Create a collector. `stripped`: strip the content also without calls. `calls`: False to ignore calls."""
         self._stripped = stripped
         self._counts_calls = calls
         self._events: list[Event] = []
@@ -67,7 +67,7 @@ class EventCollector:
 
     @property
     def reading(self) -> TurnReading:
-        """The parts of the text so far, equal to the result of reading the text at once."""
+        """The parts of the text so far, as if the text had been read in one piece."""
         content = "".join(self._content)
         return TurnReading("".join(self._thought), content.strip() if self._calls else content, list(self._calls))
 

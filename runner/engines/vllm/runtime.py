@@ -228,7 +228,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return moved
 
     async def _check_reload(self, own: OwnScores) -> None:
-        """Load the engine's own weights again if `reload_check` is set, which is then reset.
+        """Load the engine's own weights again if `reload_check` is set, and reset `reload_check`.
 
         Raises:
             EngineDead: the scores changed, so the engine was ended.
@@ -345,7 +345,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             )
 
     async def sleep(self, level: int) -> None:
-        """Release GPU memory; on a CPU vLLM only pauses."""
+        """Release GPU memory. On a CPU, vLLM is only paused."""
         # After a partial sleep it is unknown which memory is released.
         with self._ended_by_failure("it could not be put to sleep"):
             await self._pause(PauseMode.ABORT)  # this also ends turns that an earlier pause kept
