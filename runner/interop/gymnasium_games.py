@@ -50,10 +50,10 @@ class Gymnasium(Environment):
             describe: a function that returns the text of an observation; by default the text that the game renders, or
                 else the values.
             parse: a function that returns the action for the text of a turn, and raises ValueError if the text is not
-                an action; for action spaces other than discrete and text spaces.
+                an action; required unless the action space is discrete or text.
             instructions: the beginning of the prompt.
             games: the number of tasks; each has its own seed.
-            choice: let the model write only names of actions that are legal (`info["action_mask"]`).
+            choice: True to let the model write only names of actions that are legal (`info["action_mask"]`).
             options: arguments of `gymnasium.make`.
 
         Raises:

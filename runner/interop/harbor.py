@@ -147,7 +147,8 @@ class Harbor(Environment):
             self.limits,
             seconds=task.agent_seconds,
             tool_seconds=self._seconds + GRACE_SECONDS,
-            # The verifier runs twice here, and twice in a second sandbox after the task's solution.
+            # `verified()` runs the verifier twice in this sandbox, and twice in a second one after the task's solution,
+            # which has `agent_seconds`.
             reward_seconds=4 * (task.verifier_seconds + GRACE_SECONDS) + task.agent_seconds,
         )
         options = {name: getattr(task.options, name) for name in task.options.__slots__}

@@ -39,7 +39,7 @@ class FlippedTask:
     second: float | None
     """The same share in the second file."""
     episodes: tuple[str, str]
-    """The id of an example episode in each file, which is solved only if the task is solved in that file."""
+    """The id of an example episode in each file. The episode is solved only if the task is solved in that file."""
 
     @property
     def lost(self) -> bool:
@@ -273,7 +273,7 @@ def _task(run_file: RunFile, task_id: str) -> dict[str, Any]:
 
 
 def task_fields(run_file: RunFile, task_id: str) -> list[str]:
-    """The names of a task's fields and of the entries of its `info`."""
+    """The names for `--by`: a task's fields except `prompt`, and the entries of its `info`; sorted."""
     fields = _task(run_file, task_id)
     return sorted({*fields, *(fields.get("info") or {})} - {"info", "prompt"})
 

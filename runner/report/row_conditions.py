@@ -183,7 +183,7 @@ def check_threshold_names(thresholds: Sequence[str], scorers: Sequence[Scorer], 
     """Refuse thresholds of results that a run cannot have, before the run begins.
 
     Args:
-        thresholds: NAME=NUMBER of each.
+        thresholds: texts of the form NAME=NUMBER.
         scorers: the scorers of the environment; a metric that returns a dict names its values only in the run.
         group_size: the number of episodes of a task.
 
@@ -206,7 +206,7 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str], *, l
 
     Args:
         summary: `Summary.as_dict()`.
-        thresholds: NAME=NUMBER of each; NAME is `reward`, a reward, a metric, `pass@k` or `pass^k`.
+        thresholds: texts of the form NAME=NUMBER; NAME is `reward`, a reward, a metric, `pass@k` or `pass^k`.
         lenient: True to treat a name that the summary does not have as a result without a value.
 
     Raises:

@@ -74,6 +74,7 @@ class RunSetup:
 
         Raises:
             BadOption: an option does not fit the engine, or cannot be stored in the run file.
+            BadModel: `tool_format` is given, and vLLM is not installed.
         """
         options = self.options
         if isinstance(self.engines[0], MessageEngine) and options.tool_format is not None:

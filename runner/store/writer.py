@@ -281,7 +281,7 @@ class RunWriter:
     def stored(self) -> Iterator[Trajectory]:
         """The trajectories of earlier runs in the file, in commit order, read lazily.
 
-        The agents of an episode follow each other. Superseded attempts are left out.
+        The trajectories of one episode's agents are adjacent. Superseded attempts are left out.
         """
         reader = self._reader
         after = 0
