@@ -72,7 +72,7 @@ def probe(
     Args:
         template: the template, neither compiled nor rendered yet in this process.
         options: values of names that the template reads, such as `enable_thinking`.
-        now: the time that the template sees.
+        now: the current time for the template; None for the time of this call.
         seconds: limit of processor time.
         check_cancelled: function that is called while this waits; an exception from it ends the wait and the process.
             In a thread of `anyio.to_thread.run_sync`, give `anyio.from_thread.check_cancelled`.
@@ -95,14 +95,14 @@ def probe(
 
 @functools.lru_cache(64)
 def is_bundled(template: ChatTemplate) -> bool:
-    """True if the template comes with the package, so it is known to end."""
+    """True if the template comes with the package, so its rendering is known to end."""
     return any(path.read_text(encoding="utf-8") == template.text for path in bundled_templates().values())
 
 
 def request_of(
     template: ChatTemplate, options: Mapping[str, Any], now: datetime, *, wanted_bos: str = ""
 ) -> dict[str, Any]:
-    """Return the request for the process, as plain values; `wanted_bos` is the vocabulary's own first token."""
+    """Return the request for the probing process, as JSON values; `wanted_bos` is the tokenizer's BOS token, or ""."""
     return {
         "text": template.text,
         "name": template.name,
@@ -179,7 +179,7 @@ def _answered(
 
 
 def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
-    what = activity or "what a conversation may hold"
+    what = activity or "a conversation"
     return UnusableTemplate(
         TemplateFault.ENDLESS,
         f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: correct its loop, which "
@@ -188,7 +188,7 @@ def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
 
 
 def _import_path() -> str:
-    """The import path with which the process finds this package from any folder."""
+    """The import path with which the probing process finds this package from any folder."""
     own = str(Path(__file__).parents[1])
     return os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
 

@@ -133,13 +133,13 @@ class Origin:
 
 @dataclass(slots=True, repr=False)
 class Segment:
-    """One contiguous token log, and the messages that are its view."""
+    """One contiguous token log, and its content as messages."""
 
     log: TokenLog = field(default_factory=TokenLog)
     """The token ids, with log-probabilities, sources and weight versions."""
     messages: list[Message] = field(default_factory=list)
-    """The messages of the ids, assistant turns included. Messages that were added but never put before the model are at
-    the end; `unseen` is their number."""
+    """The messages of the ids, assistant turns included. Messages that were added but were in no prompt are at the end;
+    `unseen` is their number."""
     cause: str = "start"
     """The reason why the segment was begun: "start"; "reencoded" if the first prompt of a conversation contains, as
     text, ids that its episode sampled; "branch" if it continues a turn of another segment with exactly its ids;
@@ -148,7 +148,7 @@ class Segment:
     the history, "client" if a request's history is used as sent; otherwise the name of the property that the template
     lacks for an exact bridge."""
     unseen: int = 0
-    """Number of messages at the end that the model never saw."""
+    """Number of messages at the end that were in no prompt of the model."""
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that could be called, in OpenAI's form, as the prompts were rendered with them."""
     origin: Origin | None = None
@@ -206,7 +206,7 @@ class Turn:
     dropped: int = 0
     """Number of ids sampled past a stop string; they are not in the log."""
     resampled: int = 0
-    """Number of ids of earlier tries of this turn, which the engine cut for its trainer."""
+    """Number of ids of earlier tries of this turn. The engine cut these tries for its trainer."""
     thinking: bool = False
     """True if the turn was cut inside its reasoning."""
     usage: Usage | None = None
@@ -214,7 +214,7 @@ class Turn:
     reward: float = 0.0
     """Credit for this turn alone, set by the environment's author."""
     left_out: bool = False
-    """True if `Conversation.keep` dropped the turn, which is then not trained on."""
+    """True if `Conversation.keep` dropped the turn. It is then not trained on."""
     handle: str = ""
     """The name of the turn for a client that requested it with `Episode.chat`; "" for any other turn."""
 
@@ -283,7 +283,7 @@ class Turn:
     def top_ids(self) -> NDArray[np.int32]:
         """The most likely ids in the place of each sampled one, the most likely first, int32; a copy.
 
-        Shape [sampled, n] with the n of `Sampling(logprobs=n)`, which is 0 if none were requested or returned. The
+        Shape [sampled, n] with the n of `Sampling(logprobs=n)`; n is 0 if none were requested or returned. The
         sampled id is among them if it is one of the n most likely.
         """
         import numpy as np  # imported here, since most users read no such arrays

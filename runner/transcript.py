@@ -311,7 +311,8 @@ def _code(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-# Controls of ASCII and Latin-1, marks and overrides of direction, separators of lines and paragraphs, surrogates.
+# Controls of ASCII and Latin-1 except tab and line feed, marks and overrides of direction, separators of lines and
+# paragraphs, surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
