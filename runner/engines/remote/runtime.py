@@ -211,7 +211,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         """Send a control call and return its answer.
 
         Raises:
-            BadControl: the server has no such path.
+            BadControl: the server has no such path (404), or refuses the key (401 to 403).
             EngineError: the call failed.
         """
         path = call.path.partition("?")[0]
@@ -219,7 +219,9 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             return await self.server.ask(call)
         except HttpFailure as failure:
             if failure.kind is FailureKind.REFUSED:
-                raise BadControl(f"{failure}: {self.dialect.control}.") from failure
+                missing = failure.text.startswith(f"{call.path} answered 404")
+                fix = self.dialect.control if missing else "give a key with the rights for this path as api_key="
+                raise BadControl(f"{failure}: {fix}.") from failure
             raise EngineError(f"{path} of {self.server.url}: {failure}") from failure
 
     @property

@@ -53,6 +53,8 @@ class Loopback:
     """True if it has control calls, like vLLM in development mode."""
     incremental: bool = False
     """True if SGLang's chunks contain only new ids."""
+    reset_status: int = 200
+    """Status of the answer to the request that drops cached prompts."""
     cut_after: int | None = None
     """Number of ids after which every connection is closed."""
     tokenize: Callable[[str], list[int]] | None = None
@@ -183,6 +185,8 @@ class Loopback:
         return web.json_response({"status": "sleeping" if self.asleep else "awake"})
 
     async def _reset(self, _: web.Request) -> web.Response:
+        if self.reset_status != 200:
+            return web.json_response({"error": "refused"}, status=self.reset_status)
         return web.json_response({"success": True})
 
     async def _flush(self, _: web.Request) -> web.Response:
