@@ -141,4 +141,4 @@ async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") ->
     for _ in range(math.ceil(limit / SILENCE_STEP_SECONDS)):
         with anyio.move_on_after(SILENCE_STEP_SECONDS):
             return await answer
-    raise WorkerLost(f"it has sent nothing for {limit:g} s{when}")
+    raise WorkerLost(f"it has not answered for {limit:g} s{when}")

@@ -115,7 +115,8 @@ class AuthorCode:
                 raise
             forget_native_cancellation()
             raise AuthorExit(
-                f"{name} was cancelled by a timeout or a task group that a hook left open, or by task.cancel()"
+                f"{name} was cancelled by task.cancel(), or by a timeout or task group that a hook left open: "
+                f"{HOW_TO_CLOSE}"
             ) from error
         except BaseException as error:
             # Any error from a worker thread is the author's: no signal arrives there.

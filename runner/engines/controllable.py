@@ -206,7 +206,7 @@ class Controllable:
         """
         runtime = self._controlled()
         if runtime.state is EngineState.ASLEEP:
-            raise BadControl("prove(): the engine is asleep and cannot score: wake() first.")
+            raise BadControl("prove(): the engine is asleep and cannot score; call wake() first.")
         await self.check_proof(proof, measures=adapter is None)
         version = runtime.version
         scores = await self.score(proof.ids, sampling=None if adapter is None else Sampling(adapter=adapter))
@@ -315,7 +315,7 @@ class Controllable:
             BadOption: the level is not 1 or 2.
         """
         if not await self._sleep(level):
-            raise BadControl("sleep(): the engine is asleep already: wake() first.")
+            raise BadControl("sleep(): the engine is asleep already; call wake() first.")
 
     async def _sleep(self, level: int) -> bool:
         """Put the engine to sleep. Return False without a change if the engine sleeps already.
@@ -390,7 +390,7 @@ class Controllable:
             BadControl: the engine is asleep.
         """
         if not await self._reset_prefix_cache():
-            raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache: wake() first.")
+            raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache; call wake() first.")
 
     async def _reset_prefix_cache(self) -> bool:
         runtime = self._controlled()

@@ -253,12 +253,12 @@ class EngineRuntime(ABC, Generic[RequestT]):
         if self.state is not EngineState.PAUSED:
             raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._recovery_hint()}")
         if self.weights_discarded:
-            raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
+            raise BadControl(f"{call}: sleep(2) discarded the weights; call update_weights(...) first.")
 
     def require_weights_awake(self, call: str) -> None:
         """Raise BadControl if the memory of the weights is released."""
         if "weights" in self.asleep:
-            raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
+            raise BadControl(f"{call}: the memory of the weights is asleep; call wake(['weights']) first.")
 
     def _recovery_hint(self) -> str:
         ways = {EngineState.PAUSED: " resume() ends that.", EngineState.ASLEEP: " wake() ends that."}

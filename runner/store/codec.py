@@ -96,7 +96,7 @@ def load_trajectory(connection: sqlite3.Connection, episode: Row, decode_task: T
     ).fetchone()
     try:
         if task is None:
-            raise LookupError("its task is missing")
+            raise LookupError(f"its task {decode_text(episode['task_id'])!r:.80} (visit {episode['visit']}) is missing")
         return _trajectory(connection, episode, decode_task(task[0]))
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise RunFileError(

@@ -166,7 +166,7 @@ async def test_stopped_worker_is_dismissed_and_its_late_answer_dropped(
                     await until(lambda: late)
                     monkeypatch.setattr(ray, "kill", end)
                     end(spared[0])
-    said = f"worker {victim.number} on {victim.node} is lost: it has sent nothing for 4 s; the (.*) episodes that it"
+    said = f"worker {victim.number} on {victim.node} is lost: it has not answered for 4 s; the (.*) episodes that it"
     (loss,) = (event for event in engine.events if "is lost" in event)
     assert (lost := re.match(said, loss)) is not None
     assert len(late) <= int(lost[1])

@@ -94,7 +94,7 @@ def test_worker_that_hangs_while_it_starts_is_ended() -> None:
 
     async def run() -> None:
         async with fleet(1, stall_seconds=600) as (engine, launcher):
-            with pytest.raises(EngineDead, match=r"it has sent nothing for 600 s while it started"):
+            with pytest.raises(EngineDead, match=r"it has not answered for 600 s while it started"):
                 await lose_all(engine, launcher, stop)
             assert launcher.workers[1].killed
             assert anyio.current_time() < 700

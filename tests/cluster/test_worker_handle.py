@@ -33,5 +33,5 @@ async def test_worker_is_not_lost_while_the_driver_is_blocked(monkeypatch: pytes
 
 async def test_worker_that_sends_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_handle, "SILENCE_STEP_SECONDS", 0.01)
-    with pytest.raises(WorkerLost, match=r"^it has sent nothing for 0.05 s while it started$"):
+    with pytest.raises(WorkerLost, match=r"^it has not answered for 0.05 s while it started$"):
         await answer_within(0.05, Answer(), " while it started")

@@ -49,7 +49,7 @@ async def test_adapter_calls_are_refused_while_weights_sleep() -> None:
             await engine.sleep(2)
         await engine.sleep(1)
         for change in (engine.add_adapter("critic", "anywhere"), engine.remove_adapter("poet")):
-            with pytest.raises(BadControl, match=r"asleep: wake\(\['weights'\]\) first"):
+            with pytest.raises(BadControl, match=r"asleep; call wake\(\['weights'\]\) first"):
                 await change
         await engine.wake()
         await engine.remove_adapter("poet")

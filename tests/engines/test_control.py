@@ -57,11 +57,11 @@ REFUSED: list[Any] = [
     pytest.param(asleep, lambda e: e.pause(), r"pause\(\): the engine is asleep already. wake\(\)", id="pause asleep"),
     pytest.param(asleep, lambda e: e.resume(), r"resume\(\): the engine is asleep.* wake\(\)", id="resume asleep"),
     pytest.param(
-        asleep, lambda e: e.update_weights(None), r"memory of the weights is asleep: wake\(\['weights'\]\)", id="update"
+        asleep, lambda e: e.update_weights(None), r"weights is asleep; call wake\(\['weights'\]\)", id="update"
     ),
     pytest.param(half_awake, lambda e: e.update_weights(None), "memory of the weights is asleep", id="update half"),
     pytest.param(asleep, lambda e: e.reset_prefix_cache(), "the engine is asleep and has no cache", id="reset asleep"),
-    pytest.param(discarded, lambda e: e.resume(), r"sleep\(2\) discarded the weights: update_weights", id="no weights"),
+    pytest.param(discarded, lambda e: e.resume(), r"discarded the weights; call update_weights", id="no weights"),
     pytest.param(nothing, lambda e: e.start_profile(), "a scripted engine has no profiler", id="profile"),
     pytest.param(nothing, lambda e: e.pause("hard"), "mode='hard': give one of wait, keep, abort", id="mode"),
     pytest.param(nothing, lambda e: e.sleep(3), r"sleep\(level=3\): give 1, .* or 2", id="level"),

@@ -266,7 +266,7 @@ async def test_proof_of_an_adapter_is_not_that_of_the_weights() -> None:
         with pytest.raises(RequestRejected, match="the engine has no adapter 'painter'"):
             await engine.prove(model.proof(), "painter")
         await engine.sleep()
-        with pytest.raises(BadControl, match=r"prove\(\): the engine is asleep and cannot score: wake\(\) first"):
+        with pytest.raises(BadControl, match=r"prove\(\): the engine is asleep and cannot score; call wake\(\) first"):
             await engine.prove(model.proof())
 
 

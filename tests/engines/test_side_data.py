@@ -119,7 +119,7 @@ async def test_masks_of_a_reply_are_given_and_checked() -> None:
     wrong = Reply(ids=[70], sampling_masks=[[71]], finish="length")
     failed = await play_async(Plain(), scripted(wrong), sampling=TRUNCATED)
     assert failed.outcome is Outcome.ENGINE_ERROR
-    assert "lack the sampled id 70" in failed.error
+    assert "lacks its sampled id 70" in failed.error
 
 
 def test_invalid_experts_of_a_scripted_engine_are_refused() -> None:

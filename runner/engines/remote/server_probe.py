@@ -197,12 +197,14 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
     before = tokenizer.decode(ours[max(0, at - 3) : at])
 
     def said(ids: Sequence[int]) -> str:
-        return f"{ids[at]} ({tokenizer.decode(ids[at : at + 1])!r} here)" if at < len(ids) else "nothing more"
+        if at >= len(ids):
+            return "no further id"
+        return f"the id {ids[at]} ({tokenizer.decode(ids[at : at + 1])!r} in the folder's vocabulary)"
 
     raise BadModel(
-        f"{url} has another vocabulary than the model's folder: after {before!r} of {text[:60]!r}, the server has the "
-        f"id {said(theirs)}, and the folder {said(ours)}. Give the folder of the model that the server was started "
-        "with."
+        f"{url} has another vocabulary than the model's folder. In the text {text[:60]!r}, after {before!r}, the "
+        f"server has {said(theirs)}, and the folder {said(ours)}. Give the folder of the model that the server was "
+        "started with."
     )
 
 

@@ -211,7 +211,7 @@ class DeliveryPlanner:
             return ids
         if not ids:
             raise RequestRejected(
-                f"{request.name}: Sampling(min_tokens={least}), and the reply has no ids to repeat. Give it a text."
+                f"{request.name}: Sampling(min_tokens={least}), and the reply has no ids to repeat. Give it text."
             )
         return _repeated(ids, least)
 

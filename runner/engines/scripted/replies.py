@@ -177,7 +177,7 @@ def scripted_model(replies: Any, encoder: ReplyEncoder) -> ScriptedModel:
     if callable(replies):
         return _FunctionModel(replies, encoder)
     raise BadOption(
-        f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
+        f"ScriptedEngine({replies!r:.80}): give a string, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."
     )
 

@@ -158,7 +158,7 @@ class Reply:
 
 
 Answer: TypeAlias = str | ToolCall | Sequence[ToolCall] | Reply
-"""Short form of a reply: a text, a call, several calls of one turn, or a `Reply`."""
+"""Short form of a reply: a string, a call, several calls of one turn, or a `Reply`."""
 
 
 class ModelCall:
@@ -242,7 +242,7 @@ def as_reply(answer: Answer) -> Reply:
             return Reply(calls=(answer,))
         case [ToolCall(), *_] if all(isinstance(item, ToolCall) for item in answer):
             return Reply(calls=tuple(answer))
-    raise BadOption(f"{answer!r:.80} is not a reply: give a text, call(...), a list of them, or Reply(...).")
+    raise BadOption(f"{answer!r:.80} is not a reply: give a string, call(...), a list of them, or Reply(...).")
 
 
 def packed(ids: Sequence[int]) -> array[int]:

@@ -68,7 +68,7 @@ class SyntheticSideData:
             for token_id, row in zip(ids, rows, strict=False):
                 if token_id not in row:
                     raise RequestRejected(
-                        f"{request.name}: the reply's sampling_masks lack the sampled id {token_id}: add it to its mask"
+                        f"{request.name}: a sampling mask of the reply lacks its sampled id {token_id}: add the id"
                     )
             return SamplingMasks.of(rows[: len(ids)])
         if not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k and not sampling.min_p):

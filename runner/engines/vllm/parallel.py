@@ -106,7 +106,7 @@ def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
     sizes = ParallelSizes.of(given)
     if cpu and sizes.pipeline > 1:
         raise BadOption(
-            f"VllmEngine(pipeline_parallel_size={sizes.pipeline}): on a CPU vLLM then dies at its first request. Give "
+            f"VllmEngine(pipeline_parallel_size={sizes.pipeline}): on a CPU, vLLM then dies at its first request. Give "
             f"tensor_parallel_size={sizes.pipeline}, which splits a large model too, or data_parallel_size="
             f"{sizes.pipeline}, which runs more episodes at once."
         )

@@ -25,7 +25,7 @@ from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights, moves_keys
 from runner.engines.vllm.worker import turn_hold
 from runner.engines.weights import Checkpoint
-from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
+from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected, one_line
 from runner.logs import logger_for, warn_always
 from runner.options import Sampling
 
@@ -424,7 +424,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             raise self.death_error(failure) from failure
         if isinstance(failure, EngineError):
             raise failure
-        raise EngineError(f"{what}: {' '.join(str(failure).split())[:500]}") from failure
+        raise EngineError(f"{what}: {one_line(failure):.500}") from failure
 
     async def _until_death(self, scope: anyio.CancelScope) -> None:
         while not self.llm.errored:  # noqa: ASYNC110  # vLLM has no event for its death

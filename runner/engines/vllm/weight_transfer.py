@@ -88,7 +88,7 @@ class VllmTransfers:
             if transfer.init is not None and transfer.init != self._joined:
                 await self._meet(name, transfer.seconds, partial(self._join, transfer.init))
             elif self._joined is None:
-                raise BadWeights(f"{name}(init=...) is missing: give it, since engine and trainer are not joined yet.")
+                raise BadWeights(f"{name}: the engine and the trainer are not connected yet: give init=.")
 
     def _compare(self, forms: Mapping[str, TensorForm], model: Checkpoint, name: str) -> None:
         remedy = (

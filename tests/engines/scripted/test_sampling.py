@@ -51,7 +51,7 @@ async def test_a_turn_that_was_cut_stays_as_it_stands() -> None:
 
 
 async def test_reply_without_ids_cannot_be_repeated_up_to_min_tokens() -> None:
-    with pytest.raises(RequestRejected, match=r"min_tokens=2\).* has no ids to repeat.*Give it a text"):
+    with pytest.raises(RequestRejected, match=r"min_tokens=2\).* has no ids to repeat.*Give it text"):
         await answer("", sampled(min_tokens=2))
 
 
