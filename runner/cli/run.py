@@ -103,7 +103,8 @@ def _chat_engine(settings: RunSettings, arguments: dict[str, Any]) -> BaseEngine
     unknown = sorted(arguments.keys() - _API_OPTIONS)
     if unknown:
         raise BadOption(
-            f"--engine-option {unknown[0]}=...: with --api-model the options are {', '.join(sorted(_API_OPTIONS))}."
+            f"--engine-option {unknown[0]}=...: unknown with --api-model; give one of "
+            f"{', '.join(sorted(_API_OPTIONS))}."
         )
     assert settings.api_model is not None
     return ChatEngine(settings.api_model, base_url=settings.api_url, api_key=settings.api_key or None, **arguments)

@@ -362,7 +362,7 @@ class RunSettings:
         if self.environment not in (DATASET, "mcp") or self.others:
             if given and self.others:
                 name = next(iter(given))
-                raise BadOption(f"--{name}: give it to one environment, such as --set dataset.{name}=VALUE.")
+                raise BadOption(f"--{name} with several environments: name one, as in --set dataset.{name}=VALUE.")
             if given:
                 raise BadOption(f"--{next(iter(given))} is an option of the environment `dataset`: {DATASET_USAGE}")
             return self

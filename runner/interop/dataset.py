@@ -73,7 +73,7 @@ class Dataset(Environment):
                 raise BadOption(f"{name}={count!r:.60}: give a whole number from 0.")
         for name, texts in (("where", where), ("info", info)):
             if isinstance(texts, str):
-                raise BadOption(f"{name}={texts!r:.60}: give a list of texts.")
+                raise BadOption(f"{name}={texts!r:.60}: give a list of strings.")
         self._tasks = tasks
         self._prompt = RowTemplate.of(prompt, "prompt")
         self._answer = RowTemplate.of(answer, "answer") if answer else None
@@ -189,7 +189,7 @@ def _as_prompt(value: Any) -> Prompt:
     for each in messages:
         content = each.get("content")
         if isinstance(content, list) and any(part.get("type") != "text" for part in content):
-            raise RowValueError("has an image or sound in its messages: only text can be given to the model")
+            raise RowValueError("has an image or sound in its messages: only text is supported; leave the row out")
     try:
         return as_messages(messages)
     except TypeError as error:

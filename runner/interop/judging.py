@@ -134,7 +134,7 @@ class Judge:
         """Score the last reply of `main`, and add the cost to `cost`.
 
         Raises:
-            JudgeFailed: the judge wrote no score in the range, twice; or the choices are improbable.
+            JudgeFailed: two replies had no score in the range, or were cut; or the choices are improbable.
             BadOption: choices are given, and the judge's engine takes messages.
             BadControl: choices are given, and the judge's engine has no scores.
         """
@@ -171,7 +171,8 @@ class Judge:
             if found is not None:
                 return found
         raise JudgeFailed(
-            f"the judge wrote no score from {self._low:g} to {self._high:g}, twice; the last: {text!r:.200}"
+            f"two replies of the judge had no score from {self._low:g} to {self._high:g}, or were cut; the last one is "
+            f"{text!r:.200}: give a clearer rubric or another judge."
         )
 
     async def _weigh(self, episode: Episode, question: str, cost: JudgeCost) -> float:

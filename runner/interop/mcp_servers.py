@@ -152,7 +152,7 @@ _SCHEMES: Final = ("http://", "https://")
 _HTTP_TYPES: Final = ("http", "streamable-http", "streamable_http", "streamableHttp")
 _PROCESS_FIELDS: Final[Mapping[str, type]] = {"command": str, "args": list, "env": Mapping, "cwd": str, "type": str}
 _HTTP_FIELDS: Final[Mapping[str, type]] = {"url": str, "headers": Mapping, "type": str}
-_KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", Mapping: "an object"}
+_KINDS: Final[Mapping[type, str]] = {str: "a string", list: "a list", Mapping: "an object"}
 
 
 def _split(command: str) -> list[str]:

@@ -171,4 +171,4 @@ def _close_seconds(part: Environment[Any]) -> float | None:
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name or "/" in name or "." in name:
-        raise BadOption(f"Mixture: the name {name!r:.60} is not usable: give a text without a slash or dot.")
+        raise BadOption(f"Mixture: the name {name!r:.60} is not usable: give a string without a slash or dot.")

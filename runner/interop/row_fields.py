@@ -65,7 +65,7 @@ class _FieldPath:
             except (LookupError, TypeError):
                 raise RowValueError(f"has no {self.text!r}: {step!r} is not in {value!r:.60}") from None
         if _is_media(value):
-            raise RowValueError(f"has an image or sound in {self.text!r}: only text can be given to the model")
+            raise RowValueError(f"has an image or sound in {self.text!r}: only text is supported; leave the row out")
         if value is None:
             raise RowValueError(f"has no value (null) in {self.text!r}")
         return value
@@ -96,7 +96,7 @@ class RowTemplate:
             BadOption: the text is empty or not a template; the message names the option.
         """
         if not isinstance(text, str) or not text:
-            raise BadOption(f"{option}={text!r:.60}: give a field's name, or a text such as '{{question}}'.")
+            raise BadOption(f"{option}={text!r:.60}: give a field's name, or a string such as '{{question}}'.")
         if "{" not in text and "}" not in text:
             path = _FieldPath.of(text)
             return cls(text, frozenset({path.column}), (("", path, None),))
@@ -246,7 +246,7 @@ class RowCondition:
         found = _number(value)
         if found is None and value != "":
             raise RowValueError(
-                f"has {_plain(value)!r:.60} in {self._path.text!r}, compared with a number: compare it with a text"
+                f"has {_plain(value)!r:.60} in {self._path.text!r}, compared with a number: compare it with a string"
             )
         return found, wanted
 

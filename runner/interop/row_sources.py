@@ -206,7 +206,7 @@ class _CsvRows(_FileRows):
         except (UnicodeDecodeError, csv.Error) as error:
             raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}): convert the file.") from None
         if not names or len(set(names)) < len(names):
-            problem = f"repeats a name: {', '.join(names)}: rename one" if names else "is missing: add it"
+            problem = f"repeats a name: {', '.join(names)}: rename one" if names else "is missing: add this line"
             raise BadTask(f"{self.name}: the first line, with the names of the fields, {problem}.")
         return names
 

@@ -257,12 +257,18 @@ def _refuse_unsupported(task: Any, name: str) -> None:
 
 def _prompt(data: Any, name: str) -> Prompt:
     if data.prompt is None:
-        raise BadTask(f"task {name!r:.80} has no prompt: a user opens its conversation, which is not supported.")
+        raise BadTask(
+            f"task {name!r:.80} has no prompt: a user opens its conversation, which is not supported. Leave it out."
+        )
     if isinstance(data.prompt, str):
         return str(data.prompt)
     for message in data.prompt:
-        if isinstance(message.content, list) and any(part.type != "text" for part in message.content):
-            raise BadTask(f"task {name!r:.80} has an image in its prompt: only text can be given to the model.")
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type != "text":
+                raise BadTask(
+                    f"task {name!r:.80} has content of type {part.type!r:.40} in its prompt, and only text is "
+                    "supported: leave the task out."
+                )
     return as_messages([message.model_dump(exclude_none=True) for message in data.prompt])
 
 
@@ -317,7 +323,7 @@ def _loaded(name: str, config: str) -> Any:
     try:
         return loaders.load_taskset(kind.model_validate({**json.loads(config), "id": name}))
     except ValueError as error:
-        raise BadOption(f"config of task set {name!r}: {' '.join(str(error).split()):.300}") from None
+        raise BadOption(f"config of task set {name!r}: {' '.join(str(error).split()):.300}: correct config=.") from None
 
 
 def _invoke(function: Any, available: Mapping[Any, Any]) -> Any:

@@ -105,7 +105,7 @@ def test_an_agent_plays_on_another_engine(deltarunner: Command) -> None:
         ((*DATASET, "--engine", "judge=gpt-5"), 2, "--engine judge=gpt-5: give api:gpt-5 for a chat API"),
         ((*DATASET, "--engine", "judge=api:"), 2, "name the model: api:MODEL"),
         (("run", "calculator", "--prompt", "x"), 2, "--prompt is an option of the environment `dataset`"),
-        (("run", "dataset", "calculator", "--prompt", "x"), 2, "--prompt: give it to one environment, such as"),
+        (("run", "dataset", "calculator", "--prompt", "x"), 2, "--prompt with several environments: name one"),
         (("run", "dataset", "calculator", "--tasks", "x"), 2, "give the file to one, such as --set dataset.tasks=FILE"),
         ((*DATASET, "--score", "fuzzy"), 2, "score='fuzzy': give exact, contains, number"),
         ((*DATASET, "--where", "gold"), 2, "--where 'gold': write a field"),

@@ -41,7 +41,7 @@ async def test_judge_without_a_score_fails_and_is_not_zero(said: str) -> None:
     for each in await judged(said):
         assert each.outcome is Outcome.ENV_ERROR
         assert each.reward is None
-        assert "JudgeFailed: the judge wrote no score from 0 to 1, twice" in each.error
+        assert "JudgeFailed: two replies of the judge had no score from 0 to 1" in each.error
 
 
 async def test_score_cut_by_the_token_limit_is_an_error() -> None:
