@@ -49,7 +49,7 @@ class SamplingField:
     option: str | None = None
     """Name of the option, if it differs from the name of the field."""
     metavar: str | None = None
-    """Form of the option's value, if it is not just a number or a text."""
+    """Form of the option's value, if it is not just a number or a string."""
 
     def check(self, given: str, value: Any) -> None:
         """Check a number; other values are not checked.

@@ -325,7 +325,7 @@ class Conversation:
             why = "score() needs token ids, and this engine takes messages: use an engine of token ids"
             raise BadOption(f"conversation {self.name!r}: {why}.")
         if not all(replies):
-            raise BadOption(f"conversation {self.name!r}: score({replies!r:.60}): give texts that are not empty.")
+            raise BadOption(f"conversation {self.name!r}: score({replies!r:.60}): give strings that are not empty.")
         with self._speaking():
             return await score_replies(self._state, self._state.cursor, replies)
         raise self._is_over()

@@ -66,7 +66,10 @@ class ServedEpisode:
         system_as_user: bool,
     ) -> None:
         if train is not None and not isinstance(train, bool) and not callable(train):
-            raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
+            raise BadOption(
+                f"serve(train={train!r:.60}): give True, False, or a function that takes a ChatThread and returns "
+                "True or False."
+            )
         _check_serving(overflow=overflow, history=history, names=("serve(overflow=)", "serve(history=)"))
         self._episode = episode
         self._chat_service = chat_service

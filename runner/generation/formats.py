@@ -109,13 +109,13 @@ class TextBatch:
         require_mapping(batch)
         prompts = batch.get("prompts")
         if not isinstance(prompts, list | tuple):
-            raise BadBatch(f"the batch's prompts are {prompts!r:.60}: give a list of texts.")
+            raise BadBatch(f"the batch's prompts are {prompts!r:.60}: give a list of strings.")
         stop = _stop_strings(batch, len(prompts))
         rows = []
         for index, prompt in enumerate(prompts):
             ids = tokenizer.encode(prompt) if isinstance(prompt, str) else []
             if not ids:
-                raise BadBatch(f"row {index}: the prompt is {prompt!r:.60}: give a text that is not empty.")
+                raise BadBatch(f"row {index}: the prompt is {prompt!r:.60}: give a string that is not empty.")
             rows.append(Row(index, array("i", ids), stop[index]))
         return cls(rows, tokenizer)
 

@@ -69,7 +69,7 @@ def read_padded(
     """
     for name in (ids_name, lengths_name):
         if name not in data:
-            raise BadBatch(f"the batch has no {name}, only {', '.join(map(str, data)) or 'no keys'}: add it.")
+            raise BadBatch(f"the batch has no {name}, only {', '.join(map(str, data)) or 'no keys'}: add {name}.")
     ids, lengths = _as_integers(data[ids_name], ids_name), _as_integers(data[lengths_name], lengths_name)
     if ids.ndim != 2:
         raise BadBatch(f"{ids_name} has the shape {list(ids.shape)}: give [rows, length], right-padded.")

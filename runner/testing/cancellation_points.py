@@ -286,7 +286,7 @@ def play_cancelled(
     if isinstance(engine, QueuedEngine) and engine is says:
         raise BadOption(
             "play_cancelled(): a queue of replies is empty after the first play. Give the replies: a list, which is "
-            "read from its beginning for each play, a text or a function."
+            "read from its beginning for each play, a string or a function."
         )
     if not isinstance(engine, ScriptedEngine):
         raise BadOption(

@@ -374,8 +374,8 @@ def engine_for(given: EngineOrReplies) -> BaseEngine:
         return QueuedEngine().always(given)
     name = given.__name__ if isinstance(given, type) else f"{given!r:.60}"
     raise BadOption(
-        f"play(..., {name}): give an engine, such as the fixture `scripted_engine`, or replies: a text, a list of "
-        f"replies, a function, or a dict of these by agent."
+        f"play(..., {name}): give an engine, such as the fixture `scripted_engine`, or replies: a string, a list "
+        "of replies, a function, or a dict of these by agent."
     )
 
 

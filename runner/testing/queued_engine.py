@@ -27,7 +27,7 @@ __all__ = ["CheckedEngine", "QueuedEngine", "ReplySource", "check_settings", "sh
 __tracebackhide__ = True
 
 ReplySource: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
-"""One reply: a text, a call, several calls of one turn, a `Reply`, token ids, or a function of the call."""
+"""One reply: a string, a call, several calls of one turn, a `Reply`, token ids, or a function of the call."""
 
 
 class CheckedEngine(ScriptedEngine):
@@ -122,7 +122,7 @@ class QueuedEngine(CheckedEngine):
             BadOption: there is no reply, a reply is invalid, or a reply cannot be cut into these chunks.
         """
         if not sayings:
-            raise BadOption("say(): give a reply: a text, call(...), a list of token ids, Reply(...) or a function.")
+            raise BadOption("say(): give a reply: a string, call(...), a list of token ids, Reply(...) or a function.")
         try:
             made = [_QueuedReply(_as_queued(saying), chunks, latency, fault) for saying in sayings]
             for saying in made:
@@ -250,5 +250,5 @@ async def _call_function(speaker: Callable[[ModelCall], Any], call: ModelCall) -
     except BadOption:
         raise RequestRejected(
             f"{call.request.name}: {name}(), which plays the model, returned {answer!r:.60} ({type(answer).__name__}): "
-            f"return a text, call(...), a list of calls or of token ids, or Reply(...)."
+            f"return a string, call(...), a list of calls or of token ids, or Reply(...)."
         ) from None

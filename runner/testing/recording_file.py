@@ -277,7 +277,7 @@ def _vocabulary(path: Path, said: dict[str, Any], given: Tokenizer | None) -> To
 
 def _load(path: Path, name: Any) -> Tokenizer:
     if not isinstance(name, str):
-        raise BadInput(f"{path} does not name the vocabulary that it was recorded with: give it with tokenizer=.")
+        raise BadInput(f"{path} does not name the vocabulary that it was recorded with: give its tokenizer=.")
     if name in _TOKENIZERS:
         return _TOKENIZERS[name]()
     from runner.models import resolve_model

@@ -167,7 +167,7 @@ def _call(number: int, turn: Any, vocabulary: int | None) -> TracedCall:
     prompt, sampled = (ids_of(where, turn, name, vocabulary) for name in ("prompt_token_ids", "completion_token_ids"))
     node_id = turn.get("node_id")
     if not isinstance(node_id, str) or not node_id:
-        raise BadBatch(f"{where}: node_id is {node_id!r:.40}: give a text that is unique in the trace.")
+        raise BadBatch(f"{where}: node_id is {node_id!r:.40}: give a string that is unique in the trace.")
     logprobs = logprobs_of(where, turn, "per_token_logps", len(sampled))
     both = f"{len(prompt)} + {len(sampled)} ids of prompt and completion"
     mask = mask_of(where, turn, "loss_mask", len(prompt) + len(sampled), both)

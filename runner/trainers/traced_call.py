@@ -67,8 +67,8 @@ def ids_of(where: str, fields: Mapping[str, Any], name: str, vocabulary: int | N
     ids = list_of(where, fields, name)
     for place, value in enumerate(ids):
         if type(value) is not int or value < 0 or (vocabulary is not None and value >= vocabulary):
-            limit = "" if vocabulary is None else f" below {vocabulary}"
-            raise BadBatch(f"{where}: {name}[{place}] is {value!r:.30}: give a whole number from 0 on{limit}.")
+            limit = "of at least 0" if vocabulary is None else f"from 0 to {vocabulary - 1}"
+            raise BadBatch(f"{where}: {name}[{place}] is {value!r:.30}: give a token id, a whole number {limit}.")
     return ids
 
 

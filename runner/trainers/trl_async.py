@@ -220,7 +220,7 @@ class EpisodeSessions:
         """
         text = task if isinstance(task, str) else task[-1]["content"]
         if text not in self._tasks:
-            raise BadOption(f"the prompt {text!r:.80} of the data set has no task: add it to tasks=.")
+            raise BadOption(f"the prompt {text!r:.80} of the data set has no task in tasks=: add one.")
         return EpisodeSession(self._player, self._tasks[text])
 
     def close(self) -> None:

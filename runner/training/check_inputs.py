@@ -28,8 +28,8 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     The call blocks its thread, since it reads files.
 
     Transformers holds the model in float32, and a copy of its first values. For an engine in half precision, the proof
-    needs another copy with rounded values. On a CPU the engine is in main memory, with a second model while weights are
-    loaded. A state dict is copied once in the engine's dtype.
+    needs another copy with rounded values. On a CPU, the engine is in main memory, with a second model while weights
+    are loaded. A state dict is copied once in the engine's dtype.
 
     Args:
         folder: the model's folder; one without safetensors is not checked, since the size of its model is unknown.

@@ -72,7 +72,7 @@ class Way(enum.StrEnum):
     """A state dict while turns are sampled, which then continue with the new weights: the ids of each weight version
     are compared with those weights."""
     AFTER_SLEEP = "after-sleep"
-    """A state dict after `sleep(2)`. On a CPU vLLM only pauses; the `reason` of the row then has a note."""
+    """A state dict after `sleep(2)`. On a CPU, vLLM only pauses; the `reason` of the row then has a note."""
     TRANSFER = "transfer"
     """A `LocalTransfer`, twice with different changes: through a file, or through the backend of
     `weight_transfer_config`."""
@@ -381,7 +381,7 @@ class _Trial:
         if way is Way.UNDER_TURNS and row.verdict is TensorVerdict.RIGHT and (why := await self._reason_in_turns()):
             row = replace(row, verdict=TensorVerdict.WRONG, reason=why)
         if way is Way.AFTER_SLEEP and not row.reason and "cpu" in await self.engine.devices():
-            row = replace(row, reason="on a CPU vLLM only pauses in sleep, and keeps its memory")
+            row = replace(row, reason="on a CPU, vLLM only pauses in sleep, and keeps its memory")
         return row
 
     async def _reason_in_turns(self) -> str:

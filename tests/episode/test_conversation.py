@@ -122,7 +122,7 @@ async def test_score_is_of_the_next_reply_and_records_nothing() -> None:
             assert len(conversation.turns) == turn
             await conversation.generate()
             conversation.add("Continue.")
-        with pytest.raises(BadOption, match="give texts that are not empty"):
+        with pytest.raises(BadOption, match="give strings that are not empty"):
             await conversation.score(["a", ""])
 
     asked: list[list[int]] = []

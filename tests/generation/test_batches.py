@@ -402,7 +402,7 @@ async def test_a_text_without_room_is_empty() -> None:
         ({"prompts": "hello"}, "the batch's prompts are 'hello': give a list of texts"),
         ({"input_ids": [[1]]}, "the batch's prompts are None"),
         ({"prompts": ["a", ""]}, "row 1: the prompt is ''"),
-        ({"prompts": ["a", [1, 2]]}, r"row 1: the prompt is \[1, 2\]: give a text"),
+        ({"prompts": ["a", [1, 2]]}, r"row 1: the prompt is \[1, 2\]: give a string"),
         ({"prompts": ["a"], "stop_strings": [["b"], ["c"]]}, "for each of the 1 rows"),
         (["a"], "the batch is a list: give a dictionary"),
     ],

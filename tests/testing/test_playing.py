@@ -267,7 +267,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         BadOption,
         "agent='judge'.: .* the trained agents are 'main'",
     ),
-    "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is not a reply: give a text"),
+    "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is not a reply: give a string"),
     "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* returned 5 .int.: return a"),
     "a function's error": (lambda: ANY(Sums, lambda asked: 1 / 0), AssertionError, "raised ZeroDivisionError"),
     "no such task": (

@@ -152,7 +152,7 @@ def test_a_vocabulary_that_cannot_be_loaded_can_be_given(tmp_path: Path) -> None
     engine = record(QueuedEngine(tokenizer=own).say("stop"))
     play(Sums, engine)
     engine.save(tmp_path / "it.json")
-    with pytest.raises(BadInput, match=r"give it with tokenizer=\."):
+    with pytest.raises(BadInput, match=r"give its tokenizer=\."):
         replay(tmp_path / "it.json")
     assert play(Sums, replay(tmp_path / "it.json", tokenizer=own)).text == "stop"
 

@@ -180,7 +180,7 @@ def test_every_way_in_is_right_on_the_command_line(
     assert {row["way"] for row in report["rows"]} == set(Way)
     assert {row["verdict"] for row in report["rows"]} == {"right"}
     assert {(row["way"], row["reason"]) for row in report["rows"] if row["reason"]} == {
-        ("after-sleep", "on a CPU vLLM only pauses in sleep, and keeps its memory")
+        ("after-sleep", "on a CPU, vLLM only pauses in sleep, and keeps its memory")
     }
 
 

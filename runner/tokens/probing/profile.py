@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 TraitValue: TypeAlias = "str | bool | tuple[str, ...]"
-"""The value of a trait: a member of an enum, a text, True or False, or several names."""
+"""The value of a trait: a member of an enum, a string, True or False, or several names."""
 
 
 class Bos(enum.StrEnum):
