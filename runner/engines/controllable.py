@@ -352,7 +352,7 @@ class Controllable:
             EngineDead: the proof does not hold.
         """
         if not await self._wake(tags):
-            raise BadControl(f"wake(): the engine is {self.state.value}, not asleep: sleep() comes first.")
+            raise BadControl(f"wake(): the engine is {self.state.value}, not asleep; call sleep() before wake().")
 
     async def _wake(self, tags: Sequence[str] | None) -> bool:
         """Wake the engine. Return False without a change if the engine is awake."""

@@ -78,8 +78,8 @@ class TaskChecks:
                 raise BadTask(f"{path}:{number}: {error}") from None
             if self._needs_prompts and not task.prompt:
                 raise BadTask(
-                    f"{path}:{number}: task {task.id!r} has no prompt, and the environment writes none: give it a "
-                    f'"prompt".'
+                    f"{path}:{number}: task {task.id!r} has no prompt, and the environment writes none: give the "
+                    'task a "prompt".'
                 )
             first = places.setdefault(task.id, number)
             if first != number:

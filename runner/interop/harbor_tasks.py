@@ -117,7 +117,9 @@ def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
     """
     configuration = _configuration(folder)
     if names := unsupported(folder):
-        raise BadTask(f"Harbor task {str(folder)!r} needs {', '.join(names)}, which is not supported: leave it out.")
+        raise BadTask(
+            f"Harbor task {str(folder)!r} needs {', '.join(names)}, which is not supported: leave the task out."
+        )
     for name in (INSTRUCTION, TEST_SCRIPT):
         if not (folder / name).is_file():
             raise BadTask(f"Harbor task {str(folder)!r} has no {name}: add this file.")

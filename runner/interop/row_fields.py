@@ -146,11 +146,13 @@ def _placeholder(
 def _as_text(value: Any, form: ListFormat | None, name: str) -> str:
     if form is ListFormat.LETTER:
         if not isinstance(value, int) or not 0 <= value < len(string.ascii_uppercase):
-            raise RowValueError(f"has {value!r:.60} in {name!r}, which is not a number from 0 to 25")
+            raise RowValueError(
+                f"has {value!r:.60} in {name!r}, which is not a number from 0 to 25: leave its format out"
+            )
         return string.ascii_uppercase[value]
     if form is not None:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise RowValueError(f"has {value!r:.60} in {name!r}, which is not a list")
+            raise RowValueError(f"has {value!r:.60} in {name!r}, which is not a list: leave its format out")
         if form is ListFormat.LINES:
             return "\n".join(_plain(each) for each in value)
         return "\n".join(

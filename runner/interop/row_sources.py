@@ -376,7 +376,10 @@ class _HubRows(RowSource):
             return datasets.load_dataset(self._where, self._config)
         except Exception as error:
             # The library raises its own errors, and errors of its network and file libraries.
-            raise BadTask(f"{self.name}: the data set cannot be loaded ({first_line(error):.300}).") from error
+            raise BadTask(
+                f"{self.name}: the data set cannot be loaded ({first_line(error):.300}): give one that "
+                "datasets.load_dataset() loads."
+            ) from error
 
     def _one_split(self, loaded: Any) -> Any:
         if not isinstance(loaded, Mapping):

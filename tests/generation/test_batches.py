@@ -399,7 +399,7 @@ async def test_a_text_without_room_is_empty() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"prompts": "hello"}, "the batch's prompts are 'hello': give a list of texts"),
+        ({"prompts": "hello"}, "the batch's prompts are 'hello': give a list of strings"),
         ({"input_ids": [[1]]}, "the batch's prompts are None"),
         ({"prompts": ["a", ""]}, "row 1: the prompt is ''"),
         ({"prompts": ["a", [1, 2]]}, r"row 1: the prompt is \[1, 2\]: give a string"),

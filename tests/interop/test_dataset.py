@@ -216,7 +216,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "not a function": ({"score": "os:sep"}, "sep is not a function"),
     "broken condition": ({"where": ["level"]}, "--where 'level': write a field"),
     "broken condition pattern": ({"where": ["level~("]}, "not a regular expression"),
-    "one condition as text": ({"where": "level>3"}, "where='level>3': give a list of texts"),
+    "one condition as text": ({"where": "level>3"}, "where='level>3': give a list of strings"),
     "negative take": ({"take": -1}, "take=-1: give a whole number from 0"),
 }
 
