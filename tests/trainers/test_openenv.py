@@ -97,7 +97,7 @@ GOOD = {
     [
         ({"loss_mask": [1]}, r"turn 1: loss_mask has 1 value for 2 \+ 1 ids"),
         ({"loss_mask": [1, 0, 1]}, "turn 1: loss_mask has 1 for an id of the prompt: give 0"),
-        ({"completion_token_ids": [900]}, r"turn 1: completion_token_ids\[0\] is 900: .* below 300"),
+        ({"completion_token_ids": [900]}, r"turn 1: completion_token_ids\[0\] is 900: .* from 0 to 299"),
         ({"prompt_token_ids": [1, -2]}, r"turn 1: prompt_token_ids\[1\] is -2"),
         ({"per_token_logps": []}, "turn 1: per_token_logps has 0 values for 1 sampled id"),
         ({"per_token_logps": [0.5]}, "turn 1: per_token_logps has 0.5"),

@@ -220,8 +220,8 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         except HttpFailure as failure:
             if failure.kind is FailureKind.REFUSED:
                 missing = failure.text.startswith(f"{call.path} answered 404")
-                fix = self.dialect.control if missing else "give a key with the rights for this path as api_key="
-                raise BadControl(f"{failure}: {fix}.") from failure
+                key = "give a key with the rights for this path as api_key=, or --server-key"
+                raise BadControl(f"{failure}: {self.dialect.control if missing else key}.") from failure
             raise EngineError(f"{path} of {self.server.url}: {failure}") from failure
 
     @property

@@ -68,7 +68,7 @@ BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
     "nothing announced": (several({"names": [UP]}), "has no 'dtype_names'"),
     "lists of different lengths": (several({**announced(tensors()), "names": [UP]}), "1 names, 4 dtype_names"),
     "a part that is not a mapping": (several([1]), "part 1 is list"),  # type: ignore[arg-type]  # on purpose
-    "never met": (WeightTransfer(announced(tensors())), "are not joined"),
+    "never met": (WeightTransfer(announced(tensors())), "are not connected yet"),
 }
 
 
@@ -117,7 +117,7 @@ async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Pa
     assert llm.asked == [met, *sent, *sent]
     await load(weights, LocalTransfer(here, Source(tensors())))
     assert llm.asked[7:] == [met, *sent], "another trainer's model connects again"
-    with pytest.raises(BadWeights, match="are not joined"):
+    with pytest.raises(BadWeights, match="are not connected yet"):
         await weights.check(WeightTransfer(announced(tensors())))
 
     llm.asked.clear()

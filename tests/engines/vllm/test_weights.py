@@ -252,7 +252,7 @@ async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any]
 
     version = engine.weight_version
     for refused, message in (
-        (WeightTransfer(parcels(folder, new)), "are not joined"),
+        (WeightTransfer(parcels(folder, new)), "are not connected yet"),
         (
             WeightTransfer(parcels(folder, new), init={"folder": "/nowhere"}),
             "did not connect: /nowhere is not a folder",
