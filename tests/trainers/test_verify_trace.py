@@ -263,7 +263,7 @@ SAMPLED = {**NODE, "sampled": True, "mask": [True], "logprobs": [-1.0]}
         ('{"schema_version": 2, "turns": []}', "schema_version 2, and only version 1"),
         ({"turns": [{**turn("a", [1], [2], [], ASSISTANT), "request": []}, 5]}, "turn 1 is 5"),
         ({"turns": [{**turn("a", [1], [2], [], ASSISTANT), "request": "x"}]}, "turn 0: request is 'x'"),
-        ({"turns": [turn("a", [1], [900_000], [], ASSISTANT)]}, r"completion_token_ids\[0\] is 900000: .* from 0 to 299"),
+        ({"turns": [turn("a", [1], [900_000], [], ASSISTANT)]}, r"completion_token_ids\[0\] is 900000: .* to 299"),
         ({"version": 3, "nodes": []}, "version 3, and only version 1"),
         ({"traces": [5]}, "the trace is 5"),
         ({"nodes": [{}]}, "node 0 is {}: give an object with a message"),
