@@ -125,7 +125,10 @@ async def test_show_has_attachments_after_their_turns(tmp_path: Path) -> None:
         ({"file": "/nowhere/at/all"}, "): give a readable path, or the bytes"),
         ({"text": "a" * (MAX_ATTACHMENT_BYTES + 1)}, f"at most {MAX_ATTACHMENT_BYTES:,} are kept"),
         ({"text": "a", "times": MAX_ATTACHMENTS + 1}, "1,001 attachments"),
-        ({"text": "a" * MAX_ATTACHMENT_BYTES, "times": MAX_ATTACHED_BYTES // MAX_ATTACHMENT_BYTES + 1}, "5 attachments with 41,943,040 bytes"),
+        (
+            {"text": "a" * MAX_ATTACHMENT_BYTES, "times": MAX_ATTACHED_BYTES // MAX_ATTACHMENT_BYTES + 1},
+            "5 attachments with 41,943,040 bytes",
+        ),
     ],
 )
 async def test_wrong_attachment_is_an_error_that_names_it(given: dict[str, Any], words: str) -> None:

@@ -123,7 +123,7 @@ async def test_leaving_a_turn_frees_its_place_on_the_server(model_server: ModelS
 
 
 async def test_a_folder_of_another_vocabulary_is_refused(model_server: ModelServer, tmp_path: Path) -> None:
-    with pytest.raises(BadModel, match="has another vocabulary than the model's folder. In the text 'The quick"):
+    with pytest.raises(BadModel, match=r"has another vocabulary than the model's folder. In the text 'The quick"):
         await RemoteEngine(model_server.url, byte_model(tmp_path / "other")).__aenter__()
 
 
