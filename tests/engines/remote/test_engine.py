@@ -248,7 +248,9 @@ async def test_server_without_control_calls_refuses_with_the_fix(tmp_path: Path)
 async def test_control_call_without_the_rights_is_refused_with_the_key(tmp_path: Path) -> None:
     async with asked(tmp_path) as (server, engine):
         server.reset_status = 403
-        with pytest.raises(BadControl, match=r"/reset_prefix_cache.* answered 403: refused: give a key with the rights"):
+        with pytest.raises(
+            BadControl, match=r"/reset_prefix_cache.* answered 403: refused: give a key with the rights"
+        ):
             await engine.reset_prefix_cache()
         server.reset_status = 404
         with pytest.raises(BadControl, match=r"answered 404: refused: start it .* VLLM_SERVER_DEV_MODE=1"):
