@@ -189,7 +189,7 @@ def _wanted_bos(folder: Path) -> str:
 
 _ANOTHER = "another template: --template, checked with this command"
 _FIXES: Mapping[Property, str] = {
-    Property.TEMPLATE_RENDERS: "append other messages here, or use " + _ANOTHER,
+    Property.TEMPLATE_RENDERS: "append other messages at this point, or use " + _ANOTHER,
     Property.SENTINEL_SHOWN: "let the model make one call at a time (parallel_tool_calls=False), or use " + _ANOTHER,
     Property.TURN_STAYS_BEFORE: "use " + _ANOTHER,
     Property.TOOLS_STAY: "use one user message per episode, or a template that writes the tools first (mistral_nemo)",
@@ -299,9 +299,9 @@ def _print(console: Console, subject: CheckedTemplate, findings: TemplateReport)
 
 
 _REWRITES = (
-    "rewrites: the template itself would write the past differently from the sampled ids or from the "
-    "prompt.\n  append keeps the sampled ids, fork follows the template in a new segment. A server that renders "
-    "each request again follows the template."
+    "rewrites: the template itself would write earlier messages differently from the sampled ids or "
+    "from the prompt.\n  append keeps the sampled ids, fork follows the template in a new segment. A server that "
+    "renders each request again follows the template."
 )
 
 

@@ -75,7 +75,7 @@ class Driver:
         self.settled = anyio.Lock()
         """Lock for changes of the state that all workers share, and for adding a worker."""
         self.first: WorkerInfo | None = None
-        """The first worker's description of itself, which the others must match."""
+        """The description of the first worker; the description of each further worker must match it."""
         self.lost_count = 0
         self.sampled_by_the_gone = 0
         """Number of ids that ended workers sampled."""

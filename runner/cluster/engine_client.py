@@ -57,7 +57,7 @@ class HostedEngine(Engine):
         self._process: WorkerProcess | None = None
         self._info: WorkerInfo | None = None
         self.sampled = 0
-        """Number of ids received here."""
+        """Number of sampled ids that this process received."""
         self._stats = EngineStats(open=0)
         self._death: EngineDead | None = None
         self._progress = Progress(first=FIRST_STEP_FACTOR)

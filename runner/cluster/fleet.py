@@ -35,7 +35,7 @@ with the lowest load.
 
 class WorkerSlotState(enum.StrEnum):
     EMPTY = "empty"
-    """No worker: none was started yet, or the last one died and its back-off is not over."""
+    """No worker: none was started yet, or the previous worker died and its back-off is not over."""
     UNPLACED = "unplaced"
     """No machine had room for its worker; the start is tried again."""
     STARTING = "starting"

@@ -24,7 +24,7 @@ __all__ = ["RunSetups", "placeholder_for"]
 
 
 class RunSetups:
-    """One run on the workers of a fleet: its engines and its player there.
+    """One run on the workers of a fleet: its engines and its player on these workers.
 
     Args:
         driver: returns the driver of the fleet; called once the fleet is entered.

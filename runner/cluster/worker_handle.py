@@ -43,7 +43,7 @@ class HeartbeatListener(Protocol):
 
 @dataclass(eq=False, slots=True)
 class WorkerHandle:
-    """A worker of the fleet, as its driver sees it."""
+    """A worker of the fleet, as an object of the driver's process."""
 
     number: int
     """The number of the worker, which no other worker of the fleet gets."""

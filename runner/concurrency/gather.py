@@ -16,7 +16,7 @@ async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Make the calls at the same time, and return their results in the order of `calls`.
 
     Raises:
-        Exception: the first failure, which a task group would wrap.
+        Exception: the first failure, not wrapped in an exception group.
     """
     errors: list[Exception] = []
     results: dict[int, T] = {}

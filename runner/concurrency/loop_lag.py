@@ -39,7 +39,7 @@ class Blocker:
     where: str
     """The function, its file and its line."""
     seconds: float
-    """Seconds for which the code was seen to block the loop."""
+    """Measured seconds for which the code blocked the loop."""
     thread: bool
     """True if the code ran in a worker thread, where it computes instead of waiting."""
     leaving: bool = False
@@ -141,7 +141,7 @@ class LagMonitor:
                 self.on_stuck(self._who_keeps_the_loop(late))
 
     def _blame(self) -> None:
-        # This is a sample: all seconds between two checks count for the code that is seen.
+        # This is a sample: all seconds between two checks count for the code that runs at the check.
         frames = sys._current_frames()
         on_loop = frames.get(self._loop_thread)
         stack = _unwound(on_loop)

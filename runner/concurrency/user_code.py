@@ -119,7 +119,7 @@ class AuthorCode:
                 f"{HOW_TO_CLOSE}"
             ) from error
         except BaseException as error:
-            # Any error from a worker thread is the author's: no signal arrives there.
+            # Any error from a worker thread is the author's, since signals arrive only in the main thread.
             from_thread = job is not None and error is job.error
             if isinstance(error, Exception) or (_is_not_the_authors(error) and not from_thread):
                 raise

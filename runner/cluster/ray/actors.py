@@ -40,7 +40,7 @@ class Surroundings:
     """Base of relative paths; "" if Ray has provided a folder."""
 
     def enter(self) -> None:
-        """Use the search path and the folder of the driving process here, as far as they exist on this machine."""
+        """Use the driving process's search path and folder in this process, as far as they exist on this machine."""
         sys.path.extend(folder for folder in self.search if folder not in sys.path and os.path.isdir(folder))
         if os.path.isdir(self.folder):
             os.chdir(self.folder)

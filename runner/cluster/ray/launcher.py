@@ -1,4 +1,4 @@
-"""Workers as actors of Ray, on a running cluster or one that is started here."""
+"""Workers as actors of Ray, on a running cluster or on one that this process starts."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RayLauncher:
     def _connect(self) -> None:
         CONNECTION.enter(self, who=self._who, address=self._address)
         ray, self._session, self._session_seen = ray_module(), RaySession.current(), -math.inf
-        # The environment is only for actors started here, since other code of this process may use another one.
+        # The environment is only for this launcher's actors, since other code of the process may use another one.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
         self._head = ray.get_runtime_context().gcs_address
         there = ray.cluster_resources()
@@ -221,7 +221,7 @@ class RayLauncher:
             )
 
     async def close(self) -> None:
-        """Disconnect, and end the cluster if it was started here."""
+        """Disconnect, and end the cluster if this process started it."""
         await anyio.to_thread.run_sync(self._disconnect)
 
     def _disconnect(self) -> None:
