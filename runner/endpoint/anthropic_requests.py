@@ -279,7 +279,7 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
 
 
 def _call(block: _Block) -> dict[str, Any]:
-    # Arguments of a past call may be anything, such as a truncated text. The message reader handles them.
+    # Arguments of an earlier call may be anything, such as a truncated text. The message reader handles them.
     function = {"name": block.text("name"), "arguments": block.given.get("input") or {}}
     return {"id": block.text("id"), "type": "function", "function": function}
 
@@ -343,7 +343,7 @@ def _sampling(
     if body.get("max_tokens") is None and not counting:
         bad("max_tokens: give the maximum number of tokens of the answer.")
     if most < 1 and body.get("max_tokens") is not None:
-        bad(f"max_tokens: give 1 or more, not {most}; an answer without tokens would not warm a cache here.")
+        bad(f"max_tokens: give 1 or more, not {most}; this endpoint cannot warm a cache without an answer.")
     config = field_of(body, "output_config", dict, {})
     form = inner_field(config, "output_config", "format", dict, {}) or field_of(body, "output_format", dict, {})
     wishes = {name: value for name, value in config.items() if name != "format" and value is not None}

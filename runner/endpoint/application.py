@@ -348,7 +348,7 @@ def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
     if path.startswith("/e/"):
         key, _, rest = path.removeprefix("/e/").partition("/")
         path = f"/{rest}"
-        # If the path has the program's key, a header may have the second key, which ends the episode.
+        # If the path has the program's key, a header may have the second key, with which a request ends the episode.
         return [unquote(key), *(keys if path.rstrip("/").endswith(_END) else ())], path
     return keys, path
 

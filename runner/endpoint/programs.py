@@ -79,7 +79,7 @@ class FinishedProgram:
 
 
 def write_files(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write a program's files into its home, by their paths there, and create a folder for temporary files."""
+    """Write a program's files, by their paths relative to `home`, and create a folder for temporary files."""
     _temporary(home).mkdir()
     for path, text in files.items():
         file = home / path

@@ -275,7 +275,7 @@ def constraint_of(body: Mapping[str, Any], schema: dict[str, Any] | None) -> dic
     The result is an empty dict without a constraint.
 
     Raises:
-        Refused: a field requests a constraint that cannot be enforced here.
+        Refused: a field requests a constraint that this endpoint cannot enforce.
     """
     found: dict[str, Any] = {} if schema is None else {"schema": schema}
     inner = field_of(body, "structured_outputs", dict, {})

@@ -57,7 +57,7 @@ class ClientConnection:
             await self._sent({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        """Send a part of the answer, the last one with `more=False`.
+        """Send a part of the answer. Give `more=False` with the last part.
 
         Raises:
             ClientGone: the client has disconnected.

@@ -84,7 +84,7 @@ class HttpRuntime(Generic[ServerT]):
     """State of a server that an engine uses, and the errors of requests that failed."""
 
     gate: AdmissionGate
-    """Gate where requests wait. Once the server cannot be used, every request fails there."""
+    """Gate where requests wait. Once the server cannot be used, every request fails at the gate."""
     server: ServerT
     retries: Retries
     _death: EngineDead | None = None

@@ -99,7 +99,7 @@ class RelayedTransfer:
             raise EngineError(f"the engine does not accept {step} for this transfer any more: begin a new transfer")
 
     async def receive(self, receiver: Receiver) -> None:
-        """Run each relayed step on the receiver, up to the last one.
+        """Run each relayed step on the receiver, up to and including `FINISH`.
 
         Raises:
             EngineError: the transfer was closed early.

@@ -129,7 +129,7 @@ class WeightTransfer:
     A sequence if the trainer sends the weights in parts.
     """
     init: Mapping[str, Any] | None = None
-    """vLLM's init info, which joins trainer and engine; used if it differs from the last one."""
+    """vLLM's init info, to connect trainer and engine; used only if it differs from the previous transfer's."""
     seconds: float = 600.0
     """Seconds without data after which the trainer counts as lost."""
 

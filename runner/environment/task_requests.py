@@ -72,7 +72,7 @@ class TaskRequests:
     def __init__(self) -> None:
         self.first_visit = 0
         self.visit_step = 1
-        """The difference between two visits here. Each of n processes that share tasks plays every n-th visit."""
+        """The step between this process's visits: each of n processes that share tasks plays every n-th visit."""
         self._waiting: deque[TaskRequest] = deque()
         self._changed = anyio.Event()
         self._closed = False

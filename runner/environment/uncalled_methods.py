@@ -67,7 +67,7 @@ def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
         if name == "finished" and not ({"__iter__", "__aiter__"} & written.keys()):
             yield (
                 f"{where} is never called: results are sent to the object that `tasks()` returns, or the run's "
-                f"tasks. Define it there, next to __iter__ or __aiter__."
+                f"tasks. Define it in the class of that object, next to __iter__ or __aiter__."
             )
         elif name in HOOKS or hasattr(Environment, name):
             continue

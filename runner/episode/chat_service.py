@@ -1,4 +1,4 @@
-"""A service for an external agent loop. Each request has a whole history, which a conversation continues.
+"""A service for an external agent loop. Each request has a whole history, and continues the conversation with this history.
 
 The caller may be any task of the event loop, or a thread that uses `anyio.from_thread`. A task of the episode answers
 the request, so that the clocks and limits of the episode apply.
@@ -71,7 +71,7 @@ class _UsableTools:
     callable: Sequence[Tool]
     """The tools that the model is shown."""
     unwritable: Sequence[str]
-    """Names of the other tools, which the model's format of calls cannot express."""
+    """Names of the other tools: the model's call format cannot express a call of them."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The episode as the environment's author sees it in `self.episode`."""
+"""The episode as an environment uses it in `self.episode`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Episode:
     """One episode, as the hooks of an environment use it in `self.episode`."""
 
     turn: Turn
-    """The turn that is being answered; between turns, the last one."""
+    """The turn that is being answered; between turns, the latest turn."""
 
     def __init__(self, episode: EpisodeState, chat_service: ChatService) -> None:
         self.id: str = episode.key.id

@@ -42,9 +42,9 @@ class HistoryNode:
     after: dict[tuple[Hashable, CallIndex | None], HistoryNode] = field(default_factory=dict)
     """The node after each further message."""
     requests: list[RequestNode] = field(default_factory=list)
-    """Requests whose prompt ends here, in the order of their arrival."""
+    """Requests whose prompt ends at this node, in the order of their arrival."""
     answers: list[RequestNode] = field(default_factory=list)
-    """Requests whose answer ends here."""
+    """Requests whose answer ends at this node."""
 
 
 @dataclass(slots=True, eq=False)

@@ -51,8 +51,8 @@ class ChatModel:
     Args:
         engine: samples the tokens.
         options: values of names that the template reads, such as `enable_thinking`.
-        now: the time that the template sees.
-        history: policy for past messages of a conversation.
+        now: the time that the template reads with `strftime_now`.
+        history: policy for the earlier messages of a conversation.
         turns: the format of turns, if it is known from a run's header; None to learn it.
         named: creates the reader of the tool format that the user chose, for a tokenizer; None without a choice.
         fit_tools: True to fit the tools' schemas to the fields that the template shows; None to learn whether to.
@@ -71,7 +71,7 @@ class ChatModel:
     ) -> None:
         self.engine = engine
         self.history = history or History()
-        """Policy for past messages of a conversation."""
+        """Policy for the earlier messages of a conversation."""
         self.tokenizer = engine.tokenizer
         """The engine's tokenizer. The bridger may adapt it to the template."""
         self.renderer: Renderer = engine.template.renderer(options, now, fit_tools=fit_tools)

@@ -231,7 +231,7 @@ async def _forked(
 async def _followed(
     conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas
 ) -> PreparedPrompt:
-    """Return the template's render of the whole history: as an append if the past is unchanged, else as a fork."""
+    """Return the template's render of the whole history: an append if the earlier ids are unchanged, else a fork."""
     fork = await _forked(conversation, node, new, tools, "template")
     before = node.turn.end
     unsampled = any(message["role"] == "assistant" for message in new)

@@ -33,7 +33,7 @@ Overflow: TypeAlias = str
 """Treatment of a history that does not fit: "tell" the client, which may send a shorter one, or "end" the episode."""
 
 SentHistory: TypeAlias = str
-"""Source of the past that the model sees.
+"""Source of the earlier messages in the model's prompt.
 
 "append": the exact sampled ids, also ids that the client left out.
 "client": the history that the client sends, rendered again at every request, as without this endpoint.
@@ -48,7 +48,7 @@ class ServedEpisode:
         chat_service: the chat service of the episode.
         train: selects the threads that are trained.
         overflow: treatment of a history that does not fit.
-        history: source of the past that the model sees.
+        history: source of the earlier messages in the model's prompt.
         system_as_user: True to change system messages after the beginning to user messages.
 
     Raises:

@@ -208,7 +208,7 @@ class ConversationState:
         self.own_sampling = sampling
         """Sampling with which the conversation was opened, or None."""
         self.checked_sampling: Sampling | None = None
-        """The sampling of the latest turn, which the engine supports; None before the first turn."""
+        """The sampling of the latest turn; the engine supports it. None before the first turn."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only the first request of an episode waits for the requests of episodes in progress. The first request of a

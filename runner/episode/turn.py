@@ -299,7 +299,7 @@ def _recorded(
     )
     if turn.finish is FinishReason.LENGTH:
         turn.stop = request.ceiling
-        # The engine receives the smallest of several limits as one number, so the limit is named here.
+        # The engine receives only the smallest of several limits, as a number, so it cannot name the limit.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
     return _node(turn_context, prompt, turn)

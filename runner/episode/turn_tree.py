@@ -86,11 +86,11 @@ class TurnNode:
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """The point at which a conversation takes its next turn, and the messages to add there."""
+    """The position from which a conversation continues, and the messages to add before its next turn."""
 
     tools: list[Tool]
     queued: list[Message] = field(default_factory=list)
-    """Messages to add, which the model has not seen yet; all messages if there is no `node`."""
+    """Messages to add: those that the model has not seen yet; all messages if there is no `node`."""
     node: TurnNode | None = None
     """The turn to continue from; None at the beginning."""
     whole: str = ""

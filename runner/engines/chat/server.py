@@ -274,7 +274,7 @@ class ChatServer:
         inner = error.body.get("innererror") if isinstance(error.body, Mapping) else None
         if isinstance(inner, Mapping):  # Azure reports errors in this form
             codes.add(inner.get("code"))
-        if not codes.isdisjoint(_UNPAID):  # a 429 without credit, which a retry cannot fix
+        if not codes.isdisjoint(_UNPAID):  # the account has no credit, and retries cannot change that
             return FailureKind.REFUSED
         if default in (FailureKind.BAD_REQUEST, FailureKind.SERVER):
             if not codes.isdisjoint(_FILTERED):

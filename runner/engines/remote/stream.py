@@ -227,7 +227,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         self._pieces.append(replace(delta, finish=self.finish))
 
     def _versions(self, last: Piece | None) -> tuple[VersionSpan, ...]:
-        """Return the weight versions of the ids, from the server if it reports them, otherwise as recorded here."""
+        """Return the weight versions of the ids: as the server reports them, otherwise as the engine recorded them."""
         if last is None or last.versions is None:
             return self._stamps.spans(self.sent)
         for span in last.versions:

@@ -122,7 +122,7 @@ class ExternalProcess(VllmProcess):
         handler = getattr(llm, "output_handler", None)
         if handler is not None and handler.get_loop() is not asyncio.get_running_loop():
             raise BadOption(
-                "VllmEngine.over(llm): this AsyncLLM runs on another event loop: enter the engine and run there."
+                "VllmEngine.over(llm): this AsyncLLM runs on another event loop: enter the engine on that loop."
             )
         mode = config.model_config.logprobs_mode
         if mode not in _PROBABILITIES:

@@ -45,7 +45,7 @@ _ARGUMENTS: Final = {
 _UNBOUND: Final = ("auto", "nobind")
 _TOPOLOGY: Final = Path("/sys/devices/system/cpu")
 
-# With any of these, ranks or workers may be on other machines, whose devices are unknown here.
+# With any of these, ranks or workers may be on other machines, and this process does not have a list of their devices.
 _ELSEWHERE: Final = ("nnodes", "data_parallel_size_local", "data_parallel_rank", "data_parallel_address")
 
 
