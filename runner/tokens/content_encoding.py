@@ -1,6 +1,6 @@
 """Encoding in which the content of users and tools never becomes a control token.
 
-A tokenizer searches the whole text for its added tokens, in contents too. Here, the contents are masked, and the
+A tokenizer searches the whole text for its added tokens, in contents too. This module masks the contents, and the
 library itself searches the masked text, so that its rules apply (longest first, white space swallowed, single words,
 normalised forms). A mark that no text contains replaces each token found. A twin tokenizer then encodes the marked text
 in one pass. The twin has the same model, normaliser and pre-tokenizer, but its only added tokens are the marks and the

@@ -120,7 +120,7 @@ class _WordSteps:
         return ""
 
     def _end_run(self) -> str:
-        """Return the text of the run that ends here, without the part that was already returned."""
+        """End the run of byte tokens, and return its text without the part that was already returned."""
         is_cut = bool(self._utf8.getstate()[0])
         text = "" if self._broken else _UNREADABLE * self._run if is_cut else "".join(self._open)
         self._utf8.reset()

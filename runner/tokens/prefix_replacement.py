@@ -77,7 +77,7 @@ def replace_prefix_tokens(
     that is not in `stop_ids` (it looks like a turn that was cut), and another of several EOS ids at the end of a turn.
 
     The source is `replace_prefix_tokens` in NVIDIA-NeMo/RL, nemo_rl/models/generation/openai_server_utils.py (before:
-    vllm/vllm_worker_async.py). Here, the EOS id replaces the tokenizer argument, and results replace the assertions.
+    vllm/vllm_worker_async.py). Our EOS id replaces their tokenizer argument, and our results replace their assertions.
 
     Args:
         model_prefix_token_ids: prompt and generation so far, as the engine had them; empty before the first turn.
@@ -208,7 +208,7 @@ def _lost(
         if cut:
             closes = _closes(stretch, eos)
             if not closes:
-                continue  # these ids are inside the turn, which the template may write differently
+                continue  # these ids are inside the turn, and the template may write the turn differently
             position = max(position, _after(position, render, eos) - closes[0] - 1)
         there = render[position : position + len(stretch)]
         if there != stretch:

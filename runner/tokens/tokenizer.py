@@ -155,7 +155,7 @@ class VocabularyTokenizer:
         self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the cache, which a fleet cannot send to its worker processes."""
+        """Return the state without the cache, since a fleet cannot send a cache to its worker processes."""
         return {name: value for name, value in vars(self).items() if name != "_shared"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -223,7 +223,7 @@ _VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 
 
 def resolved(reference: Any, whole: Schema) -> Any:
-    """Return the target of a reference in the same schema; None if the reference has no target there."""
+    """Return the target of a reference in the same schema; None if the schema does not have the target."""
     return None if (found := target_of(reference, whole)) is None else found[1]
 
 

@@ -21,7 +21,7 @@ class AnsweredTurn:
     """A turn of the model and the messages that answer it: the input of a bridge."""
 
     history: Sequence[Message]
-    """All messages up to the turn; the turn is the last one."""
+    """All messages up to and including the turn."""
     new: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
     """The tools that are shown to the model, in OpenAI's form, as their author wrote them."""

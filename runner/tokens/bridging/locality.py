@@ -177,7 +177,7 @@ class Locality:
     def _hidden_message(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
         """Return a refusal if the template does not show a new message; else None.
 
-        Each content is a marker here, since a short content such as "0" could occur at other places of the render too.
+        Each content of the example is a marker, since content such as "0" may also occur elsewhere in the render.
         """
         markers = words(len(shape.new))
         tail = self._example(shape, tools, markers)

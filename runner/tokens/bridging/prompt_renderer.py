@@ -86,7 +86,7 @@ class PromptRenderer:
             render: renders the same part for other messages.
 
         Raises:
-            Unbridgeable: the render does not end there, or begins the answer twice.
+            Unbridgeable: the render does not end where the model's words begin, or begins the answer twice.
         """
         if self.asks_as_usual(text, messages[-1]):
             return

@@ -71,7 +71,7 @@ class Tail:
     real: str | None
     """A render with the turn's own words, if these may change the text after them; otherwise None."""
     repeated: str
-    """The text between the first sentinel and the last one, if the template writes the words more than once."""
+    """The text between the first sentinel and the last sentinel, if the template writes the words more than once."""
 
     def __init__(
         self,
@@ -184,8 +184,8 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        # The new messages may change the text of the past, so the text is searched for the beginning of the turn: the
-        # generation prompt, or its first part, since some generation prompts open reasoning, which past turns lack.
+        # The new messages may change the earlier text, so the text is searched for the beginning of the turn: the
+        # generation prompt, or its first part, since some generation prompts open reasoning, which earlier turns lack.
         with suppress(Unbridgeable):
             begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))
             turns = sum(message["role"] == "assistant" for message in self._history)
@@ -316,7 +316,7 @@ class Tail:
         return tail
 
 
-# --- the turn with its marks
+# --- marks in the last turn
 
 
 def _sentinel(stem: str) -> str:

@@ -60,7 +60,7 @@ class Evaluator(NodeVisitor, ABC):
         null_content: bool = False,
     ) -> None:
         self.refuses = False
-        """True if the past can make the template raise."""
+        """True if earlier messages can make the template raise."""
         self._symbols = symbols
         self._transfer = TransferFunctions(jinja, symbols, words)
         self._state = State([{**FUNCTIONS, **names}, {}])

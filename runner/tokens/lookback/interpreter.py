@@ -52,7 +52,7 @@ class Interpreter(Evaluator):
         """Return the template's output.
 
         Raises:
-            RenderStopped: the template raises after every past.
+            RenderStopped: the template raises after all earlier messages, whatever they are.
             NotFollowed: the template has an operation that is not modelled.
         """
         self._run(template.body)
@@ -149,7 +149,7 @@ class Interpreter(Evaluator):
             return self._written_by_recursion(node, arguments)
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         defaults = dict(zip(reversed(names), reversed(node.defaults), strict=False))
-        # A macro sees the scopes of its definition, but neither the scopes of its caller nor the loop around the call.
+        # In a macro, the scopes of its definition are visible, but neither its caller's nor the loop around the call.
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], [{}]
         exits, self._exits = self._exits, []
         self._macros.append(node)

@@ -38,7 +38,7 @@ class Symbols:
         self._kept: list[Any] = []
 
     def of(self, operation: str, *operands: Value, text: bool = False, base: UnknownCount | None = None) -> Symbol:
-        """Return the symbol of an operation on operands that do not depend on the past."""
+        """Return the symbol of an operation on operands that do not depend on earlier messages."""
         key = (operation, *map(self._key, operands))
         number = self._numbers.setdefault(key, len(self._numbers))
         return Symbol(number, text, base=base, may_end=any(map(may_hold_end, operands)))
@@ -130,7 +130,7 @@ class State:
         return type(self)([dict(scope) for scope in self.scopes], namespaces, self.output)
 
     def lookup(self, name: str, depth: int | None = None) -> Value:
-        """Return the value of a name, as the scope at `depth` sees it; undefined if no scope has the name."""
+        """Return a name's value in the innermost of the first `depth` scopes (None: all); undefined if none has it."""
         for scope in reversed(self.scopes[:depth]):
             if name in scope:
                 return scope[name]

@@ -84,7 +84,7 @@ class Operators:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
-        """Return a symbol for an operation that is not modelled; `Unknown` if an operand depends on the past.
+        """Return a symbol for an operation that is not modelled; `Unknown` if an operand depends on earlier messages.
 
         Raises:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.

@@ -47,7 +47,7 @@ Value: TypeAlias = Any
 
 
 class NotFollowed(Exception):
-    """An operation of the template that is not modelled here, so that nothing is proven."""
+    """An operation of the template that this analysis does not model, so that nothing is proven."""
 
 
 class Abstract:
