@@ -353,7 +353,7 @@ class Trajectory:
     limit_agent: str = ""
     """The agent that reached `limit`; "" if no agent did."""
     reason: str = ""
-    """The argument of `Episode.end(reason)`; "" without such a call."""
+    """The argument of `Episode.end(reason)`; "" if it was not called."""
     error: str = ""
     """The error, for people; "" if there is none."""
     reward: float | None = None

@@ -218,7 +218,7 @@ TURN: Final = (
     field(
         "resampled",
         "INTEGER NOT NULL",
-        "the number of ids in earlier tries of the turn, which the engine cut for its trainer",
+        "the number of ids of the earlier tries of the turn that the engine cut for its trainer",
     ),
     field("thinking", "INTEGER NOT NULL", "1: the turn was cut inside its reasoning", FLAG),
     field("tool_choice", "TEXT NOT NULL", "`auto`, `required`, `none`, or the required tool"),
