@@ -166,7 +166,7 @@ class AnsweredCalls:
 
     def __init__(self) -> None:
         self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # the calls by their number, in order
-        self._numbers: dict[str, list[int]] = {}  # numbers of the calls with each id; the next call is the last one
+        self._numbers: dict[str, list[int]] = {}  # numbers of the calls with each id; the last is answered next
         self._latest: dict[str, CallIndex] = {}  # the latest call with each id; clients may reuse ids in every turn
 
     def copied(self) -> AnsweredCalls:

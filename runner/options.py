@@ -396,7 +396,7 @@ class HistoryPolicy(enum.StrEnum):
     APPEND = "append"
     """Keep the sampled tokens, and fork if no exact bridge is proven."""
     FORK = "fork"
-    """Follow the template: if its render of the past differs, begin a new segment."""
+    """Follow the template: if its render of earlier messages differs, begin a new segment."""
     REFUSE = "refuse"
     """End the episode with `token_error` if no exact bridge is proven."""
 
@@ -406,9 +406,9 @@ class History:
     """Handling of a conversation's past. The name of a policy is short for History(policy=name)."""
 
     policy: HistoryPolicy = HistoryPolicy.APPEND
-    """Action if a template rewrites the past: append, fork or refuse."""
+    """Action if a template rewrites earlier messages: append, fork or refuse."""
     content_safe: bool = True
-    """True if control text from users and tools is ordinary text, which never becomes control ids."""
+    """True if control text from users and tools is encoded as ordinary text, never as control ids."""
     close_reasoning: bool = False
     """True if the episode continues after a turn that was truncated inside its reasoning.
 

@@ -1,4 +1,4 @@
-"""A service for an external agent loop. Each request has a whole history, and continues the conversation with this history.
+"""A service for an external agent loop. Each request has a whole history, and continues its conversation.
 
 The caller may be any task of the event loop, or a thread that uses `anyio.from_thread`. A task of the episode answers
 the request, so that the clocks and limits of the episode apply.

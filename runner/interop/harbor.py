@@ -66,8 +66,8 @@ class Harbor(Environment):
     """A folder of Harbor tasks. The model has one tool, `bash`, or an agent program plays in the sandbox.
 
     The verifier runs after the play, and writes the reward. If the verifier writes no reward, it runs again in an
-    untouched sandbox. If it writes one there, the play has broken the verifier, and the reward is 0. Otherwise the task
-    is wrong, and the episode fails with `VerifierFailed`.
+    untouched sandbox. If it writes one in that sandbox, the play has broken the verifier, and the reward is 0.
+    Otherwise the task is wrong, and the episode fails with `VerifierFailed`.
     """
 
     limits = Limits(turns=100, setup_seconds=SETUP_SECONDS)

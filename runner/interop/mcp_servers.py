@@ -45,9 +45,9 @@ class McpServers:
             async def setup(self):
                 self.tools += await self.servers.connect(self.episode.exit_stack)
 
-    A call that the server refuses, or answers with `isError`, is a `ToolError`, which the model reads. A server that is
-    gone raises `ServerFailed`, which fails the episode. A call that takes longer than `Limits.tool_seconds` is cut, and
-    its late answer is dropped.
+    A call that the server refuses, or answers with `isError`, raises `ToolError`; the model reads its text. If a server
+    is gone, the call raises `ServerFailed`, and the episode fails. A call that takes longer than `Limits.tool_seconds`
+    is cut, and its late answer is dropped.
 
     Args:
         servers: a command or a URL, a list of them, or a dict of them by name. Each may also be a dict with `command`,

@@ -64,7 +64,7 @@ class Mixture(Environment):
             self._weights[name] = float(weight)
             environment = self._parts[name] = as_environment(given)
             if isinstance(environment, Mixture):
-                raise BadEnvironment(f"Mixture: {name!r} is a mixture itself: list its environments here.")
+                raise BadEnvironment(f"Mixture: {name!r} is a mixture itself: give its environments instead.")
             check_playable(environment)
             for agent, engine in environment.engines.items():
                 if engines.setdefault(agent, engine) is not engine:

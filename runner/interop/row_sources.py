@@ -331,9 +331,10 @@ _HUB_NAME: Final = re.compile(r"hf:(?P<name>[^\[\]:]+)(?::(?P<config>[^\[\]:]+))
 
 
 class _HubRows(RowSource):
-    """The rows of `hf:NAME[SPLIT]`, `hf:NAME:CONFIG[SPLIT]`, or `hf:FOLDER[SPLIT]`, which the library maps into memory.
+    """The rows of `hf:NAME[SPLIT]`, `hf:NAME:CONFIG[SPLIT]`, or `hf:FOLDER[SPLIT]`.
 
-    Without a split, the data set must have only one. A slice such as `[train[:100]]` is not supported: use `take`.
+    The library `datasets` maps the rows into memory. Without a split, the data set must have only one. A slice such as
+    `[train[:100]]` is not supported: use `take`.
     """
 
     def __init__(self, text: str) -> None:

@@ -200,7 +200,7 @@ class Tau2(Environment):
         """Generate turns of one side and answer their calls, until a turn has no calls. Return the text of that turn.
 
         Raises:
-            ServerFailed: the simulated user wrote nothing, which the model is not responsible for.
+            ServerFailed: the simulated user wrote nothing. The model is not responsible for this.
         """
         while True:
             turn = await conversation.generate()

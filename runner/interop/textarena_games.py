@@ -127,7 +127,7 @@ class TextArena(Environment):
         self._shown = self._shown or "It is your turn."
 
     def _with_own_random(self, call: Callable[[], ReturnT]) -> ReturnT:
-        """Call the game with its own state of Python's global random numbers, which the games seed and draw from."""
+        """Call the game with its own state of Python's global generator: games seed this generator and draw from it."""
         with _lock:
             before = random.getstate()
             random.setstate(self._random)

@@ -143,7 +143,7 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """Return an unquoted value, which ends at the first text that may follow a value, and the position after it."""
+        """Return an unquoted value and the position after it. It ends at the first text that may follow a value."""
         style = styles[0]
         followed, alone = self._after[style.close]
         found = followed.search(text, start)
@@ -335,7 +335,7 @@ def _read_nested(notation: Nested, text: str, at: int, depth: int = 0) -> tuple[
     """Return the value at `at`, and the position after it.
 
     Raises:
-        Unreadable: no value begins there.
+        Unreadable: no value begins at `at`.
     """
     at = after_space(text, at)
     if depth > MAX_DEPTH:

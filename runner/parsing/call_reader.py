@@ -47,7 +47,7 @@ class DecidedCalls:
 
     calls: list[ReadCall]
     end: int
-    """Position after these calls and the separator that follows the last one; 0 without calls."""
+    """Position after `calls` and the separator that follows the last call; 0 without calls."""
     closed: bool
     """True if another call needs its own trigger."""
 
@@ -140,7 +140,7 @@ class CallReader:
         *,
         begun: bool = False,
     ) -> Generator[ReadCall, None, int]:
-        """Yield the calls from `start` on; return the position after the last one."""
+        """Yield the calls from `start` on; return the position after the last call."""
         at = start
         try:
             for call, after in self._calls(text, start, schemas, begun=begun):
@@ -208,7 +208,7 @@ class CallReader:
         return not isinstance(self.format.arguments, TaggedArguments)
 
     def may_begin(self, text: str, before: str, schemas: Schemas | None, *, whole: bool) -> tuple[int, bool]:
-        """Return the first possible beginning of calls without a trigger, and True if calls can already be read there.
+        """Return the first position where calls without a trigger may begin, and True if they can already be read.
 
         Args:
             text: new text; calls do not begin before it.
@@ -266,7 +266,7 @@ class CallReader:
         return between.end() if between is not None and patterns.head.match(text, between.end()) else None
 
     def _closed(self, text: str, at: int, call: ReadCall, whole: bool) -> int:
-        """Return the position after the close of the last call, which ends at `at`."""
+        """Return the position after the close of `call`, the last call; `at` is the position before the close."""
         if not whole and self.patterns.close_may_continue:
             raise Undecided
         closed = self.patterns.close.match(text, at)

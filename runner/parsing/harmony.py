@@ -198,7 +198,7 @@ class HarmonyStream(StateReader):
         return self._after(written + rest, _END.match(written, at))
 
     def _after(self, text: str, mark: re.Match[str] | None) -> str:
-        """Begin the next message, and return the text after the token that ended the last one; "" without a token."""
+        """Begin a message; return the text after the token that ended the previous one; "" without a token."""
         self._state = self._before
         self._role = mark is not None and mark[0] == START
         return "" if mark is None else text[mark.end() :]

@@ -26,7 +26,7 @@ def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
     trailing comma. Numbers that JSON does not allow are refused, since `007` and `1_2` may be meant as text.
 
     Raises:
-        Unreadable: no value begins there.
+        Unreadable: no value begins at `start`.
     """
     start = after_space(text, start)
     try:

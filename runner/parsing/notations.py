@@ -86,7 +86,7 @@ class Python:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A string without quotes or escapes, which ends where the text that follows a value begins."""
+    """A string without quotes or escapes. It ends where the text that follows a value begins."""
 
     kind: Literal["raw"] = "raw"
 

@@ -270,7 +270,7 @@ def _schemas(tools: Sequence[Tool]) -> Schemas:
 
 
 def _writable(call: ReadCall) -> ReadCall:
-    """Return the call, with an error if a string in it has an unpaired surrogate, which no file can store."""
+    """Return the call; with an error if a string in it has an unpaired surrogate, since no file can store this."""
     if call.error is None and not _is_text([call.name, call.arguments, call.id]):
         name = call.name if _is_text(call.name) else ""
         return ReadCall(name, error="a string in it contains half of a surrogate pair")

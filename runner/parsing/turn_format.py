@@ -79,7 +79,7 @@ class TaggedArguments:
     tail: str
     """Text after the last value."""
     none: str | None
-    """Text that replaces the arguments of a call without any; None if such a call cannot be written."""
+    """Text that replaces the arguments of a call without arguments; None if such calls cannot be written."""
     styles: Mapping[ValueType, ValueStyle]
     """Form of the values of each type. Values of a missing type cannot be written."""
     sorted_keys: bool = False

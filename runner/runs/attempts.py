@@ -48,7 +48,7 @@ class Attempts:
     """Maximum number of times that an episode is repeated after engine failures."""
 
     async def play(self, key: EpisodeKey) -> list[Trajectory]:
-        """Play an episode and return the trajectories of its last attempt. Only earlier attempts are committed here."""
+        """Play an episode and return the trajectories of its last attempt. This commits only the earlier attempts."""
         failed = 0
         while True:
             attempt = self.player.begin(key, last_try=failed >= self.retries)

@@ -81,7 +81,7 @@ class Results:
     async def next(self) -> QueuedResult:
         """Return the next result.
 
-        After the last one, raise StopAsyncIteration, or the error that ended the run early.
+        After the last result, raise StopAsyncIteration, or the error that ended the run early.
         """
         result = await self._receive()
         if self._note(result) is not None:

@@ -162,7 +162,7 @@ class Run:
         try:
             return await self._exit.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as group:
-            # The task group wraps errors in a group, which the caller does not expect.
+            # The task group wraps errors in an exception group; callers expect the error itself.
             single = unwrapped(group)
             if single is group:
                 raise

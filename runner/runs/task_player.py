@@ -77,7 +77,7 @@ class Player:
         if self._host is not None:
             raise RuntimeError("a player can be started only once: make another Player(...)")
         require_asyncio("a player")
-        # The run has a plain task, which no caller owns, so that start and aclose may be called from different tasks.
+        # The run has its own asyncio task, so that start and aclose may be called from different tasks.
         self._host = asyncio.get_running_loop().create_task(self._live(), name="deltarunner player")
         try:
             await self._started.wait()

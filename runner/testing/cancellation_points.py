@@ -77,7 +77,7 @@ async def cancel_everywhere(
         Number of suspension points of an undisturbed run.
 
     Raises:
-        AssertionError: a function, which the message names, swallowed the cancellation.
+        AssertionError: a function swallowed the cancellation; the message has its name.
         BadOption: `scenario` does not return a coroutine.
         RuntimeError: the scenario does not end.
         BaseException: an error of the scenario or the check. If the run was cancelled, a note names the suspension

@@ -130,7 +130,7 @@ def _arguments(tool: Tool) -> SearchStrategy[Any]:
 
 
 def _fitting(schema: JsonSchema, definitions: JsonSchema) -> SearchStrategy[Any]:
-    """Values that fit a schema; texts if the schema has no type, or one that is unknown here."""
+    """Values that fit a schema; strings if the schema has no type, or a type that JSON Schema does not define."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return st.deferred(lambda: _fitting(definitions[name], definitions))

@@ -15,8 +15,8 @@ class LoopWatchdog:
     """An `async with` block in which no code may block the event loop. It may be entered several times.
 
     Args:
-        seconds: total time for which one piece of code may be seen to block the loop.
-        tick: seconds between two checks. Up to four ticks at the beginning of a block are not seen.
+        seconds: total measured time for which one piece of code may block the loop.
+        tick: seconds between two checks. Up to four ticks are not measured when code begins to block the loop.
     """
 
     def __init__(self, seconds: float = 0.2, *, tick: float = TICK_SECONDS) -> None:

@@ -41,7 +41,7 @@ def tool(
     parallel: bool = True,
     strict: bool = False,
 ) -> _FunctionT | Callable[[_FunctionT], _FunctionT]:
-    """Mark a method of an environment as a tool, which a model may call. The method itself does not change.
+    """Mark a method of an environment as a tool that a model may call. The method itself does not change.
 
     The model sees the type hints and the docstring (Google style; its Args describe the parameters).
 

@@ -1,4 +1,4 @@
-"""A check that the ids of a trace are the ids that the template writes and the engine has seen.
+"""A check that the ids of a trace are those of the template and of the engine's sampling.
 
 Each prompt is compared with the sampled ids that it follows, and, where the trace has messages, with what the template
 writes: the first prompt of a conversation, and the seam between a turn and the next prompt, as the bridge makes it.
@@ -51,7 +51,7 @@ class TraceFault(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFinding:
-    """One place where the ids of a trace are not the ids that the template and the engine would have seen."""
+    """One place where the ids of a trace differ from those of the template and of the engine's sampling."""
 
     fault: TraceFault
     """The kind of the finding."""
@@ -93,7 +93,7 @@ class TraceModel:
         template: the chat template.
         stop_ids: the ids that end a turn.
         options: variables of the template, such as `enable_thinking`. Variables of a request take precedence.
-        now: the time that the template sees; None for the time in the metadata of a call, or else the current time.
+        now: the time that the template reads; None for the time in the metadata of a call, or else the current time.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TraceModel:
         self.options = dict(options or {})
         """Variables of the template."""
         self.now = now
-        """The time that the template sees; None for the time in the metadata of a call, or else the current time."""
+        """The time that the template reads; None for the time in the metadata of a call, or else the current time."""
         self._made: dict[str, _Bridgers] = {}
 
     @classmethod
@@ -132,7 +132,7 @@ class TraceModel:
             model: a folder, a Hugging Face id, or the demo model's name.
             template: a template in place of the model's own: a bundled name, a file, or a template.
             options: variables of the template.
-            now: the time that the template sees; None as in `TraceModel`.
+            now: the time that the template reads; None as in `TraceModel`.
 
         Raises:
             BadModel: there is no such model, or its vocabulary cannot be read.
@@ -175,7 +175,7 @@ class _Bridgers:
 
 
 def verify_trace(calls: Sequence[TracedCall], model: TraceModel) -> TraceReport:
-    """Compare the ids of one trace's calls with the ids that the template and the engine would have seen.
+    """Compare the ids of one trace's calls with those of the template and of the engine's sampling.
 
     This compares sampled ids, which must be unchanged in later prompts. If the trace has messages, it also compares the
     first prompt and the ids between two turns. It compares no log-probabilities, and cannot find sampled ids that the
@@ -415,7 +415,7 @@ def _without_nulls(message: Mapping[str, Any]) -> Message:
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the role, text and calls of a message, which a client sends back; raise BadMessage if it is invalid."""
+    """Return the parts of a message that clients send back: role, text, calls. Raise BadMessage if it is invalid."""
     (read,) = as_messages([_without_nulls(message)])
     calls = [call["function"] for call in read.get("tool_calls") or ()]
     return read["role"], read["content"].strip(), [(each["name"], dict(each["arguments"])) for each in calls]

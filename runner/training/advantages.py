@@ -111,7 +111,7 @@ def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
             "(`run.groups()`, or `grouped(trajectories, group_size=8)`) and play with group_size=2 or more."
         )
     mean = np.bincount(index, values, minlength=len(count)) / np.maximum(count, 1)
-    # The mean of equal numbers may differ from them in the last bit, which a small epsilon would amplify.
+    # The mean of equal numbers may differ from them in the last bit. A small epsilon would amplify this.
     return np.where(_flat(values, index, len(count)), 0.0, values - mean[index]), index, count
 
 

@@ -26,9 +26,9 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorde
 
     The recorded value is of the sampling distribution. With top-k, top-p or min-p, that distribution covers a part of
     the vocabulary, scaled to 1. A trainer, which covers the whole vocabulary, computes a lower value for the same
-    policy. Penalties, biases and excluded ids change the probabilities of other ids too, which a trainer's logits do
-    not contain. Temperature 0 has no distribution, and several LoRA adapters are several policies. A temperature is not
-    a reason, since a trainer can apply it, and neither is a grammar with available masks.
+    policy. Penalties, biases and excluded ids change the probabilities of other ids too. A trainer's logits do not
+    contain these changes. Temperature 0 has no distribution, and several LoRA adapters are several policies. A
+    temperature is not a reason, since a trainer can apply it, and neither is a grammar with available masks.
 
     Each reason has the number of its turns or ids. `masked`: the masks of the grammars are available. `recorded`: the
     trainer applies the sampling masks of turns, so that truncation and grammars of these turns are not reasons.

@@ -57,8 +57,8 @@ class LossTerms:
 class TokenTree:
     """Rows merged at common prefixes: rows share a node if all ids up to it are equal. There may be several roots.
 
-    Nodes are in depth-first order, so descendants directly follow their node. A query sees a key, an ancestor or
-    itself, if `enter[key] <= enter[query] < leave[key]`.
+    Nodes are in depth-first order, so descendants directly follow their node. A query attends to a key
+    (an ancestor or itself) if `enter[key] <= enter[query] < leave[key]`.
     """
 
     ids: NDArray[np.int32]
@@ -128,7 +128,7 @@ class TokenTree:
         return Saving.of([self])
 
     def mask(self) -> NDArray[np.bool_]:
-        """Return True if the query (row) sees the key (column): an ancestor or itself. Shape [nodes, nodes], bool."""
+        """True where the query (row) attends to the key (column): an ancestor or itself. Shape [nodes, nodes], bool."""
         query = self.enter[:, None]
         return (self.enter <= query) & (query < self.leave)
 

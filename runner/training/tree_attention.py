@@ -16,7 +16,7 @@ __all__ = ["TREE_ATTENTION", "tree_attention"]
 
 TREE_ATTENTION = "token_tree"
 """Value for `AutoModelForCausalLM.from_pretrained(..., attn_implementation=)`. Work and memory of a tree grow with its
-number of nodes times the nodes that each one sees, not with the square of its nodes. For other masks, sdpa is used.
+number of nodes times the nodes that each attends to, not with the square of its nodes. For other masks, sdpa is used.
 """
 
 _BLOCK_SIZE = 256  # nodes: smaller blocks compute fewer masked scores, but need more calls
@@ -68,7 +68,7 @@ def tree_attention(
 
 
 def _blocks(leave: Any) -> Iterator[tuple[slice, Any, Any]]:
-    """Yield each block of queries, the nodes that it sees, and the mask, shape [1, 1, queries, nodes]."""
+    """Yield each block of queries, the nodes that it attends to, and the mask, shape [1, 1, queries, nodes]."""
     every = torch.arange(len(leave), device=leave.device)
     for block in (slice(start, start + _BLOCK_SIZE) for start in range(0, len(leave), _BLOCK_SIZE)):
         ancestors = (leave[: block.start] > block.start).nonzero()[:, 0]

@@ -54,7 +54,7 @@ def stored_chat(
 
     The arguments are those of `ChatModel`; tokenizer, template and stop ids are those of the run's engine.
     """
-    # Prompts need only these parts of an engine.
+    # Prompts depend only on the tokenizer, the template and the stop ids of an engine.
     engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
     return ChatModel(
         cast("Engine", engine),
@@ -77,8 +77,8 @@ def first_difference(
     Args:
         trajectory: the trajectory to check.
         chat: the model of its agent; see `stored_chat`.
-        others: function that returns the trajectory of another agent of the same episode, which a segment may continue;
-            None if no other trajectory is there.
+        others: function that returns the trajectory of another agent of the same episode, by its name, since a segment
+            may continue that trajectory; None if the other trajectories are not available.
     """
     try:
         _TrajectoryCheck(trajectory, chat, others).run()

@@ -113,8 +113,8 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
 
 
 # The file is written without the library safetensors. The library's `serialize` needs memory for all tensors at once:
-# 1,026 MiB for a file of 512 MiB, against 64 MiB in this module. The library's `serialize_file` renames a temporary file,
-# which does not work for a file without a name.
+# 1,026 MiB for a file of 512 MiB, against 64 MiB in this module. Its `serialize_file` renames a temporary file, which
+# does not work for a file without a name.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
     """Return the header and the order of the tensors: by dtype, the widest first, so that all are aligned."""
     order = sorted(forms, key=lambda name: (-_width(forms[name].dtype), forms[name].dtype))

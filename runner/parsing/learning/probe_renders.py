@@ -58,7 +58,7 @@ class FormatProber:
     answered: bool = False
     """True to put a result after every call, for templates that raise on unanswered calls or drop them."""
     named_ids: bool = False
-    """True to put the name of a call in its id, for templates such as Kimi's that show the name only there."""
+    """True to put the name of a call in its id, for templates such as Kimi's that show the name only in the id."""
     renders: int = 0
     _known: dict[str, str | None] = field(default_factory=dict)
 
