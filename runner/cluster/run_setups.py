@@ -129,7 +129,7 @@ class _Placeholder(BaseEngine):
         return EngineStats(open=0)
 
     async def health(self) -> None:
-        """Return at once: nothing here can fail."""
+        """Return at once: this engine has nothing that can fail."""
 
     def describe(self) -> dict[str, Any]:
         """Return the description that the first worker reported."""

@@ -318,7 +318,7 @@ def busy_threads() -> list[threading.Thread]:
 
 
 def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
-    """Return a function that schedules a call on the event loop running here; usable in any thread, without waiting."""
+    """Return a function that schedules a call on the current event loop; usable in any thread, without waiting."""
     native: Any = anyio.lowlevel.current_token().native_token
     # Trio's token has the first of these methods, and asyncio's loop has the second.
     schedule: Callable[[Callable[[], object]], object]

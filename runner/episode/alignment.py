@@ -126,8 +126,8 @@ def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
 
 def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> RequestNode | None:
     for point in reversed(match.points):
-        # Only the named turn, its ancestors and its descendants are considered. Without a named turn, the content
-        # alone decides.
+        # Only the named turn, its ancestors and its descendants are considered. Without a named turn, all
+        # answers at the point are considered.
         known = [each for each in point.answers if named is None or _in_line(each, named)]
         proven = [each for each in known if _reasoning_matches(match, each)]
         if proven:

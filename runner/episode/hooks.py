@@ -1,8 +1,8 @@
 """The hooks of an environment, as its episode calls them.
 
 `Environment`, which authors subclass, is in a layer above. So are the episode and the conversation that the hooks
-receive, and their type here is Any. A protocol could not replace Any: attributes that are assigned, and parameters,
-do not accept a wider type than the one that `Environment` names.
+receive, and in this module their type is Any. A protocol could not replace Any: attributes that are assigned, and
+parameters, do not accept a wider type than the one that `Environment` names.
 """
 
 from __future__ import annotations

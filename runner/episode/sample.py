@@ -185,7 +185,7 @@ async def sample(
 ) -> None:
     """Stream `request` into the log after `new_ids`, which are appended once the engine has admitted it.
 
-    All results are stored in `into`. A failure of the engine is stored there too, and not raised.
+    All results are stored in `into`. A failure of the engine is also stored in `into`, and not raised.
     """
     cut = True
     with WhileSampling():

@@ -1,6 +1,6 @@
 """The state of one episode and of its conversations, shared by the modules of this package.
 
-The classes here contain little logic: `prompting` makes prompts, and `turn` samples and records. The author sees
+The classes of this module contain little logic: `prompting` makes prompts, and `turn` samples and records. Authors use
 `Conversation` and `Episode`. `EpisodeRunner` in `lifecycle` extends the state of an episode. A `Conversation` does not
 extend its `ConversationState`, since authors would see internals.
 

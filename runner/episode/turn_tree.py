@@ -107,7 +107,7 @@ class Cursor:
 
     @property
     def origin(self) -> Origin | None:
-        """The turn before a segment that begins here; None for a first segment."""
+        """The turn before a segment that begins at this position; None for a first segment."""
         return None if self.node is None else self.node.origin
 
     def copied(self) -> Cursor:

@@ -214,7 +214,7 @@ _NOT_READ = {
     "vllm_kwargs",
     "worker_extension_cls_fqn",
 }
-"""Keys of NeMo RL without an effect on `Generation`: for its workers, its transfer of weights and its validation."""
+"""Keys of NeMo RL that do not affect `Generation`. They set how NeMo RL starts workers, moves weights and validates."""
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

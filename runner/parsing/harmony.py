@@ -222,7 +222,7 @@ def _read_call(name: str, text: str) -> tuple[ReadCall, int]:
     """Return the call whose arguments begin `text`, and the position after them."""
     start = after_space(text, 0)
     try:
-        # A turn that was truncated here may not have arguments yet.
+        # A turn that was truncated after the call's name has no arguments yet.
         arguments, at = ({}, start) if _END.match(text, start) else read_object(text, start)
     except Unreadable as error:
         return ReadCall(name, error=str(error)), _next_end(text, start)

@@ -10,7 +10,7 @@ import numpy as np
 
 __all__ = ["Bar", "Chart", "histogram", "over_time"]
 
-# No plotting library is used. Charts here have 0.5 to 2 kB each, the page's light or dark colours, and their values as
+# No plotting library is used. Our charts have 0.5 to 2 kB each, the page's light or dark colours, and their values as
 # text. A bar chart of pygal has 22 kB with a script and a style that the page's policy refuses. Charts of leather, Vega
 # and matplotlib have 10 kB, fixed colours and no texts, and Vega's converter has 84 MB. All these libraries would still
 # need our bins, which are most of this module.

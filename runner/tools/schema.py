@@ -208,7 +208,7 @@ def _arguments_adapter(
 ) -> TypeAdapter[dict[str, Any]]:
     fields = {p.name: _field(hints[p.name], p.default is p.empty) for p in parameters}
     # The arguments are a typed dict, not a model, so that they may have any name, such as `schema`, `copy` or `_x`.
-    typed_dict: Any = TypedDict  # created at run time, so a type checker has no fields of it
+    typed_dict: Any = TypedDict  # created at run time, so type checkers cannot follow it
     arguments: Any = typed_dict("Arguments", fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:

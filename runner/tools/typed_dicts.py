@@ -59,7 +59,7 @@ class _HintReader:
             read = self.read(get_args(hint)[0] if is_marked else hint)
             required = origin is typing_extensions.Required or (not is_marked and name in typed_dict.__required_keys__)
             fields[name] = typing_extensions.Required[read] if required else typing_extensions.NotRequired[read]
-        functional: Any = typing_extensions.TypedDict  # created at run time, so a type checker has no fields of it
+        functional: Any = typing_extensions.TypedDict  # created at run time, so type checkers cannot follow it
         made = functional(typed_dict.__name__, fields)
         for name in ("__doc__", "__module__", "__qualname__", "__pydantic_config__"):
             if hasattr(typed_dict, name):

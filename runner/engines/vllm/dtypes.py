@@ -136,7 +136,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _stored(config: Mapping[str, Any]) -> str:
-    """Return the dtype of the checkpoint; "" if unknown. For a multimodal model, it is that of the text part."""
+    """Return the dtype of the checkpoint; "" if unknown. In multimodal models, the text part may name it."""
     for part in _parts(config):
         name = part.get("dtype") or part.get("torch_dtype")
         if isinstance(name, Mapping):  # a dict with one dtype for each part

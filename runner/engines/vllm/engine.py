@@ -1,7 +1,7 @@
 """vLLM engine in this process: `AsyncLLM` with token ids as input and output.
 
 Requests use `add_request` and its collector. `generate()` is not used, since it aborts a request inside the cancelled
-scope. There the abort itself is cancelled, so the request would continue in the engine.
+scope. In that scope the abort itself is cancelled, so the request would continue in the engine.
 """
 
 from __future__ import annotations

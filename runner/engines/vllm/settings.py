@@ -111,7 +111,7 @@ def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
     workers, cores = ParallelSizes.of(given).workers, os.sched_getaffinity(0)
     variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes(workers))}
     if is_local(given) and workers <= len(cores):
-        # By default vLLM leaves one CPU core of each pair idle for serving, which here runs in our process. It also
+        # By default vLLM leaves one CPU core of each pair idle for serving, but serving runs in our process. vLLM also
         # assigns the same cores to all ranks, and no cores to some workers on a machine with one memory node.
         variables[BINDING] = cores_by_worker(workers, cores)
     return variables

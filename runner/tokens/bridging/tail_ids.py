@@ -215,7 +215,7 @@ class TailIds:
     def _before_content(self, end: int) -> bool:
         """Return True if the first `end` ids of the tail are the template's own, without new content."""
         length = len(self._tokenizer.decode(self.ids[:end]))
-        # `seen` may be too early, since a content "m" also occurs inside <|im_end|>. Then `border` decides.
+        # `seen` may be too early, since a content "m" also occurs inside <|im_end|>. Then `border` is the limit.
         return length <= self._tail.seen[0] or length <= self._tail.border
 
 
