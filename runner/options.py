@@ -396,7 +396,7 @@ class HistoryPolicy(enum.StrEnum):
     APPEND = "append"
     """Keep the sampled tokens, and fork if no exact bridge is proven."""
     FORK = "fork"
-    """Follow the template: if its render of earlier messages differs, begin a new segment."""
+    """Follow the template: if its render of earlier messages has other ids, begin a new segment."""
     REFUSE = "refuse"
     """End the episode with `token_error` if no exact bridge is proven."""
 

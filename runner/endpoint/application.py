@@ -81,7 +81,7 @@ class Application:
     """The ASGI application that routes the requests of a run to its episodes.
 
     Args:
-        hosts: accepted values of the Host header. A browser that another site directs to us sends a different one.
+        hosts: accepted values of the Host header. A browser that another site sent to this server has a different one.
         any_address: also accept any numeric address, since another site can only send a name.
     """
 

@@ -143,7 +143,7 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """Return an unquoted value and the position after it. It ends at the first text that may follow a value."""
+        """Return the unquoted value up to the first text that may follow a value, and the position after the value."""
         style = styles[0]
         followed, alone = self._after[style.close]
         found = followed.search(text, start)

@@ -25,7 +25,7 @@ def listen_inside(pid: int, port: int) -> socket.socket:
     The call blocks for a short time.
 
     Raises:
-        SandboxFailed: the namespace cannot be entered, or the port is taken in it.
+        SandboxFailed: the namespace cannot be entered, or the port is in use in the namespace.
     """
     found: list[socket.socket | OSError] = []
 

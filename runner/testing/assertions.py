@@ -246,7 +246,7 @@ def _check_ending(trajectory: Trajectory) -> None:
 def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
     """Raise AssertionError if a turn differs from its request, as an engine with `record=True` received it."""
     calls: Any = getattr(engine, "calls", ())
-    by_name = {call.name: call for call in calls}  # the dict keeps the last attempt's calls
+    by_name = {call.name: call for call in calls}  # a later attempt replaces an earlier one's calls
     for turn in trajectory.turns:
         call = by_name.get(f"{trajectory.id}/{trajectory.thread or turn.agent}/{turn.number}")
         if call is None:

@@ -109,7 +109,7 @@ def _collect_unclosed() -> Iterator[list[str]]:
 
 
 async def recording_unfinished_tasks(function: Callable[[], Awaitable[T]]) -> T:
-    """Call the function that its event loop runs last, and add the tasks that it leaves to `UNFINISHED_TASKS`."""
+    """Call the last function of an event loop, and add the tasks that it leaves to `UNFINISHED_TASKS`."""
     try:
         return await function()
     finally:

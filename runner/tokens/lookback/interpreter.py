@@ -52,7 +52,7 @@ class Interpreter(Evaluator):
         """Return the template's output.
 
         Raises:
-            RenderStopped: the template raises after all earlier messages, whatever they are.
+            RenderStopped: the template raises for any earlier messages.
             NotFollowed: the template has an operation that is not modelled.
         """
         self._run(template.body)
