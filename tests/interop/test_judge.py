@@ -47,7 +47,7 @@ async def test_judge_without_a_score_fails_and_is_not_zero(said: str) -> None:
 async def test_score_cut_by_the_token_limit_is_an_error() -> None:
     for each in await judged("Score: 0.85", sampling=Sampling(max_tokens=10)):
         assert each.outcome is Outcome.ENV_ERROR
-        assert "the last: 'Score: 0.8'" in each.error
+        assert "the last one is 'Score: 0.8'" in each.error
 
 
 async def test_judge_that_wrote_prose_is_asked_once_more() -> None:
