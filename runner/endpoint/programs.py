@@ -184,7 +184,7 @@ async def run_program(
     # This happens, for example, for an argument of 128 KiB or more or with a zero byte, a variable that is not text, or
     # a script without an interpreter.
     except (OSError, TypeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None
     program = RunningProgram(given, process, mark)
     try:

@@ -125,6 +125,11 @@ def test_a_lost_worker_is_reported_with_its_exit(reported: str, said: str) -> No
     assert calls._why(died(reported)).startswith(said)
 
 
+def test_error_without_a_text_is_reported_with_its_type() -> None:
+    assert calls._why(ConnectionError()) == "ConnectionError"
+    assert calls._why(ConnectionError("gone\nbecause")) == "gone"
+
+
 def died(reported: str) -> Any:
     error: Any = pytest.importorskip("ray.exceptions").ActorDiedError()
     error.error_msg = reported

@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 
 from runner.cluster.protocol import StoredObject, WorkerLost
-from runner.errors import BadOption, DeltarunnerError, EngineError
+from runner.errors import BadOption, DeltarunnerError, EngineError, first_line
 from runner.version import installed_version
 
 __all__ = ["AnsweringActor", "RayWorker", "record_exit_reason"]
@@ -231,7 +231,7 @@ def _why(error: BaseException) -> str:
     if isinstance(error, OutOfMemoryError):
         used = re.search(r"was (\S+ used / \S+ limit)", str(error))
         return "its machine was short of memory, and Ray ended it" + (f": {used[1]}" if used is not None else "")
-    return str(error).strip().splitlines()[0]
+    return first_line(error)
 
 
 def _how(report: str) -> str:
