@@ -135,7 +135,8 @@ class Adapters:
             EngineDead: the engine died.
         """
         if name not in self._current:
-            raise BadOption(f"remove_adapter({name!r}): the engine has no adapter of that name; {self._there()}.")
+            there = self._there() if self._current else "it has none, so there is nothing to remove"
+            raise BadOption(f"remove_adapter({name!r}): the engine has no adapter of that name; {there}.")
         self._retire(name)
         await self._unload_old()
 

@@ -447,6 +447,13 @@ def test_unknown_adapter_is_refused_with_the_existing_ones() -> None:
         Adapters(["critic", "judge"]).check("episode/main/1", "poet")
 
 
+async def test_removal_of_an_unknown_adapter_is_refused_with_the_existing_ones() -> None:
+    with pytest.raises(BadOption, match=r"'poet'\): .* no adapter of that name; it has none, so there is nothing to"):
+        await Adapters().remove("poet")
+    with pytest.raises(BadOption, match=r"'poet'\): .* no adapter of that name; it has 'critic', 'judge'\."):
+        await Adapters(["critic", "judge"]).remove("poet")
+
+
 @pytest.mark.parametrize(
     ("version", "parts"),
     [

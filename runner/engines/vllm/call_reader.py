@@ -51,7 +51,8 @@ def _parser_class(tool_format: str) -> Any:
             from vllm.tool_parsers import ToolParserManager
         except ImportError as error:
             raise BadOption(
-                f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}); name another format."
+                f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}): install another version of "
+                "vLLM, or leave tool_format out."
             ) from error
         known = ToolParserManager.list_registered()
         if name not in known:

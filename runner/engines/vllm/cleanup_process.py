@@ -104,7 +104,8 @@ def shared_memory_of(pid: int) -> set[str]:
 def _mapped(pid: int) -> Iterator[str]:
     with suppress(OSError):
         for line in _read(f"/proc/{pid}/maps").splitlines():
-            last = line.rpartition(" ")[2]  # unlinked memory in use has "(deleted)" after its path
+            # The line of unlinked memory ends with "(deleted)", so such memory is skipped.
+            last = line.rpartition(" ")[2]
             if last.startswith(_SHARED_MEMORY):
                 yield last.removeprefix(_FOLDER)
 

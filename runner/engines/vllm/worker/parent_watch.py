@@ -83,7 +83,8 @@ def watch_parent() -> None:
 
 def patch_file_store(folder: str) -> None:
     """Patch this process, so that the file by which the workers of a core connect is in the engine's folder too."""
-    # vLLM may import this module only after the first call of `watch_parent`, and uses it only after the second call.
+    # This module of vLLM is possibly not imported yet at the first call of `watch_parent`. It is first used after the
+    # second call.
     network = sys.modules.get("vllm.utils.network_utils")
     if hasattr(network, "tempfile"):
         vars(network)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
