@@ -226,7 +226,8 @@ class _TraceCheck:
             text = self._decode(said)
             if self._decode(call.prompt_ids).startswith(text):
                 why = f"the ids of turn {earlier} are encoded again: the same text, other ids than were sampled"
-                # The expected prompt has the sampled ids, and after their text the ids of this prompt.
+                # The expected prompt begins with the ids of the earlier call. The ids of this prompt after the same
+                # text follow.
                 places = range(len(call.prompt_ids) + 1)
                 rest = bisect_left(places, len(text), key=lambda end: len(self._decode(call.prompt_ids[:end])))
                 self._find(TraceFault.REENCODED, number, why, call.prompt_ids, said + call.prompt_ids[rest:])

@@ -252,7 +252,8 @@ def _row_calls(row: Mapping[str, Any], vocabulary: int | None) -> list[TracedCal
     replies = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
     if messages and len(replies) < len(spans):
         raise BadBatch(
-            f"row: {len(spans)} spans of sampled ids, but only {len(replies)} assistant messages: give one per span."
+            f"row: {counted(len(spans), 'span')} of sampled ids, but only "
+            f"{counted(len(replies), 'assistant message')}: give an assistant message for each span."
         )
     replies = replies[len(replies) - len(spans) :]
     make = partial(TracedCall, tools=tuple(row.get("tools") or ()))

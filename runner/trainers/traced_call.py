@@ -82,9 +82,9 @@ def logprobs_of(where: str, fields: Mapping[str, Any], name: str, count: int) ->
     if len(logprobs) != count:
         values, ids = counted(len(logprobs), "value"), counted(count, "sampled id")
         raise BadBatch(f"{where}: {name} has {values} for {ids}: give one value for each id.")
-    for value in logprobs:
+    for place, value in enumerate(logprobs):
         if type(value) not in (int, float) or not math.isfinite(value) or value > 0:
-            raise BadBatch(f"{where}: {name} has {value!r:.30}: a log-probability is finite and at most 0.")
+            raise BadBatch(f"{where}: {name}[{place}] is {value!r:.30}: give a finite number of at most 0.")
     return [float(value) for value in logprobs]
 
 

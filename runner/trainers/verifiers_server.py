@@ -129,7 +129,8 @@ class VerifiersServer:
             # The task is registered before it begins, since a cancellation may follow at once.
             task = asyncio.create_task(self._answer(client, request_id, route, payload))
             self._running[key] = task
-            task.add_done_callback(lambda _, key=key: self._running.pop(key, None))  # type: ignore[misc]  # bound now
+            # `key=key` binds the current key, since the next round assigns another one.
+            task.add_done_callback(lambda _, key=key: self._running.pop(key, None))  # type: ignore[misc]  # see above
 
     # --- one request
 

@@ -277,7 +277,8 @@ SAMPLED = {**NODE, "sampled": True, "mask": [True], "logprobs": [-1.0]}
         ({"prompt_ids": [1], "completion_ids": [2], "env_mask": [2]}, "env_mask has 2: a mask holds 0 and 1"),
         ({"prompt_ids": [1], "completion_ids": [2.5]}, r"completion_ids\[0\] is 2.5"),
         ({"prompt_ids": [1], "completion_ids": [2], "logprobs": []}, "logprobs has 0 values for 1 sampled id"),
-        ({"prompt_ids": [1], "completion_ids": [2], "messages": [{"role": "user"}]}, "1 spans .* 0 assistant messages"),
+        ({"prompt_ids": [1], "completion_ids": [2], "logprobs": [0.5]}, r"logprobs\[0\] is 0.5: give a finite number"),
+        ({"prompt_ids": [1], "completion_ids": [2], "messages": [{"role": "user"}]}, "1 span .* 0 assistant messages"),
         ({"prompt_ids": [[1]], "completion_ids": [[2], [3]]}, "prompt_ids has other rows than completion_ids"),
     ],
 )
