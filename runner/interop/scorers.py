@@ -112,7 +112,7 @@ class _ComparisonScorer:
 
     def check(self, answer: str) -> None:
         if self.reference(answer) is None:
-            raise ValueError(f"the answer {answer!r:.60} is not {self.wanted}")
+            raise ValueError(f"the answer {answer!r:.60} is not {self.wanted}: {_FIX}")
 
     async def score(self, text: str, task: Task) -> Score:
         return float(self.equal(text, task.answer))
@@ -153,10 +153,10 @@ class _MathScorer:
 
     def check(self, answer: str) -> None:
         if not answer.strip():
-            raise ValueError("the answer is empty")
+            raise ValueError(f"the answer {answer!r:.60} is empty: {_FIX}")
         # If the library cannot parse anything, it returns only text.
         if all(isinstance(each, str) for each in _parsed_answer(_math_library(), answer)):
-            raise ValueError(f"math-verify cannot read the answer {answer!r:.60} as a mathematical expression")
+            raise ValueError(f"math-verify cannot read the answer {answer!r:.60} as a mathematical expression: {_FIX}")
 
     async def score(self, text: str, task: Task) -> Score:
         return await _in_process("math", _equal_math, MATH_SECONDS, text, task.answer)
@@ -353,7 +353,8 @@ _COMPARED: Final[dict[ScoreName, tuple[Callable[[str, str], bool], Callable[[str
     ScoreName.EXACT: (_exact, lambda answer: answer.strip() or None, "a text"),
     ScoreName.CONTAINS: (_contains, lambda answer: answer.strip() or None, "a text"),
     ScoreName.NUMBER: (_equal_numbers, number_in, "a number"),
-    ScoreName.CHOICE: (_equal_choices, _reference_letter, "a letter; for a number, write {answer:letter}"),
+    ScoreName.CHOICE: (_equal_choices, _reference_letter, "a letter (for a number, write {answer:letter})"),
     ScoreName.JSON: (_equal_json, _json_text, "JSON"),
 }
+_FIX: Final = "correct it, or choose another value for score"
 _NAMES: Final = "exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC or module:function"

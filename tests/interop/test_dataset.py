@@ -170,11 +170,11 @@ BAD_ROWS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "an image or sound in its messages",
     ),
     "duplicate ids": ([{**ROWS[0], "id": 7}, {**ROWS[1], "id": 7}], {"id": "id"}, "row 2 has the same id '7' as row 1"),
-    "answer without number": ([{"question": "a", "answer": "x"}], {}, "the answer 'x' is not a number"),
+    "answer without number": ([{"question": "a", "answer": "x"}], {}, "the answer 'x' is not a number: correct it, or"),
     "answer without letter": (
         [ROWS[1]],
         {"score": "choice"},
-        r"is not a letter; for a number, write \{answer:letter\}",
+        r"is not a letter \(for a number, write \{answer:letter\}\): correct it",
     ),
     "answer without JSON": ([ROWS[1]], {"score": "json"}, "is not JSON"),
     "not a mapping": (["text"], {}, "row 1: 'text' is not a mapping"),
