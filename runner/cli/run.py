@@ -251,7 +251,7 @@ def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
         part, dot, rest = name.partition(".")
         if not dot or part not in own:
             named = ", ".join(f"{each}.NAME" for each in own)
-            raise BadOption(f"--set {name}: name the environment as well: {named}.")
+            raise BadOption(f"--set {name}: begin with an environment of the mixture: {named}.")
         own[part][rest] = value
     return Mixture({name: (construct_named(full, own[name]), weight) for name, full, weight in settings.mixed()})
 

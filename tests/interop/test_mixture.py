@@ -268,7 +268,7 @@ def test_several_environments_play_from_the_command_line(
     assert "calculator.exact" in said
     assert deltarunner("run", "calculator", "calculator:2")[1].endswith("'calculator' is named twice: name it once.")
     assert (
-        "name the environment as well: calculator.NAME, guess_number.NAME"
+        "begin with an environment of the mixture: calculator.NAME, guess_number.NAME"
         in deltarunner("run", "calculator", "guess_number", "--set", "first=1")[1]
     )
     assert "Did you mean 'calculator'" in deltarunner("run", "guess_number", "calculater:3")[1]
