@@ -76,7 +76,7 @@ class LagMonitor:
         self._workers = workers
         self._tick_seconds = tick
         self._late = tick * LATE_SECONDS / TICK_SECONDS
-        self._lags: deque[float] = deque(maxlen=3000)  # a minute of ticks
+        self._lags: deque[float] = deque(maxlen=3000)  # a minute of ticks of 20 ms
         self._seconds: dict[tuple[str, bool, bool], float] = {}
         self._mark = 0.0
         self._loop_thread = 0

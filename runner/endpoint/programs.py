@@ -171,7 +171,9 @@ async def run_program(
             raise BadOption(f"run({argv!r:.80}): give a list of strings, not of {type(each).__name__}.")
     given = [os.fspath(each) for each in argv]
     if cwd is not None and not await anyio.Path(cwd).is_dir():
-        raise BadOption(f"run({given[:1]!r:.80}, cwd={os.fspath(cwd)!r}): this is not an existing folder: create it.")
+        raise BadOption(
+            f"run({given[:1]!r:.80}): cwd={os.fspath(cwd)!r} is not an existing folder: create it, or give another."
+        )
     found = _found(given[0], cwd, env) if given else None
     if found is None:
         raise BadOption(

@@ -410,6 +410,7 @@ class Episode:
 
 
 def _seen_by_author(state: ConversationState) -> Conversation:
-    # `author_conversation` has the type of a protocol, since `Conversation` is in a layer above its class
+    # `author_conversation` has the type of a protocol, since `Conversation` is in a higher layer than
+    # `ConversationState`.
     assert isinstance(state.author_conversation, Conversation)
     return state.author_conversation

@@ -314,7 +314,7 @@ def as_typed(text: str, types: Set[str]) -> Any:
         text: text of an argument that was written without quotes.
         types: JSON schema types that fit; empty for any.
     """
-    # A plus is accepted only before a value that must be a number, since it may begin a telephone number.
+    # A text that begins with a plus is a literal only if no string is allowed here, since it may be a telephone number.
     if types == {"string"} or (text.startswith("+") and (not types or "string" in types)):
         return text
     try:

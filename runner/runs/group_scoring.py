@@ -153,7 +153,7 @@ def _scored(group: Group) -> Group:
 
 def _one_each(values: Any, group: Group, name: str) -> list[Score]:
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"return one number per trajectory, got {values!r:.80}")
+        raise TypeError(f"got {values!r:.80}: return one number per trajectory")
     scores = [as_score(value, name) for value in values]
     if len(scores) != len(group.trajectories):
         raise ValueError(f"{len(scores)} numbers for {len(group.trajectories)} trajectories: return one for each")

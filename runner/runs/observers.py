@@ -132,7 +132,8 @@ class ObserverThreads:
         if group.played >= missing:
             members = self._open.pop(key).trajectories
             for each in by_agent(members, seed=self._seed, group_size=self._group_size):
-                self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # `each` is bound now
+                # `each=each` binds the current group, since the next round assigns another one.
+                self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # see above
 
     def weights(self, version: str) -> None:
         """Announce new weights."""

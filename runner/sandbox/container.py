@@ -156,7 +156,8 @@ class ContainerSandbox:
 
     async def restore(self) -> None:
         """End all processes and put back the programs of the image, as in `Sandbox.restore`."""
-        # The container is stopped first, so that no process can undo the change. It then starts with the image's shell.
+        # The container is stopped first, so that no process can change the programs while they are restored. The
+        # container then starts with the image's shell.
         await self._stop()
         damage = ""
         try:

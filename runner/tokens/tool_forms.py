@@ -307,7 +307,8 @@ class _Rewriting:
         if target is None:  # the reference is to another document, whose content is not known
             return dict(schema)
         if reference in self.within or self.nodes > _MAX_NODES:
-            # A schema that refers to itself is shown once; inside of itself, only its type and description are shown.
+            # Inside itself, or if the whole schema is too large, a referred schema is cut to its type and description,
+            # with the keys beside the reference.
             return {**{key: target[key] for key in ("type", "description") if key in target}, **self._beside(beside)}
         self.within.append(reference)
         try:

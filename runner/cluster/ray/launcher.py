@@ -151,7 +151,7 @@ class RayLauncher:
                     )
                 raise BadOption(
                     f"{self._who}: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and "
-                    f"{cluster}. Give fewer workers, or add machines."
+                    f"{cluster}. Give fewer workers or smaller cpus= or gpus=, or add machines."
                 )
 
     def _require_a_machine(self, nodes: Sequence[Mapping[str, Any]]) -> None:

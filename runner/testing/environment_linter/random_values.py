@@ -241,7 +241,7 @@ class RandomModel:
         tools = must or tools
         if not tools or (call.turn >= MAX_TURNS - 1 and not must):
             return Reply(rng.choice(("42", "7", "yes", "I do not know.", "hello")))
-        # The tools take turns; each task begins with a different tool.
+        # Each turn calls the next tool. The first tool is random, but fixed for the task.
         first = call.turn + random.Random(task).randrange(len(tools))
         chosen = [tools[first % len(tools)]]
         two_calls = self._two_calls and all(tool.parallel for tool in must)
