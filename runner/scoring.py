@@ -73,10 +73,10 @@ def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
 
 
 def metric(function: Function, /) -> Function:
-    """Mark a method as a metric: `() -> float | bool | None | {name: float}`, sync or async; not part of the reward.
+    """Mark a method as a metric: `() -> float | bool | None | {name: float}`, sync or async.
 
-    The values of a dict are separate metrics: if `scores` returns `{"style": 0.5}`, the metric is
-    `scores.style`.
+    A metric is not part of the reward. The values of a dict are separate metrics: if `scores` returns
+    `{"style": 0.5}`, the metric is `scores.style`.
 
     Raises:
         BadEnvironment: `function` is not a function, or its class has two decorated methods of this name.

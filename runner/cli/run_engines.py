@@ -21,10 +21,10 @@ _WORKER_OPTIONS = {"worker_gpus": "gpus", "worker_cpus": "cpus", "stall_seconds"
 
 
 def agent_engines(settings: RunSettings) -> dict[str, BaseEngine]:
-    """The engines of `--engine`, by agent. Each is given as `api:MODEL`, `api:MODEL@URL` or `MODEL@URL`.
+    """The engines of `--engine AGENT=ENGINE`, by agent. ENGINE is `api:MODEL`, `api:MODEL@URL` or `MODEL@URL`.
 
     Raises:
-        BadOption: an engine cannot be read, or its package is missing.
+        BadOption: a value has another form, or the package that its engine needs is missing.
     """
     given = parse_pairs(settings.engines, "--engine")
     return {agent: _engine(agent, value, settings) for agent, value in given.items()}

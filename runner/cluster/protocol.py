@@ -81,7 +81,7 @@ class EngineKnown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherKnown:
-    """The properties of an engine that other agents use, and of which each worker enters its own copy."""
+    """The properties of the engine of another agent. Each worker enters its own copy of this engine."""
 
     ids: EngineKnown | None
     """The properties for token ids; None for an engine that takes messages."""
@@ -103,7 +103,7 @@ class FleetSnapshot:
     first_proofs: tuple[WeightProof, ...] = ()
     """The proofs of the weights that the engines start with. The tolerances of later proofs are derived from them."""
     readable: bool = True
-    """True if the weights can be read. The weights of a transfer cannot, since they are not kept anywhere."""
+    """True if the weights can be read. The weights of a transfer cannot be read again, since no copy is kept."""
     adapters: tuple[tuple[str, int, Any, Mapping[str, Any] | None], ...] = ()
     """Name, number, reference and configuration (or None) of each adapter."""
     asleep: int = 0
@@ -113,7 +113,7 @@ class FleetSnapshot:
     paused: bool = False
 
     def has_weights_of(self, newer: FleetSnapshot) -> bool:
-        """Return True if a worker in this state has the weights, proofs and adapters of a newer state.
+        """Return True if a worker in this state has the weights, `first_proofs` and adapters of a newer state.
 
         Weights that cannot be read any more are not required.
         """

@@ -185,7 +185,7 @@ class Worker(EngineProcess):
             raise run.failure
 
     async def others_known(self, number: int) -> dict[str, OtherKnown]:
-        """The properties of the entered engines that a driver needs, by agent; empty if they were not entered."""
+        """Return data for the driver about the engines of other agents, by agent; {} before the engines are entered."""
         run = self._runs.get(number, WorkerRun())
         return {
             name: OtherKnown(

@@ -69,7 +69,7 @@ class WorkerHandle:
 
     @property
     def name(self) -> str:
-        """Its name, for people."""
+        """The worker's number and, once known, its machine, for messages: "worker 3 on NODE"."""
         return f"worker {self.number}" + (f" on {self.info.node}" if self.info is not None else "")
 
     @property
@@ -132,8 +132,8 @@ async def live(handle: WorkerHandle) -> None:
 async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") -> Any:
     """Return the answer of a worker.
 
-    Time in which this process or its event loop was suspended does not count. After a trainer computed on the loop for
-    minutes, or the process was stopped, the answers may have arrived already.
+    Time in which this process or its event loop was suspended does not count, since the answer may have arrived by
+    then. For example, a trainer may have computed on the loop for minutes.
 
     Raises:
         WorkerLost: the worker did not answer within `limit` seconds; the message contains `when`.

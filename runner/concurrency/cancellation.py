@@ -24,7 +24,10 @@ def cancellation_is_asked_for() -> bool:
 
 
 def forget_native_cancellation() -> None:
-    """Clear the effect of `asyncio.Task.cancel()` on the current task, which later scopes would take for their own."""
+    """Clear the cancellation requests that `asyncio.Task.cancel()` left on the current task.
+
+    Later cancel scopes would take these requests for their own.
+    """
     try:
         task = asyncio.current_task()
     except RuntimeError:  # the event loop is not asyncio's

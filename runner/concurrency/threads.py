@@ -187,7 +187,7 @@ class Workers:
             self._slots.release_on_behalf_of(owner)
 
     async def call_beside(self, job: Job, thread: WorkerThread | None = None) -> Any:
-        """Make a call without the limit: in `thread`, or in an additional thread if `thread` is None.
+        """Run a job outside the limit on threads: in `thread`, or in an idle or new thread if `thread` is None.
 
         Raises:
             BaseException: the error of the job.

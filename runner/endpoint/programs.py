@@ -100,7 +100,7 @@ def program_environ(home: Path, further: Mapping[str, str] = MappingProxyType({}
 
 
 def program_variables(home: str) -> dict[str, str]:
-    """Return the variables of a program that depend on its home."""
+    """Return the variables that are set for every program: home, type of terminal, and folder of temporary files."""
     # Programs compiled by Bun leave megabytes in the folder of temporary files at each start.
     return {"HOME": home, "TERM": "dumb", **dict.fromkeys(_TEMPORARY, f"{home}/{TEMPORARY_FOLDER}")}
 

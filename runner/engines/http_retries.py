@@ -104,7 +104,7 @@ class RetryPolicy:
     longest_retry_after: float = 120.0
     """Maximum Retry-After in seconds; after a longer one the request fails."""
     budget: int = 1000
-    """Maximum number of retries of a run; each success adds one."""
+    """Maximum number of retries of an entered engine; each success restores one."""
 
     def __post_init__(self) -> None:
         for name, least in (("attempts", 1), ("budget", 0)):
@@ -115,7 +115,7 @@ class RetryPolicy:
 
 
 class Retries:
-    """Retries of one run: rest of the budget, and counts.
+    """Retries of an engine since it was entered: the rest of the budget, and counts.
 
     Args:
         policy: the retry policy.
@@ -157,5 +157,5 @@ class Retries:
         return seconds
 
     def succeeded(self) -> None:
-        """Add one retry to the budget after a success."""
+        """Restore one retry of the budget after a success, up to the whole budget."""
         self.left = min(self.policy.budget, self.left + 1)

@@ -221,7 +221,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.state = EngineState.ASLEEP
 
     async def wake_up(self, parts: frozenset[str]) -> None:
-        """Allocate memory again. After the last part, return to the state before the sleep."""
+        """Allocate parts of the memory again. After the last, resume if the trainer did not pause and weights exist."""
         await to_its_end(partial(self._wake_up, parts))
 
     async def _wake_up(self, parts: frozenset[str]) -> None:
@@ -237,7 +237,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         await self._release_unless_paused()
 
     async def _release_unless_paused(self) -> None:
-        """Resume, unless the trainer paused the engine or a part of its memory is missing."""
+        """Resume, unless the trainer paused the engine, or its weights are discarded, or memory is still released."""
         if not self.paused_by_caller and not self.weights_discarded and not self.asleep:
             await self.release()
 

@@ -1,1 +1,1 @@
-"""Environments: the class that authors subclass, loading by name, tasks, and lifespan."""
+"""Environments: the base class for authors, loading by name, tasks, and lifespan."""

@@ -151,7 +151,7 @@ def open_conversation(
 
 
 def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
-    """Open the conversation of a thread: of requests that continue each other, each with its whole history.
+    """Open the conversation of a thread: requests that continue each other, each with the whole history.
 
     On an engine that takes messages, threads are evaluated, not trained.
     """
@@ -331,7 +331,7 @@ class Conversation:
         raise self._is_over()
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
-        """Replace the history. BadMessage is raised if a tool message in it answers no call.
+        """Replace the history. BadMessage is raised if a tool message in `messages` answers no call.
 
         If the new history extends the old one, the new messages are appended. If it lacks only the agent's last
         message, the turn of that message is sampled again from its exact prompt ids. Any other history is rendered
@@ -423,7 +423,7 @@ class Conversation:
         raise self._is_over()
 
     def keep(self, turn: Turn, *, train_others: bool = False) -> None:
-        """Continue from one of several tries, or from an earlier turn, whose exact ids then begin the next prompt.
+        """Continue from one of several tries or from an earlier turn: the exact ids of that turn begin the next prompt.
 
         Args:
             turn: a turn of this conversation.
@@ -471,7 +471,7 @@ class Conversation:
 
 
 class _GenerateBlock:
-    """The block of a `generate`, which another task may cut."""
+    """A context manager around one `generate` call, which another task may cut."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation

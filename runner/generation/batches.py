@@ -251,9 +251,10 @@ class Generation:
         return True
 
     async def finish_generation(self, *, release_gpu: bool = True) -> bool:
-        """Clear the prompt cache, whose entries are of the current weights, and put a colocated engine to sleep.
+        """Clear the prompt cache, and put a colocated engine to sleep.
 
-        Rows that are being sampled are cut by the sleep and sampled again once the engine is awake.
+        The entries of the cache were computed with the current weights, which may soon be replaced. Rows that are being
+        sampled are cut by the sleep and sampled again once the engine is awake.
 
         Args:
             release_gpu: False keeps a colocated engine awake.

@@ -219,7 +219,7 @@ class Harbor(Environment):
         return True
 
     async def _solution_holds(self) -> bool:
-        """True if the reward of the task's solution holds a second time, or if it has no solution."""
+        """True if the reward of the task's solution holds a second time, or if the task has no solution."""
         if not self._harbor.has_solution:
             return True
         try:
@@ -382,7 +382,7 @@ class HarborCheck:
 
     @property
     def ok(self) -> bool:
-        """True if the solution has the reward 1, and no action the reward 0."""
+        """True if the solution got the reward 1, no action got the reward 0, and there were no errors."""
         return self.solution == 1 and self.nothing == 0 and not self.errors
 
 

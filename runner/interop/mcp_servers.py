@@ -177,7 +177,11 @@ def _named(servers: ServerOption) -> dict[str, Any]:
 
 
 def _parsed(servers: str) -> Any:
-    """Return the JSON value of a text or of a .json file; other text is returned unchanged."""
+    """Return the JSON value of a text or of a .json file; other text is returned unchanged.
+
+    Raises:
+        BadEnvironment: the file, or a text that begins with a brace or a bracket, is not JSON.
+    """
     text = servers
     if servers.endswith(".json") and Path(servers).is_file():
         text = Path(servers).read_text(encoding="utf-8")

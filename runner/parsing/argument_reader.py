@@ -205,9 +205,9 @@ class TaggedArgumentReader:
 
     @cached_property
     def _after(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """Two patterns of the end of an unquoted value, by the close of its style.
+        """Two patterns for the end of an unquoted value, by the closing text of the value's style.
 
-        The first also matches the text that follows in a complete call; the second matches only the end.
+        The first pattern requires that the next key or the end of the call follows; the second does not.
         """
         form = self.format
         patterns: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {}

@@ -57,7 +57,7 @@ def constraint(
 
     Raises:
         BadOption: a call is required, and no tool is allowed or can be called; or the format writes a stop token inside
-            of a call, or no text that ends a string.
+            of a call, or has no text that ends a string.
     """
     allowed = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
     if tool_choice == "none" or (tool_choice == "auto" and not (form.trigger and allowed)):
@@ -87,7 +87,10 @@ def constraint(
 
 
 def _ended(form: CallFormat, stops: Collection[str]) -> CallFormat:
-    """Return the format cut at the first stop token, since no text of the turn can follow it."""
+    """Return the format with `close` cut at the first stop token, and without a `between` that contains a stop token.
+
+    No text of a turn can follow a stop token.
+    """
     close = form.close[: min((at for stop in stops if (at := form.close.find(stop)) >= 0), default=None)]
     between = None if form.between is not None and _holds(stops, form.between) else form.between
     return form if (close, between) == (form.close, form.between) else replace(form, close=close, between=between)

@@ -31,7 +31,7 @@ class ExternalReader(Protocol):
 
 
 def external_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall:
-    """Return a call that another library has read, from an object of arguments or the JSON text of one.
+    """Return a call that another library has read. `arguments` is an object, the JSON text of one, or empty.
 
     If the name or the arguments are invalid, the call has its `error` set.
     """

@@ -103,7 +103,7 @@ class HarmonyStream(StateReader):
 
     A call is emitted when its message ends. An unreadable call is emitted at the end of the turn, with the text after
     it. Reasoning and content are emitted in pieces: each message stripped, with a line break between two messages. The
-    joined pieces equal the parts of `reading`.
+    joined pieces equal the reasoning and the content of `reading`.
     """
 
     def __init__(self, *, calls: bool = True) -> None:

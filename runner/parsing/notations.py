@@ -35,7 +35,10 @@ def type_of(value: Any) -> ValueType:
 
 
 def members_in_order(members: Mapping[str, Any], *, sorted_keys: bool) -> list[tuple[str, Any]]:
-    """Return the members of an object in the order of the template; `sorted_keys` sorts like jinja2's `dictsort`."""
+    """Return the members of an object in the order in which the template writes them.
+
+    With `sorted_keys`, they are sorted by key without regard to case, as in jinja2's `dictsort`; else unchanged.
+    """
     return sorted(members.items(), key=lambda member: member[0].lower()) if sorted_keys else list(members.items())
 
 

@@ -17,7 +17,7 @@ MAX_COUNTED_RULES: Final = 1200
 """Maximum number of rules that count the fields of a sequence. If more were needed, fields are not counted."""
 
 Field: TypeAlias = tuple[str, bool]
-"""An expression, and whether it is required."""
+"""An expression for a field, and True if the field is required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Sequenced:
     """True if the number of fields is enforced."""
 
     def within(self, opened: str, closed: str, empty: str) -> str:
-        """Return an expression for the fields between `opened` and `closed`, or `empty` for no fields."""
+        """Return an expression for fields between `opened` and `closed`, and for `empty` if there may be no fields."""
         choices = [] if self.some is None else [f"{opened} {self.some} {closed}"]
         return either([*choices, empty] if self.may_be_empty else choices)
 

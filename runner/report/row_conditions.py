@@ -122,7 +122,7 @@ def where_name(text: str) -> str:
 
 
 def sorted_rows(rows: Iterable[EpisodeRow], name: str) -> list[EpisodeRow]:
-    """The rows by a field, rewards or metrics included, lowest first; `-name` sorts the highest first.
+    """Return the rows sorted by a field, a reward or a metric: lowest first; with `-name`, highest first.
 
     Rows without a value come last.
     """

@@ -103,7 +103,7 @@ def play(
 
     Raises:
         AssertionError: replies were missing or left over, the trajectory is not exact, or a metric, a group reward or
-            `close()` raised, which fails no episode.
+            `close()` raised (these errors do not fail an episode).
         BadInput: an argument cannot be used; the message names the fix.
     """
     return run_sync("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
@@ -123,7 +123,7 @@ def play_many(
         environment: the environment, or its class.
         engine: as for `play`, but every conversation reads a list of replies from its beginning. An engine with a
             queue of replies plays one episode after another, unless `concurrency` is given.
-        tasks: the number of the environment's tasks, or other tasks; by default all of its tasks.
+        tasks: how many of the environment's tasks to play, or other tasks; by default all of its tasks.
         clock: a virtual clock.
         options: the fields of `RunOptions`, by name; `group_size=4` plays each task four times.
 
@@ -133,7 +133,7 @@ def play_many(
 
     Raises:
         AssertionError: replies were missing or left over, a trajectory is not exact, or a metric, a group reward or
-            `close()` raised, which fails no episode.
+            `close()` raised (these errors do not fail an episode).
         BadInput: an argument cannot be used; the message names the fix.
     """
     return run_sync("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
@@ -276,7 +276,7 @@ async def _on_this_loop(
 
 
 _AUTHOR_FAULT: Final = re.compile(r"(.*?: )?(group_reward |metric |reward |close\(\): |exit_stack: )")
-"""Beginning of a fault in an author's code that neither ends the run nor appears in an outcome."""
+"""Beginning of the text of an author's error that neither ends the run nor is in the outcome of an episode."""
 
 
 def _check_nothing_raised(faults: Iterable[str]) -> None:
@@ -284,7 +284,7 @@ def _check_nothing_raised(faults: Iterable[str]) -> None:
     if raised:
         more = f"\nand {len(raised) - MAX_FAULTS} more" if len(raised) > MAX_FAULTS else ""
         raise AssertionError(
-            "the environment's code raised, which fails no episode but drops its result:\n"
+            "the environment's code raised errors that do not fail an episode; correct the code:\n"
             + "\n".join(raised[:MAX_FAULTS])
             + more
         )

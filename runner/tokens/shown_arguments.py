@@ -1,4 +1,4 @@
-"""The parts of a tool's arguments that a template shows: fields, values and types, found in renders.
+"""Find fields, values and types of a tool's arguments that a template leaves out; rewrite the schema to show more.
 
 Fields and values get unique names, and the render is searched for these names. A type is shown if another type changes
 the render.

@@ -21,7 +21,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyFiles:
-    """Tokens that the other files of a model's folder list. Its tokenizer.json may lack some of them."""
+    """Tokens listed in the files next to a model's tokenizer.json, which may lack some of these tokens."""
 
     listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
     """The tokens with their ids.

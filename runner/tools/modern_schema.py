@@ -468,7 +468,11 @@ def _nullable(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolved(root: Any, reference: str) -> Any:
-    """Return the target of a reference in a converted schema."""
+    """Return the target of a reference in a converted schema.
+
+    Raises:
+        LookupError: the target does not exist.
+    """
     return _at(root, reference.removeprefix("#"))
 
 

@@ -132,9 +132,9 @@ def _media(block: Any) -> str:
 
 
 def _equals_structured(content: Sequence[Any], structured: Any) -> bool:
-    """Return whether the text equals the structured content, in which servers wrap lists, texts and numbers.
+    """Return whether the text blocks have the same value as the structured content.
 
-    The wrapped form is `{"result": ...}`.
+    Servers wrap lists, texts and numbers as `{"result": value}`; then the blocks may also have the value alone.
     """
     said = list(_values(content))
     wrapped = [structured["result"]] if isinstance(structured, Mapping) and list(structured) == ["result"] else []

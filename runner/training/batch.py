@@ -218,8 +218,8 @@ class TrainingBatch:
         """Return the batch with these advantages at trained positions, and 0 elsewhere.
 
         Args:
-            values: one for each of `trajectories`, which applies to all its segments; or one for each position, shape
-                [sequences, length]; an array or a tensor.
+            values: an array or a tensor: one value for each of `trajectories`, used for all segments of the trajectory;
+                or one value for each position, shape [sequences, length].
 
         Raises:
             BadBatch: the shape does not fit, or the value of a trained id is not finite.
@@ -251,7 +251,8 @@ class TrainingBatch:
                 returned the ids that could be sampled.
 
         Raises:
-            BadBatch: an id is not allowed by its mask, or a constraint cannot be compiled; the message names it.
+            BadBatch: an id is not allowed by its mask, a constraint cannot be compiled, or a constrained turn has no
+                masks; the message names the turn.
         """
         masks = grammar.masks_for(self.rows, self.layout)
         return dataclasses.replace(

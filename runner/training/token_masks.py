@@ -43,7 +43,7 @@ class TokenMasks:
     """Number of logits."""
 
     def take(self, where: ArrayLike) -> TokenMasks:
-        """Select the masks of some positions by a numpy index or mask; the table is shared."""
+        """Return the masks of the positions that a numpy index or a boolean array selects; the table is shared."""
         chosen = np.asarray(where)
         # numpy converts an empty list to floats, which cannot be an index.
         chosen = chosen if chosen.dtype == np.bool_ else chosen.astype(np.int64)
@@ -81,7 +81,7 @@ class MaskTable:
         self._last_word = np.uint32((1 << (WORD_BITS - padding)) - 1).view(np.int32)
 
     def add(self, mask: NDArray[np.int32]) -> int:
-        """Return the index of a mask, shape [1, words]; bits past the vocabulary are cleared."""
+        """Add a mask, shape [1, words], if it is new, and return its index. Bits past the vocabulary are cleared."""
         mask[0, -1] &= self._last_word
         return self._rows.setdefault(mask.tobytes(), len(self._rows))
 
@@ -110,7 +110,7 @@ class RecordedMasks:
 
         Raises:
             BadBatch: an id is not allowed by its mask, the constraint cannot be compiled, or a constrained turn has no
-                masks; the message names it.
+                masks; the message names the turn.
         """
         table = MaskTable(self.vocabulary)
         index = self._turn_index(turn, table, f"turn {turn.agent}/{turn.number}")

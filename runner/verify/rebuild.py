@@ -271,7 +271,7 @@ class _TrajectoryCheck:
         return ids + array("i", self._joined(part, turn, history, part.prompt[len(history) :])), _Begun(calls[1])
 
     def _message_of(self, part: _CheckedSegment, turn: Turn, begin: int, calls: int) -> Message:
-        """Return the message of a turn; if a later turn continues the message, only the part up to this turn."""
+        """Return the message of a turn; if a later turn continues the message, only the part up to this turn's end."""
         last = [each for each in part.turns if part.speech_of(each) == part.speech_of(turn)][-1]
         if last is turn:
             return part.seen[part.spoken[part.speech_of(turn)]]

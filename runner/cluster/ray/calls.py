@@ -69,7 +69,7 @@ class RayWorker:
         self._lost: BaseException | None = None
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
-        """Call a method of the actor's object, and return its answer, to be awaited."""
+        """Call a method of the actor's object, and return the answer, to be awaited."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         if self._lost is not None:
@@ -184,7 +184,7 @@ class RayWorker:
             self._actor.part.options(num_returns=0).remote(self._name, self._sent)
 
     def kill(self) -> None:
-        """Kill the actor. Pending calls fail at once, also if its machine does not answer."""
+        """Kill the actor. Pending calls fail at once, even if the actor's machine does not answer."""
         if self._lost is None or self._answers:
             self._lose(WorkerLost("it was ended"))
         if not self._is_disconnected():
@@ -262,7 +262,7 @@ def _not_made(report: str) -> str:
 
 
 def record_exit_reason(words: str) -> None:
-    """Record why this actor is about to end, where its callers can read it."""
+    """Record the reason why this actor is about to end, so that its callers can read the reason."""
     ray = importlib.import_module("ray")
     put = importlib.import_module("ray.experimental.internal_kv")._internal_kv_put
     key = _exit_reason_key(ray.get_runtime_context().get_actor_id())
@@ -338,7 +338,7 @@ class _Caller:
 
 
 class AnsweringActor:
-    """The actor's side of the calls, which calls the methods of `process`."""
+    """The receiver of calls in an actor: it runs methods of `process`, and keeps the results for the callers."""
 
     tick: float
     """Seconds that results wait for others to be sent with them."""

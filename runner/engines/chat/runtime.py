@@ -90,7 +90,7 @@ class ChatRuntime(HttpRuntime[ChatServer]):
     Args:
         server: the server.
         request_format: names and extra fields of its requests.
-        retries: the retries of the run.
+        retries: the retries of the engine since it was entered.
         places: maximum number of concurrent requests.
         context: maximum number of tokens of prompt and turn together.
     """

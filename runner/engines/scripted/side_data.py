@@ -1,4 +1,4 @@
-"""Side data of scripted replies: sampling masks from the reply, or synthetic, and synthetic experts."""
+"""Side data of scripted replies: sampling masks (from the reply, or synthetic) and synthetic routed experts."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ class Tail:
         return self._text_after(self._history_for(further), new, generation_prompt=further.asking)
 
     def _history_for(self, further: Further) -> Sequence[Message]:
-        """Return the messages before the new ones: the stand-in if it is proven to have the same result, else all."""
+        """Return the messages before the new ones: the stand-in, or all if `proves` is false for this render."""
         self.asked.add(further)
         if not self.local or self._proves is None or self._proves(further):
             return self._history

@@ -60,7 +60,10 @@ class TurnClosers:
         return frozenset()
 
     def opens_a_role(self, token_id: int) -> bool:
-        """Return True if the token opens messages of one role, as in GLM. Only such a message may follow the token."""
+        """Return True if renders begin the messages of some role with the token, and do not close turns with it.
+
+        A GLM model ends its turn with such a token: with the token that opens the next message.
+        """
         if token_id not in self._opening:
             following: Sequence[Message] = (AGAIN_ASKED, result(), SYSTEM)
             pasts: Sequence[Sequence[Message]] = ((QUESTION,), _LONG_PAST)

@@ -135,7 +135,7 @@ class UnknownCount:
 
 @dataclass(frozen=True, slots=True)
 class Position(Abstract):
-    """A number of messages, or a position among them: an unknown count plus `offset`."""
+    """A number of list items, mostly messages, or a position among them: an unknown count plus `offset`."""
 
     base: UnknownCount
     offset: int = 0

@@ -257,7 +257,7 @@ def _opening_results(probe: ProbeRenderer) -> Iterable[str]:
 
 
 def _separator(followed: str, close: str, alone: str, opener: str) -> str:
-    """Return the text between the close and the opener of a message."""
+    """Return the white space between the close of a message and the opener of the next; "" if other text is there."""
     after = followed.partition(close)[2] if close else followed
     left = alone.partition(close)[2] if close and close in alone else ""
     if left and not left.strip() and after.startswith(left):
