@@ -409,7 +409,7 @@ class Worker(EngineProcess):
         return await runtime.checkpoint() if isinstance(runtime, VllmRuntime) else None
 
     async def wake(self, tags: Sequence[str]) -> ProofFigures | None:
-        """Wake the engine, and return the figures of the proof of its weights; None without one."""
+        """Wake the engine, and return the figures of the proof of its weights; None without a proof."""
         await self.engine.wake(tags)
         return self.engine.proof_figures
 
@@ -477,7 +477,7 @@ def _discard_reason(reason: str) -> None:
 
 
 def _end_stuck(number: int, record_exit_reason: Callable[[str], None], blocker: Blocker) -> NoReturn:
-    """End the process, from the watchdog's thread, since its event loop hangs. The driver plays its episodes again."""
+    """End this process from the watchdog's thread, since the event loop hangs. The driver plays the episodes again."""
     words = (
         f"the event loop hangs in {blocker.where} and cannot be freed from outside: {blocker.advice}. The worker ends"
     )

@@ -105,4 +105,4 @@ class TurnClosers:
 
 
 _LONG_PAST: Final[Sequence[Message]] = (QUESTION, *(ANSWER, AGAIN_ASKED) * 3)
-"""A history of many messages, since a template may write other text while there are few."""
+"""A history of many messages, since a template may write other text if there are few messages."""
