@@ -447,7 +447,7 @@ def test_unknown_adapter_is_refused_with_the_existing_ones() -> None:
         Adapters(["critic", "judge"]).check("episode/main/1", "poet")
 
 
-async def test_removal_of_an_unknown_adapter_is_refused_with_the_existing_ones() -> None:
+async def test_removal_of_an_unknown_adapter_names_the_existing_ones() -> None:
     with pytest.raises(BadOption, match=r"'poet'\): .* no adapter of that name; it has none, so there is nothing to"):
         await Adapters().remove("poet")
     with pytest.raises(BadOption, match=r"'poet'\): .* no adapter of that name; it has 'critic', 'judge'\."):
