@@ -100,7 +100,7 @@ GOOD = {
         ({"completion_token_ids": [900]}, r"turn 1: completion_token_ids\[0\] is 900: .* from 0 to 299"),
         ({"prompt_token_ids": [1, -2]}, r"turn 1: prompt_token_ids\[1\] is -2"),
         ({"per_token_logps": []}, "turn 1: per_token_logps has 0 values for 1 sampled id"),
-        ({"per_token_logps": [0.5]}, "turn 1: per_token_logps has 0.5"),
+        ({"per_token_logps": [0.5]}, r"turn 1: per_token_logps\[0\] is 0.5"),
         ({"node_id": "first"}, "turn 1: the node_id 'first' occurs twice"),
         ({"node_id": ""}, "turn 1: node_id is ''"),
         ({"loss_mask": None}, "turn 1: loss_mask is None"),
