@@ -337,7 +337,7 @@ def test_worker_silent_while_starting_is_dismissed_without_a_delay() -> None:
             await until(lambda: len(engine.workers()) == 2)
             assert launcher.workers[2].killed
             assert {each.version for each in engine.workers()} == {"2"}
-            assert any("worker 2 on" in event and "sent nothing for 90 s" in event for event in engine.events)
+            assert any("worker 2 on" in event and "it has not answered for 90 s" in event for event in engine.events)
 
     VirtualClock().run(run)
 
