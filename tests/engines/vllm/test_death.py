@@ -21,16 +21,17 @@ pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
 WATCHDOG_SECONDS = 1200.0
 EPISODE_COUNT = 6
+LONG_TURN_TOKENS = 1000  # the cache has room for one such turn in each place, also in float32
 
 
 class Talker(Environment):
-    """Environment that samples up to 3,000 ids. Each of its first two episodes samples only one id."""
+    """Environment that samples up to `LONG_TURN_TOKENS` ids. Each of its first two episodes samples only one id."""
 
     def tasks(self) -> list[Task]:
         return [Task(id=str(number), prompt="Tell me everything.") for number in range(12)]
 
     async def rollout(self, conversation: Any) -> None:
-        length = 1 if int(self.task.id) < 2 else 3000
+        length = 1 if int(self.task.id) < 2 else LONG_TURN_TOKENS
         await conversation.generate(sampling=Sampling(max_tokens=length, stop_ids=()))
 
     @reward
@@ -39,7 +40,7 @@ class Talker(Environment):
 
 
 def request(name: str) -> GenerationRequest:
-    sampling = replace(Sampling.defaults(), max_tokens=2000)
+    sampling = replace(Sampling.defaults(), max_tokens=LONG_TURN_TOKENS)
     return GenerationRequest(name=name, prompt=list(range(1000, 1040)), sampling=sampling)
 
 

@@ -63,6 +63,7 @@ with quiet_output(Path(sys.argv[1])) as terminal:
     anyio.run(main)
 """
 TWO_RANKS = {"data_parallel_size": 2}
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
 
 
 @pytest.fixture
@@ -134,7 +135,10 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     [
         pytest.param({}, ["EngineCore"], id="one rank"),
         pytest.param(
-            TWO_RANKS, ["VLLM_DP_Coordinator", "EngineCore_DP0", "EngineCore_DP1"], id="two", marks=pytest.mark.whole
+            TWO_RANKS,
+            ["VLLM_DP_Coordinator", "EngineCore_DP0", "EngineCore_DP1"],
+            id="two",
+            marks=[pytest.mark.whole, needs_two_cores],
         ),
     ],
     indirect=["runner"],
@@ -258,7 +262,9 @@ async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_fold
 
 @pytest.mark.sample_units("starts and ends", 11)
 @pytest.mark.anyio
-@pytest.mark.parametrize("sizes", [{}, TWO_RANKS], ids=["one rank", "two"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({}, id="one rank"), pytest.param(TWO_RANKS, id="two", marks=needs_two_cores)]
+)
 async def test_cancelling_a_start_ends_what_it_started(
     sizes: dict[str, Any], demo_model_folder: Path, around: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
