@@ -174,5 +174,6 @@ def _is_explained(error: ValidationError, named: set[str]) -> bool:
         return any(f'"{keyword}"' in inside for keyword in (*named, *(["$ref"] if named else ())))
     branches: dict[Any, list[ValidationError]] = {}
     for each in error.context or ():
-        branches.setdefault(each.schema_path[0], []).append(each)
+        if each.schema_path:  # a branch that is false has no path, and explains nothing, since it allows no value
+            branches.setdefault(each.schema_path[0], []).append(each)
     return any(all(_is_explained(each, named) for each in branch) for branch in branches.values())
