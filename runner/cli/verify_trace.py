@@ -144,8 +144,8 @@ def _score(totals: _Totals, traces: Sequence[Trace], model: str, template: str |
     arguments = parse_values(given.engine, "--engine-option")
     fields = parse_values(given.sampling, "--sampling")
     known = {each.name for each in dataclasses.fields(Sampling)}
-    for unknown in fields.keys() - known:
-        raise BadOption(f"--sampling {unknown}: Sampling has no such field: give {', '.join(sorted(known))}.")
+    if unknown := [name for name in fields if name not in known]:
+        raise BadOption(f"--sampling {unknown[0]}: Sampling has no such field: give {', '.join(sorted(known))}.")
     sampling = Sampling(**fields) if fields else None
     tolerance = DEFAULT_TOLERANCE_NATS if given.tolerance is None else given.tolerance
     totals.scores = ScoreReport()

@@ -45,6 +45,10 @@ class Failing(Greeting):
     def setup(self):
         raise ValueError(f"no luck with {self.task.id}")
 
+class Unlucky(Greeting):
+    def setup(self):
+        raise ValueError("no luck")
+
 class Rewardless(Environment):
     def tasks(self):
         return [Task(id="1", prompt="hello")]
@@ -357,7 +361,7 @@ def test_check_prints_its_checks_and_ok(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("Failing", 3, "error    env_error: ValueError: no luck with t-"),
+        ("Unlucky", 3, "error    env_error: ValueError: no luck (in setup,"),
         ("Sharing", 0, "warning  Sharing.seen is a list of the class, which all episodes share"),
         ("Setting", 3, "error    lifespan() sets self.index, but each episode has its own"),
         ("Lucky", 3, "error    luck() returned another value in 4 of 4 episodes when the same episode was repeated"),
