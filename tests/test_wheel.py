@@ -13,7 +13,7 @@ import pytest
 
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.whole, pytest.mark.apart]
+pytestmark = pytest.mark.whole
 
 PLAYED = """
 from runner import ScriptedEngine, run
