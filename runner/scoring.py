@@ -101,7 +101,7 @@ def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
 
 
 def _mark(function: Any, kind: ScorerKind, weight: float) -> Any:
-    if function is not None and not inspect.isfunction(function):
+    if (function is not None or kind == ScorerKind.METRIC) and not inspect.isfunction(function):
         advice = "a metric has no weight" if kind == ScorerKind.METRIC else f"give a weight as @{kind}(weight=...)"
         raise BadEnvironment(f"@{kind} decorates a method, not {function!r:.40}; {advice}.")
     _check_weight(f"@{kind}(weight={weight!r})", weight)

@@ -192,7 +192,13 @@ class ChatModels:
         for tokenizer in self._candidates(engine):
             if tokenizer.fingerprint == engine["tokenizer"]:
                 return tokenizer
-        looked_at = ", ".join(self._given) or engine.get("model") or "the engine"
+        if "control_tokens" in engine and not self._given:
+            raise BadModel(
+                f"The byte vocabulary of this version is not the run's, whose fingerprint is {engine['tokenizer']}. "
+                f"Verify the run file with the version of deltarunner that wrote it: "
+                f"{self._header.versions.get('deltarunner', 'unknown')}."
+            )
+        looked_at = ", ".join(self._given) or engine.get("model")
         raise BadModel(
             f"The vocabulary of {looked_at} is not the run's, whose fingerprint is "
             f"{engine['tokenizer']}. Give the folder of the run's model: --model FOLDER."
@@ -201,9 +207,8 @@ class ChatModels:
     def _candidates(self, engine: Mapping[str, Any]) -> Iterator[Tokenizer]:
         if "control_tokens" in engine:
             yield ByteTokenizer(engine["control_tokens"], eos_token=engine["eos_token"])
-            return
         yield from self._given.values()
-        if self._given:
+        if self._given or "control_tokens" in engine:
             return
         model = engine.get("model")
         if not isinstance(model, str) or engine.get("kind") == "scripted":

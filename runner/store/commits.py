@@ -37,11 +37,13 @@ class Commit:
     """A unit to commit, and its result.
 
     Args:
+        unit: the unit's name in errors.
         pack: function that adds the statements of the unit to a batch; called in the writer's thread.
         tokens: the number of the unit's token ids, which count towards `MAX_TRANSACTION_TOKENS`.
     """
 
-    def __init__(self, pack: Callable[[StatementBatch, Packer], None], *, tokens: int = 0) -> None:
+    def __init__(self, unit: str, pack: Callable[[StatementBatch, Packer], None], *, tokens: int = 0) -> None:
+        self.unit = unit
         self.pack = pack
         self.tokens = tokens
         self.done = anyio.Event()
@@ -65,7 +67,9 @@ def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit
             batch.update("UPDATE tasks SET group_scored = 0 WHERE id = ? AND visit = ? AND group_scored", *task)
             batch.update(_OUTDATED)
 
-    return Commit(pack, tokens=sum(len(segment.log) for each in trajectories for segment in each.segments))
+    return Commit(
+        "an episode", pack, tokens=sum(len(segment.log) for each in trajectories for segment in each.segments)
+    )
 
 
 # The summary of an earlier launch lacks new episodes, so the transaction with the first new episode removes it.
@@ -89,7 +93,7 @@ def reward_commit(trajectories: Sequence[Trajectory]) -> Commit:
         if packer.resumed:
             batch.update("UPDATE run SET summary = NULL WHERE summary IS NOT NULL")
 
-    return Commit(pack)
+    return Commit("the rewards of a group", pack)
 
 
 _REWARD: Final = """
@@ -101,11 +105,11 @@ _REWARD: Final = """
 def weights_commit(launch: int, engine: int, version: str, figures: ProofFigures | None, now: float) -> Commit:
     proof = (None,) * 4 if figures is None else (figures.ids, figures.median, figures.largest, figures.arrived)
     row = (launch, engine, encode_text(version), now, *proof)
-    return Commit(lambda batch, packer: batch.update(insertion(WEIGHTS, 1), *row))
+    return Commit("a weight update", lambda batch, packer: batch.update(insertion(WEIGHTS, 1), *row))
 
 
 def finish_commit(summary: Mapping[str, Any], *, complete: bool) -> Commit:
-    return Commit(lambda batch, packer: batch.update(_FINISH, encode_json(summary), int(complete)))
+    return Commit("the summary", lambda batch, packer: batch.update(_FINISH, encode_json(summary), int(complete)))
 
 
 # A run is not complete while superseded episodes lack a result because their task was not given.
@@ -198,8 +202,8 @@ class CommitThread:
         except Exception as error:  # an author's values may raise any exception
             self._packer.forget()
             commit.error = StorageFailed(
-                f"run file {self._path}: an episode cannot be stored ({type(error).__name__}: {error}). Give values as "
-                "text, numbers, lists and dicts in its task, messages, rewards and metrics."
+                f"run file {self._path}: {commit.unit} cannot be stored ({type(error).__name__}: {error}). Give values as "
+                "text, numbers, lists and dicts in tasks, messages, rewards and metrics."
             )
             return False
         into.absorb(batch)

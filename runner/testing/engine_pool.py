@@ -75,11 +75,12 @@ class EnginePool:
         """The running engine with these options. It is started if the last engine has other options, or has died.
 
         Raises:
-            BadOption: this test already has an engine with other options.
+            BadOption: this test already has a running engine with other options.
         """
         __tracebackhide__ = True
-        if self._alive is None or options != self._options or not self._alive.inner.is_alive():
-            if self._alive is not None and self._used_by == self._who():
+        alive = self._alive is not None and self._alive.inner.is_alive()
+        if not alive or options != self._options:
+            if alive and self._used_by == self._who():
                 raise BadOption(
                     f"real_engine({_written(options)}): this test has real_engine({_written(self._options or {})}) "
                     f"already, and only one model runs at a time. Use the same options twice, or write two tests."

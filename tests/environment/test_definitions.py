@@ -52,6 +52,10 @@ def weight_of_a_metric() -> None:
     metric(0.1)  # type: ignore[type-var]  # wrong on purpose
 
 
+def metric_of_nothing() -> None:
+    metric(None)  # type: ignore[type-var]  # wrong on purpose
+
+
 def limits_as_a_dict() -> None:
     type("Sub", (Base,), {"limits": {"turns": 3}})
 
@@ -168,6 +172,7 @@ def test_attribute_that_init_sets_and_episodes_replace_is_refused(name: str) -> 
         (reward_with_parameters, r"Sub\.good: a reward is called as good\(self\)"),
         (weight_by_position, r"@reward decorates a method, not 0\.1; give a weight as @reward\(weight="),
         (weight_of_a_metric, r"@metric decorates a method, not 0\.1; a metric has no weight\."),
+        (metric_of_nothing, r"@metric decorates a method, not None; a metric has no weight\."),
         (limits_as_a_dict, r"Sub\.limits = \{'turns': 3\}: give Limits\(\.\.\.\)"),
         (rollout_that_is_not_async, r"Sub\.rollout must be async"),
         (step_without_a_turn, r"Sub\.step: wrong signature"),

@@ -119,12 +119,15 @@ async def test_a_cancelled_commit_is_in_the_file_all_the_same(path: Path) -> Non
         assert len(run_file) == 1
 
 
+class Rude:
+    """A value that has no text."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError("no text")
+
+
 async def test_unstorable_episode_fails_alone(path: Path) -> None:
     failed: list[str] = []
-
-    class Rude:
-        def __str__(self) -> str:
-            raise ZeroDivisionError("no text")
 
     async def commit(writer: RunWriter, trajectory: Trajectory) -> None:
         try:
@@ -147,6 +150,17 @@ async def test_unstorable_episode_fails_alone(path: Path) -> None:
     assert any("no text" in text for text in failed)
     with RunFile(path) as run_file:
         assert sorted(row.index for row in run_file) == [0, 2, 3]
+
+
+async def test_error_names_the_unit_that_cannot_be_stored(path: Path) -> None:
+    first = played()
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([first])
+        first.rewards = {"right": Rude()}  # type: ignore[dict-item]  # wrong on purpose
+        with pytest.raises(StorageFailed, match="the rewards of a group cannot be stored"):
+            await writer.commit_group_rewards([first])
+        with pytest.raises(StorageFailed, match="the summary cannot be stored"):
+            await writer.finish({"mean": Rude()})
 
 
 async def test_shared_rows_are_stored_again_after_a_failed_transaction(path: Path) -> None:

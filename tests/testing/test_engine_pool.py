@@ -94,14 +94,16 @@ def test_two_pooled_engines_in_one_test_are_refused(pool: EnginePool) -> None:
         pool.engine(says="3")
 
 
-def test_dead_engine_is_started_again(pool: EnginePool, tests: Tests) -> None:
+@pytest.mark.parametrize("options", [{}, {"says": "3"}])
+@pytest.mark.parametrize("asked_by", ["one", "another"])
+def test_dead_engine_is_started_again(pool: EnginePool, tests: Tests, asked_by: str, options: dict[str, str]) -> None:
     first = pool.engine()
     assert isinstance(first.inner, ScriptedEngine)
     first.home.call(first.inner.entered_runtime.die, "a worker was killed")
-    tests.name = "another"
-    second = pool.engine()
+    tests.name = asked_by
+    second = pool.engine(**options)
     assert second is not first
-    assert play(Sums, second).text == "stop"
+    assert play(Sums, second).text == options.get("says", "stop")
 
 
 def test_virtual_clock_is_refused_for_a_pooled_engine(pool: EnginePool) -> None:

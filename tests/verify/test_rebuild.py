@@ -267,6 +267,23 @@ def test_a_model_that_has_moved_is_named_with_the_option(path: Path) -> None:
     assert re.search(r"no model folder 'nowhere/'.* give its folder: --model FOLDER", result.stderr)
 
 
+def test_another_byte_vocabulary_names_the_version_or_the_option(path: Path, demo_model_folder: Path) -> None:
+    def of_another_version(header: dict[str, Any]) -> None:
+        header["engine"]["tokenizer"] = "f"
+        header["versions"]["deltarunner"] = "0.0.1"
+
+    def of_the_model(header: dict[str, Any]) -> None:
+        header["engine"]["tokenizer"] = load_tokenizer(demo_model_folder).fingerprint
+
+    change_header(path, of_another_version, launches=True)
+    assert "with the version of deltarunner that wrote it: 0.0.1." in verify(path).stderr
+    given = ["--model", str(demo_model_folder)]
+    assert "Give the folder of the run's model: --model FOLDER" in verify(path, *given).stderr
+    change_header(path, of_the_model, launches=True)
+    assert "vocabulary" in verify(path).stderr
+    assert "vocabulary" not in verify(path, *given).stderr
+
+
 def test_help_names_an_option_and_a_missing_argument_is_refused() -> None:
     assert "--model" in CliRunner().invoke(app, ["verify", "--help"]).output
     assert CliRunner().invoke(app, ["verify"]).exit_code == 2

@@ -188,8 +188,13 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             raise EngineError("reset_prefix_cache(): the server kept its cached prompts: try again while no turn runs")
 
     def check_sleep(self, level: int) -> None:
-        if not self.controlled or self.dialect.sleep(level) is None:
+        if not self.controlled:
             raise BadControl(f"sleep({level}): the server has no /sleep: {self.dialect.control}.")
+        if self.dialect.sleep(level) is None:
+            raise BadControl(
+                f"sleep({level}): deltarunner cannot release the memory of a server with dialect="
+                f"{self.dialect.name.value!r}. Pause the engine, and release the memory on the server itself."
+            )
 
     async def sleep(self, level: int) -> None:
         await self._pause(PauseMode.ABORT)  # this also ends turns that an earlier pause kept

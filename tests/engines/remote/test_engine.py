@@ -245,6 +245,15 @@ async def test_server_without_control_calls_refuses_with_the_fix(tmp_path: Path)
         assert text_of(await read(engine)) == TEXT
 
 
+@pytest.mark.parametrize(
+    ("developed", "said"), [(True, r"cannot release the memory .* dialect='sglang'"), (False, "from 0.5.8 on")]
+)
+async def test_sleep_on_sglang_is_refused_with_what_helps(tmp_path: Path, developed: bool, said: str) -> None:
+    async with asked(tmp_path, dialect=ServerDialect.SGLANG, developed=developed) as (_, engine):
+        with pytest.raises(BadControl, match=said):
+            await engine.sleep()
+
+
 async def test_control_call_without_the_rights_is_refused_with_the_key(tmp_path: Path) -> None:
     async with asked(tmp_path) as (server, engine):
         server.reset_status = 403
