@@ -116,7 +116,7 @@ async def test_each_environment_keeps_its_prompt_rewards_and_groups() -> None:
     }
 
 
-async def test_each_environment_sees_its_own_ids() -> None:
+async def test_each_environment_gets_its_own_ids() -> None:
     class Named(Greeting):
         @metric
         def number(self) -> int:

@@ -158,7 +158,7 @@ async def test_old_ids_of_an_agent_that_is_not_trained_drop_no_episode() -> None
     assert versions(trajectory) == ["1"]
 
 
-async def test_a_group_reward_never_sees_an_episode_that_is_too_old() -> None:
+async def test_a_group_reward_never_gets_an_episode_that_is_too_old() -> None:
     engine = recording("Yes")
     updated = False
 

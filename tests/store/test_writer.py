@@ -271,7 +271,7 @@ async def test_later_attempt_supersedes_earlier_ones_in_the_file(path: Path) -> 
         assert [row.launch for row in run_file.rows(superseded=None)] == [1, 1, 2]
 
 
-async def test_group_rewards_commit_separately_and_resume_sees_them(path: Path) -> None:
+async def test_group_rewards_commit_separately_and_resume_reads_them(path: Path) -> None:
     group = [played(index=index) for index in range(2)]
     async with RunWriter(path, header(group_size=2)) as writer:
         for trajectory in group:

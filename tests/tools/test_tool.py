@@ -48,7 +48,7 @@ def test_a_tool_stays_an_ordinary_method() -> None:
     assert Calculator.multiply.__name__ == "multiply"
 
 
-def test_model_sees_signature_and_docstring() -> None:
+def test_model_gets_signature_and_docstring() -> None:
     (multiply, _) = collect_tools(Calculator).values()
     assert multiply.bind(Calculator()).as_openai() == {
         "type": "function",

@@ -91,7 +91,7 @@ def test_each_row_is_the_path_to_its_last_node(rows: Rows) -> None:
 
 @settings(deadline=None)
 @given(grouped_rows())
-def test_a_query_sees_its_ancestors_and_itself(rows: Rows) -> None:
+def test_a_query_attends_to_its_ancestors_and_itself(rows: Rows) -> None:
     tree = TokenTree.of(rows)
     expected = np.zeros((len(tree), len(tree)), dtype=np.bool_)
     for node in range(len(tree)):

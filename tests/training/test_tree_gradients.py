@@ -178,7 +178,7 @@ def answers(folder: Path) -> Rows:
 
 @pytest.mark.whole
 @pytest.mark.slow
-def test_the_demo_model_sees_the_tree_of_eight_answers(small_model_folder: Path) -> None:
+def test_tree_of_eight_answers_keeps_results_of_the_demo_model(small_model_folder: Path) -> None:
     rows = answers(small_model_folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(small_model_folder, dtype=torch.float32).eval()
     tree = TokenTree.of(rows)
