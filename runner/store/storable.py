@@ -28,7 +28,7 @@ MAX_DEPTH: Final = 200
 """The deepest nesting of containers; JSON readers fail beyond it."""
 
 _PLAIN: Final = frozenset({str, int, float, bool, type(None)})
-_KEPT: Final = _PLAIN | {dict, list}
+_KEPT: Final = _PLAIN | {dict, list, tuple}
 _TEXT: Final = frozenset({str})
 _OWN_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Task))
 
@@ -62,16 +62,21 @@ def tuples_in(value: Any, where: str) -> Iterator[str]:
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    """True if `values` contain only JSON's own types, as nearly all values do. The check builds no text for places."""
+    """True if `values` contain only JSON's own types and tuples, as nearly all values do.
+
+    The check builds no text for places.
+    """
     # Each pass checks one depth, without a loop in Python over its values.
     for _ in range(MAX_DEPTH):
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return True
-        dicts, lists = (_of_type(kind, values) if kind in kinds else () for kind in (dict, list))
+        dicts = _of_type(dict, values) if dict in kinds else ()
+        lists = _of_type(list, values) if list in kinds else ()
+        tuples = _of_type(tuple, values) if tuple in kinds else ()
         if not kinds <= _KEPT or not _TEXT.issuperset(map(type, chain.from_iterable(dicts))):
             return False
-        values = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
+        values = [*chain.from_iterable(map(dict.values, dicts)), *chain(*lists, *tuples)]
     return False
 
 
@@ -163,10 +168,12 @@ class TaskCheck:
 
     def problem(self, task: Task) -> str | None:
         """The message for the first value of the task that would come back changed; None if no value would."""
-        for field in dataclasses.fields(task):
-            value = getattr(task, field.name)
-            found = first_unstorable(value, field.name)
-            if found is not None and (field.name in _OWN_FIELDS or not self._comes_back(task, field.name, value)):
+        values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+        if _are_plain([*values.values()]):
+            return None
+        for name, value in values.items():
+            found = first_unstorable(value, name)
+            if found is not None and (name in _OWN_FIELDS or not self._comes_back(task, name, value)):
                 return found
         return None
 
