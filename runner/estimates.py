@@ -138,9 +138,10 @@ def pass_all_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
 
 
 def _mean_over_groups(solved: Mapping[tuple[int, int], int], k: int, chosen: Callable[[int, int], int]) -> float | None:
-    """Return the mean, over groups of at least k episodes, of the share of samples of k that `chosen` counts.
+    """Return the mean of a share over the groups of at least k episodes; None without such a group.
 
-    The result is None without such a group.
+    A group of n episodes, c of them solved, has `comb(n, k)` samples of k episodes. `chosen(n, c)` of them count, and
+    the share of the group is `chosen(n, c) / comb(n, k)`.
     """
     groups = sum(count for (n, _), count in solved.items() if n >= k)
     if not groups:

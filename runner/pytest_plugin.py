@@ -1,4 +1,4 @@
-"""The pytest plugin: fixtures for tests of environments in milliseconds, without a model, a GPU or a network.
+"""The pytest plugin: fixtures for tests of environments. Except for `real_engine`, they need no model and no network.
 
 It imports only pytest and the standard library; each fixture imports what it needs.
 """

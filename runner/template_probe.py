@@ -70,12 +70,12 @@ def probe(
     this process, any other template in a separate one.
 
     Args:
-        template: the template, neither compiled nor rendered yet in this process.
+        template: the template. Probe it before this process first renders it, since its rendering may never end.
         options: values of names that the template reads, such as `enable_thinking`.
         now: the current time for the template; None for the time of this call.
-        seconds: limit of processor time.
-        check_cancelled: function that is called while this waits; an exception from it ends the wait and the process.
-            In a thread of `anyio.to_thread.run_sync`, give `anyio.from_thread.check_cancelled`.
+        seconds: limit of processor time of the separate process.
+        check_cancelled: function that is called while this waits; an exception from it ends the wait and the separate
+            process. In a thread of `anyio.to_thread.run_sync`, give `anyio.from_thread.check_cancelled`.
 
     Raises:
         UnusableTemplate: the template cannot be used. `fault` has the kind of fault; the message has the cause, and the

@@ -430,7 +430,7 @@ class Group:
 
     @property
     def has_spread(self) -> bool:
-        """True if two of its rewards differ as 32-bit numbers. A group with equal rewards has no gradient."""
+        """True if two of its rewards differ as 32-bit numbers. Otherwise all advantages of `grpo` are 0."""
         return len(set(array("f", (each.reward for each in self.trajectories if each.reward is not None)))) > 1
 
     def __repr__(self) -> str:

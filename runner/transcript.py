@@ -130,10 +130,11 @@ def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
 
 
 def _find(content: str, text: str, start: int) -> tuple[str, int]:
-    """Return a message's content as found in `text`, and its position; -1 if not found.
+    """Return a message's content and its position in `text`; -1 if not found.
 
-    Ids cannot encode unpaired surrogates, and templates strip white space, so the content is searched for without the
-    surrogates, and then also without white space at its ends.
+    Ids cannot encode unpaired surrogates, and templates strip white space. So the content is searched for with U+FFFD
+    in place of surrogates, and then also without white space at its ends. The returned content is stripped if only the
+    stripped content was found, or none.
     """
     sayable = without_surrogates(content)
     for written in (sayable, sayable.strip()):

@@ -73,7 +73,7 @@ def check_target(file: Path, target: Path, *, named: bool) -> None:
 
 
 def _is_database(path: Path) -> bool:
-    with suppress(OSError):  # writing to a target that cannot be read raises the error later
+    with suppress(OSError):  # a target that cannot be opened raises its error later, when it is written
         if path.is_file():
             with path.open("rb") as opened:
                 return opened.read(len(_DATABASE)) == _DATABASE

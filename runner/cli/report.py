@@ -221,7 +221,10 @@ def _usage(usage: Mapping[str, Any]) -> str:
 
 
 def _turns(summary: Mapping[str, Any], verbose: bool) -> str:
-    """The number of turns, and how many ended without a stop id or began a new segment; with `verbose`, all ends."""
+    """The number of turns, the number by finish reason, and the number that began a new segment.
+
+    The usual reason `stop` is shown only with `verbose`.
+    """
     ends = {name: count for name, count in summary["finishes"].items() if verbose or name != FinishReason.STOP}
     began = _new_segments(summary["junctions"])
     parts = [str(summary["turns"]), *(f"{name} {count}" for name, count in ends.items())]

@@ -47,7 +47,7 @@ class ToolFormatCheck:
         profile: TemplateProfile,
         learnt: LearntFormat,
     ) -> ToolFormatCheck:
-        """Check the format in this process. A probe must have shown before that rendering the template ends.
+        """Check the format in this process. Before this call, a probe must show that the template can be rendered.
 
         Raises:
             BadOption: the format does not exist, or does not work with the vocabulary.

@@ -149,7 +149,7 @@ class HostedEngine(Engine):
     # --- calls of a run
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """Return the deltas of one request. The request is sent when the block is entered."""
+        """Return the deltas of one request. The request is sent when the stream is entered."""
         return HostedStream(self, request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:

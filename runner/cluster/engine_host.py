@@ -167,8 +167,8 @@ class EngineHost(EngineProcess):
                 "enter the engine again."
             )
         now = anyio.current_time()
-        # Each request adds at most two intervals (`STATS_SECONDS`): while this process is suspended, it receives no
-        # requests, so that time must not count as a client's silence.
+        # While this process is suspended, it receives no requests. Such a time must not count as silence of a client,
+        # so each request adds at most two intervals (`STATS_SECONDS`).
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
         self._last_request = now
         client = self._clients[client_name]

@@ -253,7 +253,7 @@ class FleetEngine(PlayingEngine):
         for name, engine in options.engines.items():
             if engine is self:
                 raise BadOption(
-                    f"engines[{name!r}]: {kind} already plays every agent without an engine of its own: leave it out."
+                    f"engines[{name!r}]: {kind} already plays every agent that is not in engines=: leave the entry out."
                 )
             if engine.running and not isinstance(engine, HostedEngine):
                 raise BadOption(

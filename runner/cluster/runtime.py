@@ -80,7 +80,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         return CheckedUpdate(version, max(seconds.values(), default=0.0), weights)
 
     async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Update the weights on every worker, and return when all workers have the new weights.
+        """Update the weights on every worker, and return when all workers that did not fail have the new weights.
 
         A worker does not wait for other workers. A worker that fails is dismissed, and its successor starts with the
         new weights. A trainer's transfer reaches all workers at once; workers that start later get the weights of the

@@ -243,7 +243,7 @@ def _result(block: _Block) -> dict[str, Any]:
     inner = _blocks(block.given, "content", f"{block.where}.content") if block.given.get("content") else []
     text = _lines(inner, "tool", strict=False)
     message = _message("tool", text, [block, *inner], tool_call_id=answered, **_has_notes(inner))
-    if failed:  # templates do not read `is_error`, so it is recorded as not granted
+    if failed:  # templates do not read it, so it is recorded as a tolerated difference (`EXTRA_KEYS`)
         message["is_error"] = failed
     return message
 

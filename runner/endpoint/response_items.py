@@ -271,7 +271,7 @@ class _ItemReader:
         turn_items.calls.append({"id": call_id, "type": "function", "function": function})
 
     def _of_turn(self, item: Mapping[str, Any], kind: _ItemKind) -> _TurnItems:
-        """Return the collected items of this item's turn."""
+        """Return the collected items of this item's turn; a new collection if the item begins a turn."""
         handle = _handle_of(item)
         if handle:
             self._read.handles.append(handle)

@@ -205,8 +205,8 @@ class ChatService:
 
     async def _hand_over(self, request: _PendingRequest, group: TaskGroup) -> None:
         self._answering[request] = None
-        # A task has the clocks of the task that starts it, and the caller may lack the clocks of the episode. So the
-        # task starts in the context of the rollout.
+        # A task inherits the clocks, which are context variables, of the task that starts it. The caller may not have
+        # those of the episode, so the task starts in the context of the rollout.
         self._context.copy().run(group.start_soon, self._serve, request)
         if request.sink is not None:
             await request.sink.forward()

@@ -391,7 +391,7 @@ class EpisodeRunner(EpisodeState):
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectory of each agent with turns, `main` first.
 
-        If no trained agent took a turn, `main` has a trajectory without turns.
+        If neither `main` nor a trained agent took a turn, `main` has a trajectory without turns.
 
         An episode fails if its author stored a value in it that a run file cannot hold.
         """

@@ -63,7 +63,7 @@ class BatchResults(Generic[T]):
         return row.index, self._batch.write([row])
 
     async def all(self) -> T:
-        """Return the rows that were not read yet as one batch, sorted by index.
+        """Return one batch of the rows that were not read yet, sorted by index.
 
         Raises:
             EngineError: rows failed permanently, or the engine died.

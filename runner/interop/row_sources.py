@@ -391,5 +391,5 @@ class _HubRows(RowSource):
             return loaded[self._split]
         if self._split is None and len(loaded) == 1:
             return next(iter(loaded.values()))
-        wanted = "give the split" if self._split is None else f"there is no split {self._split!r}"
+        wanted = "give the split after the name" if self._split is None else f"there is no split {self._split!r}"
         raise BadTask(f"{self.name}: {wanted}; the splits are {', '.join(f'[{name}]' for name in loaded)}.")

@@ -30,7 +30,7 @@ __all__ = ["ArgumentRules", "GrammarRequirement", "NoGrammar", "ends_of_strings"
 
 
 class GrammarRequirement(enum.StrEnum):
-    """A condition on format and tool that a grammar requires."""
+    """A condition that a format and a tool must fulfil to have a grammar."""
 
     STRINGS_END = "strings_end"  # the format has text after an unquoted string
     TYPES_WRITTEN = "types_written"  # the format can write every type that a required argument allows
@@ -250,7 +250,10 @@ def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
         return ()
     ends = [style.close + each for each in _after_values(form, arguments)]
     if not all(ends):
-        raise NoGrammar(GrammarRequirement.STRINGS_END, "the chat template writes no text that ends a string")
+        raise NoGrammar(
+            GrammarRequirement.STRINGS_END,
+            "the chat template writes strings without quotes, and no text that ends them",
+        )
     marks = _CUT_POINTS.split(ends[0].lstrip())  # empty if the end is only white space
     if marks and _CUT_POINTS.is_tag(marks[0]) and all(end.lstrip().startswith(marks[0]) for end in ends):
         return (marks[0],)

@@ -278,7 +278,7 @@ class CallReader:
     def _unclosed(self, text: str, at: int) -> int | None:
         """Return the position after the incomplete close of a last call; None if the call is unreadable.
 
-        Such a call is read only at the end of the text or directly before the next trigger.
+        A call with an incomplete close is read only at the end of the text or directly before the next trigger.
         """
         # If no trigger precedes a truncated text, the text may be the beginning of something other than calls.
         if not self.format.trigger:

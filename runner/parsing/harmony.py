@@ -249,7 +249,7 @@ _MARK: Final = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS))))
 _HEADER: Final = re.compile(r"<\||to\s*=")
 _HEADER_BEGUN: Final = re.compile(r"<?|to?|to\s+")
 _ROLE: Final = re.compile(r"\s*[^\s<]*")
-# The name ends at a control token. The text after that may be the type of the arguments.
+# The name ends at white space or at a control token. The text after the token may be the type of the arguments.
 _RECIPIENT: Final = re.compile(r"(?<!\w)to\s*=\s*(?:functions\.)?(?P<name>[^\s<]*)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(?P<name>\w+)")
 _WRITTEN: Final = re.compile(

@@ -170,7 +170,7 @@ class RunOptions:
         return ", ".join(shown) or "default options"
 
     def _settle(self) -> None:
-        """Replace None by defaults, and names by their objects."""
+        """Replace None by defaults, the name of a history policy by a `History`, and a path in text by a `Path`."""
         settled = {
             "engines": dict(self.engines or {}),
             "sampling": self.sampling or Sampling(),

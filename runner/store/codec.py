@@ -138,7 +138,7 @@ def _segment(row: Row) -> Segment:
     sources, ids = sources_of(decode_json(row["sources"])), unpack("i", row["ids"])
     # Arrays of different lengths would be paired wrongly.
     if len(ids) != len(sources):
-        raise ValueError(f"segment {row['number']} has {len(ids)} ids, but sources of {len(sources)} ids")
+        raise ValueError(f"segment {row['number']} has {len(ids)} ids, but its column `sources` is for {len(sources)}")
     logprobs = unpacked_logprobs(row["logprobs"], sources, row["number"])
     versions = [VersionSpan(*span) for span in decode_json(row["versions"])]
     return Segment(

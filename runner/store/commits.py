@@ -202,8 +202,8 @@ class CommitThread:
         except Exception as error:  # an author's values may raise any exception
             self._packer.forget()
             commit.error = StorageFailed(
-                f"run file {self._path}: {commit.unit} cannot be stored ({type(error).__name__}: {error}). Give values as "
-                "text, numbers, lists and dicts in tasks, messages, rewards and metrics."
+                f"run file {self._path}: {commit.unit} cannot be stored ({type(error).__name__}: {error}). Give values "
+                "as text, numbers, lists and dicts in tasks, messages, rewards and metrics."
             )
             return False
         into.absorb(batch)

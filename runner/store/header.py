@@ -69,7 +69,7 @@ _RULES: Final = (
     ("engine*.extra_body*", OnChange.REFUSE),
     ("engine*.leave_out", OnChange.REFUSE),
     ("engine*.reasoning_field", OnChange.REFUSE),
-    ("engine.*", OnChange.FREE),  # the others are sizes of an engine; `_meaning` has a rule for dtypes
+    ("engine.*", OnChange.FREE),  # such as sizes and start times; `_meaning` has a rule for dtypes
     ("engines.*", OnChange.FREE),
     ("*", OnChange.REFUSE),
 )

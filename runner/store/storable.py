@@ -151,7 +151,7 @@ def _fix(value: Any) -> str:
 
 
 def _array_fix(value: Any) -> str:
-    """The fix for an array, a tensor, or a number of numpy."""
+    """The fix for an array, a tensor, or a scalar of numpy."""
     if getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m"):  # these are numpy's dates and durations
         return "give its text, value.astype(str).tolist()"
     return "give value.item()" if getattr(value, "shape", None) == () else "give value.tolist()"

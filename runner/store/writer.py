@@ -1,4 +1,4 @@
-"""Writer of a run file: one thread commits all waiting episodes in one transaction."""
+"""Writer of a run file: one thread writes the waiting commits, as many as fit, in one transaction."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
         ids, at = segment.log.ids, wrong[0]
         before = _shown(ids[max(0, at - _MAX_SHOWN_IDS) : at], engine)
         raise AssertionError(
-            f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}\n"
-            f"  before: {before}\n  there: {_shown(ids[at : at + _MAX_SHOWN_IDS], engine)}"
+            f"{trajectory.id} {trajectory.agent}: the loss mask must be True for exactly the sampled ids, but differs "
+            f"at {wrong[:8]}\n  ids before: {before}\n  ids from there: {_shown(ids[at : at + _MAX_SHOWN_IDS], engine)}"
         )
     for span in segment.log.versions:
         inside = any(turn.start <= span.start <= span.end <= turn.end for turn in turns)

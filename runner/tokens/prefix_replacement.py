@@ -182,7 +182,7 @@ def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) ->
 
 
 def _turns(ids: list[int], eos: frozenset[int]) -> Iterator[list[int]]:
-    """Yield the ids of each turn: between an EOS and the previous EOS."""
+    """Yield the ids of each turn without its EOS. Ids after the last EOS are left out."""
     begin = 0
     for close in _closes(ids, eos):
         yield ids[begin:close]

@@ -394,7 +394,10 @@ _ORDINARY = (
 
 
 def _add(tokenizer: tokenizers.Tokenizer, files: VocabularyFiles) -> Sequence[str]:
-    """Add the tokens of the other files. Return all added tokens with their ids, or () if nothing has changed."""
+    """Add the tokens of the files beside tokenizer.json.
+
+    Return all added tokens with their ids, or () if nothing has changed.
+    """
     before = tokenizer.get_added_tokens_decoder()
     tokenizer.add_tokens(files.tokens(tokenizer))
     after = tokenizer.get_added_tokens_decoder()

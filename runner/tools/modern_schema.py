@@ -181,12 +181,12 @@ class _SchemaConverter:
         while name in self._defs or name in ("True", "False"):
             name += "_"
         self._named[id(target)] = name
-        self._defs[name] = True  # the entry reserves the place of this definition before its references
+        self._defs[name] = True  # reserves the name, and a place before the definitions to which this one refers
         self._defs[name] = self._schema(target, path)
         return name
 
     def _reference(self, schema: Mapping[str, Any], keyword: str, path: str) -> str | None:
-        """Return the converted reference; None if its target is missing."""
+        """Return the converted reference; None, with a note, if it does not refer to a schema in this document."""
         given = schema[keyword]
         if not isinstance(given, str):
             self._note(path, keyword, f"{given!r:.60} is not a reference")

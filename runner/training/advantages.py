@@ -73,10 +73,13 @@ def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8) -> NDArray[np.float32]:
-    """Reward minus the batch's mean, divided by the batch's deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """Reward minus the batch's mean, divided by the batch's standard deviation, which divides by n.
 
-    Groups are not compared, so a group with equal rewards has advantages too. A batch of equal rewards gets 0.
-    Arguments, result and errors are as for `grpo`; one trajectory is enough.
+    This is REINFORCE++, https://arxiv.org/abs/2501.03262. Groups are not compared, so a group with equal rewards has
+    advantages too. A batch of equal rewards gets 0.
+
+    Arguments, result and errors are as for `grpo`, except that one trajectory is enough, and that `epsilon` is added to
+    this standard deviation.
     """
     values, _, _ = _checked(rewards, groups)
     if not len(values) or values.min() == values.max():
@@ -90,7 +93,7 @@ def reinforce_plus_plus_baseline(
     """Reward minus the group's mean, divided by the standard deviation of these differences in the batch.
 
     This is REINFORCE++ with group baseline, https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups
-    that get 0 are as for `grpo`.
+    that get 0 are as for `grpo`, except that `epsilon` is added to this standard deviation.
     """
     centred, _, _ = _compared(rewards, groups)
     return np.asarray(centred / (centred.std() + epsilon) if len(centred) else centred, dtype=np.float32)

@@ -90,7 +90,7 @@ def _reasons(turn: Turn, *, recorded: bool) -> Iterator[str]:
         return
     if sampling.temperature == 0:
         yield "temperature=0"
-        return  # the other settings never exclude the most likely id
+        return  # without a distribution, the other settings do not matter
     has_masks = recorded and turn.sampling_masks is not None
     for name, value in sampling.changes().items():
         if not (has_masks and SAMPLING_FIELDS[name].truncates):

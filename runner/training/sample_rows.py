@@ -62,7 +62,8 @@ Segments: TypeAlias = SegmentChoice | Literal["each", "last", "longest", "refuse
 class SampleRow:
     """One segment of a trajectory, split before its first trained id.
 
-    Arrays after `response_ids` are aligned with it: position p is about `response_ids[p]`.
+    The arrays after `response_ids`, except `routed_experts`, are aligned with it: position p is about
+    `response_ids[p]`.
     """
 
     trajectory: Trajectory

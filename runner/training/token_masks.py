@@ -179,9 +179,9 @@ class RecordedMasks:
             ids = np.asarray(allowed, np.int64)
             if token_id not in allowed or ids.min() < 0 or ids.max() >= self.vocabulary:
                 raise BadBatch(
-                    f"{name}: the sampling mask of its sampled id number {position} from 0 lacks the id {token_id}, "
-                    f"or has ids that are not among the {self.vocabulary} of this vocabulary. Give vocabulary= of the "
-                    "model that sampled the turn, or leave the turn out."
+                    f"{name}: at sampled id {position} (the first is 0), the sampling mask lacks the sampled id "
+                    f"{token_id}, or has ids outside the vocabulary, 0 to {self.vocabulary - 1}. Give vocabulary= of "
+                    "the model that sampled the turn, or leave the turn out."
                 )
             bits = np.zeros(table.words * WORD_BITS, np.bool_)
             bits[ids] = True

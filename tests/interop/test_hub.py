@@ -72,7 +72,7 @@ def test_a_data_set_with_images_is_refused_by_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        ("hf:{0}", r"give the split; the splits are \[train\], \[test\]"),
+        ("hf:{0}", r"give the split after the name; the splits are \[train\], \[test\]"),
         ("hf:{0}[dev]", r"there is no split 'dev'; the splits are \[train\]"),
         ("hf:{0}/gone", "the data set cannot be loaded"),
     ],

@@ -261,7 +261,7 @@ def test_unwritable_optional_argument_is_omitted() -> None:
 
 def test_format_without_an_end_of_strings_is_not_enforceable() -> None:
     endless = replace(tagged(separator="", tail=""), close="", between=None)
-    assert enforceable(endless) == "the chat template writes no text that ends a string"
+    assert enforceable(endless) == "the chat template writes strings without quotes, and no text that ends them"
     with pytest.raises(NoGrammar) as refused:
         ends_of_strings(endless)
     assert refused.value.requirement is GrammarRequirement.STRINGS_END

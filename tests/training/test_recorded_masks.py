@@ -134,7 +134,7 @@ def test_mask_of_another_vocabulary_is_refused(rows: list[list[int]]) -> None:
     trajectory = made([prompt(1), said(3, 4)], sampling=TRUNCATED)
     turn = trajectory.turns[0]
     turn.log.append_side(turn.start, SideData(SamplingMasks.of(rows)))
-    with pytest.raises(BadBatch, match="sampling mask of its sampled id number"):
+    with pytest.raises(BadBatch, match=r"at sampled id \d+ \(the first is 0\), the sampling mask lacks"):
         TrainingBatch.padded([trajectory], pad_id=0).with_masks(RecordedMasks(VOCABULARY_SIZE))
 
 

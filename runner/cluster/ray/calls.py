@@ -308,7 +308,10 @@ def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure of a method with an error other than a `DeltarunnerError`. The caller treats the worker as lost."""
+    """The result of a method that raised an error other than a `DeltarunnerError`.
+
+    The caller treats the worker as lost.
+    """
 
     why: str
 

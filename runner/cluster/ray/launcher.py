@@ -198,8 +198,8 @@ class RayLauncher:
             if now - self._seen > HEADLESS_SECONDS:
                 raise EngineDead(
                     f"{self._who}: the head of Ray's cluster, at {self._head}, has not answered for "
-                    f"{HEADLESS_SECONDS:g} s. Announced results are kept: start a cluster, and run the same command "
-                    "again to continue."
+                    f"{HEADLESS_SECONDS:g} s. Results in the run file are kept: start a cluster, and run the same "
+                    "command again to continue."
                 ) from None
 
     def _is_connected(self) -> bool:
@@ -217,7 +217,7 @@ class RayLauncher:
         if not self._is_connected():
             raise EngineDead(
                 f"{self._who}: other code of this process called ray.shutdown(), which ended its workers. Call that "
-                "function after the run. Announced results are kept: run the same command again to continue."
+                "function after the run. Results in the run file are kept: run the same command again to continue."
             )
 
     async def close(self) -> None:

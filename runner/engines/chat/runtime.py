@@ -47,7 +47,7 @@ class RateLimiter:
         """Wait until a request may be sent.
 
         Returns:
-            The argument `sent` of `overloaded` for a request that is sent now.
+            The value to give to `overloaded` as `sent`, if the request that is sent now is refused.
         """
         # The wait is a loop, since another response may have extended the pause.
         while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # no event marks the end

@@ -225,7 +225,7 @@ class ChatAnswerReader:
             call.arguments.append(arguments if isinstance(arguments, str) else json.dumps(arguments))
 
     def _whole_calls(self, before: int | None) -> Iterator[ToolCall]:
-        """Yield the complete calls: the calls before index `before`, at which a call begins, or all calls."""
+        """Yield the complete calls that were not yielded yet: those with an index below `before`; all if it is None."""
         for index in list(self._calls)[self._reported :]:
             if before is None or index < before:
                 self._reported += 1

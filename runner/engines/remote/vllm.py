@@ -194,7 +194,7 @@ class _CompletionsReader(_VllmReader):
     def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
         ids = choice.get("token_ids")
         if ids is None:
-            raise ValueError("the answer has no token ids; vLLM returns them since 0.10.2")
+            raise ValueError("the answer has no token ids; vLLM returns them since 0.10.2: update the server")
         said = choice["logprobs"] or {} if ids else {}
         rows = (
             {int(name.removeprefix(_TOKEN)): _logprob(value) for name, value in row.items()}

@@ -73,9 +73,10 @@ class VllmCallReader:
 
     A turn's ids go through the parser's streaming interface one by one, since some parsers fail on larger pieces. The
     ids also distinguish control tokens from text that spells them. The result has the streamed calls. The parser's
-    `extract_tool_calls` for whole texts and its additions at the end of a turn are not used: they turn truncated calls
-    into complete ones with missing or cut arguments. A call has an error if its streamed arguments are not a complete
-    JSON object, if it was begun but never streamed, or if the parser raised an exception.
+    `extract_tool_calls` for whole texts is not used, and neither are the calls that the parser adds at the end of a
+    turn: both turn truncated calls into complete ones with missing or cut arguments. A call has an error if its
+    streamed arguments are not a complete JSON object, if it was begun but never streamed, or if the parser raised an
+    exception.
 
     Call ids are replaced by numbers, since many parsers draw them at random.
     """

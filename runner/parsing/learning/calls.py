@@ -302,7 +302,10 @@ _JSON_SIGNS: Final = frozenset("[{\"' \n")
 
 
 def _trigger(prober: FormatProber, begin: str) -> str:
-    """Return the trigger of calls: the first tag, or else all text before the first slot."""
+    """Return the trigger of calls: the tag with which `begin` starts, or else all of `begin`.
+
+    It is "" if `begin` has only characters that also begin other JSON.
+    """
     marks = prober.cut_points.split(begin)
     if marks and prober.cut_points.is_tag(marks[0]):
         return marks[0]

@@ -75,7 +75,7 @@ class Locality:
         """Return the tail after a turn.
 
         Raises:
-            Unbridgeable: no turn of this shape can be bridged, or the template raises.
+            Unbridgeable: no turn of this shape can be bridged, the template raises, or it does not show the turn.
         """
         kind = self._bridgeable_kind(answered)
         stand_in = answered.stand_in()

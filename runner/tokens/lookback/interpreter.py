@@ -223,7 +223,7 @@ class Interpreter(Evaluator):
         return reduce(lambda one, other: one.join(Unknown(), other, self._symbols), states)
 
     def _run_else(self, node: nodes.For, values: Value) -> None:
-        """Run the `else` branch of a loop without elements."""
+        """Run the `else` branch of a loop that has no elements; join states with and without it if this is unknown."""
         if isinstance(values, list | tuple):
             if not values:
                 self._run(node.else_)
