@@ -15,6 +15,7 @@ from runner import Environment, Outcome, Run, Task, reward
 from tests.engines.engine_requests import STOP
 from tests.engines.remote.model_folder import byte_model
 from tests.repository import DOCS
+from tests.testing.inner import PLAIN
 
 pytest_plugins = ["pytester"]
 
@@ -40,7 +41,7 @@ def test_the_first_block_plays() -> None:
 
 def test_the_contract_of_the_page_is_played_on_its_engine(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_letters=block("TestLetters"))
-    result = pytester.runpytest_inprocess("-p", "no:asyncio", "-p", "no:cacheprovider", "-W", "error")
+    result = pytester.runpytest_inprocess(*PLAIN, "-W", "error")
     outcomes = result.parseoutcomes()
     assert set(outcomes) == {"passed"}
     assert outcomes["passed"] > 20

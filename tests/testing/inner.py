@@ -36,7 +36,9 @@ class Calculator(Environment):
 '''
 
 PLAIN = ("-pno:asyncio", "-pno:cacheprovider", "-pno:faulthandler")
-"""Options of every pytest inside this process. Its fault handler would otherwise write into the captured output."""
+"""Options of every pytest inside this process. Otherwise, a later crash of this process would be reported to a captured
+file.
+"""
 
 HEAD = """
 import pytest
