@@ -17,7 +17,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.concurrency.loop_lag import LATE_SECONDS, LagMonitor, author_frame
+from runner.concurrency.loop_lag import LATE_SECONDS, LagMonitor
+from runner.concurrency.thread_frames import author_frame, frames_by_thread
 from runner.engines.base import FinishReason
 from runner.quantities import counted
 from runner.runs.live_stats import TEMPLATE_ADVICE, as_time, suspect_template
@@ -46,9 +47,11 @@ def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
 
     def look() -> None:
         while not over.wait(seconds):
-            frame = author_frame(sys._current_frames().get(caller))
-            if frame is not None and (file := frame.f_code.co_filename) != script:
-                place = f"{frame.f_code.co_qualname}, {file}:{frame.f_lineno}"
+            with frames_by_thread() as frames:
+                frame = author_frame(frames.get(caller))
+                code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+            if code is not None and code.co_filename != script:
+                place = f"{code.co_qualname}, {code.co_filename}:{line}"
                 print(printable_line(f"waiting for {place}"), file=sys.stderr, flush=True)
 
     watching = threading.Thread(target=look, name="deltarunner start", daemon=True)

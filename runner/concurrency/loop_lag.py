@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Self
@@ -15,10 +14,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runner.concurrency.exit_stack import ThreadedExitStack
+from runner.concurrency.thread_frames import author_frame, frames_by_thread, outwards
 from runner.concurrency.threads import Workers
-from runner.concurrency.user_code import is_foreign
 
-__all__ = ["LATE_SECONDS", "Blocker", "LagMonitor", "author_frame"]
+__all__ = ["LATE_SECONDS", "Blocker", "LagMonitor"]
 
 TICK_SECONDS = 0.02
 """Seconds between two marks of the loop."""
@@ -142,55 +141,34 @@ class LagMonitor:
 
     def _blame(self) -> None:
         # This is a sample: all seconds between two checks count for the code that runs at the check.
-        frames = sys._current_frames()
-        on_loop = frames.get(self._loop_thread)
-        stack = _unwound(on_loop)
-        own = author_frame(on_loop)
-        if own is not None or stack is not None:
-            self._add(_describe(own or on_loop, stack), leaving=stack is not None)
-            return
-        # No code runs on the loop, so a computing thread has kept the interpreter lock.
-        for job in list(self._workers.running.values()):
-            frame = author_frame(frames.get(job.thread or 0))
-            if frame is not None and job.computed():
-                self._add(_describe(frame), thread=True)
+        with frames_by_thread() as frames:
+            on_loop = frames.get(self._loop_thread)
+            stack = _unwound(on_loop)
+            own = author_frame(on_loop)
+            if own is not None or stack is not None:
+                self._add(_describe(own or on_loop, stack), leaving=stack is not None)
+                return
+            # No code runs on the loop, so a computing thread has kept the interpreter lock.
+            for job in list(self._workers.running.values()):
+                frame = author_frame(frames.get(job.thread or 0))
+                if frame is not None and job.computed():
+                    self._add(_describe(frame), thread=True)
 
     def _add(self, where: str, *, thread: bool = False, leaving: bool = False) -> None:
         key = where, thread, leaving
         self._seconds[key] = self._seconds.get(key, 0.0) + self._tick_seconds
 
     def _who_keeps_the_loop(self, seconds: float) -> Blocker:
-        frame = sys._current_frames().get(self._loop_thread)
-        stack = _unwound(frame)
-        return Blocker(_describe(author_frame(frame) or frame, stack), seconds, thread=False, leaving=stack is not None)
-
-
-_LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
-_LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.py")
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and its callers, the innermost first."""
-    # The sampled thread keeps running, so the caller of a frame that it just left may be any object.
-    while isinstance(frame, FrameType):
-        yield frame
-        frame = frame.f_back
-
-
-def author_frame(innermost: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside our code and libraries, or None; code that started the loop is not blamed."""
-    for frame in _outwards(innermost):
-        name = frame.f_code.co_filename
-        if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):
-            return None
-        if not is_foreign(name):
-            return frame
-    return None
+        with frames_by_thread() as frames:
+            frame = frames.get(self._loop_thread)
+            stack = _unwound(frame)
+            where = _describe(author_frame(frame) or frame, stack)
+        return Blocker(where, seconds, thread=False, leaving=stack is not None)
 
 
 def _unwound(innermost: FrameType | None) -> ThreadedExitStack | None:
     """The exit stack that is being unwound in this frame or in one of its callers, or None."""
-    for frame in _outwards(innermost):
+    for frame in outwards(innermost):
         if frame.f_code is ThreadedExitStack.unwind.__code__:
             stack: ThreadedExitStack = frame.f_locals["self"]
             return stack

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any, Final, Self
 
 import anyio
 
-from runner.concurrency.loop_lag import author_frame
+from runner.concurrency.thread_frames import author_frame, frames_by_thread
 from runner.concurrency.threads import busy_threads
 from runner.concurrency.user_code import is_foreign
 
@@ -115,8 +114,9 @@ class HangWatch:
                 self._report(f"nothing has happened for {now - since:.0f} s{self._place()}")
 
     def _place(self) -> str:
-        frame = author_frame(sys._current_frames().get(self._loop_thread or 0))
-        places = [_described(frame.f_code, frame.f_lineno)] if frame is not None else []
+        with frames_by_thread() as frames:
+            frame = author_frame(frames.get(self._loop_thread or 0))
+            places = [_described(frame.f_code, frame.f_lineno)] if frame is not None else []
         places = places or busy_thread_places() or list(dict.fromkeys(self.places.values()))[-1:]
         return f", in {', '.join(places)}" if places else ""
 
@@ -127,9 +127,9 @@ def _none() -> None:
 
 def busy_thread_places() -> list[str]:
     """Places in an author's code where worker threads of any run are busy."""
-    frames = sys._current_frames()
-    found = (author_frame(frames.get(thread.ident or 0)) for thread in busy_threads())
-    return list(dict.fromkeys(_described(frame.f_code, frame.f_lineno) for frame in found if frame is not None))
+    with frames_by_thread() as frames:
+        found = (author_frame(frames.get(thread.ident or 0)) for thread in busy_threads())
+        return list(dict.fromkeys(_described(frame.f_code, frame.f_lineno) for frame in found if frame is not None))
 
 
 def _place_of(task: asyncio.Task[Any]) -> str:
