@@ -27,7 +27,9 @@ _FOLDER: Final = "/dev/shm/"
 _SHARED_MEMORY: Final = (f"{_FOLDER}psm_", f"{_FOLDER}vllm_")  # name prefixes of Python, and of vLLM's CPU workers
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
 _RUNS, _ENDED = b"r", b"e"  # messages to the cleanup process
+_SCANNED = b"s"  # message from the cleanup process
 _SECONDS: Final = 1.0  # seconds between two scans
+_SCAN_SECONDS: Final = 10.0  # a scan takes milliseconds, unless the machine is very busy
 _ORPHAN_SECONDS: Final = 60.0  # orphans detect the end of their parent within a second, unless the machine is very busy
 
 
@@ -42,12 +44,14 @@ class CleanupProcess:
         command = [sys.executable, "-P", "-S", __file__, process_name(os.getpid()), str(folder)]
         read_end, write_end = os.pipe()
         self._pipe = os.fdopen(write_end, "wb", buffering=0)
-        with open(read_end, "rb") as stdin:
+        read_end_of_answers, write_end_of_answers = os.pipe()
+        self._answers = os.fdopen(read_end_of_answers, "rb", buffering=0)
+        with open(read_end, "rb") as stdin, open(write_end_of_answers, "wb") as stdout:
             # The started process forks and ends at once; its child is the cleanup process.
             subprocess.run(
                 command,
                 stdin=stdin,
-                stdout=subprocess.DEVNULL,
+                stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 start_new_session=True,
@@ -55,13 +59,19 @@ class CleanupProcess:
             )
 
     def engine_started(self) -> None:
-        """Report that all processes of the engine run; before that the cleanup process scans for new ones."""
+        """Report that all processes of the engine run, and wait until the cleanup process has found them.
+
+        Before this call, it scans for new processes once a second. Blocks the thread for at most ten seconds.
+        """
         self._send(_RUNS)
+        with suppress(ValueError):  # the cleanup process was dismissed
+            select.select([self._answers], [], [], _SCAN_SECONDS)  # also ends if the cleanup process was killed
 
     def dismiss(self) -> None:
         """Report that the engine ended and left nothing; idempotent."""
         self._send(_ENDED)
         self._pipe.close()
+        self._answers.close()
 
     def _send(self, word: bytes) -> None:
         with suppress(BrokenPipeError, ValueError):  # the cleanup process was killed or dismissed
@@ -145,6 +155,8 @@ def _run(owner: str, folder: str) -> None:
             if word == _RUNS:
                 _scan(owner, folder, processes, memory)
                 starts = False
+                with suppress(BrokenPipeError):  # the owner just ended
+                    os.write(1, _SCANNED)
             is_open = bool(word)
     give_up = time.monotonic() + _ORPHAN_SECONDS
     while any(map(is_alive, processes)) and time.monotonic() < give_up:

@@ -6,10 +6,12 @@ import logging
 import mmap
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -172,6 +174,32 @@ def test_names_of_any_bytes_do_not_end_a_cleanup_process(tmp_path: Path) -> None
         cleanup.wait(WATCHDOG_SECONDS)
         assert not memory.exists()
         assert not folder.exists()
+
+
+def test_start_waits_for_a_scan_of_the_cleanup_process(folder: Path) -> None:
+    cleanup = cleanup_process.CleanupProcess(folder)
+    (process,) = cleanup_processes(folder)
+    process.suspend()
+    started = threading.Thread(target=cleanup.engine_started)
+    started.start()
+    started.join(0.5)
+    assert started.is_alive()
+    process.resume()
+    started.join(WATCHDOG_SECONDS)
+    assert select.select([cleanup._answers], [], [], 0)[0], "the answer, not the time limit, ended the wait"
+    cleanup.dismiss()
+    process.wait(WATCHDOG_SECONDS)
+    cleanup.engine_started()  # returns at once
+
+
+def test_killed_cleanup_process_does_not_delay_the_start(folder: Path) -> None:
+    cleanup = cleanup_process.CleanupProcess(folder)
+    (process,) = cleanup_processes(folder)
+    process.kill()
+    process.wait(WATCHDOG_SECONDS)
+    cleanup.engine_started()
+    assert cleanup._answers.read(1) == b""
+    cleanup.dismiss()
 
 
 # --- an engine that is started and stopped
