@@ -215,10 +215,13 @@ DAMAGES = {
         "segment 0 has 15 log-probabilities for 8 sampled ids",
     ),
     "half a log-probability": ("UPDATE segments SET logprobs = substr(logprobs, 3)", "ValueError: bytes length"),
-    "ids are short": ("UPDATE segments SET ids = substr(ids, 5)", "segment 0 has 23 ids, but sources of 24 ids"),
+    "ids are short": (
+        "UPDATE segments SET ids = substr(ids, 5)",
+        "segment 0 has 23 ids, but its column `sources` is for 24",
+    ),
     "sources are short": (
         "UPDATE segments SET sources = '[[0, 8], [2, 4]]', logprobs = NULL",
-        "segment 0 has 24 ids, but sources of 12 ids",
+        "segment 0 has 24 ids, but its column `sources` is for 12",
     ),
     "an unknown source": ("UPDATE segments SET sources = '[[1000, 24]]'", "OverflowError"),
     "messages are not JSON": ("UPDATE segments SET messages = '['", "JSONDecodeError"),
