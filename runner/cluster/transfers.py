@@ -303,7 +303,7 @@ class FleetTransfers:
             await transfer_group.until_answered()
             transfer_group.dismiss(transfer_group.pending, self._hangs())
         elif scope.cancelled_caught:
-            failure = TimeoutError(f"not within {transfer.seconds:g} s")
+            failure = TimeoutError(f"not within {transfer.seconds:g} s: check that both use the same address")
         if not transfer_group.handles or (ranked and len(transfer_group.handles) < there):
             await self._part()
         elif failure is not None:

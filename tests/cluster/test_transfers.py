@@ -298,7 +298,7 @@ def test_trainer_connection_timeout_leaves_workers_running(kind: Callable[[], An
         async with fleet(2) as (engine, launcher), engine:
             for worker in launcher.alive:
                 worker.held_in["meet"] = anyio.Event()
-            with pytest.raises(BadWeights, match=r"did not connect: .*not within 600 s"):
+            with pytest.raises(BadWeights, match=r"did not connect: .*not within 600 s: check that both use"):
                 await engine.update_weights(kind())
             assert len(launcher.alive) == 2
             assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
