@@ -1,4 +1,4 @@
-"""The pytest plugin: fixtures for tests of environments. Except for `real_engine`, they need no model and no network.
+"""The pytest plugin: fixtures for tests of environments. Only `real_engine`, and recording from it, need a model.
 
 It imports only pytest and the standard library; each fixture imports what it needs.
 """

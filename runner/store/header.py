@@ -69,7 +69,7 @@ _RULES: Final = (
     ("engine*.extra_body*", OnChange.REFUSE),
     ("engine*.leave_out", OnChange.REFUSE),
     ("engine*.reasoning_field", OnChange.REFUSE),
-    ("engine.*", OnChange.FREE),  # such as sizes and start times; `_meaning` has a rule for dtypes
+    ("engine.*", OnChange.FREE),  # such as sizes and other arguments; `_meaning` has a rule for dtypes
     ("engines.*", OnChange.FREE),
     ("*", OnChange.REFUSE),
 )

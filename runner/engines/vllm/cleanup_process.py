@@ -64,8 +64,10 @@ class CleanupProcess:
         Before this call, it scans for new processes once a second. Blocks the thread for at most ten seconds.
         """
         self._send(_RUNS)
+        answers = select.poll()  # `select.select` refuses the file descriptors of a process with many connections
         with suppress(ValueError):  # the cleanup process was dismissed
-            select.select([self._answers], [], [], _SCAN_SECONDS)  # also ends if the cleanup process was killed
+            answers.register(self._answers, select.POLLIN)
+            answers.poll(1000 * _SCAN_SECONDS)  # also ends if the cleanup process was killed
 
     def dismiss(self) -> None:
         """Report that the engine ended and left nothing; idempotent."""

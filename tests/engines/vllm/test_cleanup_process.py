@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -182,14 +184,32 @@ def test_start_waits_for_a_scan_of_the_cleanup_process(folder: Path) -> None:
     process.suspend()
     started = threading.Thread(target=cleanup.engine_started)
     started.start()
-    started.join(0.5)
-    assert started.is_alive()
-    process.resume()
+    try:
+        started.join(0.5)
+        assert started.is_alive()
+    finally:
+        process.resume()
     started.join(WATCHDOG_SECONDS)
     assert select.select([cleanup._answers], [], [], 0)[0], "the answer, not the time limit, ended the wait"
     cleanup.dismiss()
     process.wait(WATCHDOG_SECONDS)
     cleanup.engine_started()  # returns at once
+
+
+def test_start_waits_also_in_a_process_with_many_open_files(folder: Path) -> None:
+    cleanup = cleanup_process.CleanupProcess(folder)
+    low = cleanup._answers
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    try:
+        cleanup._answers = os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024), "rb", buffering=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    low.close()
+    cleanup.engine_started()
+    os.set_blocking(cleanup._answers.fileno(), False)
+    assert cleanup._answers.read(1) == cleanup_process._SCANNED
+    cleanup.dismiss()
 
 
 def test_killed_cleanup_process_does_not_delay_the_start(folder: Path) -> None:

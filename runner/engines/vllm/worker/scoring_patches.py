@@ -55,12 +55,9 @@ def _logits_of_prompts(model: Any, punica: Any, hidden_states: Any) -> Iterator[
 
 @contextmanager
 def _adapters_of(punica: Any, first: int, count: int) -> Iterator[None]:
-    """A block in which `punica`, vLLM's wrapper of LoRA kernels, computes logits for `count` rows of the batch.
+    """A block in which `punica`, vLLM's wrapper of LoRA kernels, computes logits with the adapters of some rows.
 
-    Args:
-        punica: the wrapper.
-        first: the first of these rows, whose adapters are used.
-        count: the number of rows.
+    These are `count` rows of the batch, from row `first` on.
     """
     wanted = punica._token_lora_indices[first : first + count].clone()
     before, length = punica._sampler_indices[:count].clone(), punica.indices_len[1]
