@@ -14,13 +14,20 @@ from typing import Any
 from anyio.lowlevel import current_token
 
 from runner.concurrency.clocks import PauseState, Progress
-from runner.engines.proofs import ProofFigures, ScoredPass, WeightProof
+from runner.engines.proofs import (
+    STEP_PLACES,
+    ProofFigures,
+    ScoredPass,
+    ScoresByPass,
+    WeightProof,
+    has_ids_in_steps,
+)
 from runner.engines.runtime import EngineRuntime
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, BadWeights
 from runner.options import Sampling
 
-__all__ = ["Controllable"]
+__all__ = ["Controllable", "scores_by_pass"]
 
 
 class Controllable:
@@ -209,19 +216,21 @@ class Controllable:
             raise BadControl("prove(): the engine is asleep and cannot score; call wake() first.")
         await self.check_proof(proof, measures=adapter is None)
         version = runtime.version
-        scores = await self.score(proof.ids, sampling=None if adapter is None else Sampling(adapter=adapter))
+        scores = await scores_by_pass(self, proof.ids, adapter)
         async with runtime.lock:
-            first = len(runtime.versions) == 1
-            figures, why = runtime.proofs.compare(proof, scores, runtime.dtype, measures=first and adapter is None)
-            if why and adapter is not None:
-                raise BadWeights(f"prove(adapter={adapter!r}): {why}. Give a proof of the model with this adapter.")
-            if why:
-                raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
-            if adapter is not None:
-                return figures
-            baseline = figures if first else None
-            runtime.proofs.keep(proof, {ScoredPass(): scores}, version, baseline=baseline, ran_beside_turns=True)
-        return figures
+            first, found = len(runtime.versions) == 1, dict[ScoredPass, ProofFigures]()
+            for scored, values in scores.items():
+                found[scored], why = runtime.proofs.compare(
+                    proof, values, runtime.dtype, in_steps=scored.in_steps, measures=first and adapter is None
+                )
+                if why and adapter is not None:
+                    raise BadWeights(f"prove(adapter={adapter!r}): {why}. Give a proof of the model with this adapter.")
+                if why:
+                    raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
+            if adapter is None:
+                baselines = found if first else None
+                runtime.proofs.keep(proof, scores, version, baselines=baselines, ran_beside_turns=True)
+        return found[ScoredPass()]
 
     async def score(self, ids: Sequence[int], *, sampling: Sampling | None = None) -> list[float]:
         """Return the log-probability of each id but the first, in nats.
@@ -434,3 +443,24 @@ class Controllable:
         if self.loop is not None and self.loop != current_token():
             raise BadControl(f"{type(self).__name__} belongs to another event loop: control it on that loop.")
         return self.runtime
+
+
+async def scores_by_pass(engine: Controllable, ids: Sequence[int], adapter: str | None = None) -> ScoresByPass:
+    """Score ids as a prompt and, if the engine can, the ids at `STEP_PLACES` in steps. Turns continue.
+
+    Args:
+        engine: an entered engine.
+        ids: the sequence, shape [n].
+        adapter: name of the LoRA adapter to score with.
+
+    Raises:
+        BadControl: the engine cannot score.
+        RequestRejected: the engine has no such adapter.
+    """
+    plain = None if adapter is None else Sampling(adapter=adapter)
+    scores = {ScoredPass(): await engine.score(ids, sampling=plain)}
+    if engine.runtime is not None and engine.runtime.scores_in_steps and has_ids_in_steps(ids):
+        sampling = Sampling(adapter=adapter, temperature=1.0)
+        in_steps = await engine.score(ids[: STEP_PLACES.stop], sampling=sampling)
+        scores[ScoredPass(in_steps=True)] = in_steps[STEP_PLACES.start - 1 :]
+    return scores

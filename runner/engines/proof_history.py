@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,14 @@ from runner.engines.proofs import (
     SMALL_MEDIAN_NATS,
     Accepted,
     ProofFigures,
+    ScoredPass,
     ScoresByPass,
     WeightProof,
+    compare_in_steps,
     compare_scores,
     failure_reason,
     number_types,
+    tolerance_in_steps,
     tolerance_of,
 )
 from runner.errors import BadControl
@@ -32,7 +35,7 @@ class ProofHistory:
         """
         self.last: Accepted | None = None
         """Last proof that held."""
-        self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # figures by ids and number types
+        self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # figures by ids, number types and pass
 
     def compare(
         self,
@@ -53,17 +56,19 @@ class ProofHistory:
             measures: True if this proof measures the difference by rounding, which may then be somewhat larger than
                 usual.
         """
-        computed_in, last = self.quantization or dtype, self.last
+        computed_in = self.quantization or dtype
         tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
         if measures:
             tolerance = replace(tolerance, median=max(tolerance.median, SMALL_MEDIAN_NATS))
         if in_steps:
-            proof, tolerance, last = proof.in_steps(), tolerance.in_steps(), None
-        figures = compare_scores(proof, scores, tolerance, last, engine_dtype=computed_in)
-        return figures, failure_reason(figures, proof, scores, last)
+            baseline = self._baseline_of(proof, in_steps=True)
+            of_steps = None if baseline is None else tolerance_of(proof, computed_in, baseline)
+            return compare_in_steps(proof, scores, tolerance_in_steps(tolerance, of_steps), engine_dtype=computed_in)
+        figures = compare_scores(proof, scores, tolerance, self.last, engine_dtype=computed_in)
+        return figures, failure_reason(figures, proof, scores, self.last)
 
-    def _baseline_of(self, proof: WeightProof) -> ProofFigures | None:
-        return self._baselines.get((proof.ids, *number_types(proof)))
+    def _baseline_of(self, proof: WeightProof, *, in_steps: bool = False) -> ProofFigures | None:
+        return self._baselines.get((proof.ids, *number_types(proof), in_steps))
 
     def require_tolerance(self, proof: WeightProof) -> None:
         """Check that the usual difference between this engine and a trainer is known for a proof.
@@ -84,7 +89,7 @@ class ProofHistory:
         scores: ScoresByPass,
         version: str,
         *,
-        baseline: ProofFigures | None = None,
+        baselines: Mapping[ScoredPass, ProofFigures] | None = None,
         ran_beside_turns: bool = False,
     ) -> None:
         """Keep a proof that held, as the reference for the next one.
@@ -93,11 +98,11 @@ class ProofHistory:
             proof: the proof.
             scores: the engine's log-probabilities of the same ids, by pass; the first one has all of them.
             version: version of the weights that the engine scored.
-            baseline: the figures of a proof of the starting weights, which show the difference by rounding alone; else
-                None.
+            baselines: the figures of a proof of the starting weights, which show the difference by rounding alone, by
+                pass; else None.
             ran_beside_turns: True if turns ran at the same time, since another batch size changes the rounding.
         """
         self.last = Accepted(proof, next(iter(scores.values())), version, None if ran_beside_turns else scores)
-        # only the first baseline is kept, since an owner may exchange weights without a new version
-        if baseline is not None:
-            self._baselines.setdefault((proof.ids, *number_types(proof)), baseline)
+        for scored, figures in (baselines or {}).items():
+            # only the first baseline is kept, since an owner may exchange weights without a new version
+            self._baselines.setdefault((proof.ids, *number_types(proof), scored.in_steps), figures)

@@ -20,6 +20,8 @@ __all__ = ["Accepted", "ProofFigures", "ProofTolerance", "ScoredPass", "ScoresBy
 
 MIN_SCORES: Final = 8
 """Minimum number of log-probabilities of a proof; the median of fewer is not reliable."""
+LEAST_MEDIAN_NATS: Final = 1e-4
+"""Least allowed median difference, if neither the engine nor the trainer computes in half precision or quantized."""
 BASELINE_FACTOR: Final = 3.0
 """Allowed difference, as a multiple of the difference with the starting weights."""
 WIDE_BASELINE_FACTOR: Final = 1.5
@@ -28,7 +30,8 @@ The factor is small: a difference that is large from the start must not hide a s
 """
 SMALL_MEDIAN_NATS: Final = 0.005
 """Median difference that is small compared with the difference that a stale tensor causes. Up to this value, the whole
-`BASELINE_FACTOR` applies.
+`BASELINE_FACTOR` applies. In half precision it is the least allowed median: scores are multiples of a rounding step, so
+a median of 0 at the start may be by chance.
 """
 MISSING_STANDARD_ERRORS: Final = 4.0
 """A change counts as missing if its share is this many standard errors below `ProofTolerance.min_arrived`."""
@@ -57,6 +60,11 @@ STEP_MEDIAN_FACTOR: Final = 2.0
 def ids_in_steps(ids: Sequence[int]) -> Sequence[int]:
     """Return the ids at `STEP_PLACES`, and before them the id that precedes the first one."""
     return ids[STEP_PLACES.start - 1 : STEP_PLACES.stop]
+
+
+def has_ids_in_steps(ids: Sequence[int]) -> bool:
+    """Return True if there are enough ids at `STEP_PLACES` for a median."""
+    return len(ids_in_steps(ids)) > MIN_SCORES
 
 
 class ScoredPass(NamedTuple):
@@ -250,20 +258,35 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
 
     Returns:
         The tolerance of the coarser type. A baseline replaces two of its values. The median becomes three times the
-        baseline's median, at least a fifth of the table's median for float32, and at most the largest of three values:
-        the table's median, one and a half times the baseline's median, and `SMALL_MEDIAN_NATS`. The largest difference
-        becomes three times the baseline's, or stays the table's if that is larger. For a type outside of the table,
-        such as quantized weights, the median has no maximum.
+        baseline's median, at least `LEAST_MEDIAN_NATS` (or `SMALL_MEDIAN_NATS` in a coarser type than float32), and at
+        most the largest of three values: the table's median, one and a half times the baseline's median, and
+        `SMALL_MEDIAN_NATS`. The largest difference becomes three times the baseline's, or stays the table's if that is
+        larger. For a type outside of the table, such as quantized weights, the median has no maximum.
     """
     names = [engine_dtype, *([proof.dtype] if proof.dtype is not None else [])]
     known = max((_TOLERANCES.get(name, _COARSEST) for name in names), key=lambda each: each.median)
     if baseline is None:
         return known
-    median = max(BASELINE_FACTOR * baseline.median, _TOLERANCES["float32"].median / 5)
+    least = LEAST_MEDIAN_NATS if _PRECISE.issuperset(names) else SMALL_MEDIAN_NATS
+    median = max(BASELINE_FACTOR * baseline.median, least)
     if known is not _COARSEST:
         median = min(median, max(known.median, WIDE_BASELINE_FACTOR * baseline.median, SMALL_MEDIAN_NATS))
     # At least the table's value, since rounding alone can route an id to another expert.
     return replace(known, median=median, largest=max(BASELINE_FACTOR * baseline.largest, known.largest))
+
+
+def tolerance_in_steps(of_prompt: ProofTolerance, of_steps: ProofTolerance | None) -> ProofTolerance:
+    """Return the tolerance for the ids that are scored in steps: the larger of two.
+
+    A trainer may compute exactly as the engine computes a prompt, and not as the engine computes steps. Then the
+    difference in a prompt does not show the rounding in steps.
+
+    Args:
+        of_prompt: the tolerance for all ids, scored as a prompt.
+        of_steps: the same, by a baseline that was scored in steps; None without such a baseline.
+    """
+    given = [each.in_steps() for each in (of_prompt, of_steps) if each is not None]
+    return replace(given[0], median=max(each.median for each in given), largest=max(each.largest for each in given))
 
 
 def compare_scores(
@@ -359,6 +382,23 @@ def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tu
     rest = (seen - share * change) / (1 - leverage)
     error = math.sqrt(float(change**2 @ rest**2)) / power
     return (share, error) if error < MAX_ERROR else (None, None)
+
+
+def compare_in_steps(
+    proof: WeightProof, scores: Sequence[float], tolerance: ProofTolerance, *, engine_dtype: str
+) -> tuple[ProofFigures, str]:
+    """Compare the scores of the ids at `STEP_PLACES` with a proof. Return the figures, and why it does not hold, or "".
+
+    Args:
+        proof: the whole proof.
+        scores: the engine's scores, in steps.
+        tolerance: the result of `tolerance_in_steps`.
+        engine_dtype: number type of the engine's computation.
+    """
+    part = proof.in_steps()
+    figures = compare_scores(part, scores, tolerance, engine_dtype=engine_dtype)
+    why = failure_reason(figures, part, scores, None)
+    return figures, f"for ids in steps, as turns sample them, but not in a prompt, {why}" if why else ""
 
 
 def failure_reason(figures: ProofFigures, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> str:

@@ -46,6 +46,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
     pause, update weights, release memory. These operations run one at a time, under `lock`.
     """
 
+    scores_in_steps = False
+    """True if the engine can score given ids in steps, as turns sample them."""
+
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
         self.gate = gate
         """Gate of the engine; closed while the engine is paused."""
@@ -87,7 +90,6 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
         self.proofs = ProofHistory()
-        """Proofs of the weights so far."""
         self._waiting_proof: Callable[[], Awaitable[ProofFigures]] | None = None
 
     # --- requests
@@ -399,7 +401,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         Raises:
             EngineError: the proof does not hold, or could not be scored; the engine has ended.
         """
-        worst: ProofFigures | None = None
+        of_prompts = list[ProofFigures]()
         try:
             by_pass = await self.score_while_paused(proof.ids)
         except RequestRejected as error:
@@ -408,20 +410,18 @@ class ModelRuntime(EngineRuntime[RequestT]):
             figures, why = self.proofs.compare(proof, scores, self.dtype, in_steps=scored.in_steps)
             if why:
                 where = f" of its data-parallel rank {scored.rank}" if len(self.gate.ranks) > 1 else ""
-                how = " for ids in steps, as turns sample them, although it does in a prompt" if scored.in_steps else ""
                 raise self.ended_by(
-                    f"the proof of the weights {version!r}{where} does not hold{how}: {why}. {self.stale_workers()}"
+                    f"the proof of the weights {version!r}{where} does not hold: {why}. {self.stale_workers()}"
                     "No id was sampled with these weights. Either tensors did not arrive (`deltarunner check-weights "
                     "MODEL` lists them), or the proof is of other weights, or of a model in another number type "
                     "(`WeightProof(dtype=)`)"
                 )
             if not scored.in_steps:
-                worst = figures if worst is None or figures.median > worst.median else worst
-        assert worst is not None, "the engine has at least one rank"
+                of_prompts.append(figures)
         self.proofs.keep(proof, by_pass, version)
         if last is not None and self.moved is None:
             self._compare_with_last(proof, version, by_pass, last)
-        return worst
+        return max(of_prompts, key=lambda each: each.median)
 
     def stale_workers(self) -> str:
         """Return a sentence about workers that kept old values in the last update; "" without such workers."""

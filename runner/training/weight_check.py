@@ -16,24 +16,25 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
+from runner.engines.controllable import scores_by_pass
 from runner.engines.proofs import (
-    STEP_PLACES,
     Accepted,
     ProofFigures,
     ScoredPass,
     ScoresByPass,
     WeightProof,
+    compare_in_steps,
     compare_scores,
     failure_reason,
     shows_arrival,
+    tolerance_in_steps,
     tolerance_of,
 )
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine, dtype_of
 from runner.engines.weights import LocalTransfer
-from runner.errors import BadControl, BadInput, BadModel, BadOption, DeltarunnerError, EngineError, one_line, unwrapped
+from runner.errors import BadInput, BadModel, BadOption, DeltarunnerError, EngineError, one_line, unwrapped
 from runner.models import DEMO_MODEL, resolve_model
-from runner.options import Sampling
 from runner.training.check_inputs import (
     DEFAULT_ADAPTER_RANK,
     adapter_on,
@@ -278,6 +279,7 @@ class _Trial:
         self._is_broken = False
         self.engine: VllmEngine
         self.baseline: ProofFigures | None = None
+        self._baseline_in_steps: ProofFigures | None = None
         self.dtype = self._computed_in = ""
         self._accepted: Accepted
         self._exit = AsyncExitStack()
@@ -312,33 +314,26 @@ class _Trial:
         self.dtype = dtype_of(engine.vllm.llm)
         self._computed_in = engine.vllm.proofs.quantization or self.dtype
         proof = await self._proof()
-        scores = await self._scores(proof)
+        scores = await scores_by_pass(engine, proof.ids)
         of_prompt = scores[ScoredPass()]
-        self.baseline = self._compared(proof, of_prompt, None)
+        self.baseline, self._baseline_in_steps = self._compared(proof, of_prompt, None), None
         if why := self._reason(proof, scores, self.baseline, None):
             raise BadModel(f"vLLM and transformers compute different scores with the model's own weights: {why}.")
         self._accepted = Accepted(proof, of_prompt)
-
-    async def _scores(self, proof: WeightProof, adapter: str | None = None) -> ScoresByPass:
-        """Score the proof's ids as a prompt, and some of them in steps if the engine can."""
-        of_prompt = await self.engine.score(proof.ids, sampling=None if adapter is None else Sampling(adapter=adapter))
-        try:
-            sampling = Sampling(adapter=adapter, temperature=1.0)
-            in_steps = await self.engine.score(proof.ids[: STEP_PLACES.stop], sampling=sampling)
-        except BadControl:
-            return {ScoredPass(): of_prompt}
-        return {ScoredPass(): of_prompt, ScoredPass(in_steps=True): in_steps[STEP_PLACES.start - 1 :]}
+        if (in_steps := scores.get(ScoredPass(in_steps=True))) is not None:
+            self._baseline_in_steps, _ = self._compared_in_steps(proof, in_steps)
 
     def _reason(self, proof: WeightProof, scores: ScoresByPass, figures: ProofFigures, before: Accepted | None) -> str:
         """Return the reason why scores differ from a proof, or ""."""
         why = failure_reason(figures, proof, scores[ScoredPass()], before)
         in_steps = scores.get(ScoredPass(in_steps=True))
-        if why or in_steps is None:
-            return why
-        part, allowed = proof.in_steps(), tolerance_of(proof, self._computed_in, self.baseline).in_steps()
-        of_steps = compare_scores(part, in_steps, allowed, engine_dtype=self._computed_in)
-        why = failure_reason(of_steps, part, in_steps, None)
-        return f"only for ids in steps, as turns sample them, and not in a prompt: {why}" if why else ""
+        return why if why or in_steps is None else self._compared_in_steps(proof, in_steps)[1]
+
+    def _compared_in_steps(self, proof: WeightProof, in_steps: Sequence[float]) -> tuple[ProofFigures, str]:
+        # The first weights have no baseline in steps; their tolerance is that of the table.
+        baselines = self.baseline, self._baseline_in_steps
+        allowed = tolerance_in_steps(*(tolerance_of(proof, self._computed_in, each) for each in baselines))
+        return compare_in_steps(proof, in_steps, allowed, engine_dtype=self._computed_in)
 
     async def _proof(self, model: Any = None, ids: Sequence[int] | None = None) -> WeightProof:
         model = self.reference if model is None else model
@@ -375,7 +370,7 @@ class _Trial:
             self._change(kind if way is not Way.SAME else "", seed)
             proof = await self._proof()
             await self._give(way)
-            row = self._judged(kind, way, proof, await self._scores(proof))
+            row = self._judged(kind, way, proof, await scores_by_pass(self.engine, proof.ids))
             if row.verdict is not TensorVerdict.RIGHT:
                 break
         if way is Way.UNDER_TURNS and row.verdict is TensorVerdict.RIGHT and (why := await self._reason_in_turns()):
@@ -408,7 +403,7 @@ class _Trial:
             proof = await self._proof(adapted)
         await self.engine.add_adapter(ADAPTER, tensors, config=config)
         try:
-            scores = await self._scores(proof, ADAPTER)
+            scores = await scores_by_pass(self.engine, proof.ids, ADAPTER)
         finally:
             await self.engine.remove_adapter(ADAPTER)
         return self._judged(kind, Way.ADAPTER, proof, scores)

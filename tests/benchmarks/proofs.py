@@ -76,6 +76,7 @@ def _large(folder: Path, demo: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     assert LARGE is not None
+    torch.manual_seed(0)
     vocabulary = AutoConfig.from_pretrained(demo).vocab_size
     config = LlamaConfig(**LARGE, vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=2048)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

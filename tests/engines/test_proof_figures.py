@@ -144,7 +144,15 @@ def test_tenth_of_a_change_may_be_missing_in_float32() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "start", "allowed"),
-    [("bfloat16", 0.02, 0.06), ("bfloat16", 0.07, 0.105), ("int8", 0.1, 0.3), ("float32", 0.0004, 0.0012)],
+    [
+        ("bfloat16", 0.0, 0.005),
+        ("float16", 0.001, 0.005),
+        ("float32", 0.0, 0.0001),
+        ("bfloat16", 0.02, 0.06),
+        ("bfloat16", 0.07, 0.105),
+        ("int8", 0.1, 0.3),
+        ("float32", 0.0004, 0.0012),
+    ],
 )
 def test_wide_start_does_not_hide_a_stale_tensor(dtype: str, start: float, allowed: float) -> None:
     """An output layer with its old weights differs by 0.12 nats and more."""

@@ -15,7 +15,7 @@ import pytest
 
 from runner import BadControl, BadWeights, EngineDead, Outcome, RequestRejected, Run, Sampling, Trajectory, WeightProof
 from runner.engines.base import GenerationRequest
-from runner.engines.proofs import ScoredPass, ScoresByPass, ids_in_steps, tolerance_of
+from runner.engines.proofs import tolerance_of
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import call_all_workers
@@ -174,28 +174,17 @@ async def test_a_proof_that_does_not_hold_ends_the_engine() -> None:
         assert engine.weight_version == "scripted", "nothing was sampled with the new weights"
 
 
-@pytest.mark.parametrize("stale", [False, True])
-async def test_proof_covers_the_steps_in_which_turns_sample(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may compute sampled ids with copies of the weights that it does not use for a prompt."""
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+async def test_equal_scores_at_the_start_leave_room_for_rounding(dtype: str) -> None:
+    """Scores in half precision are multiples of a step: most may be equal at one time and not at the next."""
     model = Model()
     async with ScriptedEngine("Yes", scores=model) as engine:
-
-        async def score(ids: Any) -> ScoresByPass:
-            in_steps = Model()(ids_in_steps(ids)) if stale else model(ids_in_steps(ids))
-            return {ScoredPass(): model(ids), ScoredPass(in_steps=True): in_steps}
-
-        monkeypatch.setattr(engine.runtime, "score_while_paused", score)
-        await engine.prove(model.proof())
-        model.offset = 0.25
-        if not stale:
-            update = await engine.update_weights("any", proof=model.proof())
-            assert update.proof is not None
-            assert update.proof.ids == 39
-            return
-        with pytest.raises(
-            EngineDead, match=r"does not hold for ids in steps, as turns sample them.*16 ids, median difference 0\.25"
-        ):
-            await engine.update_weights("any", proof=model.proof())
+        proof = model.proof(dtype=dtype)
+        await engine.prove(proof)
+        model.offset = 0.004
+        update = await engine.update_weights("any", proof=proof)
+        assert update.proof is not None
+        assert update.proof.median == pytest.approx(0.004)
 
 
 async def test_weights_that_did_not_arrive_are_said_to_be_those_before() -> None:
@@ -305,7 +294,7 @@ async def test_tolerance_of_the_first_proof_is_of_its_ids_alone() -> None:
         assert held.proof is not None
         assert held.proof.tolerance.median == 0.08, "the rounding on other ids is unknown"
         close = WeightProof(IDS, [each + 0.05 for each in model(IDS)], dtype="bfloat16")
-        with pytest.raises(EngineDead, match=r"median difference 0\.05 nats \(at most 0\.0001\)"):
+        with pytest.raises(EngineDead, match=r"median difference 0\.05 nats \(at most 0\.005\)"):
             await engine.update_weights("any", proof=close)
 
 

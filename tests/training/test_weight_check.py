@@ -21,6 +21,7 @@ from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.engines.proof_history import ProofHistory
 from runner.engines.proofs import Accepted, ScoredPass
+from runner.engines.runtime import EngineRuntime
 from runner.testing import ScriptedEngine
 from runner.training import CheckedTensor, TensorVerdict, Way, WeightReport, check_weights, weight_check, weight_proof
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer
@@ -380,9 +381,10 @@ def test_stale_weights_of_the_steps_alone_are_wrong(
 ) -> None:
     engine = TorchEngine(small_llama, takes=2)
     engine.stale_steps = True
+    monkeypatch.setattr(EngineRuntime, "scores_in_steps", True)
     (row,) = check_with([engine], small_llama, [Way.AFTER_SLEEP], tmp_path, monkeypatch).rows
     assert row.verdict is TensorVerdict.WRONG
-    assert row.reason.startswith("only for ids in steps, as turns sample them, and not in a prompt: the engine's log-")
+    assert row.reason.startswith("for ids in steps, as turns sample them, but not in a prompt, the engine's log-")
 
 
 def test_rows_stay_where_an_engine_does_not_start_again(

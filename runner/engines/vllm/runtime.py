@@ -15,7 +15,7 @@ from runner.concurrency.clocks import FIRST_STEP_FACTOR, Progress
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
-from runner.engines.proofs import MIN_SCORES, STEP_PLACES, ScoredPass, ScoresByPass, ids_in_steps
+from runner.engines.proofs import STEP_PLACES, ScoredPass, ScoresByPass, has_ids_in_steps
 from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.state import NOT_RUNNING, PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
@@ -80,8 +80,6 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """True if vLLM, too, records the version of its weights, as it does since 0.32."""
         self.own_scores: OwnScores | None = None
         """The engine's scores before and after an update; None if it cannot score ids while turns are held."""
-        self.scores_in_steps = False
-        """True if the workers can score given ids in steps, as turns sample them."""
         self.reload_check = False
         """True if the engine has to load its own weights again, from files, before its first update or sleep."""
         self._as_vllm = as_vllm
@@ -264,7 +262,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             EngineDead: the engine died while it scored the ids.
         """
         ranks = range(max(1, len(self.gate.ranks)))
-        steps = ranks if self.scores_in_steps and len(ids_in_steps(ids)) > MIN_SCORES else ()
+        steps = ranks if self.scores_in_steps and has_ids_in_steps(ids) else ()
         with self._ended_by_failure("its turns could not be held while ids are scored"):
             await self.reset_prefix_cache()
             await self._call_core(turn_hold.HOLD_TURNS)

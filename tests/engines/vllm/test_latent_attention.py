@@ -51,7 +51,5 @@ async def test_stale_product_for_sampled_ids_fails_the_proof(demo_model_folder: 
         assert np.abs(np.array(steps) - proof.logprobs[: len(steps)]).max() < 1e-3
         await call_all_workers(engine.vllm.llm, "keep_products")
         step(model, 0.05)
-        with pytest.raises(
-            EngineDead, match="does not hold for ids in steps, as turns sample them, although it does in a"
-        ):
+        with pytest.raises(EngineDead, match="does not hold: for ids in steps, as turns sample them, but not in a"):
             await engine.update_weights(model.state_dict(), proof=weight_proof(model, engine.tokenizer))
