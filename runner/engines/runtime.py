@@ -90,6 +90,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
         self.proofs = ProofHistory()
+        """Proofs of the weights so far."""
         self._waiting_proof: Callable[[], Awaitable[ProofFigures]] | None = None
 
     # --- requests
@@ -362,15 +363,12 @@ class ModelRuntime(EngineRuntime[RequestT]):
         Raises:
             EngineDead: the weights could not be loaded, or their proof does not hold.
         """
-        figures: list[ProofFigures] = []
         # A shield is needed, since partly exchanged weights can be neither used nor restored.
-        await to_its_end(partial(self._exchange, checked, version, proof, figures))
-        return figures[0] if figures else None
+        await to_its_end(partial(self._exchange, checked, version, proof))
+        return self.proof_figures
 
-    async def _exchange(
-        self, checked: Any, version: str, proof: WeightProof | None, figures: list[ProofFigures]
-    ) -> None:
-        before, self.state = self.state, EngineState.UPDATING
+    async def _exchange(self, checked: Any, version: str, proof: WeightProof | None) -> None:
+        before, self.state, figures = self.state, EngineState.UPDATING, None
         last, self._waiting_proof = self.proofs.last, None
         if proof is None or last is None or not last.is_of(proof, self.version):
             last = None
@@ -381,8 +379,8 @@ class ModelRuntime(EngineRuntime[RequestT]):
             if proof is not None and self.asleep:  # without a cache, scoring and sampling are impossible
                 self._waiting_proof = partial(self._prove, proof, version, last)
             elif proof is not None:
-                figures.append(await self._prove(proof, version, last))
-            self.proof_figures = figures[0] if figures else None
+                figures = await self._prove(proof, version, last)
+            self.proof_figures = figures
             self._add_version(version)
         finally:
             self.state = before

@@ -170,7 +170,8 @@ def _is_explained(error: ValidationError, named: set[str]) -> bool:
     if steps & named:
         return True
     if str(error.validator).startswith("unevaluated"):  # the error has no context
-        inside = json.dumps(error.validator_value)
+        # Keywords beside it evaluate members, but not if such a keyword has an error of its own.
+        inside = json.dumps(error.schema)
         return any(f'"{keyword}"' in inside for keyword in (*named, *(["$ref"] if named else ())))
     branches: dict[Any, list[ValidationError]] = {}
     for each in error.context or ():

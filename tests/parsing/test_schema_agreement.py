@@ -226,6 +226,7 @@ def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 @example(schema={"if": {"type": "object", "unevaluatedProperties": True}, "then": False}, seed=0)
 @example(schema={"anyOf": [False, {"properties": {"a": {"type": "array", "contains": False}}}]}, seed=0)
+@example(schema={"additionalProperties": {"type": "array", "contains": False}, "unevaluatedProperties": False}, seed=0)
 def test_random_call_of_a_grammar_passes_validation(name: str, schema: Any, seed: int) -> None:
     form, tool = form_of(name), tool_of({**schema, "type": "object"})
     try:
