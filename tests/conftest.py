@@ -21,6 +21,8 @@ import psutil
 import pytest
 import trio.testing
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
@@ -56,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
         option.hypothesis_seed = option.sweep_seed
     sweeps.begin(whole=whole, seed=option.sweep_seed)
     settings.load_profile("whole" if whole else "quick")
+    # Hypothesis draws constants of the modules that are loaded, which depend on the tests that ran before.
+    providers._get_local_constants = Constants
     if hasattr(config, "workerinput"):
         lasting.begin()
         # vLLM and torch get one core in each process, and the other processes get the other cores. The threads of both
@@ -202,6 +206,7 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    sweeps.seed_libraries()
     forks = bool(item.get_closest_marker("engine")) and not item.get_closest_marker("spawned")
     if not forks:
         engine_starts.end_forking()

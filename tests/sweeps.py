@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-__all__ = ["DEFAULT_SEED", "begin", "part", "random_of", "times", "whole"]
+__all__ = ["DEFAULT_SEED", "begin", "part", "random_of", "seed_libraries", "times", "whole"]
 
 # The seed is the same for every commit: a green commit stays green, and `git bisect` finds the commit that broke a
 # test.
@@ -40,3 +41,12 @@ def times(whole: int, sampled: int) -> int:
 def random_of(name: str) -> random.Random:
     """Return the source of random cases. It is the same for the same seed, which the head of every test run prints."""
     return random.Random(f"{name} {_seed}")
+
+
+def seed_libraries() -> None:
+    """Seed the global generators, so that a test draws the same numbers after any other test."""
+    random.seed(_seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(_seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(_seed)

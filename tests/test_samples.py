@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis.internal.conjecture import providers
 
 from tests import samples, sweeps
 
@@ -97,3 +102,17 @@ def test_a_whole_sweep_plays_all() -> None:
         *(made(name, ENDS) for name in ("test_1", "test_2", "test_3")),
     ]
     assert played(every, 3, whole=True) == every
+
+
+def test_global_generators_are_seeded_before_each_test() -> None:
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.random()), float(torch.rand(1))]
+
+    first = drawn()
+    sweeps.seed_libraries()
+    assert drawn() == first
+
+
+def test_property_tests_draw_no_constants_of_loaded_modules() -> None:
+    assert len(providers._get_local_constants()) == 0
+    assert "_get_local_constants()" in inspect.getsource(providers.HypothesisProvider), "Hypothesis has another name"

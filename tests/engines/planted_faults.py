@@ -13,8 +13,10 @@ from runner.engines.proofs import (
     ProofFigures,
     ProofTolerance,
     WeightProof,
+    compare_in_steps,
     compare_scores,
     failure_reason,
+    tolerance_in_steps,
     tolerance_of,
 )
 from runner.options import Sampling
@@ -190,11 +192,10 @@ class Trial:
 
     async def why_in_steps(self, proof: WeightProof, tolerance: ProofTolerance) -> str:
         """Return the reason why scores of single steps differ from a proof, or ""."""
-        part, sampling = proof.in_steps(), Sampling(temperature=1.0)
+        sampling = Sampling(temperature=1.0)
         scores = await self.engine.score(proof.ids[: STEP_PLACES.stop], sampling=sampling)
-        in_steps = scores[STEP_PLACES.start - 1 :]
-        figures = compare_scores(part, in_steps, tolerance.in_steps(), engine_dtype=self.dtype)
-        return failure_reason(figures, part, in_steps, None)
+        allowed = tolerance_in_steps(tolerance, None)
+        return compare_in_steps(proof, scores[STEP_PLACES.start - 1 :], allowed, engine_dtype=self.dtype)[1]
 
     async def after(
         self, fault: Fault, right: Tensors, proofs: Mapping[int, WeightProof]
