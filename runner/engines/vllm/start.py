@@ -193,14 +193,17 @@ class VllmProcess:
     async def stop(self) -> None:
         """End every process of vLLM; idempotent."""
         with anyio.CancelScope(shield=True), suppress_shutdown_warnings():
-            await anyio.to_thread.run_sync(self._stop)
-            if self._thread is not None:
-                self._thread.end()
-                self._thread = None
-            handler = getattr(self.llm, "output_handler", None)
-            self.llm = None
-            if handler is not None:
-                await asyncio.wait({handler})
+            try:
+                await anyio.to_thread.run_sync(self._stop)
+            finally:
+                if self._thread is not None:
+                    self._thread.end()
+                    self._thread = None
+                handler = getattr(self.llm, "output_handler", None)
+                self.llm = None
+                if handler is not None:
+                    handler.cancel()  # vLLM cancels it too, unless its shutdown fails
+                    await asyncio.wait({handler})
 
     @property
     def phase(self) -> str:
@@ -356,19 +359,21 @@ class VllmProcess:
     def _stop(self) -> None:
         self._given_up = True
         memory = self._memory | self._mapped()  # the system no longer lists the memory of a dead core
-        if self.llm is not None:
-            named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
-            self.llm.shutdown(**named)
-        # If vLLM is still starting, its constructor fails without these processes, and cleans up.
-        for process in self._started():
-            process.kill()
-        for process in self.cores:
-            process.join(_STOP_SECONDS)  # a process that is not joined stays a zombie until this process ends
-        release(memory)
-        if self.folder is not None:
-            self.folder.remove()
-        if self.cleanup is not None:
-            self.cleanup.dismiss()
+        try:
+            if self.llm is not None:
+                _shut_down(self.llm)
+        finally:
+            # If vLLM is still starting, its constructor fails without these processes, and cleans up.
+            for process in self._started():
+                process.kill()
+            for process in self.cores:
+                process.kill()  # without effect if vLLM has ended it
+                process.join(_STOP_SECONDS)  # a process that is not joined stays a zombie until this process ends
+            release(memory)
+            if self.folder is not None:
+                self.folder.remove()
+            if self.cleanup is not None:
+                self.cleanup.dismiss()
 
     def _mapped(self) -> set[str]:
         return {name for core in self.cores if core.pid for name in shared_memory_of(core.pid)}
@@ -376,6 +381,18 @@ class VllmProcess:
     def _started(self) -> list[BaseProcess]:
         others = self._others
         return [] if others is None else [process for process in _children() if process not in others]
+
+
+def _shut_down(llm: Any) -> None:
+    """Shut vLLM down. Its processes have `_STOP_SECONDS` to end; then vLLM kills them."""
+    from psutil import NoSuchProcess  # installed with vLLM
+
+    named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(llm.shutdown).parameters else {}
+    try:
+        llm.shutdown(**named)
+    except NoSuchProcess:  # a process ended just before vLLM killed it; vLLM then stops here, with open sockets
+        llm.engine_core.resources()
+        llm.shutdown(**named)
 
 
 def _children() -> list[BaseProcess]:

@@ -264,6 +264,41 @@ def test_stop_frees_shared_memory_of_a_dead_core(monkeypatch: pytest.MonkeyPatch
     cleanup.wait(WATCHDOG_SECONDS)
 
 
+class LateShutdown:
+    """vLLM's engine, whose core ends by itself just before vLLM kills it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+        self.calls: list[str] = []
+        self.engine_core = SimpleNamespace(resources=lambda: self.calls.append("sockets closed"))
+
+    def shutdown(self) -> None:
+        error, self._error = self._error, None
+        self.calls.append("shutdown" if error is None else "interrupted")
+        if error is not None:
+            raise error
+
+
+def test_core_may_end_just_before_vllm_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, memory = started(monkeypatch)
+    process.llm = llm = LateShutdown(psutil.NoSuchProcess(1))
+    process._stop()
+    assert llm.calls == ["interrupted", "sockets closed", "shutdown"]
+    assert not memory.exists()
+    assert not any(core.is_alive() for core in process.cores)
+
+
+def test_shutdown_of_vllm_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, memory = started(monkeypatch)
+    assert process.folder is not None
+    process.llm = LateShutdown(RuntimeError("a worker did not answer"))
+    with pytest.raises(RuntimeError, match="a worker did not answer"):
+        process._stop()
+    assert not memory.exists()
+    assert not process.folder.path.exists()
+    assert not any(core.is_alive() for core in process.cores)
+
+
 def test_engine_starts_without_a_cleanup_process_and_logs_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
