@@ -13,17 +13,19 @@ __all__ = ["outside"]
 
 
 def outside(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that this seed leaves out, by the markers `sample_cases` and `sample_units`."""
+    """Return the tests that this seed leaves out, by the markers that begin with `sample_`."""
     cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     units: dict[tuple[str, int], dict[str, list[pytest.Item]]] = {}
     for item in items:
         function: str = getattr(item, "originalname", item.name)
         if mark := item.get_closest_marker("sample_cases"):
             cases.setdefault((item.path, function, mark.args[0]), []).append(item)
+        # without the checkout's folder, so that all checkouts choose the same
+        of_file = item.nodeid.partition("::")[0]
+        if mark := item.get_closest_marker("sample_functions"):
+            units.setdefault((of_file, mark.args[0]), {}).setdefault(function, []).append(item)
         if mark := item.get_closest_marker("sample_units"):
             name, one_in = (*mark.args, 0)[:2]
-            # without the checkout's folder, so that all checkouts choose the same
-            of_file = item.nodeid.partition("::")[0]
             unit = mark.kwargs.get("unit") or f"{of_file} {function if mark in item.own_markers else ''}"
             units.setdefault((name, one_in), {}).setdefault(unit, []).append(item)
     left_out = set()

@@ -82,6 +82,17 @@ def test_two_seeds_play_all_marked_functions_with_all_cases() -> None:
     assert all({*function} <= {*first} or {*function} <= {*second} for function in functions)
 
 
+def test_two_seeds_play_all_functions_of_a_marked_file() -> None:
+    mark = pytest.mark.sample_functions(2)
+    functions = [[made(name, mark, case=case, own=False) for case in "xy"] for name in ("test_1", "test_2", "test_3")]
+    other = [made("test_4", mark, module="b", own=False), made("test_5", None)]
+    every = [*(test for function in functions for test in function), *other]
+    first, second = played(every, 0), played(every, 1)
+    assert {*first} & {*second} == {*other}
+    assert {*first} | {*second} == {*every}
+    assert all({*function} <= {*first} or {*function} <= {*second} for function in functions)
+
+
 def test_tests_of_a_unit_are_played_together() -> None:
     unit = [made(name, pytest.mark.sample_units("engines", unit="lent")) for name in ("test_1", "test_2")]
     other = [made("test_3", pytest.mark.sample_units("engines"))]

@@ -24,6 +24,8 @@ from runner.errors import DeltarunnerError
 from runner.report.header_view import command_again
 from tests.repository import DOCS, ROOT
 
+pytestmark = pytest.mark.sample_functions(2)
+
 REPLIES = [call("add", a=1, b=2), call("answer", value=12)]
 
 AUTHOR = '''

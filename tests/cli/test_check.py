@@ -11,7 +11,7 @@ import pytest
 
 from tests.checking import GOOD, check, findings, folder_of_modules
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 BAD = {
     # --- schemas

@@ -35,7 +35,7 @@ from tests.repository import DOCS
 from tests.tokens.families import FAMILIES, model
 from tests.tokens.profiles import BEGIN, END, table
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5), pytest.mark.sample_functions(2)]
 
 Check = Callable[..., Result]
 

@@ -20,6 +20,8 @@ from runner.cli.app import app
 from runner.cli.new import Names, write_project
 from tests.repository import ROOT
 
+pytestmark = pytest.mark.sample_functions(2)
+
 SKELETON = ROOT / "templates" / "environment"
 
 

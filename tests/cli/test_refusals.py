@@ -20,6 +20,8 @@ from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
 from runner.errors import DeltarunnerError
 
+pytestmark = pytest.mark.sample_functions(2)
+
 AUTHOR = """
 from runner import Environment, Task, group_reward, reward
 

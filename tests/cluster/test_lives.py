@@ -18,7 +18,7 @@ from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import WATCHDOG_SECONDS, Dice, compared, dice_engine, fleet, game_tasks, played
 from tests.playing import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 EVENTS: list[str] = []
 """Events of this module's environments; workers are in this process."""

@@ -21,7 +21,7 @@ from tests import sweeps
 from tests.cluster.in_process import InProcess, InProcessWorker
 from tests.cluster.playing import Dice, Grouped, compared, dice_engine, fleet, game_tasks, played
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 
 def kill_at(launcher: InProcess, plays: set[int], *, after: int = 0) -> None:

@@ -22,7 +22,7 @@ from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, her
 from tests.cluster.test_control import asked_of, state_of, versions
 from tests.playing import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_cases(5)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_cases(5), pytest.mark.sample_functions(2)]
 
 
 # --- deaths during a transfer

@@ -28,7 +28,7 @@ from tests.playing import until
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 TRANSFER_CALLS = ("check_weights", "meet", "hold", "receive_weights", "release")
 

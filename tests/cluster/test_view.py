@@ -24,7 +24,7 @@ from runner.runs.reporter import PlainReporter
 from runner.testing import VirtualClock
 from tests.cluster.in_process import InProcess, InProcessWorker, in_process
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_functions(2)]
 
 CLOCK = VirtualClock()
 

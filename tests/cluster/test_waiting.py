@@ -15,7 +15,7 @@ from runner.testing import VirtualClock
 from tests.cluster.in_process import InProcess, InProcessWorker
 from tests.cluster.playing import Dice, fleet, game_tasks, played
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 
 def starts_late(launcher: InProcess, seconds: float, fails: Exception | None = None) -> None:

@@ -23,7 +23,7 @@ from tests.conformance.sweep import Outcome, Verdict, is_tool_capable, play, swe
 from tests.conformance.vocabulary import END_OF_TEXT
 from tests.repository import DOCS
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5), pytest.mark.sample_functions(2)]
 
 PAGE = DOCS / "conformance.md"
 

@@ -13,7 +13,7 @@ from runner.testing import Reply, call
 from tests.endpoint.serving import RUN, chat_body, http, openai_client, served, user
 from tests.playing import recording
 
-pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone, pytest.mark.sample_functions(2)]
 
 GRAMMAR = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"+'}}
 PATCH: Any = {"type": "custom", "custom": {"name": "patch", "description": "Change files.", "format": GRAMMAR}}

@@ -16,7 +16,11 @@ from tests.endpoint.interrupted import PROGRAMS, STREAMS
 from tests.endpoint.test_programs import alive
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc"),
+    pytest.mark.sample_functions(2),
+]
 
 WATCHDOG_SECONDS = 60.0
 

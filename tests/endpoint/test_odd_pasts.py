@@ -15,7 +15,7 @@ from runner.testing import Reply, call
 from tests.endpoint.serving import RUN, http, served
 from tests.verifying import verify
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone, pytest.mark.sample_functions(2)]
 
 DATA = "iVBORw0KGgo" * 400
 SECRET = "sEcReT" * 20

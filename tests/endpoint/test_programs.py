@@ -21,6 +21,7 @@ from tests.endpoint.serving import served
 from tests.playing import Plain, until
 
 pytestmark = [
+    pytest.mark.sample_functions(2),
     pytest.mark.asyncio_alone,
     pytest.mark.anyio,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc"),

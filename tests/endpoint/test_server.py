@@ -22,7 +22,7 @@ from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, http, served, user
 from tests.playing import Plain, play_all, until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone, pytest.mark.sample_functions(2)]
 
 ASKED = chat_body([user("One.")], tools=[RUN])
 

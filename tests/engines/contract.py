@@ -167,5 +167,7 @@ ENGINES: dict[str, Any] = {
         remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.sample_units("unusual engines", 7, unit="remote")]
     ),
     "vllm, external": pytest.param(external_vllm, marks=[pytest.mark.engine("float32_engine"), pytest.mark.whole]),
-    "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),
+    "vllm": pytest.param(
+        vllm, marks=[pytest.mark.engine("float32_engine"), pytest.mark.sample_units("contract on vLLM", 2)]
+    ),
 }

@@ -15,7 +15,7 @@ from tests.cluster.sending import KINDS
 from tests.engines.test_proofs import IDS, Model
 from tests.playing import until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_functions(2)]
 
 
 async def test_fleet_proves_after_its_caches_are_awake() -> None:

@@ -27,7 +27,7 @@ from tests.engines.lora import adapter_tensors, save_adapter
 from tests.engines.remote.loopback import serving
 from tests.engines.remote.model_folder import byte_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_functions(2)]
 
 PROMPT = "The capital of France is"
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})

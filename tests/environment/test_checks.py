@@ -15,7 +15,7 @@ from runner.tokens.template import ChatTemplate
 from tests.histories import OPENER
 from tests.parsing.families import family
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 POOR = ChatTemplate(
     """{% for t in tools or [] %}{{ t | tojson }}

@@ -18,7 +18,7 @@ from runner import Outcome, RunFile
 from tests.faults.command import AUTHOR
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 WATCHDOG_SECONDS = 600.0
 MAX_END_SECONDS = 20.0  # ten times the promised time

@@ -17,7 +17,11 @@ from runner import BadEnvironment, Environment, Limits, Outcome, ScriptedEngine,
 from runner.interop import McpDataset, McpServers
 from runner.testing import call, play_many_async
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # each episode starts a server, which imports its SDK
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.sample_functions(2),
+]  # each episode starts a server, which imports its SDK
 
 HERE = Path(__file__).parent
 SERVER = f"{sys.executable} {HERE / 'mcp_server.py'}"

@@ -15,7 +15,7 @@ from runner.interop import OpenEnv
 from runner.testing import call, play_many_async
 from tests.interop.installing import HOME
 
-pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone, pytest.mark.sample_functions(2)]
 real = pytest.mark.server("openenv")
 
 

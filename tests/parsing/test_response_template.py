@@ -43,7 +43,7 @@ from tests.parsing.families import Library
 from tests.parsing.response_templates import HERMES, READS_IT, changed, said, unlearnable, vocabulary
 from tests.verifying import verify
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_functions(2)]
 
 LOOK_UP: Mapping[str, Any] = {
     "look_up": {"type": "object", "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}}}

@@ -26,7 +26,7 @@ from tests.report.browser import browser, browser_sample, needs_browser
 from tests.report.playing import store
 from tests.store.building import played
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_functions(2)]
 
 SCIPY = json.loads((Path(__file__).parent / "scipy_reference.json").read_text())
 STATSMODELS = json.loads((Path(__file__).parent / "statsmodels_reference.json").read_text())

@@ -39,7 +39,7 @@ from tests.report.viewing import Answer, viewing
 from tests.store.building import header, played
 from tests.verifying import play as play_wandering
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.sample_functions(2)]
 
 
 @pytest.fixture(scope="module")

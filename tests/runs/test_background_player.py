@@ -32,6 +32,8 @@ from runner.testing import Fault, Reply, ScriptedEngine, no_leaks
 from tests.playing import Plain, recording, tasks
 from tests.repository import ROOT
 
+pytestmark = pytest.mark.sample_functions(2)
+
 FIRST, SECOND = tasks(2)
 
 

@@ -13,7 +13,7 @@ import pytest
 from runner import Outcome, RunFile
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5)]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_cases(5), pytest.mark.sample_functions(2)]
 
 WATCHDOG_SECONDS = 600.0
 

@@ -35,7 +35,7 @@ from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.reporter import Reporter
 from runner.runs.run import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 WATCHDOG_SECONDS = 600.0
 

@@ -31,7 +31,7 @@ from runner.sandbox.container import ContainerSandbox
 from runner.sandbox.leftovers import owner_of
 from tests.sandbox.engines import IMAGE_FOLDER, containers_of, own_addresses, processor_of, remove_command, sh
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from runner.testing import call, play_many_async
 from tests.sandbox.harbor_folders import CONFIGURATION, IMAGE, START_KEEPER, TASKS, write_task, write_tasks
 from tests.sandbox.test_episodes import AGENT
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 real = pytest.mark.usefixtures("default_engine")
 
 Command = Callable[..., tuple[int, str]]

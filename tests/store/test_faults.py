@@ -23,7 +23,7 @@ from tests import sweeps
 from tests.repository import ROOT
 from tests.store.building import assert_equal, header, played
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 ANNOUNCER = Path(__file__).with_name("announcer.py")
 

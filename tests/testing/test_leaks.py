@@ -20,7 +20,7 @@ from runner.engines.base import GenerationRequest, Session
 from runner.options import Sampling
 from runner.testing import Fault, Latency, Leaked, Reply, ScriptedEngine, no_leaks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 
 def request(session: Session | None = None) -> GenerationRequest:

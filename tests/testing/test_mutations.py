@@ -39,7 +39,7 @@ from runner.testing import (
 from runner.tokens.log import Source, TokenLog
 from tests.testing.inner import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 pytest_plugins = ["pytester"]
 

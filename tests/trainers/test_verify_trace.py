@@ -30,7 +30,7 @@ from tests.playing import play_all, recording, talking, tasks, twice
 from tests.trainers.traced import FORMS, Talk, model_of, talks, written
 from tests.verifying import play as play_wandering
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 USABLE = {row.template for row in turn_formats.recorded() if row.verdict != FormatVerdict.REFUSED}
 ENTRIES = [entry for entry in corpus() if entry.name in USABLE]

@@ -41,7 +41,7 @@ from tests.verifying import (
     verify,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample_functions(2)]
 
 # --- unchanged files
 

@@ -25,7 +25,7 @@ from tests.engines.changed_weights import changed_weights
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
 from tests.playing import Plain
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.sample_functions(2)]
 
 TOLERANCE_NATS = 1e-3  # in float32
 PROMPT = list(range(1000, 1100))  # three blocks of the prefix cache, and a part of a fourth

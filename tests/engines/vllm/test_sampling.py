@@ -25,7 +25,7 @@ from runner.trajectory import Turn
 from tests.playing import Plain
 from tests.verifying import verdict
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.sample_functions(2)]
 
 EOS_ID = 2
 TURN_TOKENS = 12

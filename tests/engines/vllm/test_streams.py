@@ -15,7 +15,7 @@ from runner.engines.vllm.engine import VllmEngine
 from runner.errors import RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.sample_functions(2)]
 
 WATCHDOG_SECONDS = 600.0
 # A leaked request runs for half a minute, so the scheduler counts it. The cache has room for one in each place, also in
