@@ -35,7 +35,7 @@ def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest
         *how,
         *_files(),
     ]
-    # By default, Ray lowers the priority of its workers, which then wait for all other tests: 45 minutes in a whole sweep.
+    # Ray lowers the priority of its workers, which then wait for all other tests: 45 minutes in a whole sweep.
     variables = {**os.environ, "RAY_worker_niceness": "0"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
