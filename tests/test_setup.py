@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -122,6 +123,20 @@ def test_an_installation_that_fails_leaves_no_stamp(project: Project) -> None:
     assert project.done.returncode != 0
     python.write_text(PYTHON)
     assert project.setup("cpu", "run") == [".[cpu]", "demo model"]
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="the system has no flock command")
+def test_second_setup_of_a_checkout_waits_for_the_first(project: Project) -> None:
+    first = os.open(project.folder, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    command = [str(project.folder / ".ci" / "setup"), "cpu", "run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+        assert second.stdout is not None
+        assert "another set-up of this checkout runs; waiting for it" in second.stdout.readline()
+        assert not (project.folder / ".venv" / "installed").exists()
+        os.close(first)
+        assert second.wait(600) == 0
+    assert (project.folder / ".venv" / "installed").exists()
 
 
 @pytest.mark.parametrize("stage", ["run", "train", "all"])
