@@ -200,7 +200,8 @@ class Controllable:
 
         A paused engine scores after `resume`. Call `prove` before the first update, with a proof of the starting
         weights, to measure the difference by rounding alone. Later proofs of the same ids and number types then have
-        three times that difference as their tolerance, instead of a table by number type.
+        three times that difference as their tolerance, instead of a table by number type. An engine that can also
+        scores some of the ids in steps, as turns sample them; the figures are for the prompt.
 
         Args:
             proof: log-probabilities by a model with the expected weights.

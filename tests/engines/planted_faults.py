@@ -16,7 +16,6 @@ from runner.engines.proofs import (
     compare_in_steps,
     compare_scores,
     failure_reason,
-    tolerance_in_steps,
     tolerance_of,
 )
 from runner.options import Sampling
@@ -194,8 +193,8 @@ class Trial:
         """Return the reason why scores of single steps differ from a proof, or ""."""
         sampling = Sampling(temperature=1.0)
         scores = await self.engine.score(proof.ids[: STEP_PLACES.stop], sampling=sampling)
-        allowed = tolerance_in_steps(tolerance, None)
-        return compare_in_steps(proof, scores[STEP_PLACES.start - 1 :], allowed, engine_dtype=self.dtype)[1]
+        in_steps = scores[STEP_PLACES.start - 1 :]
+        return compare_in_steps(proof, in_steps, tolerance.in_steps(), engine_dtype=self.dtype)[1]
 
     async def after(
         self, fault: Fault, right: Tensors, proofs: Mapping[int, WeightProof]

@@ -19,9 +19,9 @@ from runner.testing import call, play_many_async
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.slow,
+    pytest.mark.slow,  # each episode starts a server, which imports its SDK
     pytest.mark.sample_functions(2),
-]  # each episode starts a server, which imports its SDK
+]
 
 HERE = Path(__file__).parent
 SERVER = f"{sys.executable} {HERE / 'mcp_server.py'}"

@@ -117,12 +117,12 @@ def test_tiny_model_without_some_tensors_is_refused() -> None:
 
 @pytest.mark.engine
 @pytest.mark.apart
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("worker", "tensor"),
     [
-        # the last tensor, so no engine starts again after its fault
-        pytest.param("StaleOutputWorker", "lm_head.weight", marks=pytest.mark.whole),
-        pytest.param("StaleWorker", f"model.layers.*.{STALE}.weight", marks=pytest.mark.whole),
+        ("StaleOutputWorker", "lm_head.weight"),  # the last tensor, so no engine starts again after its fault
+        ("StaleWorker", f"model.layers.*.{STALE}.weight"),
     ],
     ids=["output", "projection"],
 )
