@@ -1,13 +1,13 @@
 """Encoding in which the content of users and tools never becomes a control token.
 
-A tokenizer searches the whole text for its added tokens, in contents too. This module masks the contents, and the
-library itself searches the masked text, so that its rules apply (longest first, white space swallowed, single words,
-normalised forms). A mark that no text contains replaces each token found. A twin tokenizer then encodes the marked text
-in one pass. The twin has the same model, normaliser and pre-tokenizer, but its only added tokens are the marks and the
-words.
+A tokenizer searches the whole text for its added tokens, in contents too. This module masks the contents. The
+`tokenizers` library then searches the masked text, so that its own rules apply (longest first, white space swallowed,
+single words, normalised forms). A mark that no text contains replaces each token found. A twin tokenizer then encodes
+the marked text in one pass. The twin has the same model, normaliser and pre-tokenizer, but its only added tokens are
+the marks and the words.
 
-Words: some vocabularies list words that the model learnt among their added tokens, such as runs of spaces, HTML tags,
-and reserved names. Such words have no control function, and are encoded in the same way in contents and elsewhere.
+Words: the added tokens of some vocabularies include words that the model learnt, such as runs of spaces, HTML tags, and
+reserved names. Such words have no control function, and are encoded in the same way in contents and elsewhere.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Borders:
     def touched_by(self, text: str) -> bool:
         """Return True if `text` is inside a name, begins with the end of a name, or ends with the beginning of a name.
 
-        White space at both ends of `text` is ignored.
+        The text is compared both with and without the white space at its ends.
         """
         bare = text.strip()
         if any(form and form in self._joined for form in (text, bare)):
@@ -246,7 +246,7 @@ class AddedTokens:
 
     @functools.cached_property
     def _twin(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
-        """The twin tokenizer, and the tokenizer's id for each of the twin's ids of added tokens."""
+        """The twin tokenizer, and a map from the twin's ids of added tokens to the original tokenizer's ids."""
         twin = tokenizers.Tokenizer(self._model or self._tokenizer.model)
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:
@@ -264,7 +264,7 @@ class AddedTokens:
 
     @functools.cached_property
     def _word_finder(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
-        """The tokenizer that finds words to cut out, and the indices of its ids among the marks."""
+        """The tokenizer that finds the words to cut out, and a map from its ids to indices of `_marks`."""
         finder = _finder(self._tokenizer, [token for _, token in self._cut])
         first = len(self._control)
         return finder, {finder.token_to_id(token.content): first + i for i, (_, token) in enumerate(self._cut)}

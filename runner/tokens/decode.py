@@ -136,10 +136,10 @@ class _WordSteps:
 
 
 class _WindowSteps:
-    """Decoder for other vocabularies: the ids after the last settled text are decoded again with the new ids.
+    """Decoder for other vocabularies: the ids of the last returned text are decoded again with the new ids.
 
-    This is exact if an id does not change text before the last settled id. This is true for the remaining kinds of
-    vocabularies: WordPiece, Metaspace, and words joined by spaces.
+    The result is exact if new ids do not change text that was already returned. This is true for the remaining kinds
+    of vocabularies: WordPiece, Metaspace, and words joined by spaces.
     """
 
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")

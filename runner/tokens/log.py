@@ -1,4 +1,4 @@
-"""The token log: the append-only record of every id of an episode's segment and its origin."""
+"""The token log: the record of every id of an episode's segment, and of the origin of each id."""
 
 from __future__ import annotations
 
@@ -123,7 +123,10 @@ class TokenLog:
         self.sources[start:end] = array("b", kept)
 
     def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
-        """Record weight versions. Spans count from `start`, the turn's first id, and may end after the last id."""
+        """Record weight versions. The indices of `spans` are relative to `start`, the index of the turn's first id.
+
+        A span that ends after the last id of the log is shortened, and a span that begins after it is left out.
+        """
         end = len(self.ids)
         self.versions.extend(
             VersionSpan(span.version, start + span.start, min(start + span.end, end))

@@ -1,4 +1,4 @@
-"""NeMo RL's prefix replacement on three lists of ids. Instead of corrupt ids, the result is a refusal with a name."""
+"""NeMo RL's prefix replacement on three lists of ids. Lists that do not match are refused, with a reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PrefixReplacement:
     result: PrefixResult
     """The result, or the name of the refusal."""
     explanation: str = ""
-    """A refusal for people, with positions; otherwise ""."""
+    """The reason for a refusal, for people; "" if there is no refusal."""
 
 
 def replace_prefix_tokens(
@@ -60,16 +60,16 @@ def replace_prefix_tokens(
 ) -> PrefixReplacement:
     """Return the template's ids with the history as the model saw and sampled it, not as the template encodes it again.
 
-    The model's ids stay bit for bit. They are followed by the template's ids after as many EOS as the template's prefix
-    has. If the model's ids end with an EOS, it replaces the template's EOS. A turn that was cut before an EOS is closed
-    with the template's EOS.
+    The model's ids stay bit for bit. The ids of `template_token_ids` after its n-th EOS follow, where n is the number
+    of EOS in `template_prefix_token_ids`. If the model's ids end with an EOS, it replaces the n-th EOS of the template.
+    A turn that was cut before an EOS is closed with the template's EOS.
 
     Two cases are detected only with `sampled`:
 
-    - *An edit of an earlier message*, since any id may be a sampled id. Without `sampled`, an edit is detected only if
-      a turn in the whole differs from the same turn in the prefix by more than left-out ids (reasoning that the
-      template drops). A template that adds ids to earlier turns is refused for the same reason, with or without
-      `sampled`.
+    - *An edit of an earlier message*, since any id may be a sampled id. Without `sampled`, only the two lists of the
+      template are compared: a turn in `template_token_ids` may lack ids of the same turn in
+      `template_prefix_token_ids` (reasoning that the template drops), and any other difference is refused. So a
+      template that adds ids to earlier turns is refused, with or without `sampled`.
     - *A turn without ids, or one more EOS*, if the first ids of the model and of the prefix differ, since the numbers
       of their turns are not compared then. NeMo RL publishes such a case, and joins the ids.
 
@@ -197,7 +197,10 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
 def _lost(
     model: list[int], sampled: Sequence[int], render: list[int], name: str, eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """Return a refusal if `render` lacks ids that were not sampled; else None. Sampled turns in between may differ."""
+    """Return a refusal if `render` lacks ids that were not sampled, or closes more turns than `model`; else None.
+
+    Sampled turns in between may differ.
+    """
     position, cut = 0, False  # `cut` is True after a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):
         stretch = model[begin:end]

@@ -57,7 +57,7 @@ class Unseen:
     argument: str
     part: ArgumentPart
     what: str
-    """The field, the value or the type, as in the schema, with the fields around it."""
+    """The part for people, such as "model.unit" or "string of model.name"; for `FURTHER`, a keyword."""
 
     def __str__(self) -> str:
         match self.part:
@@ -95,7 +95,7 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
 
 
 def needs_fitting(render: RenderTool) -> bool:
-    """Return True if the template shows arguments of the usual kinds as their author wrote them, but not all parts."""
+    """Return True if the template leaves out parts of `ALL_SORTS`, but shows the name of at least one argument."""
     if all(word in (render(ALL_SORTS) or "") for word in SHOWN_IN_ALL):  # the template writes the schema unchanged
         return False
     unseen = unseen_arguments(render, ALL_SORTS)
@@ -330,7 +330,7 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
 
 
 def _parts_of(node: Mapping[str, Any], called: str) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield the schemas in a schema that describe no field by its name: the steps to each, and its name for people."""
+    """Yield inner schemas that are not the schemas of named fields: the steps to each, and its name for people."""
     for keyword in _LISTS:
         for index in range(len(node[keyword]) if isinstance(node.get(keyword), list) else 0):
             yield (keyword, index), called

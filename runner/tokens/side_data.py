@@ -88,7 +88,7 @@ class RoutedExperts:
         """Return the experts of an array of shape [positions, layers, top].
 
         Raises:
-            ValueError: the array has another shape, or a number that does not fit into int16.
+            ValueError: the array has another shape, or a number below -1 or above 32767.
         """
         import numpy as np  # imported here, since most users have no such data
 

@@ -42,7 +42,7 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 
 
 class TemplateRaised(BadTemplate):
-    """The template refused these messages, or failed on them; the message names the template and has its error."""
+    """The template refused these messages, or failed on them. The error text has the template's name and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Renderer:
     template: ChatTemplate
     """The template to render."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Names that the template reads, such as `enable_thinking`."""
+    """Values of names that the template reads, such as `enable_thinking`."""
     now: datetime = field(default_factory=datetime.now)
     """The time that the template reads with `strftime_now`."""
     as_written: Renderer | None = None
@@ -248,7 +248,7 @@ def _as_key(tool: ToolSchema) -> bytes | str:
 
 @functools.lru_cache(maxsize=2048)
 def _fitted_tool(renderer: Renderer, text: bytes | str) -> ToolSchema:
-    """Return a tool, given as JSON, in the form for the template; `renderer` is one that does not change tools."""
+    """Return a tool, given as JSON, in the form for the template. `renderer` must not change tools itself."""
     tool: dict[str, Any] = json.loads(text)
     function = tool["function"]
     if not function.get("parameters"):
@@ -326,7 +326,7 @@ def _tojson(
 
 
 class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, with a fast path for the most frequent reads: keys of messages and `loop.first`."""
+    """Jinja's immutable sandbox, with a fast path for frequent reads: keys of dicts and attributes of `loop`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -343,7 +343,7 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Return the sandbox of transformers' `apply_chat_template`, so that templates render as in transformers."""
+    """Return a sandbox with the settings of transformers, so that templates render as in `apply_chat_template`."""
     environment = _TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )

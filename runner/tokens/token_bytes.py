@@ -49,7 +49,11 @@ def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
 
 
 def words(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> Words | None:
-    """Return the words of a vocabulary; None unless its decoder only replaces texts, joins bytes and strips a space."""
+    """Return the words of a vocabulary, as its decoder writes them.
+
+    The result is None if there is no decoder, or if the decoder does more than replace texts, join bytes and strip
+    leading spaces.
+    """
     steps = _steps(decoder) if decoder else []
     shape = "".join(_letter(step) for step in steps)
     if not re.fullmatch("R*B?F?|R*B?FS", shape) or not steps:
@@ -76,7 +80,7 @@ def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _letter(step: Mapping[str, Any]) -> str:
-    """Return the letter of a step in the known decoders; a question mark for any other step."""
+    """Return the letter that stands for a known step of a decoder; "?" for any other step."""
     match step:
         case {"type": "Replace", "pattern": {"String": _}}:
             return "R"

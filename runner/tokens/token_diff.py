@@ -1,4 +1,4 @@
-"""The first difference of two sequences, and a display for people of two lists of token ids around it."""
+"""The first difference of two sequences, and a readable view of two lists of token ids around it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
     eos_id: int | None
     """The id that ends a turn according to the vocabulary; None if the vocabulary has no such id."""
     special_ids: frozenset[int]
-    """The ids of control tokens. The vocabulary never makes them by merging other tokens."""
+    """The ids of special tokens, such as "<|im_end|>". The vocabulary never makes them by merging other tokens."""
     control_ids: frozenset[int]
     """The special ids, and the ids of tokens that were only added, such as "<tool_call>" in some vocabularies.
 
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
     size: int
     """Number of ids, without padding rows of the model."""
     longest_token: int
-    """Number of bytes of the longest token. A text of n bytes has at least n / longest_token ids."""
+    """Upper bound of the number of bytes of text for one id. A text of n bytes has at least n / longest_token ids."""
     fingerprint: str
     """A hash of the vocabulary and its rules."""
     pieces: Sequence[bytes] | None
@@ -190,8 +190,8 @@ class VocabularyTokenizer:
             eos_token: the token that ends a turn; None for this vocabulary's own token.
 
         Raises:
-            ValueError: a name is an ordinary word of the vocabulary, `eos_token` is not one of its tokens, or the added
-                tokens of the vocabulary leave ids out.
+            ValueError: a name is an ordinary word of the vocabulary, `eos_token` is not one of its tokens, or there are
+                gaps before the ids of its added tokens.
         """
         added = dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
         known = {token.content for token in added.values()}
@@ -307,10 +307,10 @@ class _Splitter:
 def _splitter(added: Iterable[tokenizers.AddedToken]) -> _Splitter | None:
     """Return a function that splits a text before control tokens, so that its parts are encoded by themselves.
 
-    The library cuts such a token out of a text before it reads the adjacent text. It does so only for a token that is
-    matched exactly, does not take white space, and neither is part of another token nor overlaps one. The token must
-    begin with a sign, since the previous token may take white space, or may not be found if a letter follows. The
-    result is None if there is no such token.
+    The text is split only before tokens that the library always cuts out before it reads the adjacent text. Such a
+    token is matched exactly, does not take white space, and neither is part of another token nor overlaps one. It
+    begins with a sign, since the previous token may take white space, or may not be found if a letter follows. The
+    result is None if the vocabulary has no such token.
     """
     plain = {token.content: _is_plain(token) for token in added}
     # Names are not compared in pairs, since some vocabularies have a thousand tokens.

@@ -34,7 +34,7 @@ Schema: TypeAlias = Mapping[str, Any]
 
 
 class ToolsForm(enum.StrEnum):
-    """The form of an argument's schema for a template. Each form makes the changes of the previous one, and more."""
+    """The form of an argument's schema for a template. ONE_OF and MERGED include the changes of FLAT."""
 
     WRITTEN = "written"  # the schema as its author wrote it
     # targets replace references, X replaces "X or null", `enum` replaces `const`, and each `enum` has a type
@@ -59,7 +59,7 @@ def parameters_in(form: ToolsForm, parameters: Schema) -> Schema:
 
 
 def current(schema: Any) -> Any:
-    """Return a schema with tuples, dependencies and dynamic references as in dialect 2020-12; unchanged if it has none.
+    """Return a schema with tuples and dependencies written as in JSON Schema 2020-12; unchanged if nothing differs.
 
     Dynamic references become plain references, which are equivalent in a single schema.
     """
@@ -200,7 +200,7 @@ def _is_plain(schema: Any) -> bool:
 
 
 def unresolved(parameters: Schema) -> Iterator[tuple[str, str]]:
-    """Yield the references of a tool's arguments without a target in the schema, each with its argument."""
+    """Yield (argument, reference) for each reference in a tool's arguments that has no target in the schema."""
     for name, schema in (listed(parameters).get("properties") or {}).items():
         waiting, seen = [schema], set[str]()
         while waiting:
@@ -386,7 +386,7 @@ def _typed(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(made: dict[str, Any]) -> dict[str, Any]:
-    """Return the members of `allOf` as one schema; unchanged if they contradict each other on a keyword."""
+    """Return a schema with the members of `allOf` joined into it; unchanged if they contradict each other."""
     joined: dict[str, Any] = {}
     beside = {key: value for key, value in made.items() if key != "allOf"}
     for each in [*made["allOf"], beside]:

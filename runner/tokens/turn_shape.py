@@ -36,7 +36,7 @@ class AnsweredTurn:
 
     @property
     def shape(self) -> TurnShape:
-        """The properties that all answered turns of one kind share."""
+        """The shape of the turn and its answers: roles, call count and flags, without any text."""
         turn = self.turn
         calls = turn.get("tool_calls") or ()
         return TurnShape(
@@ -78,7 +78,7 @@ class Arrival(NamedTuple):
 
 
 class TurnShape(NamedTuple):
-    """The shape of a turn: roles, call count and flags, without any text. Bridges are cached per shape."""
+    """The shape of a turn: roles, call count and flags, without any text. Proofs about bridges are cached per shape."""
 
     system: bool
     """True if the conversation begins with a system message."""
@@ -94,7 +94,7 @@ class TurnShape(NamedTuple):
 
 
 def is_plain(message: Message) -> bool:
-    """Return True if a message has only the usual fields of its role, and nothing else that a template could read."""
+    """Return True if a message has only the usual fields of its role, and no empty reasoning or list of calls."""
     if not message.keys() <= _KEYS[message["role"]]:
         return False
     return bool(message.get("reasoning_content", True)) and bool(message.get("tool_calls", True))
@@ -109,9 +109,9 @@ _KEYS: Mapping[str, frozenset[str]] = {
 
 
 def _beginning(history: Sequence[Message]) -> Sequence[Message]:
-    """Return the first user message, with a system message before it; () if the history has no such beginning.
+    """Return the system message, if any, and the first user message; () if the history begins differently.
 
-    The beginning needs content in each message, no names, and a message after it.
+    Each of these messages needs content and must not have a name. A further message must follow.
     """
     length = 2 if history[0]["role"] == "system" else 1
     begun = history[:length]

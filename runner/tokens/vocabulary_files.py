@@ -35,7 +35,7 @@ class VocabularyFiles:
     legacy: bool = True
     """True if tokenizer_config.json lists no tokens.
 
-    Then the tokens of tokenizer.json are used, and come before others.
+    Then the tokens of tokenizer.json are used too, and replace `listed` tokens with the same ids.
     """
 
     @property
@@ -44,7 +44,7 @@ class VocabularyFiles:
         return {name: _content(token) for name, token in self.named.items()}
 
     def tokens(self, tokenizer: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
-        """Return the tokens to add to `tokenizer`, in order. A token that `tokenizer` already has gets these flags."""
+        """Return the tokens to add to `tokenizer`, in order. Adding a token that it already has changes the flags."""
         own = tokenizer.get_added_tokens_decoder()
         listed = {**self.listed, **own} if self.legacy else self.listed
         tokens = [token for _, token in sorted(listed.items())]

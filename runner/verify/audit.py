@@ -155,7 +155,7 @@ def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Itera
 
 
 def _stored(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
-    """Return the figure at these keys of the summary, or 0."""
+    """Return the figure at these keys of the summary; 0 if it is missing."""
     value: Any = summary
     for key in keys:
         value = value.get(key, {})
@@ -163,7 +163,7 @@ def _stored(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
 
 
 def launch_difference(path: Path, header: Header) -> Difference | None:
-    """Return the first launch of a file with a configuration that cannot continue the run, or None."""
+    """Return a difference for the first launch whose configuration is damaged or cannot continue the run, or None."""
     with storage_faults(path), closing(open_reader(path)) as connection:
         for number, text in connection.execute("SELECT number, header FROM launches ORDER BY number"):
             try:

@@ -58,7 +58,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first part of a trajectory that does not follow from its messages and its sampled ids."""
+    """The first contradiction found in a file or a trajectory: kind, place, stored value and derived value."""
 
     kind: Kind
     explanation: str

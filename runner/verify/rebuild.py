@@ -116,7 +116,7 @@ class _Begun:
     calls: int = 0
     """Number of tool calls on the segment's path, before its first turn."""
     begin: int | None = None
-    """Index of the first id of the first turn's message, if the turn that the segment follows began it; else None."""
+    """Index of the first id of the first turn's message, if a turn of another segment began this message; else None."""
 
 
 class _TrajectoryCheck:
@@ -237,7 +237,7 @@ class _TrajectoryCheck:
             self._compare.differ(Kind.JUNCTION, "the record of a junction differs", stored=was, derived=becomes)
 
     def _origin(self, origin: Origin) -> tuple[_CheckedSegment, Turn]:
-        """Return the turn that a segment follows, and the segment of that turn."""
+        """Return the turn that `origin` names, as (the segment of the turn, the turn)."""
         parts, turns = self._done, self._trajectory.turns
         if origin.agent != self._trajectory.agent:
             other = self._others(origin.agent) if self._others is not None else None
@@ -256,7 +256,7 @@ class _TrajectoryCheck:
         return turn.prompt_ids
 
     def _branched(self, part: _CheckedSegment, before: _CheckedSegment, turn: Turn) -> tuple[Ids, _Begun]:
-        """Return the prompt of a segment that continues after a turn of another segment."""
+        """Return the prompt of a segment that continues after another segment's turn, and the state at its start."""
         first, speech = part.turns[0], before.speech_of(turn)
         begin = _speeches([each for each in before.turns if each.start <= turn.start])[-1].start
         calls = self._calls_of(before, turn)

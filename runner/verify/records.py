@@ -24,7 +24,7 @@ from runner.verify.differences import Comparison, Difference, DifferenceFound, K
 __all__ = ["LIMITS_OF", "first_contradiction"]
 
 LOGPROB_TOLERANCE: Final = 1e-3
-"""Maximum log-probability, in nats. It is above 0 because of rounding to 32 bits."""
+"""Tolerance for log-probabilities, in nats, and for sums of probabilities, because of rounding to 32 bits."""
 
 LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
     Outcome.COMPLETED: ("",),
@@ -38,7 +38,7 @@ LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
 
 
 def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | None:
-    """Return the first record of `trajectory` that contradicts another one, or the configuration; or None.
+    """Return the first record of `trajectory` that contradicts another record or the run's configuration, or None.
 
     The caller has checked the trajectory's turns and ids with `first_difference`.
     """

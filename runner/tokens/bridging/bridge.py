@@ -36,13 +36,13 @@ __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 PROMPT_CACHE_SIZE = 16
 
 MAX_CACHED_CHARS = 40
-"""Maximum length of a text for which a cache stores whether it contains control text. Short texts occur repeatedly."""
+"""Maximum length, in characters, of a text whose check for control text is cached. Short texts occur repeatedly."""
 
 CONTROL_TEXT_CACHE_SIZE = 4096
-"""Maximum number of texts in this cache."""
+"""Maximum number of texts whose check for control text is cached."""
 
 PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
-"""A render, and the spans of control text in contents that must not become control ids."""
+"""A render, and the spans in it that are encoded without control ids: whole contents, or only their control text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _BridgeStart:
     close: Close
     """The origin of the turn's closing tokens."""
     cause: str = ""
-    """The cause that the junction records, or ""."""
+    """The cause that the junction records, such as "closed_before_stop"; "" in the usual case."""
 
 
 class Bridger:
@@ -75,7 +75,7 @@ class Bridger:
     """
 
     locality: Locality
-    """The source of tails, which proves which tails do not depend on messages before the last turn."""
+    """The source of tails. It proves that some tails do not depend on the messages before the last turn."""
     closes: TurnClosers
     """The control tokens that end a turn."""
 
@@ -131,7 +131,7 @@ class Bridger:
         """Return the text after the words of a turn. This only renders, so any thread may call it.
 
         Raises:
-            Unbridgeable: no turn of this shape can be bridged, or the template raises.
+            Unbridgeable: no turn of this shape can be bridged, the template raises, or it does not show the turn.
         """
         tail = self.locality.tail(answered)
         if not tail.local:
@@ -187,7 +187,11 @@ class Bridger:
         return Bridge(start.ids, junction)
 
     def _with_close(self, tail: Tail, ids: Sequence[int], bridge: list[int]) -> str:
-        """Return the text of a bridge and of the turn's close, which begins at the last control token of the turn."""
+        """Return the text of the turn's close and of the bridge, from the last control token before the bridge on.
+
+        If no control token is before the bridge, return the whole tail, or, after a call, only the bridge. If the tail
+        does not end with the ids of the bridge, return only the text of the bridge.
+        """
         begin = len(ids) - len(bridge)
         # If the sampled stop replaces the template's close, the bridge may have other ids than the end of the tail.
         if begin < 0 or ids[begin:] != bridge:
@@ -258,8 +262,8 @@ class Bridger:
                 Property.STOP_IN_TAIL,
                 f"the turn ended with {name!r}, and the template closes the turn with {tail.text[:40]!r}",
             )
-        # The search finds a blank content too early, before the template's own close, and an altered content not at
-        # all.
+        # `find_in_close` may have missed a stop in the template's close: `seen` may be too early for a blank content,
+        # and `border` is 0 if the template alters the content.
         if name in self.tokenizer.decode(ids) and (not tail.border or name in tail.text[: tail.border]):
             raise Unbridgeable(
                 Property.STOP_IN_TAIL,
@@ -325,8 +329,8 @@ class Bridger:
         """Return the whole render, for `prompt_ids`. Any thread may call this.
 
         Raises:
-            Unbridgeable: the template raises, or has no generation prompt at the end; or control text of a content
-                cannot be distinguished from the template's own control text.
+            Unbridgeable: the template raises, hides a message, or does not write exactly one generation prompt at the
+                end; or control text of a content cannot be distinguished from the template's own control text.
         """
         text = self._prompts.prompt(messages, tools)
         wanted = self._unsafe(messages)
@@ -370,7 +374,7 @@ class Bridger:
     # --- control text in contents
 
     def _control_text(self, tail: Tail) -> Sequence[Span] | None:
-        """Return the spans of control text in contents of a tail; None if they look like the template's own text."""
+        """Return the spans of the new messages that are encoded without control ids; None if they cannot be found."""
         wanted = self._unsafe(tail.new)
         return tail.locate(wanted, self._control_names) if wanted else ()
 
@@ -398,6 +402,6 @@ def _words_after_end() -> Unbridgeable:
     return Unbridgeable(Property.TURN_STAYS_BEFORE, "the template writes words of the turn after its end")
 
 
-# Control text in these roles may become control ids: the author writes system messages, and a model's turn sampled
-# its control tokens as such.
+# Control text in these roles may become control ids: the author writes system messages, and the model sampled the
+# control tokens of its turns as control ids.
 _TRUSTED = frozenset({"system", "developer", "assistant"})

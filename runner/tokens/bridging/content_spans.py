@@ -35,7 +35,7 @@ _SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking o
 
 
 def absent(messages: Iterable[Message]) -> str:
-    """Return a word of a fixed length that none of `messages` contains.
+    """Return a word of a fixed length that occurs in no content and no reasoning of `messages`.
 
     The word depends only on the messages, so that all processes use the same word. Its length is fixed, since some
     templates count letters.
@@ -77,7 +77,7 @@ class Rendering:
         """Return the approximate position of a content that `find` does not find, since it has a switch like "/think".
 
         Raises:
-            Unbridgeable: the content has no switch, or the message is hidden.
+            Unbridgeable: the content has no switch, the message is hidden, or the template raises.
         """
         role, content = self.messages[index]["role"], self.messages[index]["content"]
         found = self._shown(index) if _without_switches(content) is not None else None
@@ -128,7 +128,7 @@ class Rendering:
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
-        """Return the end of the last content, by the last occurrence of one of its forms.
+        """Return the end of the last message's content, at the last occurrence of one of its forms.
 
         Raises:
             Unbridgeable: the last content is not shown.
@@ -185,7 +185,7 @@ class Rendering:
         return spans if before == self.text and apart and all(begin <= end for begin, end in spans) else None
 
     def _located_by_disguise(self, wanted: Sequence[Field], names: ControlNames) -> list[Span] | None:
-        """Return the positions of the fields' control text, by renders with other words of the same length."""
+        """Return the positions of the fields' control text, found in a render with other words of the same length."""
         found = {name for field in wanted for name in names(_value(self.messages, field))}
         # The longest names come first, so that a name inside another name is not replaced there.
         disguises = {name: _disguise(len(name), self.text) for name in sorted(found, key=len, reverse=True)}
@@ -220,7 +220,10 @@ def _without_switches(content: str) -> str | None:
 
 
 def _forms(content: str) -> Iterator[str]:
-    """Yield the forms in which templates write a content: verbatim, trimmed, inside JSON, or as a Python string."""
+    """Yield the forms in which templates write a content: verbatim, trimmed, inside JSON, or as a Python string.
+
+    If the content has switches, the same forms of the content without its switches follow.
+    """
     yield from _written(content)
     left = _without_switches(content)
     if left is not None and left.strip():
@@ -237,8 +240,11 @@ def _written(content: str) -> Iterator[str]:
 
 
 def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
-    """Return the spans of the contents if `text` is exactly the pieces, with a form of a content between any two."""
-    # A position that did not fit is not tried again. Otherwise repeated contents could be tried without end.
+    """Return the spans of the contents if `text` equals the pieces with contents in place of markers; otherwise None.
+
+    The pieces at odd indices are markers. Any of the `_forms` of a marker's content may take the place of the marker.
+    """
+    # A position that did not fit is not tried again. Otherwise repeated contents could need exponential time.
     dead: set[tuple[int, int]] = set()
 
     def ends(number: int, begin: int) -> Iterator[int]:

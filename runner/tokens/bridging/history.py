@@ -140,7 +140,10 @@ def _tolerated(
 
 
 def _counting(message: Message, answers: _Answered | None) -> list[Any]:
-    """Return the compared parts of a message, without the reasoning. A result has the name of its call."""
+    """Return the compared parts of a message, without the reasoning.
+
+    If a tool result has no name, the name of the called tool is used.
+    """
     name = message.get("name")
     if answers and name is None:
         name = answers[1]

@@ -61,9 +61,9 @@ class Locality:
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """Return the tail if only a stand-in and the new messages are rendered; otherwise None.
+        """Return the tail if renders of the stand-in and the new messages are known to be enough; otherwise None.
 
-        If the result is None, call `tail` in a worker thread, since it may render the whole history.
+        If the result is None, call `tail` in a worker thread, since `tail` may render the whole history.
         """
         kind = self._kinds.get(answered.shape)
         # A further render without a proof is computed from the whole history.
@@ -145,7 +145,7 @@ class Locality:
         """Return the render of a conversation without a sentinel; None if the template raises on its words."""
         try:
             return self._renderer.render([*rendered, *answered.new], answered.tools)
-        except Unbridgeable:  # if the template raises on the words, the sentinel replaces them
+        except Unbridgeable:  # in this case, `Tail` leaves the words out of its render
             return None
 
     def _question(self, answered: AnsweredTurn) -> _Question:

@@ -34,7 +34,7 @@ class PromptRenderer:
     renderer: Renderer
     """The template with fixed options and clock."""
     generation_prompt: str
-    """The generation prompt, found after a user message; "" if there is none."""
+    """The generation prompt, found after a user message; "" if none is found."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -57,8 +57,8 @@ class PromptRenderer:
         """Return the whole render, which ends with the generation prompt.
 
         Raises:
-            Unbridgeable: the template raises, has no generation prompt at the end, or hides a message of a user, a tool
-                or the system.
+            Unbridgeable: the template raises, does not write exactly one generation prompt at the end, or hides a
+                message of a user, a tool or the system.
         """
         text = self.render(messages, tools)
         whole = Rendering(text, messages, lambda new: self.render(new, tools))

@@ -8,7 +8,10 @@ __all__ = ["Property", "Unbridgeable"]
 
 
 class Property(enum.StrEnum):
-    """A property that an exact bridge needs. `Unbridgeable` names the missing property."""
+    """A property that an exact bridge needs. `Unbridgeable` names the missing property.
+
+    The comment at each property describes the case in which it is missing.
+    """
 
     TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
     SENTINEL_SHOWN = "no_sentinel"  # the render does not show the text or the calls of the last assistant turn

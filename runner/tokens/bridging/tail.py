@@ -1,6 +1,7 @@
 """The tail: the text of a render after the words of the last assistant turn. Any thread may use it.
 
-A copy of the turn is rendered with a sentinel at the end of its words. The text before the sentinel is never used.
+A copy of the turn is rendered with a sentinel at the end of its words. The text before the sentinel never becomes part
+of a bridge.
 """
 
 from __future__ import annotations
@@ -69,9 +70,12 @@ class Tail:
     asked: set[Further]
     """The further renders that were needed. The tails of one shape share the set."""
     real: str | None
-    """A render with the turn's own words, if these may change the text after them; otherwise None."""
+    """A render with the turn's own words, if they may change the text after them; otherwise None.
+
+    It is also None if the template raises on the words.
+    """
     repeated: str
-    """The text between the first sentinel and the last sentinel, if the template writes the words more than once."""
+    """The text between the first and the last sentinel; "" if the template writes the words only once."""
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class Tail:
         return None
 
     def holds_marker(self, text: str) -> bool:
-        """Return True if `text` contains a marker, since then it repeats text from before the turn's end."""
+        """Return True if `text` contains a marker. Such a text repeats words from before the turn's end."""
         return self._stem in text
 
     def stands_before(self, word: str) -> bool:
@@ -184,8 +188,9 @@ class Tail:
                 prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
                 if text.startswith(prompt):
                     return text.removeprefix(prompt)
-        # The new messages may change the earlier text, so the text is searched for the beginning of the turn: the
-        # generation prompt, or its first part, since some generation prompts open reasoning, which earlier turns lack.
+        # The new messages may change the earlier text, so the text is searched for the beginning of the turn. This is
+        # the generation prompt, or only its first part: some generation prompts open reasoning, and the turns of a
+        # history may lack this opening.
         with suppress(Unbridgeable):
             begin = self.text.removeprefix(self._text(self.new, generation_prompt=False))
             turns = sum(message["role"] == "assistant" for message in self._history)
@@ -239,7 +244,7 @@ class Tail:
         """The start of the first new content in `text`, found by a render with a marker in its place.
 
         If the content changes the template's text before it, the border is the end of the common prefix of both
-        renders.
+        renders. If the template does not write the marker, the border is 0.
         """
         return first_mismatch(self.text, self._before_marker or "")
 
@@ -257,21 +262,21 @@ class Tail:
 
     @cached_property
     def alone(self) -> str | None:
-        """The tail without the new messages, with the turn's close at the end; None if the template raises."""
+        """The tail without the new messages, with the turn's close at the end; None if it cannot be rendered."""
         with suppress(Unbridgeable):
             return self._further(Further.ALONE, ())
         return None
 
     @cached_property
     def alone_asking(self) -> str | None:
-        """The tail without the new messages, with the generation prompt; None if the template raises."""
+        """The tail without the new messages, with the generation prompt; None if it cannot be rendered."""
         with suppress(Unbridgeable):
             return self._further(Further.ALONE_ASKING, ())
         return None
 
     @cached_property
     def without_calls(self) -> str | None:
-        """The tail of the same turn without calls; None if the template raises."""
+        """The tail after a turn of plain text in place of the turn with calls; None if it cannot be rendered."""
         said: Message = {"role": "assistant", "content": "x"}
         history = [*self._history_for(Further.WITHOUT_CALLS)[:-1], said]
         with suppress(Unbridgeable):
@@ -294,7 +299,10 @@ class Tail:
         return self._text_after(self._history_for(further), new, generation_prompt=further.asking)
 
     def _history_for(self, further: Further) -> Sequence[Message]:
-        """Return the messages before the new ones: the stand-in, or all if `proves` is false for this render."""
+        """Return the messages before the new messages.
+
+        They are the stand-in, or the whole history if there is no stand-in or `proves` is false for this render.
+        """
         self.asked.add(further)
         if not self.local or self._proves is None or self._proves(further):
             return self._history
@@ -325,9 +333,10 @@ def _sentinel(stem: str) -> str:
 
 
 def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_words: bool = True) -> Message:
-    """Return a copy of an assistant message with the sentinel after its words, and markers after its other parts.
+    """Return a copy of an assistant message with the sentinel at its end, and markers after its earlier texts.
 
-    With `with_words`, the copy keeps the words, since some templates inspect them.
+    The sentinel follows the content, or is the only argument of the last call. With `with_words`, the copy keeps its
+    reasoning and its content, since some templates inspect them.
     """
     copy: dict[str, Any] = dict(message)
     if message.get("reasoning_content"):
@@ -337,7 +346,7 @@ def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_wo
         copy["content"] = message["content"] * with_words + _sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        # Gemma 4 prints the text of a call's message after the tool's result. By the marker, such a bridge is refused.
+        # Gemma 4 prints the text of a call's message after the tool's result. A bridge with this marker is refused.
         copy["content"] = message["content"] * with_words + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): _sentinel(stem)}

@@ -16,14 +16,17 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["TailIds"]
 
 _MIN_END_CHARS = 2
-"""Minimum number of common characters of the model's text and the template's end that identify the end of a call."""
+"""Minimum number of characters, common to the model's text and the template's, that identify the end of a call."""
 
 _MARK_BORDER = re.compile(r"""[\s"'}\])>]|(?=[<\[])""")
-"""Pattern of a position that is not inside a mark of a call's end."""
+"""Pattern whose matches end outside the marks that close a call, such as `</tool_call>`."""
 
 
 class TailIds:
-    """A tail as ids, and the positions in it where a bridge may begin. Control text within `spans` is ordinary text."""
+    """A tail as ids, and the positions in it where a bridge may begin.
+
+    Control text within `spans` is encoded as ordinary text.
+    """
 
     ids: list[int]
 
@@ -114,10 +117,11 @@ class TailIds:
         return None
 
     def ids_after_close(self) -> list[int] | None:
-        """Return the ids after the template's own close, if the sampled stop is not part of it; otherwise None.
+        """Return the ids after the template's own close; None if the end of this close is not known.
 
-        The close is the end of the same render without new messages, or a control token that ends every turn if a
-        message follows. White space after the close separates the turns, so it also follows another stop.
+        This is for a sampled stop that is not part of this close. The close is the end of the same render without new
+        messages, or a control token that ends every turn if a message follows. White space after the close separates
+        the turns, so it also follows another stop.
 
         The result is also None if the first new content changes the template's text before it, since the close may then
         be any part of this text.
@@ -141,7 +145,10 @@ class TailIds:
         return rest if separated is None else self.ids[separated:]
 
     def _after_last_control(self, cut: int) -> int | None:
-        """Return the index after the last control token before `cut`, if only white space is between the two."""
+        """Return the index after the last control token before `cut`; None if more than white space is between them.
+
+        The result is also None if there is no control token before `cut`.
+        """
         after, end = None, 0
         for index, token_id in enumerate(self.ids):
             until = len(self._tokenizer.decode(self.ids[: index + 1]))
@@ -238,7 +245,7 @@ def _end_of_call(ending: str, said: str) -> int | None:
 
 
 def _seen_ending(one: str, other: str, borders: Sequence[int]) -> int:
-    """Return the number of characters, from a border on, with which both texts end; 0 if too few identify the end."""
+    """Return the length of the common end of both texts, from a border of `one` on; 0 if it is too short."""
     alike = len(one) - first_mismatch(one[::-1], other[::-1])
     begin = next((border for border in borders if border >= alike), len(one))
     return len(one) - begin if len(one[begin:].strip()) >= _MIN_END_CHARS else 0

@@ -223,7 +223,7 @@ class Evaluator(NodeVisitor, ABC):
         return self._filter(node, self._read(node.node) if node.name in _READERS else self.visit(node.node))
 
     def _read(self, node: nodes.Node) -> Value:
-        """Return the value of an expression whose elements are read at once. It may be a generator."""
+        """Return the value of an expression whose elements are read at once, so that it may be a generator."""
         return self._filtered(node) if isinstance(node, nodes.Filter) else self.visit(node)
 
     def _filter(self, node: nodes.Filter, value: Value) -> Value:

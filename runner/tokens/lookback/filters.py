@@ -61,7 +61,7 @@ class TransferFunctions(Operators):
     def _modelled(  # noqa: C901  # one case for each filter
         self, name: str, value: Value, arguments: Sequence[Value], keywords: Mapping[str, Value]
     ) -> Value | None:
-        """Apply a filter to a partly known value; None if it has no transfer function of its own."""
+        """Return the result of a filter for a partly known value; None if no transfer function models this use."""
         match name:
             case "default" | "d":
                 given = dict(zip(("default_value", "boolean"), arguments, strict=False)) | dict(keywords)
@@ -111,7 +111,7 @@ class TransferFunctions(Operators):
         if isinstance(value, list | tuple | dict):
             return len(value)
         if is_text(value) and self.truth(value) is True and not is_independent(value):
-            return Position(UnknownCount(1))  # only the minimum of the length is known, also of a text
+            return Position(UnknownCount(1))  # only the minimum length of such a text is known
         return self.of("length", value)
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:
@@ -196,8 +196,9 @@ class TransferFunctions(Operators):
     def _method_of_words(self, value: Text, name: str, arguments: Sequence[Value]) -> Value:
         """Call a method of a text in which the turn's words end.
 
-        If `_words` is None, the words end in the sentinel, which has only small letters and digits. So neither `strip`
-        of other characters nor `lower` changes the sentinel, and a text with another sign never begins inside it.
+        If `_words` is None, the words end in the sentinel, which has only lower-case letters and digits. So neither
+        `strip` of other characters nor `lower` changes the sentinel, and a text with another character does not occur
+        in it. A text that begins with the end of the sentinel is not expected.
         """
         rest = value.rest
         before = None if value.before is None else (name, *arguments, value.before)

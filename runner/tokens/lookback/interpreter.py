@@ -223,7 +223,10 @@ class Interpreter(Evaluator):
         return reduce(lambda one, other: one.join(Unknown(), other, self._symbols), states)
 
     def _run_else(self, node: nodes.For, values: Value) -> None:
-        """Run the `else` branch of a loop that has no elements; join states with and without it if this is unknown."""
+        """Run the `else` branch of a loop if the loop has no elements.
+
+        If it is not known whether the loop has elements, join the states with and without the branch.
+        """
         if isinstance(values, list | tuple):
             if not values:
                 self._run(node.else_)
@@ -328,7 +331,7 @@ class Interpreter(Evaluator):
         self._forget_namespaces(namespaces)
 
     def _forget_namespaces(self, number: int) -> None:
-        """Remove the namespaces after the first `number`, so that the next pass creates the same ones.
+        """Remove the namespaces after the first `number`, so that the next pass uses the same numbers again.
 
         Otherwise the state would grow with every pass, and no fixpoint would be reached.
         """

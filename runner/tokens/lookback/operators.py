@@ -84,7 +84,7 @@ class Operators:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
-        """Return a symbol for an operation that is not modelled; `Unknown` if an operand depends on earlier messages.
+        """Return a symbol for an operation that is not modelled; `Unknown` if an operand is not independent.
 
         Raises:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.
@@ -271,7 +271,7 @@ class Operators:
         return self.of("slice", value, start, stop, step, text=is_text(value))
 
     def _shortened(self, value: Text, stop: int) -> Value:
-        """Return a text with the end of the turn's words, without its last characters."""
+        """Return `value`, a text with the end of the turn's words, without its last `-stop` characters."""
         rest, before = value.rest, None if value.before is None else (stop, value.before)
         if isinstance(rest, str) and len(rest) >= -stop:
             return after_end(rest[:stop], before)
@@ -301,7 +301,7 @@ class Operators:
 
 
 def _as_text(value: Value) -> Value:
-    """Return the operand of "+" beside a text, as a text, since jinja raises for operands of any other type."""
+    """Return an operand of "+" as a text. At least one operand is a text, so jinja raises if the other one is not."""
     if is_text(value) or (isinstance(value, Symbol) and value.base is None):
         return value
     return Unknown(may_end=may_hold_end(value), text=True)

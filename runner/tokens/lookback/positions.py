@@ -64,7 +64,7 @@ def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
 
 
 def range_of(bounds: Sequence[Value]) -> Value:
-    """Return the numbers of jinja's `range` if the last bound is a position; None if they are not known."""
+    """Return the numbers of jinja's `range`; None if they are not known, or if the last bound is not a position."""
     first, last = (0, *bounds) if len(bounds) == 1 else bounds[:2]
     if len(bounds) > 2 or not isinstance(last, Position):
         return None
@@ -153,7 +153,7 @@ def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> L
 
 
 def loop_after_gap(whole: GappedList, after: Sequence[Value], number: int) -> Loop:
-    """Return `loop` at one of the known items after the gap."""
+    """Return jinja's `loop` object for one of the known items after the gap."""
     left = len(after) - 1 - number
     first = False if number or whole.least_length > len(after) else Unknown()
     previous = after[number - 1] if number else Unknown(may_end=True)

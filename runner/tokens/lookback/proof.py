@@ -99,7 +99,7 @@ class Proofs:
             _call(
                 said("id", number),
                 said("name", number, nonempty=False),
-                # For a call without arguments, an object is empty, and a text is "{}".
+                # The arguments of a call without arguments are an empty object, or the text "{}".
                 said("arguments", number, text=as_text, nonempty=as_text or not shape.bare),
             )
             for number in range(shape.calls)
@@ -133,7 +133,11 @@ class Proofs:
         asking: bool = True,
         words: LastTurnText | None = None,
     ) -> tuple[Text | None, bool]:
-        """Return the output after the turn's words, and True if earlier messages may make the template raise."""
+        """Return the output, and True if earlier messages may make the template raise.
+
+        The output is None if the template raises or has an operation that is not modelled, or if its output is not a
+        `Text`.
+        """
         roles = ["system", "user"] if shape.system else ["user"]
         first_items = tuple({"role": role, "content": _filled(symbols, role)} for role in roles)
         start = Position(UnknownCount(0), len(first_items))
@@ -165,7 +169,7 @@ def _last_turn(renderer: Renderer, shape: TurnShape, symbols: Symbols) -> dict[s
     as_text = renderer.text_arguments
     calls = []
     for number in range(shape.calls):
-        # If a call has no arguments, an object is empty, and a text is "{}".
+        # The arguments of a call without arguments are an empty object, or the text "{}".
         arguments: Value = replace(_filled(symbols, "arguments", number), text=as_text, nonempty=as_text)
         if number == shape.calls - 1:
             arguments = Text((END, '"}'), ("arguments",)) if as_text else LastArguments(_filled(symbols, "argument"))

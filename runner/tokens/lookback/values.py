@@ -79,7 +79,7 @@ class Symbol(Abstract):
     nonempty: bool = False
     """True if the value is certainly not empty."""
     base: UnknownCount | None = None
-    """The base of a position in the messages. It depends on earlier messages. None for any other value."""
+    """The base, if the value is a position among messages and so depends on earlier messages; otherwise None."""
     may_end: bool = False
     """True if the value may contain the end of the turn's words."""
 
@@ -180,7 +180,7 @@ class GappedList(Abstract):
         return self.least_before + len(self.last_items)
 
     def selected(self, items: Iterable[Value]) -> GappedList:
-        """Return this list after a condition: its last items are `items`, and any number of earlier items is kept."""
+        """Return a selection from this list: `items` are its last items, and the number of earlier items is unknown."""
         return GappedList(tuple(items), Position(UnknownCount(0)), messages=self.messages, backwards=self.backwards)
 
 
@@ -231,7 +231,7 @@ class LastArguments(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class NamespaceOf(Abstract):
-    """A jinja namespace. The state of the render has its content."""
+    """A jinja namespace. `State.namespaces` has its content, by its number."""
 
     number: int
 
@@ -245,7 +245,7 @@ class Macro(Abstract):
 
 
 class Function(Abstract):
-    """A function of jinja. The evaluator follows calls of it."""
+    """A function of jinja, compared by identity. The evaluator models its calls, or refuses them."""
 
 
 AMBIGUOUS: Final = Function()

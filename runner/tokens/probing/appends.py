@@ -76,7 +76,7 @@ class AppendVerdict:
     local: bool = False
     """True if the work for a bridge does not depend on the length of the history."""
     rewrites: bool = False
-    """True if the template's render of the whole conversation does not begin with the sampled ids.
+    """True if the render of the whole conversation fails, or has other ids than prompt, sampled turn and bridge.
 
     Then the policy `fork` starts a new segment, and the policy `append` keeps the ids that such a render would
     change.
@@ -279,7 +279,9 @@ def _words(turn: Message) -> str:
 
 
 def example(bridger: Bridger, profile: TemplateProfile) -> list[ExamplePassage]:
-    """Return a short conversation with a call, as in a token log; it ends at the first turn without a bridge.
+    """Return a short conversation, as in a token log. It has a call if the template shows tools, calls and results.
+
+    The conversation ends at the first turn without a bridge.
 
     Raises:
         Unbridgeable: the template cannot render the first prompt.
