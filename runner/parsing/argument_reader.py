@@ -25,7 +25,7 @@ MAX_UNDECIDED: Final = 6
 """Maximum number of arguments for which every combination of types is tried."""
 _END: Final = r"\s*\Z"
 WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
-"""A character of the name of a tool or of an argument."""
+"""Pattern of one character in the name of a tool or of an argument."""
 MAX_NAMED: Final = 256
 """Number of sets of unusual argument names whose patterns are cached."""
 _USUAL: Final = re.compile(f"{WORD}+")
@@ -44,7 +44,7 @@ class TaggedArgumentReader:
     """Names of arguments with characters that usually end a name, such as `page[size]`."""
 
     def for_schema(self, schema: Mapping[str, Any]) -> TaggedArgumentReader:
-        """Return the reader for a tool's schema. It also accepts argument names with unusual characters (`names`)."""
+        """Return a reader whose `names` are the argument names in `schema` that contain unusual characters."""
         found = {name for shape in shapes_for(schema).arguments() for name in shape.named if _is_unusual(name)}
         if not found:
             return self
@@ -122,11 +122,11 @@ class TaggedArgumentReader:
 
     @cached_property
     def _typed(self) -> bool:
-        """Return True if all values are literals, so that they can be read without names."""
+        """True if all values are literals, so that values without names can be read."""
         return not any(isinstance(style.notation, AS_TEXT) for style in self.format.styles.values())
 
     def _value(self, text: str, at: int, name: str, schema: Mapping[str, Any], whole: bool) -> tuple[Any, int]:
-        """Return the value after a key, and the position after the value."""
+        """Return the value after a key, and the position after its closing text."""
         problem: Unreadable | None = None
         for opening, styles, nested in self._openings:
             opened = opening.match(text, at)
@@ -143,7 +143,7 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """Return the unquoted value up to the first text that may follow a value, and the position after the value."""
+        """Return the unquoted value up to the first text that may follow a value, and the position after its close."""
         style = styles[0]
         followed, alone = self._after[style.close]
         found = followed.search(text, start)
@@ -188,9 +188,10 @@ class TaggedArgumentReader:
 
     @cached_property
     def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle], Nested | None]]:
-        """The value styles, grouped by opening text, longest first.
+        """The value styles, grouped by opening text, with the longest opening text first.
 
-        In each group, notations of plain text come first.
+        Each group has the pattern of its opening text, its styles (plain text first), and its `Nested` notation or
+        None.
         """
         grouped: dict[str, list[ValueStyle]] = {}
         for style in self.format.styles.values():
@@ -234,7 +235,7 @@ def _settled(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[st
     """Choose the types of values that may also be strings. A value is a string only if no other type fits the schema.
 
     The type of one argument can depend on another argument, as in `oneOf`. A list or an object is never read as a
-    string, so that the model receives a message about its errors.
+    string, so that the model receives a message about the errors in it.
     """
     either = [name for name, value in arguments.items() if isinstance(value, _Typed)]
     made = {name: value.value if isinstance(value, _Typed) else value for name, value in arguments.items()}
@@ -265,7 +266,9 @@ def _literal(styles: Sequence[ValueStyle], nested: Nested | None, text: str, sta
 
 
 def read_object(text: str, at: int) -> tuple[Mapping[str, Any], int]:
-    """Return arguments that are one object, or the JSON text of one, and the position after them.
+    """Return the arguments that begin at `at`, and the position after them.
+
+    They are written as an object, or as a string that contains an object. The result is empty for `null` and "".
 
     Raises:
         Unreadable: the arguments have another form.
@@ -275,7 +278,9 @@ def read_object(text: str, at: int) -> tuple[Mapping[str, Any], int]:
 
 
 def as_object(arguments: Any) -> Mapping[str, Any]:
-    """Return arguments as an object; they may be an object, the JSON text of one, or missing.
+    """Return the arguments as an object. They may be given as an object or as a string that contains an object.
+
+    The result is empty for None and "".
 
     Raises:
         Unreadable: the arguments have another form.
@@ -312,7 +317,7 @@ def as_typed(text: str, types: Set[str]) -> Any:
 
     Args:
         text: text of an argument that was written without quotes.
-        types: JSON schema types that fit; empty for any.
+        types: JSON schema types that the argument allows; empty if it allows any type.
     """
     # A text that begins with a plus is a literal only if no string is allowed here, since it may be a telephone number.
     if types == {"string"} or (text.startswith("+") and (not types or "string" in types)):

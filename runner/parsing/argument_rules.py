@@ -56,7 +56,7 @@ class ArgumentRules:
         """Keywords of the schemas that the rules do not enforce."""
 
     def of(self, name: str, parameters: str) -> str:
-        """Return an expression for the arguments of a tool with this schema, given as JSON text.
+        """Return a grammar expression for the arguments of the tool `name`; `parameters` is its schema as JSON text.
 
         Raises:
             NoGrammar: the format cannot write these arguments, or no arguments satisfy the schema.
@@ -163,9 +163,10 @@ class _TaggedRules:
                 raise self._unwritable(key)
 
     def _rest(self, named: int) -> Rest | None:
-        """Return a rule for arguments that the schema does not name, or None.
+        """Return a rule for arguments that the schema does not name; None if it is not needed or not possible.
 
-        A rule is needed if the schema describes such arguments, or requires more arguments than the number `named`.
+        A rule is needed if the schema describes such arguments, or requires more arguments than `named`. `named` is
+        the number of arguments that the schema names and the template can write.
         """
         others = [each for _, each in self.shape.of_patterns]
         if any(part.has_additional for part in self.shape.objects) or self.shape.least > named:

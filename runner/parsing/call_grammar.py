@@ -52,7 +52,7 @@ def constraint(
         tool_choice: "auto", "none", "required" or the name of a tool.
         parallel: True if a turn may have several calls.
         thought: reasoning that may precede the calls; reasoning that the prompt opens must be closed first.
-        control_tokens: texts of the format that are single ids. In the grammar, only these ids match, not the letters.
+        control_tokens: ids of control tokens, by text. Where the format has a control token, only its id matches.
         stops: control tokens that end a turn; the grammar ends before the first one.
 
     Raises:
@@ -135,7 +135,7 @@ def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
     try:
         arguments.of(tool.name, tool.parameters_text)
     except NoGrammar:
-        return []  # `schema_faults` and `losses` report that it cannot be called
+        return []  # `schema_faults` and `losses` report that the tool cannot be called
     return arguments.left_out.sentences()
 
 
@@ -171,7 +171,7 @@ def _of_callable(make: Callable[[Signatures], str], form: CallFormat, signatures
     """Return the result of `make` for these tools. If `make` fails, try only the tools that can be called.
 
     Raises:
-        NoGrammar: no tool can be called, or the format has no end of strings.
+        NoGrammar: no tool can be called, or the format has no text that ends a string.
     """
     try:
         return make(signatures)
@@ -192,7 +192,7 @@ def _why_left_out(form: CallFormat, name: str, parameters: str) -> NoGrammar | N
     return None
 
 
-# This is cached, since the turns of all episodes use a few grammars.
+# Grammars are cached, since the turns of all episodes use only a few different ones.
 @lru_cache(maxsize=256)
 def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
     return _of_callable(partial(_grammar_of, keyed, many, thought), keyed.form, signatures)
@@ -249,7 +249,7 @@ def _alike(mark: str, trigger: str, tokens: Mapping[str, int]) -> bool:
 
 
 def _dispatch(parts: Mapping[str, Format], tokens: Mapping[str, int], *, again: bool) -> Format:
-    """Return a format: free text up to one of these marks, then the part of this mark; repeated if `again` is true."""
+    """Return a format: free text up to a mark in `parts`, then the part of the mark; repeated if `again` is true."""
     kind = "token_dispatch" if set(parts) <= set(tokens) else "dispatch"
     return {"type": kind, "rules": [[tokens.get(mark, mark), part] for mark, part in parts.items()], "loop": again}
 
@@ -267,7 +267,7 @@ white space.
 
 
 def _thinking(rules: Rules, thought: ReasoningFormat) -> str:
-    """Return a rule for reasoning before the calls. The reasoning is optional if the prompt does not open it."""
+    """Return an expression for reasoning before the calls. Reasoning that the prompt does not open is optional."""
     closed = _thought(rules, thought.close)
     if thought.opened_by_prompt:
         return closed

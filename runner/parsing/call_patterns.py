@@ -40,7 +40,10 @@ class CallPatterns:
 
     @cached_property
     def between(self) -> re.Pattern[str] | None:
-        """Pattern of the text between two calls; None if each call has its own beginning and close."""
+        """Pattern of the text between two calls.
+
+        None if a turn can have only one call, or if each call has its own beginning and close.
+        """
         between, own = self.format.between, without_space(self.format.close + self.format.begin)
         if between is None or (self.format.trigger and without_space(between) == own):
             return None
@@ -73,7 +76,7 @@ class CallPatterns:
         return self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
 
     def missing(self, pieces: Sequence[Piece], text: str, at: int) -> MissingPart:
-        """Return the first of `pieces` that is missing at `at`, for the error of a malformed call."""
+        """Return the first of `pieces` that is missing at `at`, or the arguments if no piece is missing."""
         previous, name = "", ""
         pieces = [each for piece in pieces for each in ((piece is Slot.ID and self.format.id_pieces) or (piece,))]
         first = "it has to begin with {}" if len(pieces) == 1 else "{} is missing in front of the name of a tool"
@@ -99,7 +102,7 @@ class CallPatterns:
         )
 
     def _after_name(self, form: TaggedArguments) -> list[str]:
-        """Return patterns of the text after a name: the arguments, or no arguments and the text after a call."""
+        """Return patterns of the text after a name: the start of arguments, or the end of a call without arguments."""
         ends = () if form.none is None else (self.format.close, self.format.between or "")
         return [lenient(each) for each in (form.head, *(f"{form.none}{end}" for end in ends)) if each]
 
@@ -132,7 +135,10 @@ class CallPatterns:
         return tuple(dict.fromkeys(mark for mark in last if cut.is_tag(mark)))
 
     def ends_arguments(self, text: str) -> bool:
-        """Return True if the end mark at the end of `text` follows a complete argument and so ends a call."""
+        """Return True if the end mark at the end of `text` follows the tail of tagged arguments, so it may end a call.
+
+        The result is always True if arguments are one object.
+        """
         form = self.format.arguments
         if not isinstance(form, TaggedArguments):
             return True
@@ -181,7 +187,10 @@ class CallPatterns:
         return re.compile(rf"^(?P<before>[ \t]*)(?={re.escape(self._bare_begin[:1])})", re.MULTILINE)
 
     def named(self, names: tuple[str, ...]) -> re.Pattern[str]:
-        """Return the pattern of calls without a trigger anywhere in a line, up to the name of one of these tools."""
+        """Return the pattern of the beginning of a call without a trigger, up to and including one of these names.
+
+        The call may begin anywhere in a line.
+        """
         if names not in self._by_names:
             if len(self._by_names) == MAX_TOOL_SETS:
                 self._by_names.clear()
@@ -193,7 +202,10 @@ class CallPatterns:
         return self._by_names[names]
 
     def may_begin(self, text: str, names: tuple[str, ...], *, line_begun: bool) -> int:
-        """Return the first position where `line_start` or `named` may match once more text arrives, or the length."""
+        """Return the first position at which `line_start` or `named` may match after further text has arrived.
+
+        Without such a position, the result is the length of `text`. `line_begun` is True if `text` begins a line.
+        """
         line = text.rfind("\n") + 1
         blank = (line > 0 or line_begun) and not text[line:].strip(" \t")
         end = line if blank else len(text)
@@ -239,7 +251,7 @@ class CallPatterns:
 
     @cached_property
     def close_may_continue(self) -> bool:
-        """True if the separator between two calls begins with their close; the text after the close is then needed."""
+        """True if the separator between two calls begins with the close: only later text distinguishes them."""
         return self.between is not None and without_space(self.format.between or "").startswith(
             without_space(self.format.close)
         )

@@ -47,9 +47,9 @@ class DecidedCalls:
 
     calls: list[ReadCall]
     end: int
-    """Position after `calls` and the separator that follows the last call; 0 without calls."""
+    """Position after the last of `calls` and the separator or the close that follows it; 0 without calls."""
     closed: bool
-    """True if another call needs its own trigger."""
+    """True if `calls` end with their close, so that a later call begins with its own trigger."""
 
 
 class _Malformed(Exception):
@@ -63,7 +63,7 @@ class _Malformed(Exception):
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
 class CallReader:
-    """Reader of calls of one `CallFormat`, without state beside cached patterns."""
+    """Reader of calls of one `CallFormat`, without state except for cached patterns."""
 
     format: CallFormat
 
@@ -99,7 +99,7 @@ class CallReader:
         """Return the calls at the start of an incomplete text, up to the first call that later text may change.
 
         Args:
-            text: output of the model so far, from the text that opens calls; with `begun`, from after a call.
+            text: output of the model so far, from the trigger on; if `begun` is true, from the end of the separator on.
             schemas: tools that may be called; None if they are unknown.
             begun: True if the text begins after a call and its separator.
         """
@@ -177,7 +177,8 @@ class CallReader:
     def _bare_calls(self, text: str, start: int, schemas: Schemas | None) -> list[ReadCall]:
         """Return the calls that fill the text from `start` to its end; an empty list if there is any other text.
 
-        An unreadable call is returned last, if it or a call before it names a known tool.
+        If `_by_name` is true, the list is also empty if a call names an unknown tool. An unreadable call is returned
+        last, if it or a call before it names a known tool.
         """
         calls: list[ReadCall] = []
         end = start
@@ -236,7 +237,7 @@ class CallReader:
         whole: bool = True,
         begun: bool = False,
     ) -> Iterator[tuple[ReadCall, int]]:
-        """Yield each call from `start` on, with the position after it.
+        """Yield each call from `start` on, with the position after the separator or the close that follows it.
 
         With `begun`, the text begins after a call and its separator. If the text is not `whole`, only results that no
         later text can change are yielded.
@@ -317,7 +318,10 @@ class CallReader:
         return ReadCall(name or after.get("name") or "", arguments, before.get("id") or after.get("id")), tail.end()
 
     def _object(self, text: str, at: int) -> tuple[ReadCall, int]:
-        """Return a call that is one JSON object, with its members in any order, and possibly further members."""
+        """Return a call that is one JSON object, and the position after it.
+
+        Its members may be in any order. If the object has keys for name and arguments, further members are ignored.
+        """
         container = self.format.container
         assert container is not None
         try:

@@ -36,7 +36,10 @@ def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
 
 
 def id_for(form: CallFormat, name: str, number: int) -> str:
-    """Return an id for a call without one. The id contains `number`, such as the call's number in its conversation."""
+    """Return a generated id for a call of the tool `name`.
+
+    The id contains `number`, such as the number of the call in its conversation.
+    """
     if form.id_pieces is None:
         return form.ids.format(number=number)
     call = WrittenCall(name, {}, "")

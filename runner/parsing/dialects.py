@@ -42,7 +42,7 @@ class NotationDialect:
     key: Strings
     """Function that adds the rules of any key of an object."""
     encode: Callable[[Any, int], str]
-    """Function that returns the text of a value; its second argument is the number of objects and lists around it."""
+    """Function that returns the text of a value, given the value and the number of objects and lists around it."""
     indent: int | None = None
     """Spaces of indentation per level; None for one line."""
     margin: int = 0
@@ -110,7 +110,10 @@ def dialect_of(notation: Notation) -> NotationDialect | None:
 
 
 def plain_text(notation: Raw | Html | Cdata, rules: Rules, ends: tuple[str, ...]) -> str:
-    """Add the rules of a string without any of `ends`, in a notation of plain text, and return its expression."""
+    """Add the rules of a string in a notation of plain text, and return its expression.
+
+    Raw strings, and text outside of CDATA, contain none of `ends`. HTML strings contain no unescaped HTML characters.
+    """
     match notation:
         case Raw():
             return rules.add("text", text_without(ends))
@@ -178,7 +181,7 @@ def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, aft
 def _looking_ahead(choices: str, after: str) -> str:
     """Add a lookahead to the characters `after` a string, unless they are unknown ("").
 
-    With it, xgrammar decides about tokens that cross the end of the string when it compiles the grammar.
+    With a lookahead, xgrammar decides at compilation about the tokens that cross the end of the string.
     """
     return f"({choices}) (= {any_of(after)})" if after else choices
 

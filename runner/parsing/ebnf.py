@@ -80,7 +80,7 @@ class Rules:
         self._bodies[name] = body
 
     def recursive(self, key: Hashable, hint: str, body_of: Callable[[str], str]) -> str:
-        """Return the name of the rule with this key. The rule's body may contain that name."""
+        """Return the name of the rule with this key. Its body, made on first use by `body_of`, may contain the name."""
         if key not in self._by_key:
             name = self._by_key[key] = self._new_name(hint)
             self._bodies[name] = body_of(name)

@@ -23,7 +23,7 @@ class ExternalReader(Protocol):
 
         Args:
             text: output of the model.
-            ids: ids of the text; they may continue after it.
+            ids: token ids of the text; further ids, such as a stop token, may follow.
             begin: position in the text at which the content begins, after the reasoning.
             schemas: tools that may be called.
         """
@@ -31,7 +31,7 @@ class ExternalReader(Protocol):
 
 
 def external_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall:
-    """Return a call that another library has read. `arguments` is an object, the JSON text of one, or empty.
+    """Return a call that another library has read. `arguments` is an object, the JSON text of an object, or empty.
 
     If the name or the arguments are invalid, the call has its `error` set.
     """

@@ -1,7 +1,7 @@
-"""Harmony, the format of gpt-oss: a turn of messages, each with a channel; a call has a recipient.
+"""Reader of turns in Harmony, the format of gpt-oss: messages on channels. A call is a message with a recipient.
 
-The format is not learnt, since templates show neither the content that models write beside a call nor the variants of
-message headers. Source: OpenAI's "harmony response format".
+Only the form of a call is learnt. The rest is fixed, since templates show neither the content that models write beside
+a call nor the variants of message headers. Source: OpenAI's "harmony response format".
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class HarmonyStream(StateReader):
         return self._after(written + rest, _END.match(written, at))
 
     def _after(self, text: str, mark: re.Match[str] | None) -> str:
-        """Begin a message; return the text after the token that ended the previous one; "" without a token."""
+        """Begin a message; return the text after the token that ended the previous message; "" without a token."""
         self._state = self._before
         self._role = mark is not None and mark[0] == START
         return "" if mark is None else text[mark.end() :]

@@ -11,7 +11,7 @@ from typing import Any, Final
 __all__ = ["Unreadable", "after_space", "read_literal"]
 
 MAX_DEPTH: Final = 200
-"""Maximum depth of nested lists and objects. Python's own readers fail at other depths, with other errors."""
+"""Maximum depth of nested lists and objects that are not plain JSON. For JSON, Python's decoder has its own limit."""
 
 
 class Unreadable(ValueError):
@@ -26,7 +26,7 @@ def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
     trailing comma. Numbers that JSON does not allow are refused, since `007` and `1_2` may be meant as text.
 
     Raises:
-        Unreadable: no value begins at `start`.
+        Unreadable: the text at `start` cannot be read as a value.
     """
     start = after_space(text, start)
     try:

@@ -47,7 +47,7 @@ class Json:
     """JSON with fixed separators."""
 
     item: str = ", "
-    """Text between two members."""
+    """Text between two members of an object, or two items of a list. If `indent` is set, a line break follows."""
     key: str = ": "
     """Text between a key and its value."""
     ascii: bool = False

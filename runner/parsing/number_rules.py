@@ -24,7 +24,7 @@ _NUMBERS: Final = {
 }
 _NEEDED: Final = {"integer": ("natural",), "number": ("exponent", "unsigned"), "unsigned": ("exponent",)}
 MAX_DIGITS: Final = 15
-"""Number of decimal digits that every float preserves. With more digits, a number below a bound may round to it."""
+"""Number of decimal digits that every float preserves. With more digits, a number may round to an excluded bound."""
 
 
 def number_rule(rules: Rules, numbers: NumberRange, *, integer: bool) -> tuple[str, bool]:
@@ -171,7 +171,7 @@ def _fraction_of(value: Decimal) -> str:
 
 
 def _fractions_above(value: Decimal, excluded: bool) -> list[str]:
-    """Return expressions for the text after the integer part, for fractions from `value`, or above it (`excluded`)."""
+    """Return expressions for fractions after an integer part: at least `value`, or above `value` if `excluded`."""
     digits = _fraction_of(value)
     found = [
         f' "." {literal(digits[:n]) if n else NOTHING} [{int(digit) + 1}-9] [0-9]{{0,{MAX_DIGITS}}}'
@@ -188,7 +188,7 @@ def _fractions_above(value: Decimal, excluded: bool) -> list[str]:
 
 
 def _fractions_below(value: Decimal, excluded: bool) -> list[str]:
-    """Return expressions for the text after the integer part, for fractions up to `value`, or below it (`excluded`)."""
+    """Return expressions for fractions after an integer part: at most `value`, or below `value` if `excluded`."""
     digits = _fraction_of(value)
     found = []
     for n, digit in enumerate(digits):

@@ -86,7 +86,7 @@ class TurnParser:
             tools: tools that may be called. Without tools, or with `tool_choice` "none", nothing is read as a call.
             tool_choice: the `tool_choice` of the turn.
             before: number of earlier calls in the conversation, from which the numbers in new ids continue.
-            ids: ids of `text`, for a named format; they may continue after it.
+            ids: token ids of `text`, for a named format; further ids, such as a stop token, may follow.
         """
         called = tools if tool_choice != "none" else ()
         if self.named is not None and self._by_name(called, tool_choice):
@@ -102,7 +102,9 @@ class TurnParser:
         return not called or not (self._by_name(called, tool_choice) or self.format.response is not None)
 
     def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
-        """Return a reader for a turn that is being sampled. Its final `reading` equals `parse`, without call ids.
+        """Return a reader for a turn that is being sampled. Its final `reading` has the parts that `parse` reads.
+
+        The calls have no generated ids; `CallNumbers` adds them.
 
         Raises:
             BadOption: calls can only be read in complete turns.
@@ -214,8 +216,8 @@ class TurnParser:
     def marker_tokens(self) -> Mapping[str, int]:
         """Control tokens in the marks of reasoning and in the text that begins calls, with their ids.
 
-        All other control tokens are read as text. The mapping is empty if the user named a format, since the reader of
-        such a format receives the ids.
+        In Harmony, all control tokens of the format are included. All other control tokens are read as text. The
+        mapping is empty if the user named a format, since the reader of such a format receives the ids.
         """
         if self.named is not None:
             return {}
@@ -236,7 +238,7 @@ class TurnParser:
 
 
 class CallNumbers:
-    """Assignment of ids to the calls of one turn, in order. An id from the model is kept if it is valid and new."""
+    """Assignment of ids to the calls of one turn, in order. A model's id is kept if it is valid and new in the turn."""
 
     def __init__(self, form: TurnFormat, before: int) -> None:
         """Begin a turn after `before` calls of its conversation."""
@@ -270,7 +272,7 @@ def _schemas(tools: Sequence[Tool]) -> Schemas:
 
 
 def _writable(call: ReadCall) -> ReadCall:
-    """Return the call; with an error if a string in it has an unpaired surrogate, since no file can store this."""
+    """Return the call, or a call with an error if a string in it has an unpaired surrogate, which no file can store."""
     if call.error is None and not _is_text([call.name, call.arguments, call.id]):
         name = call.name if _is_text(call.name) else ""
         return ReadCall(name, error="a string in it contains half of a surrogate pair")

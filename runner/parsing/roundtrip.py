@@ -39,8 +39,8 @@ class Loss(NamedTuple):
 def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
     """Yield the parts of the tools' calls that do not survive a round trip through the format.
 
-    Each tool is called with every argument alone, of every type that the schema allows. If none of these calls is lost,
-    it is called with all arguments, and then without arguments if none is required.
+    For each tool, calls with a single argument are tried: each argument, with each type that its schema allows. If no
+    loss is found, a call with all arguments is tried, and then a call without arguments if none is required.
     """
     trial = _RoundtripTrial(form, tools)
     for tool in tools:
@@ -49,7 +49,10 @@ def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
 
 
 def supports_name(form: TurnFormat | None, tool: Tool) -> bool:
-    """Return whether a call is read back with the name of the tool. Without a format, any printable name passes."""
+    """Return whether a call is read back with the name of the tool.
+
+    If the form of calls is unknown, any printable name of at most `MAX_NAME_LENGTH` characters passes.
+    """
     if is_tool_name(tool.name):
         return True
     if len(tool.name) > MAX_NAME_LENGTH or not tool.name.isprintable():
@@ -156,7 +159,7 @@ class Ambiguity(NamedTuple):
     argument: str
     """Name of the argument; "..." for all arguments that the schema does not name."""
     types: tuple[ValueType, ...]
-    """Types as which a string may be misread; all types if the schema does not name any."""
+    """Types as which a string may be misread; all types except null if the schema does not name any."""
 
     def __str__(self) -> str:
         listed = "any" if set(_TYPES_OF_LITERALS) <= set(self.types) else " | ".join(("string", *self.types))
@@ -166,7 +169,8 @@ class Ambiguity(NamedTuple):
 def ambiguities(tools: Sequence[Tool]) -> Iterator[Ambiguity]:
     """Yield the arguments whose type is ambiguous in a format that writes strings without quotes.
 
-    Arguments of type string or null are omitted, since only the texts "null" and "None" are ambiguous in them.
+    Arguments that allow any string or null, and nothing else, are omitted, since only the texts "null" and "None" are
+    ambiguous there.
     """
     for tool in tools:
         shapes = shapes_for(tool.parameters)

@@ -34,7 +34,7 @@ MAX_UNBOUNDED_PREFIX: Final = 16
 """Maximum number of characters that a rule requires of a string whose maximum length it does not enforce."""
 
 MAX_INDENT_DEPTH: Final = 8
-"""Depth below which indented objects and lists must be empty, since every depth needs its own rules."""
+"""Maximum depth of indented objects and lists with content. Deeper ones are empty: each depth needs its own rules."""
 
 
 class UnsatisfiableSchema(ValueError):
@@ -69,7 +69,7 @@ class SchemaRules:
         after: str,
         left_out: UnenforcedKeywords,
     ) -> None:
-        """Write into `rules` for the tool `whose`, or for an answer ("").
+        """Write into `rules`; `whose` is the name of the tool, or "" for an answer.
 
         `after` has the characters that may follow a value that is not inside another value; "" if they are unknown.
         Keywords that are not enforced are added to `left_out`.
@@ -258,8 +258,8 @@ class SchemaRules:
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
         """Return a rule for members that the schema does not name, or None.
 
-        A rule is needed if the schema describes such members, names no members (unless `closed`), or requires more
-        members than the number `named`.
+        A rule is needed if the schema describes such members, or requires more members than `named`. It is also needed
+        if `named` is 0 and `closed` is False. `named` is the number of named members that have a rule.
         """
         inner = _below(path, "*")
         if not self._shapes.allows_unnamed(shape):
@@ -365,7 +365,7 @@ class SchemaRules:
         return self._rules.recursive(key, "anything", lambda _: any_value())
 
     def _level(self, depth: int) -> int:
-        """Return the depth for rule keys: rules of different depths differ only if values are indented."""
+        """Return the depth for the keys of rules. Without indentation, all depths below the top level share rules."""
         return min(depth, 1) if self._dialect.indent is None else depth
 
     def _too_deep(self, depth: int) -> bool:

@@ -34,13 +34,13 @@ class Sequenced:
     """Expressions for ordered fields with separators."""
 
     some: str | None
-    """Expression for one or more fields; None if there can be no fields."""
+    """Expression for one or more fields; None if no field is allowed."""
     may_be_empty: bool
     holds_bounds: bool = True
     """True if the number of fields is enforced."""
 
     def within(self, opened: str, closed: str, empty: str) -> str:
-        """Return an expression for fields between `opened` and `closed`, and for `empty` if there may be no fields."""
+        """Return an expression for fields between `opened` and `closed`, or for `empty` if no field is required."""
         choices = [] if self.some is None else [f"{opened} {self.some} {closed}"]
         return either([*choices, empty] if self.may_be_empty else choices)
 

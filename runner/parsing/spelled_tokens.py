@@ -58,7 +58,7 @@ class SpelledTokenStream:
         self._broken = False  # True if a name was broken up, or if the text contains the sign
 
     def feed(self, piece: str, token_id: int) -> str:
-        """Return the text for readers of the piece that an id completed."""
+        """Return `piece`, the text that `token_id` completed, with spelled names broken up."""
         name = self._names.get(token_id, "")
         if not piece or not self._names:
             return piece
@@ -96,7 +96,7 @@ class SpelledTokenStream:
 
 
 def _broken(spelling: SpelledTokenStream, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text with spelled token names broken up, one piece per id; text of later ids is dropped."""
+    """Yield the text with spelled token names broken up, one piece per id. Text of the ids after `text` is dropped."""
     decoder, left = IncrementalDecoder(tokenizer), len(text)
     for token_id in ids:
         piece = decoder.feed([token_id])

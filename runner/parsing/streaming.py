@@ -169,7 +169,7 @@ class TurnStream(StateReader):
 END_LENGTH: Final = 300
 """Number of characters that suffice to contain the end of a call and the white space in it."""
 IN_LINE: Final = "."
-"""Stand-in for the text before a call that does not begin its line."""
+"""Replacement for the text before a call that does not begin its line."""
 
 
 class _Section:

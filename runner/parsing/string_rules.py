@@ -1,4 +1,4 @@
-"""Grammar rules for JSON strings of bounded length, or that match a pattern."""
+"""Grammar rules for JSON strings that have a limited length or match a pattern."""
 
 from __future__ import annotations
 
@@ -79,8 +79,11 @@ class JsonCharacters:
     def choices(self, ranges: Characters) -> list[str]:
         """Return expressions that together match any one of these characters; none of them contains alternatives.
 
+        With `ascii_only`, characters outside ASCII are left out if there are more than 64, since each needs its own
+        escape. They are kept if `ranges` contains all characters that need an escape.
+
         Raises:
-            UnsupportedPattern: too many characters would have to be escaped, or `ranges` is empty.
+            UnsupportedPattern: no character is left, or `ranges` is empty.
         """
         plain: list[tuple[int, int]] = []
         escaped: list[int] = []

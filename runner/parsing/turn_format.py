@@ -1,4 +1,4 @@
-"""Turn formats: how a template writes an assistant's turn, as plain values of literals, slots and notations."""
+"""Turn formats: plain values that describe how a template writes an assistant's turn."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class IdStyle(enum.StrEnum):
     NINE = "call{number:05}"  # nine letters and digits, required by Mistral's templates
 
     def pattern(self, longest: int = 64) -> str:
-        """Return a regular expression for ids of the model, which is also a valid EBNF expression.
+        """Return a regular expression for ids that a model writes. It is also a valid EBNF expression.
 
         `longest` is the maximum length of ids whose length is not fixed.
         """
@@ -202,7 +202,7 @@ class TurnFormat:
     response: ResponseFormat | None = None
     """Response parsing of the checkpoint; None if it is not used, since calls were learnt or it is missing."""
     ids: IdStyle = IdStyle.ANY
-    """Form of generated ids for calls that were not learnt."""
+    """Form of generated ids; used only if `calls` is None."""
 
     def texts(self) -> frozenset[str]:
         return frozenset(_strings(orjson.loads(orjson.dumps(self))))

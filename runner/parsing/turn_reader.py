@@ -18,7 +18,7 @@ USUAL: Final = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
 class TurnReader:
-    """Reader of turns of one `TurnFormat`, without state beside cached patterns: one object serves every turn."""
+    """Reader of turns of one `TurnFormat`, without state except for cached patterns: one object serves every turn."""
 
     format: TurnFormat
 

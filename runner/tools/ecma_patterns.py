@@ -73,8 +73,9 @@ def matches(pattern: re.Pattern[str], text: str) -> bool:
     r"""Return whether a pattern is found in a text that a model wrote.
 
     Python's `re` tries every way to match: `^(a+)+$` takes hours for forty letters, and blocks the event loop of all
-    episodes. Rust's `regex`, which pydantic contains, matches in linear time, so it is used instead. Patterns with
-    features that Rust's `regex` lacks (look-around, back references, `\b`, flags) use `re`.
+    episodes. Rust's `regex`, which pydantic contains, matches in linear time, so it is used instead. `re` is used
+    only for patterns with features that Rust's `regex` lacks (look-around, back references, `\b`, flags), and for texts
+    with an unpaired surrogate.
     """
     linear = _linear(pattern)
     if linear is None or not _is_unicode(text):

@@ -31,7 +31,7 @@ def tools_of(schemas: Sequence[Any]) -> list[Tool]:
 
 
 def tool_of(index: int, schema: Any) -> Tool:
-    """Return the tool with this index in a request.
+    """Return the tool for one entry of a request. `index` is the position of the entry, for errors.
 
     Raises:
         BadOption: the tool is not a function with a name and a valid schema; the message names the tool.

@@ -21,7 +21,7 @@ class Contradiction(NamedTuple):
 
 
 def without_contradictions(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Contradiction]]:
-    """Return the schema with `enum` and `const` changed so that they allow a value of its type, and the changes.
+    """Return the schema with `enum` and `const` changed to allow a value of the schema's type, and the changes.
 
     The schema is one that `modern_schema` converted. If the type and all values contradict each other, the type is
     kept. Authors often write numbers in quotes, or text without quotes, so such values are converted to the type. Other
@@ -67,9 +67,10 @@ def _is_of(value: Any, name: str) -> bool:
 def _read_by_type(
     made: dict[str, Any], keyword: str, values: Sequence[Any], types: Sequence[str]
 ) -> list[Contradiction]:
-    """Add the values, converted to one of the types, to `made`, the schema without the keyword; return the changes.
+    """Convert the values to one of the types, add them to `made`, and return the changes.
 
-    Without such values, `made` may get the values for its items instead, or stay without the keyword.
+    `made` is the schema without the keyword. If no value can be converted, the values are added for the items, if
+    the type allows a list whose items have one schema. If not, the keyword stays omitted.
     """
     wanted = f"no value is of type {' or '.join(map(repr, types))}"
     converted = [new for each in values for new in _converted(each, types)]

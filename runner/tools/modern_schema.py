@@ -1,4 +1,4 @@
-"""Conversion of JSON schemas of any dialect to 2020-12, with a note for each keyword that is omitted or changed.
+"""Conversion of JSON schemas of any dialect to 2020-12, with a note for each keyword whose meaning is lost or changed.
 
 Schemas of tools may be of any draft from 3 on, of OpenAPI, or of no dialect. Only the converted schema is enforced,
 validated and read: all its keywords are valid, all its references resolve, all its patterns compile.

@@ -78,7 +78,7 @@ def _mcp_text(value: Any) -> str | None:
     """Return the text of an MCP tool result, of content blocks, or of a resource that was read; None for other values.
 
     Text is kept, with one paragraph per block. Images, audio and links are described, since a text model cannot use
-    them. Structured content is appended unless the text contains the same.
+    them. Structured content is appended unless the text has the same value.
 
     Raises:
         ToolError: the server reports a failed call; the error has the result's text.

@@ -72,7 +72,7 @@ def function_schema(
         function: the function; the first parameter of a method is skipped.
         where: name of the function in errors, such as "Calculator.add".
         method: True for an unbound method.
-        namespace: additional names for its annotations.
+        namespace: additional names for the annotations of the function.
         description: replaces the description of the docstring.
 
     Raises:
@@ -106,7 +106,8 @@ def explicit_schema(
     """Return the schema of a function with an explicit JSON schema.
 
     Raises:
-        BadEnvironment: the schema is invalid, the description is missing, or the function cannot take the arguments.
+        BadEnvironment: the schema does not allow objects, the description is missing, or the function cannot take the
+            arguments.
     """
     if not description:
         raise BadEnvironment(f"{where} has parameters= and no description: give a description= for the model.")

@@ -1,8 +1,8 @@
 """Shapes of a JSON schema: for each type, the values that satisfy all keywords together.
 
 Only this module decides how keywords combine. Grammars of calls and answers are written from shapes, and untyped text
-is converted by their types. A shape allows every value that the schema allows, and possibly more: its `unexpressed`
-lists the keywords that it does not express, and that validation has to check.
+is converted by their types. The shapes of a schema allow every value that the schema allows, and possibly more:
+`unexpressed` of a shape lists the keywords that the shape does not express, and that validation has to check.
 """
 
 from __future__ import annotations
@@ -295,7 +295,10 @@ class SchemaShapes:
         return self._unlike(without(shape, "oneOf") for choice in choices for shape in self._positive(choice))
 
     def _may_meet(self, one: ValueShape, other: ValueShape) -> bool:
-        """Return True if a value may have both shapes. A required member cannot have two values."""
+        """Return True if a value may have both shapes.
+
+        No value has both if the shapes list values for a required member, and share none of these values.
+        """
         both = one.both(other)
         if both is None:
             return False

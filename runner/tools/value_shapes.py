@@ -50,7 +50,7 @@ class SchemaPart:
     schema: Any
     negated: bool = False
     keyword: str = "not"
-    """The keyword in the author's schema that negates this one."""
+    """Keyword of the author's schema that negates `schema`; used only if `negated` is true."""
 
 
 Conjunction: TypeAlias = tuple[SchemaPart, ...]
@@ -210,7 +210,7 @@ class ValueShape:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Names of members that a schema lists, in order."""
+        """Names of members that a schema lists or requires, in order."""
         found = dict.fromkeys(name for each in self.objects for name in each.properties)
         return tuple(found | dict.fromkeys(self.required))
 

@@ -219,9 +219,10 @@ def end_of_turn(prober: FormatProber) -> str:
 
 
 def _ends_of_turn(prober: FormatProber) -> str:
-    """Return the common beginning of the text after a last answer and the text after an answer before a message.
+    """Return the text at the end of turns: the common beginning of the texts after two answers.
 
-    The result is "" if the template raises in both cases.
+    One answer is the last message, and a user message follows the other. If the template raises on one of the two, the
+    result is the text after the other answer; if it raises on both, "".
     """
     after = [
         text.partition(ANSWERED)[2]
@@ -232,7 +233,10 @@ def _ends_of_turn(prober: FormatProber) -> str:
 
 
 def _after_call(shape: _CallShape, text: str | None, one: CallSpan, prober: FormatProber) -> str | None:
-    """Return the text after the call `one` in a render in which its result follows; None if no call is found there."""
+    """Return the text after the call in `text`, a render in which a result follows; None if no call is found there.
+
+    `one` is the same call in the first render; its pieces show whether calls have ids.
+    """
     said = shape.probes[0]
     # If calls have no id, an id after a call belongs to the result.
     call_id = prober.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
@@ -270,9 +274,9 @@ def _header(prober: FormatProber) -> str:
 
 
 def _front(prober: FormatProber, shape: _CallShape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
-    """Return the text that begins the calls, the text between content and calls, and between calls and content.
+    """Return three texts: before the first call, between content and calls, and between calls and content.
 
-    The last two are None if the template does not write content before calls, or after calls.
+    The second is None if a turn has no content before its calls; the third, if it has no content after its calls.
     """
     marks = prober.cut_points
     said = shape.probes[0]
@@ -304,7 +308,7 @@ _JSON_SIGNS: Final = frozenset("[{\"' \n")
 def _trigger(prober: FormatProber, begin: str) -> str:
     """Return the trigger of calls: the tag with which `begin` starts, or else all of `begin`.
 
-    It is "" if `begin` has only characters that also begin other JSON.
+    The trigger is "" if all characters of `begin` may also begin JSON that is not a call.
     """
     marks = prober.cut_points.split(begin)
     if marks and prober.cut_points.is_tag(marks[0]):

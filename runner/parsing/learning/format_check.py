@@ -51,7 +51,7 @@ class CaseDifference:
 
     @property
     def sentence(self) -> str:
-        """The difference as a sentence without its case."""
+        """Clause with the name of the case and the difference, for an error."""
         return f"a call in its render is misread ({self.case.what}): {self.why}"
 
 
@@ -74,7 +74,7 @@ def check_calls(prober: FormatProber, form: CallFormat, read: ReadText | None = 
 
 
 def differences(prober: FormatProber, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
-    """Return the cases whose written text is not in the render, or is misread."""
+    """Return the cases that the template refuses or writes in another form than the format, and the misread cases."""
     read = read or CallReader(form).read
     found: list[CaseDifference] = []
     for case in check_cases(form):

@@ -102,7 +102,7 @@ def prober_of(renderer: Renderer) -> FormatProber:
 
 
 def learn_format(renderer: Renderer) -> LearntFormat:
-    """Learn the turn format of a template from about thirty renders, and check the format with about sixty.
+    """Learn the turn format of a template, usually from 10 to 35 renders, and check the format with about 50.
 
     If the calls cannot be learnt, the checkpoint's own response template reads them, if it passes its check.
     """

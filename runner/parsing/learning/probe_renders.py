@@ -16,7 +16,7 @@ from runner.tokens.template import Renderer, TemplateRaised
 __all__ = ["FormatProber", "FormatRequirement", "ProbeCall", "UnlearnableFormat"]
 
 MAX_RENDERS: Final = 400
-"""Maximum number of renders per template. Learning and checking take about 70 together."""
+"""Maximum number of renders per template. Learning and checking usually take 60 to 90 together."""
 
 
 class FormatRequirement(enum.StrEnum):
@@ -48,7 +48,7 @@ class ProbeCall:
 
 @dataclass
 class FormatProber:
-    """Renderer of probe messages, which returns the text after the user's message. Renders are cached."""
+    """Renderer of probe messages. It returns the text after the user's message, and caches it."""
 
     renderer: Renderer
     cut_points: CutPoints

@@ -1,4 +1,4 @@
-"""Check of a reader that was not learnt, such as a named tool format, against a template."""
+"""Check of a reader that was not learnt, such as the reader of a format that the user named, against a template."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _inline_format(prober: FormatProber, thought: _Thought) -> ReasoningFormat:
 
 
 def _close(prober: FormatProber, between: str) -> str:
-    """Return the first tag after the reasoning, with the text before it on its line; without a tag, the first line."""
+    """Return the first line after the reasoning, without the text after the first tag in this line."""
     line = between.strip().partition("\n")[0]
     tag = next((mark for mark in prober.cut_points.split(line) if prober.cut_points.is_tag(mark)), "")
     return line[: line.find(tag) + len(tag)] if tag else line.strip()
@@ -171,7 +171,7 @@ def _opened(prober: FormatProber, opening: str) -> bool:
 
 
 def _holds(prober: FormatProber, thought: _Thought, learnt: ReasoningFormat) -> bool:
-    """Return True if the template writes other reasoning between the same marks."""
+    """Return True if the template writes other reasoning between the same marks, or drops reasoning in tags."""
     text = thought.render(prober, OTHER_THOUGHT, OTHER_ANSWER)
     if text is None:
         return False

@@ -51,7 +51,7 @@ class TaggedLearner:
     """Learnt form of tagged arguments. It finds calls with one integer argument in renders (see `__call__`)."""
 
     arguments: TaggedArguments
-    """Form of the arguments. Text shared by the end of the last value and the close belongs to the close."""
+    """Form of the arguments. Text that also follows a call without arguments belongs to the close, not to `tail`."""
     probes: tuple[ProbeCall, ProbeCall, ProbeCall] = PROBES
 
     @classmethod
@@ -59,7 +59,7 @@ class TaggedLearner:
         """Learn how the template writes tagged arguments.
 
         Raises:
-            UnlearnableFormat: the template does not write tagged arguments.
+            UnlearnableFormat: the template does not write tagged arguments, or writes values that cannot be read.
         """
         text = _asked(prober, INTEGERS)
         words = [NAME, "zqkeyaz", "70707", "zqkeybz", "80808"]
@@ -128,7 +128,10 @@ _SAID: Final[Mapping[ValueType, str]] = {
 
 
 def _ends(prober: FormatProber, after: str) -> tuple[str, str | None]:
-    """Return the text after the last value, and the text that replaces the arguments in a call without any, or None."""
+    """Return the text after the last value, and the text that replaces the arguments in a call without arguments.
+
+    The result is ("", None) if the template does not write such a call.
+    """
     text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
@@ -198,7 +201,7 @@ def _cdata_signs(prober: FormatProber, separator: str) -> str:
 
 
 def _learn_nested(body: Callable[[Any], str | None], before: str) -> Nested | None:
-    """Return the notation of lists and objects, or None if it has another form.
+    """Return the notation of lists and objects; None if `Nested` cannot describe it.
 
     Args:
         body: returns the text between a key and the separator, for a value.
