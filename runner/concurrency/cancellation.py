@@ -26,7 +26,7 @@ def cancellation_is_asked_for() -> bool:
 def forget_native_cancellation() -> None:
     """Clear the cancellation requests that `asyncio.Task.cancel()` left on the current task.
 
-    Later cancel scopes would take these requests for their own.
+    Otherwise, later cancel scopes would handle these requests as their own.
     """
     try:
         task = asyncio.current_task()
@@ -49,9 +49,9 @@ def native_cancellation_as(failure: Exception) -> Iterator[None]:
 
 
 async def to_its_end(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Return the result of `call`, even if the current task is cancelled during the call.
+    """Run `call` to its end, even if the current task is cancelled during the call, and return its result.
 
-    The cancellation is raised afterwards.
+    The cancellation is raised only after the call has ended.
 
     A shield of anyio stops anyio's cancellations but not asyncio's own (`asyncio.timeout`, `Task.cancel`). So the call
     runs in a separate task, which asyncio's cancellations do not reach.

@@ -1,4 +1,4 @@
-"""Clocks: time limits that pause while a task waits for others, as cancel scopes with a moving deadline."""
+"""Clocks: time limits that pause while a task waits in a queue. A clock moves the deadline of a cancel scope."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FIRST_STEP_FACTOR: Final = 10.0
-"""Factor of the limits until an engine of a model has made its first step, which may compile kernels."""
+"""Factor of the stall limits until an engine of a model has made its first step, which may compile kernels."""
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -92,10 +92,10 @@ def a_clock_has_fired() -> bool:
 class Clock:
     """A time limit over a block, `None` for no limit.
 
-    Every clock over a task pauses while the task waits for a place (`Waiting`), so that an outcome does not depend on
-    the width of the run. It also pauses while an agent is sampled inside the block, unless `counts_sampling` is set: a
-    slow engine is not the fault of the author's code. `start` sets a new limit and `lift` removes it, so that a block
-    can stay open while its limit changes.
+    Every clock over a task pauses while the task waits in a queue (`Waiting`), such as for the engine or a worker
+    thread, so that an outcome does not depend on the number of concurrent episodes. A clock also pauses while an agent
+    is sampled inside the block, unless `counts_sampling` is set: a slow engine is not the fault of the author's code.
+    `start` sets a new limit and `lift` removes it, so that a block can stay open while its limit changes.
 
     On asyncio the block may run code of an author that leaves scopes open after it, or closes scopes that were opened
     before it. On other event loops, both are errors.
@@ -141,7 +141,7 @@ class Clock:
         self.start(None)
 
     def hold(self) -> None:
-        """Pause. If several waits overlap, each one calls this once."""
+        """Pause the clock. If several waits overlap, each of them calls `hold` once."""
         self._holds += 1
         self._settle()
 
@@ -238,7 +238,7 @@ class ParallelRequest:
     """One of several parallel requests for turns, under clocks that pause only while all these requests wait.
 
     If a clock paused while any request waits, it would never fire for a program with many threads. If it never paused,
-    outcomes would depend on the width of the run.
+    outcomes would depend on the number of concurrent episodes.
     """
 
     __slots__ = ("_clocks",)
@@ -325,7 +325,8 @@ class Progress:
     """The progress of an object, such as an engine, which restarts the clocks of all tasks that wait for the object.
 
     While an engine reads the prompts of some turns, others wait for their first id although the engine is not silent.
-    Clocks restart once per eighth of their limit, not at every step, since moving a deadline creates a timer.
+    Clocks restart at most once per eighth of the shortest limit, not at every step, since moving a deadline creates a
+    timer.
 
     Args:
         first: factor of the limits until the first progress.

@@ -15,8 +15,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 Leave = Callable[[Callable[[], bool | None], str], Awaitable[bool | None]]
-"""Function that runs a synchronous exit outside the event loop, given its name for messages, and returns whether the
-exit suppressed the error."""
+"""Function that runs a synchronous exit outside the event loop, and returns True if the exit suppressed the error. Its
+arguments are the exit, and the exit's name for messages."""
 
 
 class ThreadedExitStack(AsyncExitStack):
@@ -26,7 +26,7 @@ class ThreadedExitStack(AsyncExitStack):
     the event loop are exited there, since cancel scopes and similar objects belong to one thread.
 
     Args:
-        leave: function that exits a context that was entered in a thread; with None all are exited on the event loop.
+        leave: function that exits a context that was entered in a thread; None to exit all contexts on the event loop.
         owner: the owner of the stack, for people.
     """
 

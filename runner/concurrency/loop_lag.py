@@ -28,7 +28,7 @@ LOOP_STUCK_SECONDS = 60.0
 use the loop.
 """
 STOPPED_SECONDS = 5.0
-"""Seconds between two checks of the watching thread that show that the process itself was stopped."""
+"""Seconds between two checks of the watching thread, above which the process itself counts as stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Blocker:
 class LagMonitor:
     """A block that measures the lag of the event loop, and names the code that causes the lag.
 
-    A task on the loop sets a mark every 20 ms. A thread checks the mark; if it is more than 50 ms late, it samples the
-    frames of the loop and of the run's worker threads. With another `tick` both times change.
+    A task on the loop sets a mark every 20 ms, and a thread checks the mark. If the mark is more than 50 ms late, the
+    thread samples the frames of the loop and of the run's worker threads. With another `tick` both times change.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class OwnTask:
 
 
 class LentClock:
-    """An outer clock without its own limit, used as the clock of a block inside it. Once fired, it stays fired."""
+    """An outer block's clock without a limit, used with the limit of an inner block. Once fired, it stays fired."""
 
     def __init__(self, clock: Clock, seconds: float | None) -> None:
         self.seconds = seconds

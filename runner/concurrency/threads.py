@@ -1,4 +1,4 @@
-"""Worker threads of a run, under its own limit, for authors' synchronous code; and calls back to an event loop."""
+"""Worker threads for authors' synchronous code, limited in number for each run; and calls back to an event loop."""
 
 from __future__ import annotations
 
@@ -169,7 +169,8 @@ class Workers:
     async def call(self, job: Job) -> Any:
         """Run a job in a worker thread; waiting for a thread pauses every clock.
 
-        If cancelled while the job runs, the thread is abandoned (`job.abandoned`), and another call may begin.
+        If this call is cancelled while the job runs, the thread is abandoned (`job.abandoned`), and another job may
+        begin.
 
         Raises:
             BaseException: the error of the job.
@@ -236,8 +237,8 @@ class _Work(NamedTuple):
 class IdleThreads(list["WorkerThread"]):
     """The idle threads of some `Workers`.
 
-    Idle threads live until the workers are closed, since the kernel kills some processes when the thread that started
-    them ends, such as those of `bwrap --die-with-parent`.
+    Idle threads are kept until the workers are closed: the kernel kills some processes when the thread that started
+    them ends, such as the processes of `bwrap --die-with-parent`.
     """
 
     def __init__(self) -> None:

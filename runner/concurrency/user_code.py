@@ -1,4 +1,4 @@
-"""Calls of the author's code, sync or async, with errors contained and a time limit."""
+"""Calls of the author's code, sync or async, with a time limit. An error in this code affects only its episode."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TooSlow(Exception):
 
 
 class AuthorCode:
-    """The author's code of one episode.
+    """The caller of the author's code of one episode.
 
     Asynchronous functions run on the loop. Synchronous functions run in the run's worker threads, one at a time, in the
     order of the calls: two synchronous functions never use the environment at the same time.
@@ -95,6 +95,7 @@ class AuthorCode:
             TooSlow: the function took longer than `seconds`, also if it swallowed the cancellation and returned.
             AuthorExit: the function called `sys.exit`, raised something that is not an Exception, or was cancelled by
                 the author's code.
+            Exception: any other error that the function raised.
         """
         job: Job | None = None
         try:

@@ -28,7 +28,8 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
     """The environment object; a class is constructed without arguments.
 
     Raises:
-        BadEnvironment: the value is not an environment, its class needs arguments, or its constructor raised an error.
+        BadEnvironment: the value is not an environment, its class needs arguments, or its constructor raised an error
+            or set an attribute that each episode sets.
     """
     if not isinstance(environment, type) or not issubclass(environment, Environment):
         if not isinstance(environment, Environment):
@@ -65,13 +66,13 @@ def check_playable(environment: Environment[Any]) -> None:
 
 
 def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
-    """Check that the template can print the tools and that their calls can be parsed; smaller losses are warnings.
+    """Check that the template can print the tools, that their calls can be parsed, and that `tool_choice` is usable.
 
     Only tools of the class are checked. Tools that `setup()` adds, or that a client offers, are known only in an
     episode.
 
     Returns:
-        Warnings about calls that this template does not keep exactly.
+        Warnings about smaller losses, such as calls that the template does not keep exactly.
 
     Raises:
         BadTemplate: the template does not support tools, or writes calls that cannot be parsed.
@@ -163,7 +164,7 @@ def _unenforced(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> I
 
 
 def _others(found: Sequence[object]) -> str:
-    """A sentence that lists all but the first; "" if there is only one."""
+    """A sentence about the items after the first, with the names of at most `MAX_OTHERS`; "" if there are none."""
     if len(found) < 2:
         return ""
     more = f" and {len(found) - 1 - MAX_OTHERS} others" if len(found) - 1 > MAX_OTHERS else ""

@@ -243,7 +243,7 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
 
 
 def _check_generator(cls: type[Environment[Any]], hook: str, function: Callable[..., Any]) -> None:
-    """Raise BadEnvironment for a generator, except for `tasks` and `lifespan`, and for a coroutine as `lifespan`."""
+    """Raise BadEnvironment if a hook except `tasks` and `lifespan` yields, or if an async `lifespan` never yields."""
     where = f"{cls.__name__}.{hook}"
     yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if hook == "lifespan":

@@ -80,7 +80,7 @@ def find_environment(name: str) -> type[Environment[Any]]:
     `:Class` may be omitted if the module defines one environment.
 
     Raises:
-        BadEnvironment: no environment has this name; the message lists the names of bundled environments.
+        BadEnvironment: no environment has this name, the name fits several, or its module cannot be loaded.
     """
     where, _, cls = name.partition(":")
     if where.endswith(".py"):
@@ -103,7 +103,10 @@ def find_environment(name: str) -> type[Environment[Any]]:
 
 
 def short_name(name: str) -> str:
-    """The environment's name for run files: a bundled name, or the name of the class or the file."""
+    """The environment's name for run files: a bundled name, or the name of the class or the file.
+
+    For a name with a setting, it is the last part of the setting: "tasks" for `harbor:data/tasks`.
+    """
     where, _, cls = name.partition(":")
     return Path(cls).name or Path(where).stem
 

@@ -48,7 +48,7 @@ class TaskChecks:
         return task  # type: ignore[no-any-return]  # checked above
 
     def check_all(self, tasks: Iterable[Any]) -> int:
-        """Check tasks of a reusable iterable, including duplicate ids, and return their number.
+        """Check the tasks of an iterable that can be read again, and that their ids are unique; return their number.
 
         Raises:
             BadTask: a task is invalid, or has the id of an earlier one.

@@ -38,7 +38,7 @@ class TaskSource(Protocol):
     """
 
     def __iter__(self) -> Iterator[Task]:
-        """Yield tasks. Each one is requested, in a thread, when its first episode can begin."""
+        """Yield tasks. Each task is requested, in a thread, when its first episode can begin."""
         ...
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -69,9 +69,9 @@ def environment_tasks(environment: Environment[Any]) -> Tasks:
 class TaskFeed:
     """A feed of tasks: it returns them one at a time, when an episode can begin.
 
-    `next` and `finished` of a synchronous source run in worker threads, because they may block. A list cannot block and
-    is read directly. An asynchronous source runs in a separate task of the event loop, since it may keep a task group
-    open between two of its tasks.
+    `next` and `finished` of a synchronous source run in worker threads, because they may block. A sequence is read
+    directly, on the event loop. An asynchronous source runs in a separate task of the event loop, since it may keep a
+    task group open between two of its tasks.
 
     Args:
         tasks: the source.
@@ -117,8 +117,8 @@ class TaskFeed:
     async def look_ahead(self, seconds: float) -> None:
         """Take and check the first task, which `next` returns later.
 
-        A source that receives results is skipped, since it may choose by results. If an asynchronous source has no
-        task within `seconds`, the request continues, and `next` returns its result.
+        A source that may repeat tasks is skipped, since its first task may depend on results or on a request. If an
+        asynchronous source has no task within `seconds`, `next` waits for this task later.
 
         Raises:
             BadTask: the first task is invalid.

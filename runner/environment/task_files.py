@@ -40,7 +40,7 @@ def read_numbered_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[t
     """The tasks of a JSONL file with their line numbers, from 1.
 
     Raises:
-        BadTask: the path is not an existing file, or, from the iteration, a line is invalid.
+        BadTask: the path is not an existing file, or, during the iteration, a line is invalid.
     """
     if path.is_dir():
         raise BadTask(f"{str(path)!r} is a folder; give the path of a JSONL file with one task per line.")

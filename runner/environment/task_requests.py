@@ -65,8 +65,8 @@ class TaskRequest:
 class TaskRequests:
     """A task source for episodes that callers request. Each caller receives the episodes of its request.
 
-    The same task may be requested again: episode i of a task is played for the n-th time as visit n, so its seeds
-    depend on no other request. A visit whose episode is in the resumed run file is skipped.
+    The same task may be requested again. Episodes that were played before are then played as a later visit, with other
+    seeds. Requests of other tasks do not change the visit. A visit whose episode is in the resumed run file is skipped.
     """
 
     def __init__(self) -> None:

@@ -48,8 +48,9 @@ def check_ahead(
 ) -> tuple[Tasks, int | None]:
     """Check selected tasks before the start, if that consumes nothing.
 
-    Files and lists are checked completely. Of a generator, the first task is checked and stays the first. Async
-    sources, and generators that may use the value of `lifespan()`, are checked by the run as it starts.
+    Files and lists are checked completely. Of a generator, the first task is checked and stays the first. Other sources
+    are checked only during the run: async sources, sources that receive results, and generators that may use the value
+    of `lifespan()`.
 
     Args:
         chosen: the result of `select`.

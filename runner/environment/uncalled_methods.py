@@ -1,4 +1,4 @@
-"""Methods and settings that look like an environment's own but are never used: misspelt, or replaced."""
+"""Search for methods and settings of an environment that are never used, since they are misspelt or replaced."""
 
 from __future__ import annotations
 

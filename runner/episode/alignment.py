@@ -18,7 +18,7 @@ from runner.tokens.system_support import SystemSupport
 __all__ = ["AS_SENT", "RequestAlignment", "align"]
 
 AS_SENT = "client"
-"""Cause of a segment with a history as its client sent it."""
+"""Cause of a segment whose prompt is the history as the client sent it."""
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class RequestAlignment:
     last_turn: RequestNode | None = None
     """The last turn in the request's history; None if the history contains no unchanged turn."""
     before: RequestNode | None = None
-    """An earlier request: with the same prompt, or, if the client discarded all turns, with a beginning of this prompt.
-    None if there is no such request.
+    """An earlier request with the same prompt. If the client discarded all turns, an earlier request whose prompt is a
+    prefix of this prompt. None if there is no such request.
     """
     again: Again = Again.NO
     """Treatment of a prompt that was requested before."""
@@ -78,9 +78,11 @@ def align(
     only one, the system messages at the beginning are joined. With `system_as_user`, later system messages become user
     messages.
 
-    The last handle that the client sends back selects a turn, if the content before the handle confirms this turn.
-    Otherwise, or without a handle, the deepest turn before the first difference in content is chosen. Of several such
-    turns, a turn with the same label is preferred, and then the latest.
+    The deepest turn before the first difference in content is chosen. Of several such turns, a turn with the same label
+    is preferred, and then the latest.
+
+    If the client sends back handles, only the latest turn that they name, its ancestors and its descendants are
+    considered. If the content matches none of these turns, all turns are considered, as without a handle.
 
     Raises:
         BadMessage: an item is not a message, a tool message answers no call, or there is no message to answer.
@@ -141,7 +143,10 @@ def _in_line(one: RequestNode, other: RequestNode) -> bool:
 
 
 def _reasoning_matches(match: HistoryMatch, request_node: RequestNode) -> bool:
-    """Return True if no reasoning in the history differs from the reasoning of its turns. Reasoning may be missing."""
+    """Return True if the reasoning in the history equals the reasoning of its turns.
+
+    A message without reasoning, or with an id of its turn, is not compared.
+    """
     turns = {id(each.answer_node): each for each in request_node.path()} if match.thoughts else {}
     for index in match.thoughts:
         turn = turns.get(id(match.points[index]))
@@ -203,7 +208,10 @@ def _require_message_to_answer(match: HistoryMatch, rest: Sequence[ReadMessage])
 
 
 def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:
-    """Return the turn that the last ids in a history name, or None if its unchanged answer is in the history."""
+    """Return the turn that the last ids in a history name.
+
+    Return None if no ids name a turn, or if the unchanged answer of this turn is in the history.
+    """
     naming = (match.messages[index] for index in reversed(match.naming))
     spoken = (histories.named(message.handles) for message in naming if message.role == "assistant")
     named = next((turn for turn in spoken if turn is not None), None)

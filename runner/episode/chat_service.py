@@ -52,16 +52,16 @@ OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationSta
 """Open the conversation of a thread, given its name, its tools and whether it is trained."""
 
 GRANTED = frozenset(sampling_names(granted=True))
-"""Sampling fields that a request may set in a trained thread. The run sets the others."""
+"""Sampling fields that a request may set even in a trained or evaluated thread. The run sets the other fields."""
 
 MAX_ITEMS_ON_LOOP = 100
-"""Maximum number of tools and messages that are read without a pause. More would block the event loop."""
+"""Maximum number of tools, or of messages, that are read without a pause. More would block the event loop."""
 
 MAX_TOOL_CHARACTERS_ON_LOOP = 65_536
 """Tools with more characters of JSON are created in a thread, since the check of their schemas takes time."""
 
 LOOP_SLICE_SECONDS = 0.005
-"""Longest time for which reading a long history blocks the event loop without a pause."""
+"""Time after which the reading of a long history pauses, so that other tasks can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _UsableTools:
     callable: Sequence[Tool]
     """The tools that the model is shown."""
     unwritable: Sequence[str]
-    """Names of the other tools: the model's call format cannot express a call of them."""
+    """Names of the other tools: the model's call format cannot express calls to these tools."""
 
 
 @dataclass(slots=True, eq=False)
@@ -146,10 +146,10 @@ class ChatService:
 
         Args:
             chat_call: the request.
-            sink: receives the events of the turn while it is sampled. It receives no events of a finished turn that is
-                sent again. If the sink fails, the turn is cut.
-            deliver: delivers the turn to the client. Its second argument is the cut turn that the turn continues. If
-                `deliver` fails or is cancelled, the turn counts as undelivered.
+            sink: receives the events of the turn while it is sampled. If a finished turn is sent again, the sink
+                receives no events. If the sink fails, the turn is cut.
+            deliver: delivers the turn to the client. Its second argument is the cut turn that the turn continues, or
+                None. If `deliver` fails or is cancelled, the turn counts as undelivered.
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
@@ -386,7 +386,7 @@ class ChatService:
         self._histories.add_answer(request_node, node, [node.turn.handle])
 
     def _thread(self, chat_call: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
-        """Return the conversation that answers: the thread of the earlier turns if its client fits, or a new thread."""
+        """Return the conversation that answers: the thread of the earlier turns if the label fits, or a new thread."""
         known = found.before or found.parent
         if known is not None and known.fits(chat_call.label) and known.thread in self._own:
             return known.thread
@@ -427,7 +427,7 @@ class ChatService:
         return record
 
     def _handle(self, thread: ConversationState) -> Callable[[int], str]:
-        """Return a function from the number of a turn to its id for clients, the same in each attempt at an episode."""
+        """Return a function from a turn's number to its id for clients. The ids are the same in each attempt."""
         key = self._episode.key
 
         def named(number: int) -> str:
@@ -477,7 +477,8 @@ def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
 def _granted(thread: ConversationState, requested: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
     """Return the requested sampling that applies, and the fields that do not apply.
 
-    In a trained thread, the run's fields replace requested fields, except for fields that end or shape the answer.
+    In a trained or evaluated thread, the run's fields replace requested fields, except for fields that end or shape
+    the answer. In every thread, the smaller `max_tokens` and the larger `logprobs` apply.
     """
     if requested is None:
         return None, {}

@@ -94,14 +94,14 @@ class MessageReader:
         """Read the messages of a request.
 
         Raises:
-            BadMessage: an item is not a message, or has content that is not text; the error has its index.
+            BadMessage: the history is not a list, an item is not a message, or the last message is a user message with
+                content that is not text. An error about a message contains its index.
         """
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
             raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")
         read = self._recent.read(messages, self._read)
         if read and read[-1].role == "user" and Tolerated.NOT_TEXT in read[-1].tolerated:
-            # If the new, last message has content that is not text, it is refused. In earlier messages, a note replaces
-            # such content.
+            # The last message is new, so its content must be text. In earlier messages, a note replaces other content.
             _strictly(len(read) - 1, messages[-1])
         return read
 
@@ -109,7 +109,7 @@ class MessageReader:
         """Read uncached messages one by one, so that other tasks can run in between.
 
         Raises:
-            BadMessage: an item is not a message, or has content that is not text; the error has its index.
+            BadMessage: an item is not a message; the error contains its index.
         """
         return self._recent.steps(messages, self._read)
 

@@ -59,7 +59,7 @@ class StreamedTurn:
         return self._turn
 
     def _settle(self) -> None:
-        """Store the turn if it is recorded by now. After the agent's next turn, `last` returns that next turn."""
+        """Store the turn if it is recorded by now, since `last` returns another turn after the agent's next turn."""
         if self._turn is None and (turn := self._last()) is not self._before:
             self._turn = turn
 
@@ -244,7 +244,7 @@ class Conversation:
     ) -> AsyncIterator[StreamedTurn]:
         """Sample the agent's next turn, and iterate over its events while it is sampled.
 
-        The block receives the turn to iterate over. If the block ends before the turn is over, this cuts the turn.
+        The block receives the turn to iterate over. If the block ends before the turn is over, the turn is cut.
         Otherwise, `stream` is like `generate`, and raises the same errors.
 
         Args:
@@ -262,9 +262,9 @@ class Conversation:
             yield streamed
 
     async def call_tools(self, turn: Turn) -> list[Message]:
-        """Run the turn's calls, and return one message with the result of each call, in order.
+        """Run the turn's calls, and return one tool message with the result of each call, in the order of the calls.
 
-        Calls that do not parse are answered by a user message after the tool messages.
+        Calls that did not parse have no tool message. One user message at the end answers all of them.
         """
         episode = self._state.episode
         try:
@@ -284,7 +284,9 @@ class Conversation:
         """Return the number of tokens left in the context after these messages; negative if they do not fit.
 
         Raises:
-            EpisodeOver: the messages have no exact bridge.
+            EpisodeOver: no exact prompt with these messages exists; this ends the episode.
+            BadMessage: an item is not a message, or answers no call.
+            RuntimeError: the conversation has no message.
             BadOption: the engine takes messages, and only its server counts tokens.
         """
         state = self._state
@@ -319,7 +321,7 @@ class Conversation:
             EpisodeOver: the engine failed, or the prompt does not fit the context or is not exact.
             RuntimeError: no message to answer, or a `generate` of this conversation is running.
             BadOption: the engine takes messages, or a text is empty.
-            BadControl: the engine has no scores.
+            BadControl: the engine cannot compute these log-probabilities.
         """
         if isinstance(self._state.model, MessageModel):
             why = "score() needs token ids, and this engine takes messages: use an engine of token ids"
@@ -333,13 +335,14 @@ class Conversation:
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
         """Replace the history. BadMessage is raised if a tool message in `messages` answers no call.
 
-        If the new history extends the old one, the new messages are appended. If it lacks only the agent's last
-        message, the turn of that message is sampled again from its exact prompt ids. Any other history is rendered
-        again. In the last two cases, the next `generate` begins a segment, whose prompt has loss mask 0.
+        If the new history only adds messages to the old one, none of them by the assistant, these are appended. If it
+        is the prompt of a turn, that turn is sampled again from its exact prompt ids. If it begins with earlier turns
+        and adds no assistant message, the next turn continues from their exact ids. Any other history is rendered
+        again. Except in the first case, the next `generate` usually begins a segment, whose prompt has loss mask 0.
 
         Args:
             messages: the new whole history; None keeps it.
-            tools: the new tools; None keeps them.
+            tools: the new tools; None keeps the tools. With other tools, the whole history is rendered again.
         """
         state = self._state
         history = self.messages if messages is None else as_messages(messages)
@@ -370,11 +373,11 @@ class Conversation:
             tools: the tools of the branch; None for the same tools. With other tools, the whole history is rendered
                 again, since templates print tools.
             train: True to train on the turns of the branch.
-            sampling: takes precedence over the sampling of the run and of the class; None for the sampling of this
-                conversation.
+            sampling: takes precedence over the sampling of run and environment; None for this conversation's sampling.
 
         Raises:
-            BadOption: an agent with that name exists or has its own engine, or the turn is of another conversation.
+            BadOption: an agent with that name exists, has its own engine or cannot be trained, or the turn belongs to
+                another conversation.
         """
         state = self._state
         if name in state.episode.conversations:
@@ -395,16 +398,13 @@ class Conversation:
     ) -> list[Turn]:
         """Sample the next turn several times, concurrently, from the same ids and with different seeds.
 
-        The trajectory contains all tries, and all are trained on. The conversation continues from the first try, until
-        `keep` selects another.
+        The turns are returned in the order of their numbers. The trajectory contains all tries, and all are trained on.
+        The conversation continues from the first try, until `keep` selects another.
 
         Args:
             count: number of tries, at least 1.
             sampling: its fields take precedence over the sampling of the run and of the environment.
             tool_choice: takes precedence over the environment's `tool_choice`.
-
-        Returns:
-            The turns, in the order of their seeds.
 
         Raises:
             EpisodeOver: as in `generate`; the sampled parts of all tries are kept.
@@ -456,7 +456,7 @@ class Conversation:
         return node
 
     def _speaking(self) -> _GenerateBlock:
-        """Return the block of a `generate`. Raise RuntimeError while another one runs, EpisodeOver after `close`."""
+        """Return the block of a `generate`. Raise RuntimeError while another block runs, EpisodeOver after `close`."""
         if self._closed:
             raise self._is_over()
         if self._generation is not None:

@@ -36,7 +36,7 @@ class Episode:
     """One episode, as the hooks of an environment use it in `self.episode`."""
 
     turn: Turn
-    """The turn that is being answered; between turns, the latest turn."""
+    """The turn that is being answered; at other times, the turn that was answered last."""
 
     def __init__(self, episode: EpisodeState, chat_service: ChatService) -> None:
         self.id: str = episode.key.id
@@ -180,7 +180,7 @@ class Episode:
             sampling: takes precedence over the sampling of the run and of the class.
 
         Raises:
-            BadOption: an agent with its own engine cannot be trained.
+            BadOption: `train` is set, and the agent has its own engine or its engine takes messages.
             TypeError: the name is not text.
             RuntimeError: `main` is not open yet; the runner opens it after `prompt()`.
         """
@@ -228,9 +228,9 @@ class Episode:
             messages: the whole history, as a client of OpenAI's chat has it; developer messages count as system
                 messages.
             tools: the tools that may be called: schemas in OpenAI's form.
-            sampling: the client's sampling. In a trained thread, the run's sampling takes precedence, except for
-                `stop`, `stop_ids`, `schema`, `regex` and `choice`. Of two values of `max_tokens`, the smaller one
-                applies.
+            sampling: the client's sampling. In a trained or evaluated thread, the run's sampling takes precedence,
+                except for `stop`, `stop_ids`, `schema`, `regex` and `choice`. In every thread, the smaller value of
+                `max_tokens` and the larger value of `logprobs` apply.
             tool_choice: "auto", "none", "required" or the name of a tool.
             label: the client's own name for the caller, such as the id of a sub-agent.
             train: True to train on a thread that begins with this request; None to train on threads that offer tools.
@@ -364,7 +364,7 @@ class Episode:
             image: the name of an image, or a folder with a Dockerfile, which is built once for each content.
             provider: another provider of sandboxes.
             at_once: maximum number of episodes of the run with a sandbox at the same time; 4 per core by default.
-                Waiting stops the episode's clocks.
+                The clocks of waiting episodes are paused.
             options: fields of `SandboxOptions`, such as `memory_mb=2048` or `network="internet"`.
 
         Raises:
@@ -388,7 +388,7 @@ class Episode:
 
     @asynccontextmanager
     async def limiter(self, name: str, limit: int) -> AsyncIterator[None]:
-        """Run this block in at most `limit` of the run's episodes at a time. Clocks of waiting episodes stop.
+        """Run this block in at most `limit` of the run's episodes at a time. Clocks of waiting episodes are paused.
 
         Args:
             name: blocks with the same name share the limit.

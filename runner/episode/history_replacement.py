@@ -16,9 +16,9 @@ __all__ = ["before", "cursor_at", "discarded_nodes"]
 def cursor_at(conversation: ConversationState, history: Sequence[Message]) -> Cursor:
     """Return the cursor for a conversation whose whole history becomes `history`.
 
-    The cursor continues from the last turn whose messages are a prefix of the history. If the history equals the prompt
-    of a turn, that turn is sampled again; if it was the last turn, it is no longer trained on. Without such a turn, the
-    whole history is rendered again.
+    The cursor continues from the last turn whose messages are a prefix of the history, if no assistant message follows.
+    If the history equals the prompt of a turn, that turn is sampled again; if it was the last turn, it is no longer
+    trained on. In all other cases, the whole history is rendered again.
     """
     now = conversation.cursor
     found = None if now.whole or now.node is None else _aligned(now.node, now, history)
@@ -39,7 +39,10 @@ def cursor_at(conversation: ConversationState, history: Sequence[Message]) -> Cu
 
 
 def before(node: TurnNode, now: Cursor, whole: str, *, takes_back: bool) -> Cursor:
-    """Return the cursor at which a turn can be sampled again."""
+    """Return the cursor at which a turn can be sampled again.
+
+    If the prompt of the turn was rendered as a whole, `whole` becomes the cursor's cause (`Cursor.whole`).
+    """
     first = node.spoken
     cause = "" if node.answered else whole
     return Cursor(now.tools, list(node.prompt_messages), first.parent, cause, again=node, takes_back=takes_back)

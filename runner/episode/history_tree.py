@@ -74,7 +74,7 @@ class RequestNode:
     over: anyio.Event = field(default_factory=anyio.Event)
     """Set once sampling for the request is over."""
     gone: bool = False
-    """True if the client disconnected, until it receives the answer in another request."""
+    """True after the client disconnected; False again once it has received the answer to a repeated request."""
     history: Sequence[ReadMessage] | None = None
     """The history of the request, for later requests that refer to it by id; None if later requests cannot."""
     sent_answer: ReadMessage | None = None
@@ -97,7 +97,7 @@ class RequestNode:
 
     @property
     def finished(self) -> bool:
-        """True if the turn was sampled to its end."""
+        """True if the turn was sampled, and was neither aborted nor ended by an error."""
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
     def descendants(self) -> Iterator[RequestNode]:
@@ -141,7 +141,7 @@ class HistoryMatch:
     points: list[HistoryNode] = field(default_factory=list)
     """The node after each message."""
     answered_calls: list[CallIndex | None] = field(default_factory=list)
-    """The call that each message answers."""
+    """The call that each message answers; None for a message that answers no call."""
     tolerated: set[Tolerated] = field(default_factory=set)
     """Tolerated differences between the client's messages and the turns."""
     thoughts: list[int] = field(default_factory=list)
@@ -149,7 +149,7 @@ class HistoryMatch:
     naming: list[int] = field(default_factory=list)
     """Indices of the messages that have ids of turns."""
     sent: dict[int, ReadMessage] = field(default_factory=dict)
-    """Messages as the client sent them, by index, where the message of the turn that their ids name is used instead."""
+    """The client's messages that were replaced by the messages of the turns that their ids name, by index."""
     size: int = 0
     """Bytes of the messages as JSON."""
     volatile: int = 0
@@ -263,7 +263,7 @@ class HistoryTree:
         """Read the history of a request.
 
         Args:
-            messages: its messages.
+            messages: the messages of the request.
             previous: id of an earlier answer, which precedes the messages together with its history; "" if missing.
             own_system: True if the first message is a system message, which then precedes the earlier history.
 
@@ -271,7 +271,7 @@ class HistoryTree:
             The messages, and True if a part of the history was given only by its id.
 
         Raises:
-            BadMessage: an item is not a message, or has content that is not text.
+            BadMessage: an item is not a message, or the last message is a user message with content that is not text.
             UnknownReference: an id does not belong to a turn of the episode.
         """
         refers = has_references(messages)
@@ -357,7 +357,10 @@ class HistoryTree:
     def _joined_turn(
         self, point: HistoryNode, messages: list[ReadMessage], index: int, end: int
     ) -> tuple[int, ReadMessage] | None:
-        """Return the longest run of messages from `index` on that is one known turn, and the turn's message."""
+        """Find the longest run of messages from `index` on that is one known turn.
+
+        Return the number of its messages, and the message that they form; None if there is no such run.
+        """
         for last in range(end, index, -1) if any(each.answers for each in point.after.values()) else ():
             whole = joined(messages[index:last])
             known = point.after.get((whole.key, None))
@@ -375,7 +378,10 @@ class HistoryTree:
         return self.named(message.handles) is not None
 
     def _turn_named_by(self, message: ReadMessage) -> ReadMessage | None:
-        """Return our message of the turn that the ids name if only its form differs; None if unchanged or edited."""
+        """Return the original message of the turn that a message's ids name, if the client changed only details.
+
+        Return None if no ids name a turn, or if the message is unchanged, or edited as `changed_around` defines it.
+        """
         turn = self.named(message.handles) if message.role == "assistant" else None
         ours = turn.sent_answer if turn is not None else None
         if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):
@@ -410,7 +416,7 @@ class HistoryTree:
         Clients send results in the order of arrival, and most templates match results to calls by their order only.
         """
         begin: int | None = None  # where results begin
-        spoke: list[ReadMessage] = []  # the latest assistant messages, since a turn may come as several
+        spoke: list[ReadMessage] = []  # the latest assistant messages, which may form one turn
         for index, message in enumerate([*messages, None]):
             if message is not None and message.role == "tool":
                 begin = index if begin is None else begin
@@ -428,7 +434,7 @@ class HistoryTree:
         return messages
 
     def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
-        """Return the position of each call in messages that may belong to one turn, by id, in the order of the turn."""
+        """Return the position of each call, by its id, in the order of the turn to which the messages may belong."""
         ids: list[str] = []
         for message in spoke:
             ids += message.call_ids

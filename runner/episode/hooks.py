@@ -1,8 +1,8 @@
 """The hooks of an environment, as its episode calls them.
 
-`Environment`, which authors subclass, is in a layer above. So are the episode and the conversation that the hooks
-receive, and in this module their type is Any. A protocol could not replace Any: attributes that are assigned, and
-parameters, do not accept a wider type than the one that `Environment` names.
+`Environment`, which authors subclass, is in a layer above. The episode and the conversation that the hooks receive are
+in layers above too, so their type in this module is Any. A protocol could not replace Any: the type of a parameter or
+of an assigned attribute must not be wider here than in `Environment`.
 """
 
 from __future__ import annotations

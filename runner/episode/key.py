@@ -1,4 +1,4 @@
-"""The key of an episode: its task, index and attempt, and the random numbers that follow from them."""
+"""The key of an episode: its task, index, visit and attempt, and the seeds derived from the key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.tasks import Task
 __all__ = ["MAIN", "EpisodeKey", "task_rng"]
 
 MAIN = "main"
-"""Name of the agent that `rollout` plays; every episode has it."""
+"""Name of the agent whose conversation `rollout` receives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class EpisodeKey:
     attempt: int = 0
     """Number of earlier attempts, after an engine failed or its weights became too old."""
     sampling: Sampling | None = None
-    """Sampling of this episode's trained agents; takes precedence over the run's sampling."""
+    """Sampling of this episode's trained or evaluated agents; takes precedence over the run's sampling."""
 
     @property
     def id(self) -> str:

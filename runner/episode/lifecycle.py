@@ -262,7 +262,7 @@ class EpisodeRunner(EpisodeState):
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
-            # Requests are answered only for an author's own rollout: the default rollout starts no code that sends any.
+            # Requests are answered only for an author's own rollout, since the default rollout starts no client.
             async with (
                 self.chat_service.open(self._task.tasks) if self.environment.overrides("rollout") else nullcontext()
             ):
@@ -393,7 +393,7 @@ class EpisodeRunner(EpisodeState):
 
         If neither `main` nor a trained agent took a turn, `main` has a trajectory without turns.
 
-        An episode fails if its author stored a value in it that a run file cannot hold.
+        The episode fails if the author stored a value in it that a run file cannot hold.
         """
         ending = self._ending or Ending(Outcome.CANCELLED)
         trajectories = self._trajectories(ending)

@@ -1,4 +1,4 @@
-"""The limits of one episode: the remaining turns and tokens of its agents, and the ending if a limit is reached."""
+"""The limits of one episode: its turns and tokens so far, their maximum, and the ending if a limit is reached."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Ending:
 class EpisodeLimits:
     """The turns and sampled tokens that the conversations of one episode share, and the ending.
 
-    The first ending is kept. If an agent asks for a turn after it, the whole rollout is cancelled, so that no `except`
-    swallows the ending by accident.
+    The first ending is kept. If an agent requests a turn after the ending, the whole rollout is cancelled, so that no
+    `except` swallows the ending by accident.
     """
 
     def __init__(self, configured: Limits) -> None:
@@ -64,7 +64,7 @@ class EpisodeLimits:
         self.last_turn: Turn | None = None
         """The last turn of a counted conversation."""
         self.silenced_by: Ending | None = None
-        """The ending after which no agent may take turns. `judge` chooses the episode's outcome after `rollout`."""
+        """The ending that stops all further turns, or None. After `rollout`, `judge` may choose another ending."""
         self.ended_by_author = False
         """True once `Episode.end()` was called."""
         self.context_full: Ending | None = None

@@ -193,7 +193,8 @@ class MessageTurn:
     def _segment(self) -> Iterator[Segment]:
         """Provide the segment of this turn while the block runs.
 
-        While a turn extends a segment, and afterwards, no other turn may extend it.
+        If the turn extends the segment of the previous turn, no other turn may extend this segment while the block
+        runs. Once the turn is recorded, the segment can be extended only after this turn.
         """
         cursor, node = self._cursor, self._cursor.node
         tools = cursor.schemas()

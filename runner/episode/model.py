@@ -55,7 +55,8 @@ class ChatModel:
         history: policy for the earlier messages of a conversation.
         turns: the format of turns, if it is known from a run's header; None to learn it.
         named: creates the reader of the tool format that the user chose, for a tokenizer; None without a choice.
-        fit_tools: True to fit the tools' schemas to the fields that the template shows; None to learn whether to.
+        fit_tools: True to fit the tools' schemas to the fields that the template shows; None to fit them only for a
+            template that leaves out parts of usual schemas.
     """
 
     def __init__(

@@ -14,9 +14,10 @@ __all__ = ["failure", "judge", "silent"]
 
 
 def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
-    """Return the ending of an episode that was not cut from outside and whose rollout raised `error`.
+    """Return the ending of an episode that was not cut from outside.
 
-    A limit that was reached takes precedence over an error that the author raised later.
+    `error` is the error that the rollout raised, or None. A limit that was reached takes precedence over an error that
+    the author raised later.
     """
     limits, abandoned = episode.limits, episode.author_code.abandoned
     # An abandoned thread may still change the state that the rewards would read.

@@ -95,7 +95,7 @@ async def next_prompt(
         raise_unbridgeable: True to raise if no exact prompt exists; False to end the episode then.
 
     Raises:
-        EpisodeOver: the prompt does not fit the context, or is not exact.
+        EpisodeOver: the queued messages cannot fit the context, or no exact prompt exists.
         Unbridgeable: no exact prompt exists, and `raise_unbridgeable` is set.
         RuntimeError: no message to answer.
     """
@@ -152,7 +152,7 @@ async def _first(conversation: ConversationState, cursor: Cursor, messages: Sequ
 
 
 def _once_more(again: TurnNode, *, takes_back: bool) -> PreparedPrompt:
-    """Return the exact prompt ids of a turn that is sampled again."""
+    """Return the prompt of a turn that is sampled again, with exactly the ids of the earlier prompt."""
     first = again.spoken
     start = first.turn.start
     ids, messages = first.turn.log.ids[:start], again.segment.messages[: again.start]
@@ -219,7 +219,7 @@ async def _bridge(
 async def _forked(
     conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
-    """Return a new segment: the whole history, rendered again, with loss mask 0."""
+    """Return the prompt of a new segment: the whole history, rendered again, with loss mask 0."""
     bridger, messages = conversation.chat.bridger, [*node.messages, *new]
     text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
     ids = await _encoded(conversation, text)
@@ -231,7 +231,7 @@ async def _forked(
 async def _followed(
     conversation: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas
 ) -> PreparedPrompt:
-    """Return the template's render of the whole history: an append if the earlier ids are unchanged, else a fork."""
+    """Return the prompt of the whole history, rendered again: an append if its earlier ids are unchanged, or a fork."""
     fork = await _forked(conversation, node, new, tools, "template")
     before = node.turn.end
     unsampled = any(message["role"] == "assistant" for message in new)

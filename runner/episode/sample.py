@@ -25,7 +25,7 @@ __all__ = ["SampledTurn", "sample"]
 
 @dataclass(slots=True)
 class SampledTurn:
-    """The result of one request in the log.
+    """The result of one request, and the position of its ids in the log.
 
     The object is filled while the request streams, so that a cancellation loses nothing.
     """
@@ -45,7 +45,7 @@ class SampledTurn:
     dropped: int = 0
     """Number of ids after a stop string, which are not in the log."""
     resampled: int = 0
-    """Number of ids sampled before the engine cut the turn for its trainer, which are not in the log either."""
+    """Number of ids that were sampled before the engine cut the turn for its trainer. They are not in the log."""
     cached_tokens: int | None = None
     """Number of prompt ids that the prefix cache held; None if the engine does not report it."""
     error: EngineError | None = None
@@ -116,7 +116,7 @@ class SampledTurn:
         if finish.reason is FinishReason.ERROR and self.text is None:
             self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
         self.cached_tokens = finish.cached_tokens
-        # The engine counts all ids that it sampled, but ids after a stop string are not in the log.
+        # The versions may include ids after a stop string, which are not in the log; `stamp` leaves these ids out.
         self.log.stamp(finish.versions, self.start)
         if self.text is not None:
             self.finish = FinishReason.STOP

@@ -119,9 +119,10 @@ class ServedEpisode:
             self._episode.limits.end_episode(failure(error))
 
     def _refuse_if_over(self) -> None:
-        """Raise `EpisodeOver` if the episode ended less than `END_GRACE_SECONDS` before.
+        """Raise `EpisodeOver` after the end of the episode, during a grace period of `END_GRACE_SECONDS`.
 
-        A turn after the end cancels the whole rollout. During the grace period the program can still end by itself.
+        The period begins with the first request after the end. During the period, the program can still end by itself.
+        A later request passes, and its turn cancels the whole rollout.
         """
         ending, now = self._episode.limits.silenced_by, anyio.current_time()
         if ending is None:
@@ -139,7 +140,7 @@ def serving_options(
     *,
     names: tuple[str, str] = ("overflow", "sent_history"),
 ) -> dict[str, Any]:
-    """Check the settings of an environment that serves its episodes; return the arguments of `Episode.serve`.
+    """Check the settings of an environment that serves its episodes, and return the arguments for `Episode.serve`.
 
     Raises:
         BadOption: a value is not allowed.

@@ -22,7 +22,7 @@ from runner.tasks import Task
 
 __all__ = ["EnvironmentPart", "Limiter", "RunShared"]
 
-_LIVES: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by runtime, an id of the engine's life (start to end)
+_LIVES: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # a unique id for each runtime of an engine
 
 
 class Limiter(Protocol):
@@ -56,10 +56,10 @@ class EnvironmentPart:
 
 @dataclass(slots=True, kw_only=True)
 class RunShared:
-    """State of one run that its episodes share. No state is global: two runs on one loop share at most an engine."""
+    """State of one run that its episodes share. Two runs on one event loop share at most an engine."""
 
     environment: Hooks
-    """The object that the author constructed. Each episode has its own copy."""
+    """The object that the author constructed. Each episode constructs its own object with the same arguments."""
     chat: Model
     other_models: Mapping[str, Model] = field(default_factory=dict)
     """Models of the agents with their own engines. These agents are not trained."""
@@ -82,8 +82,8 @@ class RunShared:
     _asked: set[str] = field(default_factory=set)
     _reported: set[str] = field(default_factory=set)
     _limiters: dict[str, tuple[int, Limiter]] = field(default_factory=dict)
-    # The merged sampling is cached by `counted`, for conversations without their own sampling. Nearly all episodes need
-    # one of these two, and merging the layers takes a large part of the time of a turn.
+    # The merged sampling is cached by `counted`, unless the episode or its environment has another sampling.
+    # Nearly all episodes share these two values, and merging the layers takes a large part of the time of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
 
     def part_of(self, task: Task) -> EnvironmentPart:
@@ -104,8 +104,7 @@ class RunShared:
     def weights_of(self, agent: str, sampling: Sampling | None, environment: Sampling) -> list[str]:
         """Return the weights of an untrained agent, as a cache key for its answers.
 
-        Names of new weights and adapters are unique only within one life of the engine. Other runs may use the same
-        names.
+        Names of new weights and adapters are unique only within one runtime of the engine, from start to stop.
 
         Args:
             agent: the agent's name.
@@ -113,8 +112,8 @@ class RunShared:
             environment: the environment's sampling.
 
         Returns:
-            The weight version, and an id of the engine's life if these are not its starting weights; an empty list for
-            an engine without versions.
+            The weight version; also an id of the engine's runtime, if an adapter is used or the weights changed since
+            the start. An empty list for an engine without versions.
         """
         engine = self.chat_of(agent).engine
         runtime = getattr(engine, "runtime", None)
@@ -157,8 +156,8 @@ class RunShared:
     ) -> Sampling:
         """Return the sampling of a conversation, with every field set.
 
-        The value of a field is from the first source that sets it: the conversation; the episode and then the run, if
-        the agent is trained or evaluated; the environment; the default.
+        The value of a field is from the first source that sets it: the conversation, the episode, the run, the
+        environment, the default. The episode and the run are sources only if the agent is trained or evaluated.
         """
         of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
         shared = of_the_class and episode is None
@@ -176,7 +175,7 @@ class RunShared:
         The environment may have assigned some limits in `setup()`.
 
         Raises:
-            BadOption: it assigned a value that is not a `Limits`, or changed `setup_seconds`.
+            BadOption: `setup()` assigned a value that is not a `Limits`, or changed `setup_seconds`.
         """
         if environment is part.environment.limits or environment == part.environment.limits:
             return part.limits

@@ -58,7 +58,7 @@ class EpisodeState:
         self.environment = self.part.environment
         """The environment: the shared object until the episode has its own."""
         self.limits = EpisodeLimits(self.part.limits)
-        """The remaining turns and tokens, and the ending of the episode."""
+        """The limits, the turns and tokens used so far, and the ending of the episode."""
         self.author_code = AuthorCode(shared.workers)
         """The caller of the author's hooks and tools."""
         self.conversations: dict[str, ConversationState] = {}
@@ -103,7 +103,8 @@ class EpisodeState:
 
         An exit that takes too long is abandoned, and the next context is left.
 
-        Each exit has its own limit, so the clock of the whole unwinding is paused, and a cancellation waits.
+        Each exit has its own limit. During the exit, the clock of the whole unwinding is paused. A cancellation takes
+        effect only after the exit.
         """
         seconds = self.limits.configured.close_seconds
         with Waiting(), anyio.CancelScope(shield=True):
@@ -184,8 +185,10 @@ class ConversationState:
         self.train = train
         """True if the sampled ids of the conversation are trained on."""
         self.counted = counted
-        """True if the run's sampling and limits apply: for a trained agent, or for an evaluated `main` on an engine
-        that takes messages.
+        """True if the run's sampling and limits apply, since the agent is trained or evaluated.
+
+        Evaluated agents play on the run's engine, which takes messages: `main`, and threads that would be trained on an
+        engine of token ids.
         """
         self.episode = episode
         self.author_conversation: OpenConversation
@@ -198,17 +201,17 @@ class ConversationState:
         self.nodes: list[TurnNode] = []
         """The nodes of the turn tree, in the order in which the turns ended."""
         self.segments: list[Segment] = []
-        """The token logs, with the messages that they render."""
+        """The segments: token logs, each with its messages."""
         self._indices: dict[int, int] = {}  # the index of each segment in `segments`, by its object id
         self.numbered = 0
-        """Number of turn numbers that were reserved."""
+        """The number of the next turn."""
         self.requests: list[ChatRequest] = []
         self.thread = name
         """Name with which the conversation was opened; its seeds depend on this name."""
         self.own_sampling = sampling
         """Sampling with which the conversation was opened, or None."""
         self.checked_sampling: Sampling | None = None
-        """The sampling of the latest turn; the engine supports it. None before the first turn."""
+        """The latest sampling that the engine accepted. None before the first turn, or if the engine takes messages."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only the first request of an episode waits for the requests of episodes in progress. The first request of a
@@ -291,7 +294,7 @@ class ConversationState:
 
     def has(self, segment: Segment) -> bool:
         """Return True if a segment belongs to this conversation."""
-        return id(segment) in self._indices  # object ids stay valid: the segments live as long as this object
+        return id(segment) in self._indices  # object ids stay valid: the segments exist as long as this object
 
     def node_of(self, turn: Turn) -> TurnNode | None:
         """Return the tree node of a turn; None for a turn of another conversation."""
@@ -300,8 +303,8 @@ class ConversationState:
     def sampling(self) -> Sampling:
         """Return the sampling of the next turn, with every field set.
 
-        The environment may assign another sampling between turns. BadOption is raised if it assigned another type, or
-        if it assigned limits after `setup()`.
+        The environment may assign another sampling between turns. BadOption is raised if it assigned a value that is
+        not a `Sampling`, or if it assigned limits after `setup()`.
         """
         episode = self.episode
         given = episode.environment.sampling
@@ -316,7 +319,7 @@ class ConversationState:
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
-        """Store segments, turns and requests in the trajectory. Its last segment ends with messages still unseen."""
+        """Store segments, turns and requests in the trajectory, and queued messages at the end of its last segment."""
         self._order_segments()
         cursor, segments = self.cursor, self.segments
         if cursor.queued:

@@ -34,6 +34,7 @@ async def answer_calls(
     Calls that failed are marked in the turn.
 
     Raises:
+        TooSlow: a synchronous tool took too long, and its thread still runs.
         Exception: a tool raised an error other than `ToolError`; the first such error in the order of the calls.
     """
     known = {tool.name: tool for tool in tools}

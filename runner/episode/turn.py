@@ -103,6 +103,7 @@ async def score_replies(conversation: ConversationState, cursor: Cursor, replies
 
     Raises:
         EpisodeOver: the engine failed, or there is no exact prompt that fits the context.
+        RuntimeError: no message to answer.
     """
     chat = conversation.chat
     prompt = list((await next_prompt(conversation, cursor, extend=True)).ids)

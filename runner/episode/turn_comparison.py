@@ -22,8 +22,9 @@ _WORD: Final = re.compile(r"\w+")
 def changed_around(ours: ReadMessage, theirs: ReadMessage) -> frozenset[Tolerated] | None:
     """Return the differences that a client made to a turn; None if the client edited the turn.
 
-    The message still counts as the turn if text was left out, reformatted, renamed or reordered. It is an edit if it
-    has other words, other values of arguments, or calls that the turn did not make.
+    The message still counts as the turn after these changes: text was left out or reformatted, some calls were left
+    out, calls were renamed or reordered, arguments were cut, or reasoning changed. The message is an edit if its text
+    has other words, an argument has another value, it lacks all calls of the turn, or it has other calls.
 
     Args:
         ours: the turn's message as it was delivered.
@@ -92,7 +93,7 @@ def _in_order(few: Sequence[str], many: Sequence[str]) -> bool:
 
 
 def is_prefix(received: Message, sampled: Message) -> bool:
-    """Return True if a message is the beginning of a turn; after an interrupted stream, a client has only that."""
+    """Return True if a message is the beginning of a turn, as a client has it after an interrupted stream."""
     for name in ("content", "reasoning_content"):
         if not str(sampled.get(name, "")).strip().startswith(str(received.get(name, "")).strip()):
             return False

@@ -20,7 +20,7 @@ __all__ = ["TurnEventParser"]
 
 
 class TurnEventParser:
-    """A parser of a turn's ids as they are sampled, which sends events. Together, they equal the finished turn.
+    """A parser of a turn's ids, which sends events while the ids are sampled. Together, the events form the turn.
 
     Ids or text that may be the end of the turn are held back until more text follows.
     """
