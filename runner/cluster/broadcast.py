@@ -24,7 +24,7 @@ async def gather_answers(
     step: Callable[[WorkerHandle], Awaitable[Any]],
     finished: Callable[[WorkerHandle, Exception | None], None] = lambda _, error: None,
 ) -> tuple[dict[WorkerHandle, Any], dict[WorkerHandle, Exception]]:
-    """Run a step with several workers at the same time. A `WorkerLost` or `DeltarunnerError` cancels no other step.
+    """Run a step for several workers at the same time. A `WorkerLost` or `DeltarunnerError` ends no other step.
 
     Args:
         handles: the workers.
@@ -33,7 +33,8 @@ async def gather_answers(
             None.
 
     Returns:
-        The result of each step, and each `WorkerLost` or `DeltarunnerError`, both in the order in which steps ended.
+        The results by worker, and the errors (`WorkerLost` or `DeltarunnerError`) by worker, both in the order in which
+        the steps ended.
     """
     answers: dict[WorkerHandle, Any] = {}
     errors: dict[WorkerHandle, Exception] = {}
@@ -52,17 +53,17 @@ async def gather_answers(
 
 
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
-    """Call a method on several workers at the same time, and return the answers; lost and dismissed workers have none.
+    """Call a method on several workers at the same time, and return the answers by worker.
 
-    A worker that raises is dismissed if another worker does not raise, since their states differ then. A worker that
-    hangs after another one has answered is dismissed too.
+    Lost and dismissed workers are left out. A worker that raises is dismissed if another worker does not raise, since
+    their states differ then. A worker that hangs after another one has answered is dismissed too.
 
     Args:
         handles: the workers.
         call: the name of the method.
         arguments: its arguments.
-        patience: seconds in which a worker must answer after another one has answered. Time in which its engine samples
-            does not count, since the call may wait for turns to end.
+        patience: seconds in which a worker must answer after another one has answered. This time starts again whenever
+            the late worker's engine samples, since the call may wait for turns to end.
 
     Raises:
         DeltarunnerError: no worker answered, and at least one raised; the error of the first one.
@@ -199,11 +200,12 @@ class TransferGroup:
 
         Args:
             call: the name of the method.
-            arguments: its arguments, by worker.
+            arguments: a function that returns the method's arguments for a worker.
             compares: True if the method changes nothing, so that one refusal counts for all workers.
 
         Raises:
-            BadInput: no worker was lost, and all workers refuse, or one of them with `compares`; the first error.
+            BadInput: no worker was lost, and all workers refuse; with `compares`, one refusal is enough. The error is
+                that of the first worker that refused.
         """
 
         async def step(handle: WorkerHandle) -> Any:
@@ -235,6 +237,6 @@ class TransferGroup:
                 await self._answered.wait()
 
     def dismiss(self, handles: Iterable[WorkerHandle], why: str) -> None:
-        """End workers of the group that may hang."""
+        """End the given workers, which may hang, and remove them from the group."""
         for handle in list(handles):
             self.lose(handle, why)

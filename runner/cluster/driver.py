@@ -63,8 +63,8 @@ class Driver:
         launcher: starts workers.
         engine: the engine of each worker, not entered.
         fleet: the slots and the assignments.
-        stall_seconds: seconds after which a fleet with too few workers counts as dead, and after which a worker that
-            hangs in a call, which another worker has answered, is dismissed.
+        stall_seconds: seconds after which a fleet with too few workers counts as dead. A worker is dismissed if it
+            does not answer a call within this time after another worker has answered.
     """
 
     def __init__(self, launcher: Launcher, engine: BaseEngine, fleet: Fleet, *, stall_seconds: float) -> None:
@@ -78,7 +78,7 @@ class Driver:
         """The description of the first worker; the description of each further worker must match it."""
         self.lost_count = 0
         self.sampled_by_the_gone = 0
-        """Number of ids that ended workers sampled."""
+        """Number of ids that were sampled by workers that have ended."""
         self.events: deque[str] = deque(maxlen=MAX_EVENTS)
         """The latest events of the fleet, for people."""
         self.stall_seconds = stall_seconds
@@ -104,7 +104,7 @@ class Driver:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        """Run the fleet within this block, with at least as many workers as required.
+        """Start the fleet, run the block once there are enough workers, and end the fleet after the block.
 
         Raises:
             BadInput, EngineError: machines are missing, or a worker does not start, or does not match the others.
@@ -281,8 +281,8 @@ class Driver:
         opened: set[int] = set()
         caught = FleetSnapshot()
         for rounds in itertools.count():
-            # Loading weights takes long, so the first rounds run without the lock: many workers start at once, and
-            # updates do not wait. A worker whose state is still outdated after these rounds catches up under the lock.
+            # Loading weights takes long. The first rounds run without the lock, so that many workers can start at once
+            # and updates do not wait. A worker that is still outdated after these rounds catches up under the lock.
             if rounds < MAX_UNLOCKED_ROUNDS and not caught.has_weights_of(self.snapshot):
                 caught = await self._catch_up(handle, self.snapshot)
             if await self._admitted(handle, opened, caught, waits=rounds < MAX_UNLOCKED_ROUNDS):
@@ -306,7 +306,7 @@ class Driver:
 
         Args:
             handle: the worker.
-            opened: the runs that it has set up.
+            opened: the numbers of the runs that the worker has set up.
             caught: the state that the worker has.
             waits: True to return False for an outdated worker; False to bring it up to date here, under the lock.
         """
@@ -447,7 +447,7 @@ class Driver:
         """Set a run up on every worker, including workers that start later.
 
         Raises:
-            BadInput: a worker cannot play the run.
+            BadInput, EngineError: a worker cannot set up the run.
         """
         run = _OpenedRun(packed, clock)
         async with self.settled:
@@ -459,7 +459,7 @@ class Driver:
 
     async def _open_on(self, handle: WorkerHandle, number: int, run: _OpenedRun) -> None:
         handle.process.send("keep_run", number, run.packed, run.clock)
-        with suppress(WorkerLost):  # the task that runs this worker handles it
+        with suppress(WorkerLost):  # the task that runs this worker handles the loss
             await handle.process.send("run_opened", number)
 
     async def close_run(self, number: int) -> list[str]:
@@ -477,7 +477,7 @@ class Driver:
 
     @asynccontextmanager
     async def listening(self, listener: Callable[[], None], on_event: Callable[[str], None]) -> AsyncIterator[None]:
-        """Call the first listener when workers come or go, and the second one with a description of the change."""
+        """Within this block, call `listener` when workers come or go, and `on_event` with each event of the fleet."""
         token = object()
         self._width_listeners[token], self._event_listeners[token] = listener, on_event
         try:

@@ -65,7 +65,7 @@ class HostedEngine(Engine):
 
     @abstractmethod
     async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
-        """Connect to the host, or start it, until the exit stack is closed.
+        """Connect to the host, or start it. Closing the exit stack disconnects, or ends a host that this call started.
 
         Raises:
             BadInput, EngineError: the host cannot be reached or does not start.
@@ -233,7 +233,7 @@ class HostedEngine(Engine):
     # --- streams
 
     def begin(self, stream: HostedStream, request: GenerationRequest) -> int:
-        """Send a request, and return its number, by which the host names the stream.
+        """Send a request, and return its number, which identifies the stream on the host.
 
         Raises:
             EngineDead: the engine cannot answer.

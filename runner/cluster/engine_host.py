@@ -1,4 +1,4 @@
-"""The host of a shared engine: each client gets the events of its streams in one batch per tick."""
+"""The host of a shared engine: each client gets the events of its streams in batches."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class StreamBuffer:
 
 
 STATS_SECONDS: Final = 1.0
-"""Seconds between two requests of a client for the statistics. They also prove that the client is alive."""
+"""Seconds between two requests of a client for the statistics. These requests also prove that the client is alive."""
 
 SILENT_SECONDS: Final = 90.0
 """Seconds without a request after which a client is dropped, so that a dead process keeps no memory in the engine."""
@@ -167,7 +167,7 @@ class EngineHost(EngineProcess):
                 "enter the engine again."
             )
         now = anyio.current_time()
-        # While this process is suspended, it receives no requests. Such a time must not count as silence of a client,
+        # While this process is suspended, it receives no requests. This time must not count as silence of a client,
         # so each request adds at most two intervals (`STATS_SECONDS`).
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
         self._last_request = now

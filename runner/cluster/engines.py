@@ -46,7 +46,7 @@ class FleetEngine(PlayingEngine):
     Args:
         engine: the engine of each worker, not entered.
         launcher: starts workers.
-        workers: the number of workers, or the minimum to begin with and the maximum.
+        workers: the number of workers, or a pair: the minimum, with which the fleet begins, and the maximum.
         stall_seconds: seconds that the fleet may have too few workers before it counts as dead, unless enough engines
             are starting.
     """
@@ -106,7 +106,7 @@ class FleetEngine(PlayingEngine):
         await self._exit.__aexit__(kind, error, traceback)
 
     def restore_choices(self, described: Mapping[str, Any]) -> None:
-        """Make every worker's engine use the choices of the run that is resumed."""
+        """Make every worker's engine use the choices that the engine made at the first start of the resumed run."""
         self.engine.restore_choices(described)
 
     @property
@@ -277,7 +277,7 @@ class FleetEngine(PlayingEngine):
         return sent
 
     def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
-        """Reserve what each worker needs to enter its own copy of these engines too.
+        """Reserve the resources with which each worker enters its own copies of these engines. By default, do nothing.
 
         Raises:
             BadOption: the workers do not have enough room.

@@ -25,7 +25,7 @@ UNPLACED_RETRY_SECONDS: Final = 2.0
 """Seconds until the start of a worker, for which no machine had room, is tried again."""
 
 KEPT_WORKER_RATIO: Final = 4
-"""While other episodes wait, last tries get at most one in this many workers, but always one."""
+"""While other episodes wait, last tries get at most one worker in this many, but at least one worker."""
 
 MAX_AFFINITY_IMBALANCE: Final = 2
 """An episode goes to a worker that plays its group, if this worker has at most this many episodes more than the worker
@@ -83,7 +83,7 @@ class WorkerSlot:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no worker, and none starts."""
+        """True if it has no worker, and no worker is starting."""
         return self.state in (WorkerSlotState.EMPTY, WorkerSlotState.UNPLACED, WorkerSlotState.RESTING)
 
     @property
@@ -133,7 +133,7 @@ class Fleet:
 
     @property
     def hopeless(self) -> bool:
-        """True if there cannot be enough workers for a long time, or ever."""
+        """True if there will not be enough workers soon: too many slots rest, or the fleet has ended."""
         return bool(self.ended_by) or sum(slot.state is not WorkerSlotState.RESTING for slot in self.slots) < self.least
 
     @property
@@ -144,7 +144,7 @@ class Fleet:
     # --- workers
 
     def to_start(self, now: float) -> list[WorkerSlot]:
-        """Return the empty slots in which a worker is to be started now."""
+        """Return the empty slots in which a worker is to be started now, and mark these slots as starting."""
         due = [slot for slot in self.slots if slot.is_empty and slot.free_at <= now and not self.ended_by]
         for slot in due:
             slot.state = WorkerSlotState.STARTING

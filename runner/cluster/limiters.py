@@ -75,7 +75,7 @@ class LimiterService(Protocol):
 
 
 class LeasedLimiter:
-    """One limiter as the episodes of one worker use it."""
+    """One worker's access to one shared limiter."""
 
     def __init__(
         self, limiter_service: LimiterService, leases: Iterator[int], run: int, worker: int, name: str, limit: int
@@ -92,6 +92,7 @@ class LeasedLimiter:
         """Wait until the borrower may proceed.
 
         Raises:
+            BadOption: the limiter was opened with another limit before.
             EngineError: this worker was dismissed, and another one plays its episodes.
         """
         lease = next(self._leases)

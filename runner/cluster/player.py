@@ -91,7 +91,7 @@ class FleetAttempt:
         return iter(())
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the trajectories that a worker returned; before that, one trajectory without turns."""
+        """Return the trajectories that a worker returned; if there are none, one trajectory without turns."""
         if self._trajectories is None:
             self._trajectories = self._silent(self._ending or Ending(Outcome.CANCELLED))
         return self._trajectories

@@ -81,7 +81,7 @@ class EngineKnown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherKnown:
-    """The properties of the engine of another agent. Each worker enters its own copy of this engine."""
+    """The properties of an engine of `engines=`. Each worker enters its own copy of this engine."""
 
     ids: EngineKnown | None
     """The properties for token ids; None for an engine that takes messages."""
@@ -135,7 +135,7 @@ class RunSpec:
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
     trajectories: list[Trajectory]
-    """The trajectory of each agent. Their tasks are left out, since the driver has them."""
+    """The trajectory of each agent, with an empty task, since the driver has the task."""
     faults: list[str]
     permanent: bool
     """True if another attempt would end in the same way."""
@@ -149,9 +149,9 @@ class PlayingNow:
     """The driver's number of the attempt."""
     turns: int
     activity: str
-    """The thing that the episode is waiting for."""
+    """The current activity of the episode, such as "setup" or "prompt", for people."""
     since: float
-    """Start of that wait, in the time of the worker's event loop."""
+    """Start of this activity, in the time of the worker's event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +165,14 @@ class Heartbeat:
     """Delay of its event loop, 99th percentile, in seconds."""
     playing: int
     oldest: list[PlayingNow] = field(default_factory=list)
-    """The episodes that have waited longest, the longest first."""
+    """The episodes whose activity has lasted longest, the longest first."""
 
 
 class WorkerProcess(Protocol):
     """The driver's connection to a worker."""
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
-        """Call a method of the `Worker` without waiting. The answer may be awaited, more than once.
+        """Call a method of the `Worker` without waiting. The returned answer can be awaited several times.
 
         Raises (from the answer):
             WorkerLost: the worker is gone.

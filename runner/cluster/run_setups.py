@@ -24,7 +24,7 @@ __all__ = ["RunSetups", "placeholder_for"]
 
 
 class RunSetups:
-    """One run on the workers of a fleet: its engines and its player on these workers.
+    """One run on a fleet: its engines on the workers, and its player, which sends episodes to the workers.
 
     Args:
         driver: returns the driver of the fleet; called once the fleet is entered.
@@ -65,7 +65,7 @@ class RunSetups:
 
         async def enter(handle: WorkerHandle) -> None:
             handle.process.send("keep_run", number, self._packed, None)
-            with suppress(WorkerLost):  # the task that runs this worker handles it
+            with suppress(WorkerLost):  # the task that runs this worker handles the loss
                 await handle.process.send("others_entered", number)
 
         while True:
@@ -86,7 +86,7 @@ class RunSetups:
         """Yield the player of the run's episodes, for the duration of the block.
 
         Raises:
-            BadInput: a worker cannot play the run.
+            BadInput, EngineError: a worker cannot set up the run.
             BadEnvironment: faults occurred while the run ended on the workers.
         """
         driver = self._driver()
@@ -108,12 +108,12 @@ _PLACEHOLDER_ERROR = "this engine runs only on the workers, and not in this proc
 
 
 def placeholder_for(known: OtherKnown) -> BaseEngine:
-    """Return an engine with the description of the workers' engines. It samples nothing."""
+    """Return an engine with the description of the workers' engines. Its `stream` raises `BadControl`."""
     return _TokenPlaceholder(known) if known.ids is not None else _MessagePlaceholder(known)
 
 
 class _Placeholder(BaseEngine):
-    """Placeholder for an engine that exists only on the workers. Its failures are in the outcomes of episodes."""
+    """Placeholder for an engine that exists only on the workers. Outcomes of episodes show its failures there."""
 
     running = True
 

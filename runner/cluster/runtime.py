@@ -29,7 +29,7 @@ _log = logger_for("cluster")
 class FleetRuntime(EngineRuntime[OpenRequest]):
     """The `EngineRuntime` of many engines. Nothing is sampled in this process, so the admission gate stays empty.
 
-    The driver keeps the fleet's state in `snapshot` and brings new workers to it. No worker is added during a call.
+    The driver keeps the fleet's state, which new workers must reach, in `snapshot`. No worker is added during a call.
     """
 
     def __init__(self, driver: Driver, first: WorkerInfo) -> None:
@@ -87,8 +87,9 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         next update.
 
         Raises:
-            EngineError: fewer workers than the minimum received the transfer.
-            EngineDead: not enough workers are left.
+            BadWeights: the workers cannot receive the transfer, and no worker was changed.
+            EngineError: the transfer failed, or fewer workers than the minimum received the transfer.
+            EngineDead: not enough workers are left, or the proof failed on all workers.
         """
         if isinstance(checked.weights, LocalTransfer | WeightTransfer):
             return await self._apply_transfer(checked, mode)
@@ -133,7 +134,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             raise
 
     def _notify(self, checked: CheckedUpdate) -> None:
-        """Call the listeners. If a proof waits until the cache is awake, `wake` calls them, with its figures."""
+        """Call the listeners. If the proof has to wait until the cache is awake, `wake` calls them after the proof."""
         self._proof_waits = checked.proof is not None and bool(self.asleep)
         if not self._proof_waits:
             self.notify_listeners()

@@ -108,9 +108,10 @@ class FleetTransfers:
             The update of each worker.
 
         Raises:
-            EngineError: fewer workers received the weights than are needed; the message names their number and the lost
-                workers.
-            EngineDead: too few workers are left.
+            BadWeights: the weights do not fit, or the connection fails, and no worker was changed.
+            EngineError: nothing was sent, the trainer failed, fewer workers received the weights than are needed, or
+                the other workers cannot receive them any more; the message has the reason, such as the lost workers.
+            EngineDead: too few workers are left, or the proof failed on all workers.
         """
         if isinstance(transfer, LocalTransfer):
             return await self._apply_from_here(transfer, version, mode, took, proof)

@@ -50,7 +50,7 @@ from runner.tasks import Task
 __all__ = ["Worker"]
 
 MAX_OLDEST_EPISODES: Final = 10
-"""Number of episodes in a heartbeat: the episodes that have waited longest."""
+"""Number of episodes in a heartbeat: the episodes whose activity has lasted longest."""
 
 NO_TASK: Final = Task("", "")
 
@@ -64,9 +64,9 @@ class WorkerRun:
     cut: dict[int, Ending | None] = field(default_factory=dict)
     """Attempts that were cut before they began or just after they ended."""
     is_kept: bool = False
-    """True if a task keeps the run open."""
+    """True once a call of `keep_run` keeps the run open."""
     others: dict[str, BaseEngine] = field(default_factory=dict)
-    """The engines of agents that have their own."""
+    """The engines of agents that have their own engine, by agent."""
     entered: anyio.Event = field(default_factory=anyio.Event)
     """Set once the engines in `others` have been entered, or have failed."""
     clock: datetime | None = None
@@ -133,14 +133,15 @@ class Worker(EngineProcess):
     # --- runs
 
     async def keep_run(self, number: int, packed: bytes, clock: datetime | None) -> None:
-        """Set a run up, and keep it until `close_run`. Faults are reported by `run_opened` and `close_run`.
+        """Set a run up, and keep it until `close_run`.
 
-        Without a clock, only the engines of the run's other agents are entered, and another call brings the clock.
+        Faults are reported by `run_opened`, `others_entered` and `close_run`. Without a clock, only the engines of the
+        run's other agents are entered, until another call passes the clock.
 
         Args:
             number: the driver's number for the run.
             packed: a pickled `RunSpec`.
-            clock: the time that chat templates see.
+            clock: the time that chat templates use; None if another call passes it.
         """
         run = self._runs.setdefault(number, WorkerRun())  # another call may have created the entry
         if clock is not None:
@@ -166,7 +167,7 @@ class Worker(EngineProcess):
         """Return once `keep_run` has set the run up.
 
         Raises:
-            BadInput: this worker cannot play the run.
+            BadInput, EngineError: this worker cannot set up the run.
         """
         run = self._runs.setdefault(number, WorkerRun())
         await run.opened.wait()
@@ -300,9 +301,9 @@ class Worker(EngineProcess):
     # --- control by the trainer
 
     async def check_weights(self, given: Any, version: str) -> float:
-        """Compare new weights with the model, which continues to sample. Returns the seconds that it took.
+        """Compare new weights with the model, and return the seconds that this took. The engine continues to sample.
 
-        This call only announces the tensors of a transfer; `meet` and `receive_weights` do the rest.
+        For a transfer, only the announced tensors are compared; `receive_weights` loads the weights.
 
         Raises:
             BadWeights: the weights do not fit the model.
@@ -345,7 +346,9 @@ class Worker(EngineProcess):
         self._relay = relay
 
     async def hold(self, number: int, mode: PauseMode) -> float:
-        """Pause the engine, if it runs, until `receive_weights` or `release`. Returns the seconds that it took.
+        """Pause the engine if it runs, and return the seconds that this took.
+
+        `receive_weights` and `release` resume the engine.
 
         Args:
             number: number of the pause, which increases with each call.
@@ -375,7 +378,7 @@ class Worker(EngineProcess):
         """Load the weights that arrive by `take_step`, and continue sampling.
 
         Raises:
-            BadControl: no weights, or others, were checked last.
+            BadControl: the last checked weights are not a transfer of this version.
         """
         checked, relay = self._checked, self._relay
         self._checked = None
@@ -432,7 +435,7 @@ class Worker(EngineProcess):
         self._caught = snapshot
 
     async def _prove_first_weights(self, snapshot: FleetSnapshot) -> None:
-        """Measure the differences that rounding causes before new weights are loaded, as the other workers did.
+        """Score the first proofs, as the other workers did, to measure the differences that rounding causes.
 
         Raises:
             BadWeights: the engine started with other weights than the other workers, and there was no update since.

@@ -1,4 +1,4 @@
-"""The driver's view of a worker."""
+"""The driver's record of a worker, and functions that wait for the worker's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HeartbeatListener", "WorkerHandle", "answer_within", "idle_reason", 
 log = logger_for("cluster")
 
 SILENCE_STEP_SECONDS: Final = 3.0
-"""Seconds of one step in which a silence is measured. A step counts once, even if it took longer."""
+"""Seconds of one step of the time limit of `answer_within`. A step counts as this time, even if it took longer."""
 
 _IDLE_REASONS: Final = {
     WorkerSlotState.UNPLACED: IdleReason.UNPLACED,
@@ -36,8 +36,8 @@ class HeartbeatListener(Protocol):
         """Record the attempt's state from a heartbeat.
 
         Args:
-            playing: its state; None if the heartbeat lists only episodes that have waited longer.
-            since: start of its current wait, in the event loop's time; without a state, the earliest possible start.
+            playing: its state; None if the heartbeat lists only episodes whose activity has lasted longer.
+            since: start of its activity, in the event loop's time; without a state, the earliest possible start.
         """
 
 

@@ -175,7 +175,7 @@ class _MessageWriter(AnswerWriter):
     # --- blocks
 
     def _within(self, kind: _BlockKind) -> bytes:
-        """Return the events that open a block of this kind; b"" if one is open."""
+        """Return the events that open a block of this kind; b"" if the open block has this kind."""
         if self._open is kind:
             return b""
         closed, self._open = self._closed(), kind
@@ -247,7 +247,7 @@ def _usage_of(turn: Turn) -> dict[str, int]:
 
 
 def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
-    """Return the counts in Anthropic's form, whose input tokens are the prompt tokens without a cache hit."""
+    """Return the token counts in Anthropic's form. `input_tokens` excludes prompt tokens that were in the cache."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

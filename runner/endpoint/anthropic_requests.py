@@ -355,7 +355,10 @@ def _sampling(
 
 
 def _session(body: Mapping[str, Any]) -> str:
-    """Return the session id from Claude Code's user id: the end of a text, or a field of JSON; "" without one."""
+    """Return the session id from the user id of Claude Code; "" if there is none.
+
+    The user id either ends with the session id, or is a JSON object with a field for it.
+    """
     user = field_of(body, "metadata", dict, {}).get("user_id")
     if not isinstance(user, str):
         return ""

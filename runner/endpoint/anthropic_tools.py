@@ -14,7 +14,7 @@ _TYPE: Final = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 def known_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the function for a tool that is given only by its type; None for an unknown type.
 
-    The descriptions are not Anthropic's, which does not publish the descriptions that its models receive.
+    The descriptions are our own, since Anthropic does not publish the descriptions that its models receive.
     """
     kind = tool.get("type")
     found = _TYPE.fullmatch(kind) if isinstance(kind, str) else None

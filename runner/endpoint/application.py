@@ -81,8 +81,9 @@ class Application:
     """The ASGI application that routes the requests of a run to its episodes.
 
     Args:
-        hosts: accepted values of the Host header. A browser that another site sent to this server has a different one.
-        any_address: also accept any numeric address, since another site can only send a name.
+        hosts: accepted values of the Host header. If another site directs a browser to this server by DNS rebinding,
+            the header has the name of that site.
+        any_address: True to accept any numeric address too, since DNS rebinding needs a name.
     """
 
     def __init__(self, hosts: Sequence[str], *, any_address: bool = False) -> None:

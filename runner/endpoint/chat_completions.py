@@ -234,7 +234,7 @@ def _chosen(given: Any) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """Return the mode, or the name of the only allowed tool if a call is required. Another list is not granted."""
+    """Return the mode, or the name of the only allowed tool if a call is required. Other lists are not granted."""
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.allowed_tools.mode: give auto or required, not {mode!r:.60}.")

@@ -34,7 +34,7 @@ class Address:
         return text
 
     def _values(self) -> dict[str, object]:
-        """Return the names that `fill` replaces, with their values. Reserves are at most a share of the context."""
+        """Return the names that `fill` replaces, with their values. Limits such as `output` depend on the context."""
         return {
             "base_url": self.base_url,
             "root_url": self.root_url,

@@ -19,7 +19,7 @@ __all__ = ["EpisodeRoute", "RequestHandler"]
 
 
 class RequestHandler(Protocol):
-    """An episode that answers requests with whole histories: `ServedEpisode`, in a layer above."""
+    """The interface of an episode that answers requests with whole histories. `ServedEpisode` implements it."""
 
     async def ask(
         self, chat_call: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
@@ -37,7 +37,7 @@ class RequestHandler(Protocol):
 
 
 class EpisodeRoute:
-    """Route from one API key to its episode. A closed route refuses every request, since the episode is over.
+    """Route from one API key to its episode. A route that is shut refuses every request, since the episode is over.
 
     Args:
         handler: answers the requests.

@@ -159,7 +159,8 @@ async def run_program(
     """Start a program, and end the program and all processes that it started when the block is left.
 
     Args:
-        argv: the command; a relative path is searched in `cwd`, then in the working folder of this process.
+        argv: the command. A name is searched on PATH, and a relative path in `cwd` and then in the working folder of
+            this process.
         cwd: its working folder; None for the folder of this process.
         env: its whole environment.
 
@@ -183,8 +184,8 @@ async def run_program(
     mark = secrets.token_hex(16)
     try:
         process = _started([found, *given[1:]], cwd, {**env, PROGRAM_ID_VARIABLE: mark})
-    # This happens, for example, for an argument of 128 KiB or more or with a zero byte, a variable that is not text, or
-    # a script without an interpreter.
+    # Possible causes are an argument of 128 KiB or more or with a zero byte, a variable that is not text, and a script
+    # without an interpreter.
     except (OSError, TypeError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None
@@ -252,7 +253,7 @@ def _signal_group(pid: int, number: int) -> bool:
 
 
 def _kill_marked(mark: str) -> bool:
-    """Kill the processes with this mark in their environment, if the system shows it. Return True if one existed."""
+    """Kill the processes whose environment in /proc has this mark. Return True if there was one."""
     wanted, found = f"{PROGRAM_ID_VARIABLE}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
         # The process may have ended, or may belong to another user.

@@ -76,7 +76,7 @@ class Refused(Exception):
 
     Args:
         reason: the reason.
-        message: a sentence with the thing and the fix.
+        message: a sentence that names the cause and the fix.
         prompt: number of ids of a prompt that does not fit, for `OVERFLOW`.
         context: maximum context of the model, in ids, for `OVERFLOW`.
         code: the code for Anthropic's clients.

@@ -62,7 +62,7 @@ _CALLS_OF: Final = operator.methodcaller("get", "tool_calls")
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
 _OF_SAMPLING: Final = re.compile(r"\ASampling\((\w+)=(.*?)\): ", re.DOTALL)
-"""Beginning of an error about a field of `Sampling`. A refusal keeps only the field and its value."""
+"""Beginning of an error about a field of `Sampling`. In a refusal, it is shortened to the field and its value."""
 
 SAMPLING_NUMBERS: Final = tuple(
     name for name, row in SAMPLING_FIELDS.items() if row.number and name not in ("max_tokens", "logprobs")
@@ -109,7 +109,7 @@ def _without_half(found: re.Match[bytes]) -> bytes:
 
 
 def _may_hold_more(raw: bytes) -> bool:
-    """Return True if a body may have too many values, by a count of separators that includes those inside of texts."""
+    """Return True if a body may have too many values. The count of separators includes separators inside of strings."""
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_VALUES
 
 
@@ -184,7 +184,7 @@ def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def number(body: Mapping[str, Any], name: str) -> float | None:
-    """Return a field that is a number; None for a missing field.
+    """Return a field that is a number; None for null or a missing field.
 
     Raises:
         Refused: the field is not a number.
@@ -264,7 +264,7 @@ _CONSTRAINTS: Final = {
     "regex": "regex",
     "choice": "choice",
 }
-"""Fields of vLLM that constrain an answer, by their names in `Sampling`."""
+"""The name in `Sampling` of each constraint on an answer, by the name of vLLM's field."""
 
 _NO_CONSTRAINTS: Final = ("grammar", "structural_tag", "guided_grammar")
 
@@ -275,7 +275,7 @@ def constraint_of(body: Mapping[str, Any], schema: dict[str, Any] | None) -> dic
     The result is an empty dict without a constraint.
 
     Raises:
-        Refused: a field requests a constraint that this endpoint cannot enforce.
+        Refused: a field is invalid, or requests a constraint that this endpoint cannot enforce.
     """
     found: dict[str, Any] = {} if schema is None else {"schema": schema}
     inner = field_of(body, "structured_outputs", dict, {})

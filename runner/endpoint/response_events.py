@@ -1,8 +1,8 @@
-"""The writer of an answer in the form of OpenAI's Responses: items, each of which begins with its first piece.
+"""The writer of an answer in the form of OpenAI's Responses: a sequence of items, whose texts are streamed in pieces.
 
 Text after a call is a separate message; the joined messages of a turn are its content. Requested extras are additional
 fields of events: `prompt_token_ids` in the first event, `token_ids` in the next event that is sent. Log-probabilities
-are sent with the text of their ids; the last event has the log-probabilities of the last ids.
+are sent with the text of their ids; the last event has the log-probabilities of the remaining ids.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _OpenItem:
 
     item: dict[str, Any]
     kind: str
-    """Type of the text."""
+    """Type of the text: "reasoning_text" or "output_text"."""
     delta: bytes
     """Constant beginning of each event with a further piece, as JSON."""
     text: list[str] = field(default_factory=list)

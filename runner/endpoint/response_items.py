@@ -1,8 +1,8 @@
 """Messages from the items of OpenAI's Responses. Several items of one turn become one message.
 
-An item names its turn in one of three ways: by its id, which is the turn's handle after `rs_`, `msg_`, `fc_` or `ctc_`;
-by the id of a call; or by the encrypted content of reasoning, which contains only the handle. An item that is a
-reference has only an id.
+An item identifies its turn in one of three ways. Its id has the digits of the turn's handle after `rs_`, `msg_`, `fc_`
+or `ctc_`; the id of its call begins with the handle; or the encrypted content of its reasoning is the handle. An item
+that is a reference has only an id.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def _server(application: Application) -> Any:  # noqa: C901  # the function has 
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
     class Protocol(HttpToolsProtocol):
-        """A connection, which is closed if there are too many connections, or if the head of a request is too late."""
+        """A connection. It is closed if the head of a request is too late or too large; see also `MAX_CONNECTIONS`."""
 
         _unread = 0
 

@@ -125,7 +125,7 @@ class AnswerWriter(ABC):
 
     @property
     def sends_ids(self) -> bool:
-        """True if the client receives ids, not only text."""
+        """True if the client requested ids or log-probabilities."""
         return self.request.ids or self.request.logprobs
 
     def write(self, progress: Iterable[TurnProgress]) -> bytes:
@@ -203,7 +203,7 @@ class AnswerWriter(ABC):
         """Return the bytes of a tool call, which has this index in the answer."""
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
-        """Return the bytes of further sampled ids, if the client requested ids.
+        """Return the bytes of further sampled ids. Called only if the client requested ids or log-probabilities.
 
         The text of these ids may be sent before or after the ids.
         """
@@ -313,7 +313,7 @@ def logprob_rows(
 
 
 _MIN_LOGPROB: Final = -9999.0
-"""Value in place of minus infinity, which JSON lacks."""
+"""Value in place of infinities and NaN, which JSON lacks."""
 
 
 def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:

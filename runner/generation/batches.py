@@ -112,8 +112,8 @@ class Generation:
     Args:
         engine: the engine.
         config: the sampling of rows; a trainer's own dictionary, see `GenerationConfig`.
-        stall_seconds: seconds of silence after which an engine that admitted a row counts as failed; None waits for
-            ever.
+        stall_seconds: seconds without a step of the engine, for any request, after which an admitted row counts as a
+            failure of the engine; None for no limit.
         retries: number of times that a row is sampled again after an engine's failure; a refused row is not sampled
             again.
 

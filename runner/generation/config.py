@@ -45,7 +45,7 @@ class GenerationConfig(TypedDict, total=False):
     backend: str
     """The kind of engine: "vllm", or left out, since the engine is given as an object."""
     max_new_tokens: int
-    """Maximum number of ids of a row; default 1024."""
+    """Maximum number of ids that are sampled for a row; default 1024."""
     temperature: float
     """The temperature of sampling; 0 is greedy, default 1."""
     top_p: float
@@ -55,7 +55,7 @@ class GenerationConfig(TypedDict, total=False):
     stop_token_ids: list[int] | None
     """Ids that end a row besides the model's own; default None."""
     stop_strings: list[str] | None
-    """Strings that end a row, merged with the strings of the sample; default None."""
+    """Strings that end a row, in addition to the `stop_strings` of a batch; default None."""
     bad_words: list[str] | None
     """Words that are not sampled, as `Sampling.bad_words`; default None."""
     colocated: ColocationConfig
@@ -65,7 +65,7 @@ class GenerationConfig(TypedDict, total=False):
     seed: int | None
     """The seed of all samples; None, the default, leaves it to the engine. This key is ours."""
     vllm_cfg: Mapping[str, Any]
-    """Settings whose `max_model_len` limits prompt and row together, if that is less than the engine's context."""
+    """Settings whose `max_model_len`, if below the engine's context, limits the ids of a prompt and its sample."""
     _pad_token_id: int
     """The id of padding, in inputs and outputs; default 0."""
 
@@ -89,7 +89,7 @@ class GenerationOutputSpec(TypedDict):
     generation_lengths: Any
     """Number of sampled ids of each row, shape [rows], int64."""
     unpadded_sequence_lengths: Any
-    """Number of ids of prompt and row together, shape [rows], int64."""
+    """Number of ids of each prompt and its sample together, shape [rows], int64."""
     logprobs: Any
     """Log-probabilities in nats, aligned with `output_ids`, shape [rows, longest row], float32.
 
@@ -135,7 +135,7 @@ class GenerationSettings:
     pad_id: int
     """The id of the padding."""
     context: int | None
-    """Maximum number of ids of a prompt and its row together; None leaves it to the engine."""
+    """Maximum number of ids of a prompt and its sample together; None leaves it to the engine."""
     colocated: bool
     """True if engine and trainer share their accelerators."""
     seed: int | None

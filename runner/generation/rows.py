@@ -46,11 +46,11 @@ class RowSetting:
     """The sampling of the rows, every field set."""
     stop_ids: tuple[int, ...]
     context: int
-    """Maximum number of ids of prompt and row together."""
+    """Maximum number of ids of a prompt and its sample together."""
     seed: tuple[str | int, ...] | None
-    """The base of each row's seed, combined with its index; None leaves it to the engine."""
+    """The base of each row's seed, combined with the row's index; None leaves the seeds to the engine."""
     stall_seconds: float | None
-    """Seconds without a new id after which an admitted row fails."""
+    """Seconds without a step of the engine after which an admitted row fails; None for no limit."""
     retries: int
     """Number of times that a row is sampled again after an engine's failure."""
 

@@ -32,7 +32,7 @@ def ray_module() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The module search path and folder of the driving process, for actors that see the same files."""
+    """The module search path and folder of the driving process, for actors on machines with the same files."""
 
     search: tuple[str, ...]
     """The module search path."""

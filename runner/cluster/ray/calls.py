@@ -36,7 +36,7 @@ _SCRIPT: Final = b"__main__"
 """The module name of a script in a pickle. Its classes must be sent by value, which only Ray's pickler does."""
 
 Call: TypeAlias = tuple[int, str, Any]
-"""Number, method, and arguments: pickled, or as objects where only Ray can pickle them."""
+"""Number, method and arguments of a call. The arguments are pickled, or are objects that only Ray can pickle."""
 
 Answer: TypeAlias = tuple[int, bytes]
 """The number of the call, and its pickled result."""
@@ -148,7 +148,7 @@ class RayWorker:
                 self._fetch_answers()
 
     def _fetch_reason(self) -> None:
-        """Call the actor again for the cause of its loss. Until Ray has it, Ray reports a dead actor as unavailable."""
+        """Call the actor again for the cause of its loss. At first, Ray reports a dead actor only as unavailable."""
         if self._is_disconnected():
             return
         try:
@@ -273,7 +273,7 @@ def record_exit_reason(words: str) -> None:
 
 
 async def _exit_reason(error: BaseException) -> str:
-    """Return the recorded reason of the exit of an actor, from Ray's error about the actor; "" without one."""
+    """Return the recorded reason why an actor exited, given Ray's error about the actor; "" if none can be read."""
     from ray.exceptions import ActorDiedError
 
     if not isinstance(error, ActorDiedError) or error.actor_id is None:

@@ -38,7 +38,7 @@ _FIX: Final = (
 
 
 def give_own_token(until_left: ExitStack) -> None:
-    """Create a token for a cluster of this process, in a place where other clusters do not look.
+    """Create a token for a cluster of this process, in a file that other clusters do not read.
 
     Ray would write a token to ~/.ray/auth_token, and the next `ray start` on this machine would require it from all
     machines. Nothing is done if the user has set a token or another mode, or if this Ray has no tokens.
@@ -64,8 +64,8 @@ def give_own_token(until_left: ExitStack) -> None:
 def admit(address: str) -> str | None:
     """Set Ray's authentication mode for a running cluster: "token" only if it refuses connections without a token.
 
-    By default, Ray shows a token only for the address "auto", and for this address to every cluster. A cluster without
-    tokens ends every actor of a process that shows one. A mode that the user has set is the only one that is tried.
+    By default, Ray sends a token only if the address is "auto", but then to any cluster. A cluster without tokens ends
+    every actor of a process that sends one. If the user has set a mode, only this mode is tried.
 
     Returns:
         The reason and the fix if the cluster refuses every mode that this process can use; None if the cluster accepts
@@ -189,7 +189,7 @@ class _RayThread(threading.Thread):
     """The thread that calls `ray.init`, and `ray.shutdown` at the end.
 
     Ray makes the kernel kill a cluster's processes when the thread that started them ends, even if its process
-    continues. So this thread lives until the connection is closed. A thread of a pool would end after some idle
+    continues. So this thread runs until the connection is closed. A thread of a pool would end after some idle
     seconds.
 
     Args:
@@ -254,7 +254,7 @@ class Connection:
         """Connect to a cluster, or start one, unless this process is connected already.
 
         Args:
-            user: an object that uses the connection until it leaves.
+            user: an object that uses the connection until it is passed to `leave`.
             who: the name of the user in errors.
             address: address of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
 
@@ -397,7 +397,7 @@ def _require_head(who: str, address: str) -> None:
 
 
 def _speaks_http2(peer: socket.socket) -> bool:
-    """Return True if a server answers the first bytes of HTTP/2, as the head of a cluster, a gRPC server, answers."""
+    """Return True if a server answers the first bytes of HTTP/2. The head of a cluster answers, as a gRPC server."""
     answer = b""
     try:
         peer.sendall(HTTP2_BEGIN)
@@ -428,7 +428,7 @@ def _other_versions(address: str, ray_there: str, python_there: str, ray_here: s
 
 
 def _meet(one: str, other: str) -> bool:
-    """Return True if two addresses have one host and port. A host name may have several IPv4 and IPv6 addresses."""
+    """Return True if two addresses have the same host and port. A host name may have several IP addresses."""
     return not _places(one).isdisjoint(_places(other))
 
 

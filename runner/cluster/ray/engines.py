@@ -111,7 +111,7 @@ def require_ray(who: str, address: str | None = None) -> None:
 
 
 def gpus_of(engine: Any) -> int:
-    """Number of GPUs that an engine needs by its arguments, on a machine with GPUs; 0 if it has no such arguments."""
+    """Return the number of GPUs that an engine's `given` requires on a machine with GPUs; 0 without this attribute."""
     given: Mapping[str, Any] | None = getattr(engine, "given", None)
     return 0 if given is None else ParallelSizes.of(given).workers
 
@@ -128,8 +128,7 @@ class RayEngine(HostedEngine):
 
     Use it for judges and simulated users that many workers share, or as the model of environments that cannot be sent
     to workers. The process that enters the engine starts and ends it; the workers of a run share this engine. Requests
-    are sent one by one, and deltas of all streams come back in one batch per tick. The weights of this engine cannot be
-    updated.
+    are sent one by one, and deltas of all streams come back in batches. The weights of this engine cannot be updated.
 
     Args:
         engine: the engine of the process, not entered.

@@ -37,7 +37,7 @@ HEAD_SECONDS: Final = 5.0
 """Seconds between two checks of the cluster's head, and the time limit of a check."""
 
 SESSION_SECONDS: Final = 0.1
-"""Seconds between two comparisons of the session. A comparison takes about 10 us."""
+"""Seconds between two checks that this process still has the same session. A check takes about 10 us."""
 
 HEADLESS_SECONDS: Final = 40.0
 """Seconds without an answer after which the head counts as dead. Ray ends this process after a minute, silently."""
@@ -50,8 +50,8 @@ class RayLauncher:
         who: the name of the user in errors.
         address: address of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
         cpus: number of CPUs that each worker takes from Ray's count.
-        gpus: number of GPUs; None for `engine_gpus` if the cluster has any, since this machine may have none.
-        engine_gpus: number of GPUs that each engine needs if there are any.
+        gpus: number of GPUs of each worker; None for the GPUs that its engines need, or 0 if the cluster has no GPU.
+        engine_gpus: number of GPUs that the engine of a worker needs in a cluster with GPUs.
         runtime_env: passed to Ray, for workers on machines that do not see this one's files.
     """
 
@@ -203,7 +203,8 @@ class RayLauncher:
                 ) from None
 
     def _is_connected(self) -> bool:
-        # Every worker calls this at every tick, so a result is reused for `SESSION_SECONDS`. `ray.init` takes longer.
+        # Every worker calls this at every tick, so a result is reused for `SESSION_SECONDS`. A new connection within
+        # this time is not possible, since `ray.init` takes longer.
         if not ray_module().is_initialized():
             return False
         now = time.monotonic()
@@ -239,7 +240,7 @@ class RayLauncher:
         return RayWorker(actor, tick=self.worker_kind.tick, connected=self._is_connected)
 
     def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
-        """Start a process with an engine for all clients that have this name."""
+        """Start a process with an engine for all clients that use this name."""
         actor = self._actor(HostActor, name=name).remote(self._packed(engine), self._surroundings())
         return RayWorker(actor, tick=HostActor.tick, connected=self._is_connected)
 
