@@ -87,7 +87,7 @@ def _bin_name(low: float, high: float, whole: bool) -> str:
 
 
 def over_time(title: str, values: Sequence[float | None], *, unit: str, bins: int = 40) -> Chart:
-    """Return a chart with a curve of the means of `bins` consecutive parts of the values; None is skipped."""
+    """Return a chart of the means of `bins` consecutive parts of the values; None and non-finite values are skipped."""
     parts = np.array_split(np.asarray([math.nan if value is None else value for value in values], float), bins)
     means = [float(np.mean(part[np.isfinite(part)])) for part in parts if np.isfinite(part).any()]
     if len(means) < 2:

@@ -24,14 +24,14 @@ MAX_VALUE_CHARS: Final = 80
 MAX_NAMED_TASKS: Final = 5
 """Maximum number of tasks that a note names; the others are counted."""
 FAILED: Final = "failed"
-"""The metric of the share of failed episodes."""
+"""The name of a metric: the share of failed episodes."""
 STRICT: Final = "solved, failed counts as not"
-"""The metric of the share of solved episodes among all episodes, including failed ones."""
+"""The name of a metric: the share of solved episodes among the scored and the failed episodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlippedTask:
-    """A task that is solved more often than not in one file and not in the other."""
+    """A task that is solved in more than half of the scored episodes of one file, but not of the other file."""
 
     task_id: str
     first: float | None
@@ -273,7 +273,7 @@ def _task(run_file: RunFile, task_id: str) -> dict[str, Any]:
 
 
 def task_fields(run_file: RunFile, task_id: str) -> list[str]:
-    """The names for `--by`: a task's fields except `prompt`, and the entries of its `info`; sorted."""
+    """The sorted names for `--by`: a task's fields except `prompt` and `info`, and the entries of its `info`."""
     fields = _task(run_file, task_id)
     return sorted({*fields, *(fields.get("info") or {})} - {"info", "prompt"})
 

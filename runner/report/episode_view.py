@@ -28,9 +28,9 @@ MAX_SHOWN_ITEMS: Final = 400
 MAX_SHOWN_CALLS: Final = 50
 """Maximum number of tool calls of a message or a turn in a page."""
 MAX_EPISODE_CHARS: Final = 2_000_000
-"""Characters of the texts of an episode, after which its further messages are left out."""
+"""Maximum number of characters of an episode's texts in a page; further messages and turns are left out."""
 MAX_EPISODE_IMAGE_CHARS: Final = 8_000_000
-"""Characters of the images of an episode, in base64, after which further images are only named."""
+"""Maximum number of characters of an episode's images in a page, in base64; further images are only named."""
 MAX_TREE_DEPTH: Final = 9
 MAX_IMAGE_BYTES: Final = 2_000_000
 """Size of the largest attached image that a page shows."""
@@ -64,7 +64,7 @@ class Entry:
     junction: str = ""
     """The way in which the prompt of a turn follows the previous turn."""
     notable: bool = False
-    """True if the junction began a new segment, or is not proven."""
+    """True if the new messages were not simply appended to the previous turn, or the seam is not proven."""
     image: str = ""
     """The address of an attached image, with its data."""
 
@@ -243,7 +243,7 @@ def _entries(segment: Segment, turns: Sequence[Turn], attached: Attached) -> Ite
 
 
 def _attached(attachment: Attachment) -> Entry:
-    # The first bytes were checked. A browser that cannot show the image shows its name.
+    # Only the first bytes of the image were checked. A browser that cannot show the image shows its name.
     image = ""
     if attachment.kind is AttachmentKind.IMAGE and len(attachment.data) <= MAX_IMAGE_BYTES:
         image = f"data:{attachment.media_type};base64,{base64.b64encode(attachment.data).decode()}"

@@ -14,7 +14,7 @@ from runner.store.json_values import encode_json
 __all__ = ["command_again", "model_name", "run_settings"]
 
 MAX_VALUE_CHARS = 400
-"""Longest shown value of a setting."""
+"""Maximum number of characters of a setting's value that are shown."""
 
 
 def model_name(header: Header) -> str:
@@ -58,7 +58,7 @@ def run_settings(header: Header) -> Iterator[tuple[str, str]]:
 
 
 def command_again(header: Header, episodes: int | None = None) -> str:
-    """The command that plays the same configuration again, created from the header.
+    """Return the command that plays the configuration of a header again.
 
     Args:
         header: the header.

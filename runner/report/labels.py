@@ -54,13 +54,13 @@ class Labels:
         return self.by_episode.get(episode, ())
 
     def with_text(self, text: str) -> list[str]:
-        """The ids of the episodes whose labels, notes or readers contain a text, in any case of letters."""
+        """The ids of the episodes whose labels, notes or readers contain a text; upper and lower case are equal."""
         found = text.lower()
         return [id for id, several in self.by_episode.items() if any(found in each.words.lower() for each in several)]
 
 
 def read_labels(run_file: Path) -> Labels:
-    """The labels beside a run file; empty without a file of labels. `problems` has what cannot be read."""
+    """The labels beside a run file; empty without a file of labels. Faults are in `problems`, and are not raised."""
     path = labels_path(run_file)
     try:
         lines = path.read_bytes().splitlines()

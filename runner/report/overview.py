@@ -27,9 +27,9 @@ MAX_SHOWN_ITEMS: Final = 8
 """Maximum number of entries of a list on the first screen; the others are counted."""
 CONFIDENCE_SHARE: Final = 0.95
 MIN_DRIFT_EPISODES: Final = 10
-"""Minimum number of episodes in a third of a run for which drift is looked for."""
+"""Minimum number of episodes in a third of a run; with fewer, no drift is reported."""
 MIN_DRIFT_TASKS: Final = 5
-"""Minimum number of tasks of a third whose episodes are clustered by task."""
+"""Minimum number of tasks in a third of a run; with fewer, episodes are not clustered by task."""
 MAX_DRIFT_P_VALUE: Final = 0.0027
 """Largest p-value of a drift that is reported: the p-value of three standard errors over many tasks."""
 
@@ -94,7 +94,7 @@ class Overview:
 
 
 def overview_of(run_file: RunFile, prices: Mapping[str, Price] | None = None) -> Overview:
-    """Compute the first screen of a run file. Of each episode, only a few numbers are kept in memory."""
+    """Compute the first screen of a run file. Only a few numbers of each episode are kept in memory."""
     header = run_file.header
     summary = run_file.summary()
     rows = _Rows(header)
@@ -152,7 +152,7 @@ def _failure_key(row: EpisodeRow) -> tuple[str, str, str]:
 
 
 _EXTREMES: Final = {"longest": "sampled", "slowest": "seconds", "most segments": "segments"}
-"""Names of the lists of extreme episodes, each with the attribute of a row whose largest values it has."""
+"""The name of each list of extreme episodes, with the attribute of a row by which the list is sorted."""
 
 
 class _Point(NamedTuple):
@@ -215,7 +215,10 @@ class _Rows:
                 yield name, self._top(name)
 
     def spread(self) -> dict[str, Any]:
-        """Groups by the spread of their rewards. A trainer cannot learn from groups without spread."""
+        """Count the groups with and without spread of rewards, and list the groups with the largest spread.
+
+        A trainer cannot learn from groups without spread.
+        """
         several = {key: rewards for key, rewards in self._rewards.items() if len(rewards) > 1}
         ranges = {key: max(rewards) - min(rewards) for key, rewards in several.items()}
         largest = sorted(ranges, key=lambda key: -ranges[key])[:MAX_SHOWN_ITEMS]
@@ -289,9 +292,10 @@ def _rates(points: Sequence[tuple[float, int]], bins: int = 40) -> list[float]:
 
 
 def staleness_of(run_file: RunFile) -> list[int]:
-    """The staleness of each episode in the order of commits; empty without weight updates.
+    """The staleness of each trajectory in the order of commits; empty without weight updates.
 
-    The staleness is the number of weight updates between the oldest sampled id of the episode and its end.
+    The staleness is the number of weight updates between the oldest weights that sampled an id of the trajectory, and
+    the commit of the trajectory. A trajectory without sampled ids is left out.
     """
     updates = [row for row in run_file.weights() if row.engine == 0]
     if not updates:

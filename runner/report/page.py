@@ -217,7 +217,7 @@ def asset(name: str) -> str:
 
 
 def page_policy(style: str, script: str, *, served: bool = False) -> str:
-    """The Content-Security-Policy of a page: our style and our script by their hashes, images of data, nothing else.
+    """The Content-Security-Policy of a page: it allows only our style and script, by hash, and images in `data:` URLs.
 
     A page of the viewer (`served`) may also fetch from the viewer and send it the form of the filters.
     """
@@ -234,7 +234,7 @@ def page_policy(style: str, script: str, *, served: bool = False) -> str:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """The Jinja environment of the templates. It escapes texts, and writes characters that cannot be shown as codes."""
+    """The Jinja environment of the templates. It escapes texts, and replaces unprintable characters by their codes."""
     import jinja2
     from markupsafe import Markup
 
@@ -269,9 +269,9 @@ def figure(value: float | None) -> str:
 
 
 def _content(text: str) -> Markup:
-    """The text inside an element.
+    """The text escaped for use inside an element.
 
-    Quotes, which are frequent in JSON, stay unescaped, so it must not be used in attributes.
+    Quotes, which are frequent in JSON, stay unescaped, so the result must not be used in attributes.
     """
     from markupsafe import Markup
 

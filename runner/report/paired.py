@@ -22,7 +22,7 @@ MAX_MORE_TASKS: Final = 1_000_000
 MAX_EXACT_TASKS: Final = 12
 """Maximum number of tasks for the exact test. With more tasks, the smallest p-value of the test is below 0.0003."""
 MIN_DECISIVE_TASKS: Final = 6
-"""The smallest number of tasks that can be decisive in the exact test: 2 / 2**6 < 0.05."""
+"""Minimum number of tasks with which the exact test can be decisive: 2 / 2**6 < 0.05."""
 
 
 class Decision(enum.StrEnum):
@@ -174,7 +174,8 @@ def clustered_difference(
     """The difference of the means of two samples, its standard error clustered by task, and the number of tasks.
 
     Each sample has (task, value) of its episodes, at least one; a task may be in both. The standard error comes from a
-    linear regression on the sample, with clustered errors and the usual correction for few tasks and episodes.
+    linear regression of the value on the sample (first or second), with clustered errors and the usual correction for
+    few tasks and episodes.
     """
     samples, count = (first, second), len(first) + len(second)
     # The values are scaled, so that sums of the largest floats do not overflow.

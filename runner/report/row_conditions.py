@@ -48,7 +48,7 @@ _THRESHOLD_TOLERANCE: Final = 1e-9  # a mean of 4/5 may be one bit below 0.8
 
 
 def row_value(row: EpisodeRow, name: str) -> Any:
-    """The field, the reward or the metric of a row with this name.
+    """The value of a row's field, reward or metric with this name.
 
     Raises:
         KeyError: the row has no value of this name.
@@ -67,8 +67,11 @@ def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
     Examples are `reward < 0.5`, `error ~ timeout` and `outcome = env_error`. A row without the field does not match,
     since only other episodes may have this reward or metric. A row whose field is None matches only `FIELD = none`.
 
+    The returned function raises BadOption if the field is a number, but VALUE is neither a number nor `none`. The
+    operator `~` takes any VALUE.
+
     Raises:
-        BadOption: the text has another form, or compares text with a number.
+        BadOption: the text has another form.
     """
     match = _CONDITION.fullmatch(text)
     if match is None or not match[3]:
@@ -96,7 +99,7 @@ def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
 
 
 def number_of(text: str) -> float | None:
-    """The number in a text; true is 1 and false is 0. None for other text."""
+    """The number that a text stands for; true is 1 and false is 0. None if the text is not a number."""
     try:
         return float({"true": "1", "false": "0"}.get(text.lower(), text))
     except ValueError:

@@ -33,7 +33,7 @@ ORDERS: Final[Mapping[str, str]] = {
     "-seconds": "slowest",
     "task": "task",
 }
-"""Orders of a list of episodes, with their words."""
+"""Orders of a list of episodes, with the words that a page shows for each."""
 _ORDER_BY: Final[Mapping[str, str]] = {
     "": "key",
     "newest": "key DESC",
@@ -153,11 +153,11 @@ class TextSearches:
 def select_rows(
     run_file: RunFile, query: RowQuery, found: Sequence[int] | None = None, *, first: int = 0
 ) -> tuple[list[EpisodeRow], int]:
-    """The chosen episodes from the `first`-th on, at most `PAGE_ROWS`, one row each; and the number of all chosen.
+    """Return at most `PAGE_ROWS` of the selected episodes, one row each, and the number of all selected episodes.
 
     Args:
         run_file: the file.
-        query: the choice.
+        query: the selection.
         found: the keys of the episodes with the text `query.find`; None without such a text.
         first: the number of episodes to skip.
     """
@@ -184,7 +184,11 @@ def neighbours(run_file: RunFile, row: EpisodeRow) -> tuple[str | None, str | No
 
 
 def agents_of(run_file: RunFile, id: str) -> list[EpisodeRow]:
-    """The rows of the agents of an episode's last attempt, trained agents first."""
+    """The rows of the agents of an episode's last attempt, trained agents first.
+
+    Raises:
+        RunFileError: the file has no such episode.
+    """
     first = run_file.row(id)
     attempt = run_file.rows(task_id=first.task_id, trained=None, superseded=None)
     agents = [row for row in attempt if (row.id, row.attempt) == (first.id, first.attempt)]

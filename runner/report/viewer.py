@@ -30,10 +30,12 @@ from runner.transcript import decoder, printable
 __all__ = ["Viewer"]
 
 MAX_WAIT_EPISODES: Final = 5_000
-"""Maximum number of episodes of a file whose first page has the results. Results of a larger file follow later."""
+"""Maximum number of trajectories of a file for which a page waits for the first results. For a larger file, the page
+shows the results later."""
 MAX_WAIT_SECONDS: Final = 5.0
 MAX_SHARE: Final = 0.01
-"""Largest share of the time for which a page that follows a run reads the run's file."""
+"""Largest share of the time for which the viewer answers pages that follow a run. The computation of results has the
+same limit."""
 MIN_FOLLOW_SECONDS: Final = 2.0
 """Shortest interval between requests of a page for updates."""
 MAX_FOLLOW_SECONDS: Final = 600.0
@@ -59,7 +61,7 @@ class RunView:
         """The reason why the results cannot be computed; "" if they can."""
         self.searches = TextSearches()
         self.seconds: dict[str, float] = {}
-        """The processor time of the last answer by page."""
+        """The processor time of the last answer in seconds, by the name of the page."""
         self._followed_until = 0.0
         self._seen = ""
         self._next = 0.0
@@ -119,7 +121,7 @@ class RunView:
 
     @cached_property
     def decode(self) -> Any:
-        """The vocabulary of the run's model; None if it is not on this machine."""
+        """The function that decodes ids of the run's model; None if its vocabulary is not on this machine."""
         with RunFile(self.path) as run_file:
             return decoder(run_file.header.engine)
 

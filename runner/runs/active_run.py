@@ -195,7 +195,7 @@ class ActiveRun:
         )
 
     async def _recall_stored(self) -> None:
-        """Count the episodes that earlier runs of the file finished, and pass them to the task source."""
+        """Count the finished episodes of earlier runs of the file, and pass all stored ones to the task source."""
         if not self.writer.resumed:
             return
         stored = (list(agents) for _, agents in groupby(self.writer.stored(), key=_EPISODE))

@@ -1,4 +1,4 @@
-"""Attempts at episodes: an episode is repeated after an engine failure, and if its weights are too old."""
+"""Attempts at episodes: an episode is repeated after an engine failure, or if its weights are too old."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Attempts:
     """Maximum number of times that an episode is repeated after engine failures."""
 
     async def play(self, key: EpisodeKey) -> list[Trajectory]:
-        """Play an episode and return the trajectories of its last attempt. This commits only the earlier attempts."""
+        """Play an episode and return the trajectories of its last attempt. Only these are not committed yet."""
         failed = 0
         while True:
             attempt = self.player.begin(key, last_try=failed >= self.retries)

@@ -37,7 +37,7 @@ __all__ = ["BackgroundPlayer"]
 T = TypeVar("T")
 
 EXIT_SECONDS: Final = 10.0
-"""Longest wait for the thread when the process ends without `close`."""
+"""Longest wait for the thread or for its last calls, where they may never end, such as at the end of the process."""
 
 
 class PlayedGroups(Iterator[Group]):
@@ -68,7 +68,7 @@ class BackgroundPlayer:
             groups = player.play_groups(tasks)
             player.update_weights(model.state_dict())
 
-    Methods may be called from any thread. If the thread or its run dies, waiting and later calls raise the cause.
+    Methods may be called from any thread. If the thread or its run fails, waiting and later calls raise the cause.
     Leaving the block with an error cancels the episodes in flight.
 
     The class takes the arguments of `Player`, and raises the same errors.
@@ -98,7 +98,7 @@ class BackgroundPlayer:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the run or the thread; None while it plays, and after `close`."""
+        """The error that ended the run or the thread; None while the run plays, and after `close` without an error."""
         return self._error or (self._player.error if self._player is not None else None)
 
     @property
@@ -194,7 +194,8 @@ class BackgroundPlayer:
                 is an iterator, another call with this iterator continues with its next task.
 
         Raises:
-            BadOption: `tasks` is not an iterable of tasks.
+            BadOption: `tasks` is text or is not iterable. With `full`: it is not a positive integer, or groups have a
+                single episode.
         """
         if full is not None:
             check_full(full, self.options)

@@ -42,7 +42,7 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 MAX_REPORTED_FAULTS: Final = 3
-"""Maximum number of faults, the last ones, that are printed after a run."""
+"""Maximum number of faults that are printed after a run. The last faults are printed."""
 
 FLUSH_SECONDS: Final = 10.0
 """Longest wait for the run file before the process ends at once."""
@@ -166,7 +166,7 @@ class Stopper:
         self.started = False
         """True once the run plays; before that, a signal cancels the start."""
         self.received: signal.Signals | None = None
-        """The first signal."""
+        """The first signal; None before it."""
         self._run = run
         self._reporter = reporter
         self._give_up = give_up

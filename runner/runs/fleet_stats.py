@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 SILENT_SECONDS: Final = 15.0
-"""A worker without a heartbeat for longer is shown as silent. Heartbeats come at least every five seconds."""
+"""A worker without a heartbeat for longer than this is shown as silent. Heartbeats come at least every five seconds."""
 
 WAITED_SECONDS: Final = 60.0
-"""A worker is shown as stuck if one of its episodes has waited longer for one thing."""
+"""A worker is shown as stuck if one of its episodes has waited longer than this for the same thing."""
 
 MAX_NAMED_WORKERS: Final = 5
 """Maximum number of workers with problems that are named in a short display."""

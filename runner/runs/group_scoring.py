@@ -72,7 +72,7 @@ class GroupScoring:
                 yield group.missing, list(episode)
 
     async def groups_of(self, trajectories: list[Trajectory]) -> list[Group]:
-        """The groups of a task, one for each agent, with the episodes that earlier runs of the file stored."""
+        """The groups of a task, as `by_agent` makes them, with the episodes that earlier runs of the file stored."""
         members = trajectories
         if self._writer.resumed:
             first = trajectories[0]
@@ -90,7 +90,7 @@ class GroupScoring:
 
     async def _score_played(self, new: list[Trajectory]) -> None:
         groups = await self.groups_of(new)
-        # The next run of the file repeats cut episodes. It compares the whole group then.
+        # The next run of the file repeats the episodes that were cut short, and then compares the whole group.
         waits = any(member.outcome.cut_short for group in groups for member in group.trajectories)
         if self._writer.path is None or not waits:
             await self._score(groups, new)
@@ -122,10 +122,10 @@ class GroupScoring:
 
 
 async def _give_rewards(shared: RunShared, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
-    """Set the group rewards and the new weighted sum of every scored trajectory, in place.
+    """Set the group rewards and the new weighted sum of every scored trajectory with turns, in place.
 
-    The author's method gets only scored trajectories. If it raises an error, its reward is None for all of them, and
-    `fault` receives a message.
+    The author's method gets only these trajectories. If the method raises an error, its reward is None for all of them,
+    and `fault` receives a message.
     """
     author = AuthorCode(shared.workers)
     for group in map(_scored, groups):

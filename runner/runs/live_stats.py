@@ -78,7 +78,7 @@ class LiveStats:
     """The number of these episodes that earlier runs of the file played."""
 
     done: int = 0
-    """The number of finished episodes, with failed episodes and episodes of earlier runs, without cancelled ones."""
+    """The number of finished episodes, also failed ones and those of earlier runs, but not cancelled ones."""
 
     cancelled: int = 0
     """The number of cancelled episodes, which a resumed run plays again."""
@@ -96,7 +96,7 @@ class LiveStats:
     """Turns that wait for a place in the engine."""
 
     waits_for: str = ""
-    """The author's code outside of episodes for which the run waits, such as "tasks()"."""
+    """The author's code outside of episodes for which the run waits, such as "tasks()"; "" if there is none."""
 
     ranks: tuple[int, ...] = ()
     """Turns in each data-parallel rank of an engine with several; empty for other engines."""
@@ -152,7 +152,7 @@ class LiveStats:
     """Tool calls so far."""
 
     malformed: int = 0
-    """The number of tool calls that could not be parsed."""
+    """The number of unreadable tool calls: calls that could not be parsed."""
 
     left: TimeLeft | None = None
     """The estimated time left; None before it can be estimated."""
@@ -172,7 +172,14 @@ class StatsReader:
         """The time at which the counts of ids last changed."""
 
     def read(self, run: Run, *, total: int | None = None, before: int = 0, last_fault: str = "") -> LiveStats:
-        """Return the present statistics. The arguments are values that only the display has."""
+        """Return the present statistics.
+
+        Args:
+            run: the run.
+            total: the number of episodes of the run; None if unknown.
+            before: the number of these episodes that earlier runs of the file played.
+            last_fault: a fault that is shown in place of the last fault of the summary; "" for none.
+        """
         summary = run.summary
         stats = [engine.stats() for engine in run.engines]
         lag = run.lag.percentile(99)

@@ -51,10 +51,10 @@ class RunObserver:
         """Receive the trajectories of an episode, `main` first, after the episode was stored in the run file."""
 
     def group(self, group: Group) -> None:
-        """Receive a group after its last episode has ended; called for each trained agent."""
+        """Receive a group after its last episode has ended; called for `main` and for each trained agent."""
 
     def weights(self, version: str) -> None:
-        """Receive the version of new weights of the engine."""
+        """Receive the version of new weights of an engine of the run."""
 
     def ended(self, summary: Summary) -> None:
         """Receive the summary after the end of the run."""

@@ -111,7 +111,7 @@ class RunOptions:
 
     max_version_lag: int | None = None
     """Maximum number of weight updates since the oldest sampled id of an episode, checked at each update and at the end
-    of the episode. An older episode is dropped and counted, and its task is played again; None sets no limit.
+    of the episode. An older episode is dropped, counted and played again; None sets no limit.
     """
 
     retry_failed: bool = False
@@ -248,7 +248,7 @@ def check_engine(where: str, engine: Any) -> None:
     """Check that a value is an engine object.
 
     Raises:
-        BadOption: the value is a class, or no engine.
+        BadOption: the value is a class, or is not an engine.
     """
     if isinstance(engine, type) and issubclass(engine, BaseEngine):
         raise BadOption(f"{where}={engine.__name__} is the class: give an engine object, {engine.__name__}(...).")

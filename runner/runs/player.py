@@ -160,7 +160,7 @@ class WorkerSetup(Protocol):
 
         Args:
             shared: the objects that episodes share in this process.
-            clock: the time that chat templates see.
+            clock: the time that is passed to chat templates.
             width: maximum number of episodes in flight; None for the capacity of the workers.
             report: a function that receives messages about events of workers.
 
@@ -173,7 +173,7 @@ class PlayingEngine(Engine):
     """An engine that plays whole episodes on workers with both model and environment."""
 
     engine: Engine
-    """The engine of the workers; each has a copy."""
+    """The engine of the workers; each worker has a copy."""
     least: int
     """The number of workers that the run needs to begin."""
     most: int

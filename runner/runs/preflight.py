@@ -26,7 +26,7 @@ def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
     """Check that the engine supports the sampling options.
 
     Raises:
-        BadOption: the engine does not support an option, or has no such adapter or id.
+        BadOption: the engine does not support an option, has no adapter of that name, or lacks one of the token ids.
     """
     engine.check_sampling(sampling.over(Sampling.defaults()))
     if not isinstance(engine, Engine):
@@ -83,7 +83,7 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
 def _letters(chat: ChatModel) -> Iterator[str]:
     from runner.tokens.control_text import lacking
 
-    # A byte vocabulary belongs to a script, not to a model, so spelled tokens do no harm.
+    # A byte vocabulary belongs to a scripted engine without a model, so tokens that are spelled as letters do no harm.
     names = () if isinstance(chat.tokenizer, ByteTokenizer) else lacking(chat.renderer.rendered(), chat.tokenizer)
     if names:
         name = chat.renderer.template.name

@@ -56,7 +56,7 @@ class Results:
     # --- from the episodes
 
     async def announce(self, trajectories: list[Trajectory], missing: int) -> None:
-        """Send an episode to the task source and the reader: the trained agents, or `main` if none is trained."""
+        """Send the trajectories of `main` and of the trained agents to the task source and the reader."""
         shown = [t for t in trajectories if t.trained or t.agent == MAIN]
         if self._feed.requests is not None:
             self._feed.requests.deliver(shown)
@@ -106,7 +106,7 @@ class Results:
         return self._waiting.pop(key) if task.played == task.missing else None
 
     async def groups(self, full: int | None = None) -> AsyncIterator[Group]:
-        """The results by task; unfinished groups come last.
+        """The results by task. Without `full`, unfinished groups come last.
 
         Args:
             full: the number of tasks with spread whose groups are returned; None for all groups.

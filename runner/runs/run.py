@@ -190,15 +190,15 @@ class Run:
         return (await self._results.next()).trajectory
 
     def groups(self, *, full: int | None = None) -> AsyncIterator[Group]:
-        """The results by task: a group for each trained agent, returned when the group's last episode has finished.
+        """The results by task: a group for `main` and for each trained agent, after the last episode of the group.
 
-        Unfinished groups come last, with `complete` false.
+        Without `full`, unfinished groups come last, with `complete` false.
 
         Args:
             full: the number of tasks with spread (rewards that differ) after which the iteration ends; None returns all
                 groups. Groups with equal rewards are left out and counted in `summary.flat`. Only tasks that may be
-                needed begin, so no episode is discarded, and the next call continues with the next task. Call it first
-                in the `async with` block, since tasks that began before are played too.
+                needed begin, so no episode is discarded, and the next call continues with the next task. Call
+                `groups(full=)` first in the `async with` block, since tasks that began before are played too.
 
         Raises:
             BadOption: `full` is not a positive integer, or the groups have a single episode.
@@ -213,7 +213,10 @@ class Run:
         return self._begun.writer.stored()
 
     def flush(self) -> None:
-        """Commit the queued results to the file. Any thread may call this, also while the event loop is blocked."""
+        """Commit the queued results to the file, and accept no further results.
+
+        Any thread may call this, also while the event loop is blocked.
+        """
         if self._active is not None:
             self._active.writer.flush()
 

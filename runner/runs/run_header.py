@@ -54,7 +54,7 @@ _PACKAGES: Final = (
 
 
 def describe_run(environment: Environment[Any], engine: BaseEngine, options: RunOptions, *, now: datetime) -> Header:
-    """The header of a run whose engines are running. With a run file, this function calls git: some milliseconds."""
+    """The header of a run whose engines are running. With a run file, git is called, which takes some milliseconds."""
     return replace(
         describe_configuration(environment, options, now=now),
         engine=_described(engine),
@@ -79,6 +79,7 @@ def check_resumable(path: Path, environment: Environment[Any], options: RunOptio
 
     Raises:
         ConfigurationChanged: the configuration differs so much that the run cannot be resumed.
+        RunFileError: the file is not a run file, or cannot be read.
     """
     if not holds_run(path):
         return
@@ -169,7 +170,7 @@ def _vocabulary(engine: BaseEngine) -> dict[str, Any]:
 
 
 def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Values are compared as JSON, so that the fields of objects are also checked by name.
+    # The values are converted to JSON first, so that the fields of objects are also checked by name.
     return hide_secrets(decode_json(encode_json(values)))
 
 

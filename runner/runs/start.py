@@ -80,12 +80,11 @@ class Start:
             require_sampling(engine, options.sampling.over(part.sampling))
         await exit_stack.enter_async_context(self.lag)
         now = datetime.now().astimezone()
-        # The check comes before the header, because the header describes the format of turns, for which templates are
-        # rendered.
+        # The templates are checked before the header is made, since they are rendered for its format of turns.
         await setup.check_templates(now)
         writer = await exit_stack.enter_async_context(await self._writer(setup, now))
         self._log_file(writer)
-        # Templates of a resumed run see the time of its first launch.
+        # Templates of a resumed run get the time of its first launch.
         clock = writer.header.clock
         shared, faults = await setup.share(clock, *resources)
         self.state.add_faults(faults)
@@ -178,7 +177,7 @@ class Start:
     async def _look_ahead(self, feed: TaskFeed) -> None:
         """Take the first task of `tasks()`, so that its error appears before an engine starts."""
         given = self.setup.options.tasks
-        # A caller's own source may wait for an action of the caller that follows the start.
+        # A source that the caller passed may wait for an action that the caller takes only after the start.
         if given is not None and not isinstance(given, SelectedTasks):
             return
         try:

@@ -29,7 +29,7 @@ SHOWN_SECONDS: Final = 2.0
 
 
 class TaskQuota:
-    """The number of tasks that may be in flight or unread, for a reader that needs a number of groups with spread."""
+    """The number of tasks that may be in flight or unread, for a reader that needs a number of tasks with spread."""
 
     def __init__(self) -> None:
         self._needed: int | None = None
@@ -37,13 +37,13 @@ class TaskQuota:
         self._changed = anyio.Event()
 
     def need(self, groups: int | None) -> None:
-        """Set the number of groups that the reader needs, which limits the tasks that begin; None sets no limit."""
+        """Set the number of tasks with spread that the reader needs. It limits the tasks that begin; None: no limit."""
         self._needed = groups
         self._changed.set()
 
     @property
     def needed(self) -> int | None:
-        """The number of groups that the reader still needs; None for no limit."""
+        """The number of tasks with spread that the reader still needs; None for no limit."""
         return self._needed
 
     async def wait(self) -> None:
@@ -83,7 +83,7 @@ class RunState:
     """True once no further episode begins."""
 
     cancelled_with: Ending | None = None
-    """The ending of the episodes that were cancelled together; None before that."""
+    """The ending that attempts get once the run is cancelled; None before that."""
 
     cancelled_episodes: set[tuple[str, int, int]] = field(default_factory=set)
     """The task id, visit and index of episodes whose callers no longer wait."""
@@ -157,7 +157,7 @@ class RunState:
                 attempt.cancel()
 
     def forget(self, key: EpisodeKey) -> None:
-        """Forget an episode that has no further attempt."""
+        """Remove an episode from `cancelled_episodes`, after its last attempt."""
         self.cancelled_episodes.discard(_episode_of(key))
 
     def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:

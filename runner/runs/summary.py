@@ -88,13 +88,14 @@ class Summary:
     """The number of episodes by outcome."""
 
     reward: Mean = field(default_factory=Mean)
-    """The reward of `main`, or of the first trained agent if `main` is not trained, over episodes with a reward."""
+    """The mean reward of the first trained agent, or of the first agent if none is trained, over the episodes with a
+    reward."""
 
     agents: dict[str, Mean] = field(default_factory=dict)
-    """The reward of each trained agent by its name, over its trajectories that have one."""
+    """The mean reward of each trained agent by its name, over its trajectories with a reward."""
 
     rewards: dict[str, Mean] = field(default_factory=dict)
-    """The rewards by name, before weighting, of the agent that `reward` is of."""
+    """The mean rewards by name, before weighting, of the same agents as `reward`."""
 
     environments: dict[str, Mean] = field(default_factory=dict)
     """The reward by environment of a mixture; empty for other environments."""
@@ -148,13 +149,13 @@ class Summary:
     """The number of episodes by the turns of their first agent."""
 
     recalled_turns: int = 0
-    """The turns of the episodes that earlier runs of the file finished."""
+    """The number of turns of the first agents of episodes that earlier runs of the file finished."""
 
     retried: int = 0
     """Attempts that were repeated after an engine failure."""
 
     retry_causes: Counter[str] = field(default_factory=Counter)
-    """The number of these attempts by the cause of the failure."""
+    """The number of the attempts in `retried` by the cause of the failure, or by "another cause" after 20 causes."""
 
     stale: int = 0
     """Attempts that were dropped because their weights were too old."""

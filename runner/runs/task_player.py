@@ -46,7 +46,7 @@ class Player:
         options: the fields of `RunOptions` by name, without `tasks` and `indices`; `breaker` is 1 by default.
 
     Raises:
-        BadOption: an option is invalid.
+        BadInput: an argument cannot be used; the message names it and the fix.
     """
 
     run: Run
@@ -61,7 +61,7 @@ class Player:
         self._requests = TaskRequests()
         self.run = Run(environment, engine, tasks=self._requests, **{"breaker": 1, **options})  # type: ignore[arg-type]  # mypy does not check the dict
         self.error: BaseException | None = None
-        """The error that ended the run; None while it plays, and after `aclose`."""
+        """The error that ended the run; None while the run plays, and after `aclose` without an error."""
         self._checks = TaskChecks(self.run.environment, is_kept=self.run.options.file is not None)
         self._host: asyncio.Task[None] | None = None
         self._started = anyio.Event()
@@ -91,7 +91,7 @@ class Player:
         return self
 
     async def play(self, task: Task, *, index: int = 0, sampling: Sampling | None = None) -> list[Trajectory]:
-        """Play one episode of a task and return the trajectories of its trained agents, `main` first.
+        """Play one episode of a task and return the trajectories of `main` and of the trained agents, `main` first.
 
         Args:
             task: the task.
@@ -113,7 +113,7 @@ class Player:
         return await self._played(task, (index,), sampling)
 
     async def play_group(self, task: Task, *, sampling: Sampling | None = None) -> list[Group]:
-        """Play `group_size` episodes of a task and return a group for each trained agent.
+        """Play `group_size` episodes of a task and return a group for `main` and for each trained agent.
 
         Args:
             task: the task.

@@ -63,7 +63,7 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
     ends: list[Exception] = []
 
     async def watch(engine: BaseEngine) -> None:
-        # The first check comes after a wait, since the check may be a request to a paid API.
+        # An engine with a long interval is not checked at once, since its check may be a request to a paid API.
         await anyio.sleep(engine.health_interval - BaseEngine.health_interval)
         try:
             while True:

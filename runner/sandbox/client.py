@@ -105,7 +105,7 @@ class Output:
     """An output whose beginning and end are kept, each up to half of the limit.
 
     Args:
-        most_bytes: bytes that are kept.
+        most_bytes: maximum number of bytes that are kept.
         on_bytes: called with the number of bytes of each chunk.
     """
 
@@ -196,7 +196,7 @@ class CallResult:
 
     @property
     def error(self) -> str:
-        """The end of the command's stderr, or else of its stdout; a note if the command reached its time limit."""
+        """The end of stderr, or of stdout if stderr is empty; a note if the command reached its time limit."""
         if self.code == -1:
             return "the command did not end in time"
         return output_tail(self.stderr.strip() or self.stdout)
@@ -234,7 +234,7 @@ class ContainerClient:
             stdin: its input.
             into: the file that receives the output; `stdout` of the result is then empty.
             seconds: time limit.
-            most_bytes: maximum size of the output in bytes. A larger output is shortened, or is an error with `into`.
+            most_bytes: maximum size of stdout in bytes. A larger output is shortened; with `into`, it is an error.
             env: further variables of the client.
             while_runs: called with the client's process id; its context is left when the client has ended.
 

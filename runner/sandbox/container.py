@@ -219,7 +219,8 @@ class ContainerSandbox:
         """Return the content of a file, as in `Sandbox.read`."""
         where = await self._absolute(path)
         follow = ["-L"] if self._client.is_docker else []
-        # Half of `most_bytes` is kept from the beginning, which is enough for the header and the largest allowed file.
+        # `call` keeps only half of its limit from the beginning of the output. So the limit is twice the size of the
+        # largest allowed file with its header.
         result = await self._client.call("cp", *follow, f"{self.name}:{where}", "-", most_bytes=2 * (most_bytes + 4096))
         if not result.ok:
             await self._check_running()
@@ -338,7 +339,10 @@ class _Command:
             self._too_much.set()
 
     async def run(self, seconds: float | None, input: bytes | None, end_inside: Any) -> SandboxEnd:
-        """Run the command to its end or to a limit, where `end_inside(session, mark)` ends its processes."""
+        """Run the command to its end or to a limit.
+
+        At a limit, or if this call is cancelled, `end_inside(session, mark)` ends the processes of the command.
+        """
         self._begin()
         began = loop_time()
         with tempfile.TemporaryFile() if input is not None else nullcontext() as file:
@@ -392,7 +396,7 @@ class _Command:
 
     @property
     def is_out_of_processes(self) -> bool:
-        """True if the container's limit of processes prevented the start."""
+        """True if the limit of processes prevented the start: the client's messages have none of the other causes."""
         if self._session:
             return False
         # docker writes its messages to stdout

@@ -89,7 +89,7 @@ async def _build(client: ContainerClient, folder: Path, tag: str, seconds: float
 
 @asynccontextmanager
 async def _locked(image: str) -> AsyncIterator[None]:
-    """Open a block for one image, in which only one task of all processes of this user can be at a time."""
+    """Lock an image while the block runs. The lock excludes all other tasks and processes of this user."""
     name = hashlib.sha256(image.encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"deltarunner-image-{os.getuid()}-{name}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

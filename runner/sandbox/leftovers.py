@@ -60,7 +60,7 @@ _log = logger_for("sandbox")
 
 
 def owner_of(pid: int) -> str:
-    """Return a text with the machine, the boot, the process-id namespace, the id and the start time of a process."""
+    """Return a text that identifies a process: its machine, boot, process-id namespace, id and start time."""
     return f"{_machine()}:{_boot()}:{_namespace()}:{pid}:{_start_time(pid)}"
 
 
@@ -170,7 +170,10 @@ class Watcher:
 
     @contextmanager
     def ending(self, pid: int) -> Iterator[None]:
-        """Keep the watcher running while the block runs. It also ends this client and all processes of its session."""
+        """Keep the watcher running while the block runs, for a client with the process id `pid`.
+
+        If this process is killed, the watcher also ends the client and all processes of the client's session.
+        """
         with self.watching():
             self._send(f"+{pid}")
             try:

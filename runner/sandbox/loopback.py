@@ -16,7 +16,7 @@ NETWORK_NAMESPACE_BITS: Final = 0x40000000
 """The flag CLONE_NEWNET of the kernel."""
 
 MAX_BACKLOG: Final = 128
-"""Connections that wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 
 
 def listen_inside(pid: int, port: int) -> socket.socket:

@@ -16,7 +16,7 @@ from runner.errors import BadOption
 __all__ = ["EXEC_SECONDS", "Executed", "Sandbox", "SandboxEnd", "SandboxOptions", "SandboxProvider", "decoded"]
 
 EXEC_SECONDS: Final = 60.0
-"""Time limit of a command."""
+"""Default time limit of a command."""
 
 OUTPUT_BYTES: Final = 1024 * 1024
 
@@ -36,13 +36,14 @@ class Executed:
     """
 
     code: int
-    """Exit code; 137 if the command was killed, for its memory or at a limit; 127 if it does not exist."""
+    """Exit code; 137 if the command was killed, for its memory or at a limit; 127 if it does not exist; 126 if it
+    cannot be started."""
     stdout: str
-    """Its output; the middle is left out if it is longer than `output_bytes`."""
+    """The standard output; the middle is left out if it is longer than `output_bytes`."""
     stderr: str
-    """Its errors, shortened in the same way."""
+    """The error output, shortened in the same way."""
     seconds: float
-    """Duration."""
+    """Duration in seconds."""
     ended_by: SandboxEnd = "exit"
     """The reason why the command ended."""
     dropped_bytes: int = 0
@@ -106,10 +107,11 @@ class Sandbox(Protocol):
         """Return the content of a regular file. No program runs in the sandbox for this call.
 
         Args:
-            path: the path; a relative one begins at the working folder.
+            path: the path; a relative path begins at the working folder.
             most_bytes: the largest size.
 
         Raises:
+            BadOption: the path is empty, or is not text.
             OSError: the file does not exist (`FileNotFoundError`), is not a regular file, or is too large.
             SandboxGone: the sandbox does not exist any more.
         """
@@ -119,6 +121,7 @@ class Sandbox(Protocol):
         """Write a file. Missing folders are created.
 
         Raises:
+            BadOption: the path is empty, or is not text.
             OSError: the file cannot be written.
             SandboxGone: the sandbox does not exist any more.
         """
@@ -130,6 +133,7 @@ class Sandbox(Protocol):
         If `path` is an existing folder, the contents of a folder are added to it.
 
         Raises:
+            BadOption: the path is empty, or is not text.
             OSError: the source does not exist, or the files cannot be written.
             SandboxGone: the sandbox does not exist any more.
         """
@@ -143,6 +147,7 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxGone: the sandbox does not exist any more.
+            SandboxFailed: the sandbox does not stop, or its engine fails.
         """
         ...
 
@@ -150,14 +155,16 @@ class Sandbox(Protocol):
         """End all processes, and put back the programs of the image: the files in the folders of PATH.
 
         A check that runs after this call uses the programs of the image, even if they were replaced. Programs that were
-        added stay, unless one of the image has the same name. Libraries, packages of languages, and folders at or below
-        the working folder are not restored. A command can forge a check with them only if its user may write them.
+        added stay, unless a program of the image has the same name. Libraries, packages of languages, and folders at or
+        below the working folder are not restored. They can still change the result of a check, but only if the user of
+        an earlier command could write them.
 
         If changes inside the sandbox prevent this, each later command returns an `Executed` with code 126 and the
         reason.
 
         Raises:
             SandboxGone: the sandbox does not exist any more.
+            SandboxFailed: the sandbox does not stop, or its engine fails.
         """
         ...
 
@@ -233,7 +240,7 @@ class SandboxOptions:
 
 
 class SandboxProvider(Protocol):
-    """A provider of sandboxes, such as `Containers` for podman and docker. Others may be passed to `sandbox()`."""
+    """A provider of sandboxes, such as `Containers` for podman and docker. `sandbox()` also accepts other providers."""
 
     async def prepare(self, options: SandboxOptions) -> None:
         """Find or build the image and try the options, so that a mistake is found before any episode.

@@ -1,4 +1,4 @@
-"""Transaction batches: trajectories as rows, and rows as few SQL statements."""
+"""Transaction batches: conversion of trajectories to rows, and of rows to a few SQL statements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from runner.trajectory import Trajectory, Turn
 __all__ = ["Packer", "StatementBatch"]
 
 SHARED_ROW_CACHE_SIZE: Final = 4096
-"""Maximum number of entries in the cache of shared rows that the file already holds."""
+"""Maximum number of keys in the cache of a `Packer`."""
 
 Values: TypeAlias = Sequence[Any]
 """A row to insert: a value for each column of its table."""
@@ -83,10 +83,10 @@ _CHUNK_SIZES: Final = (64, 16, 4, 1)
 
 
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
-    """The rows in chunks, each for one statement. The chunks have few sizes, so that few statements are compiled.
+    """Yield the rows in chunks, one chunk for each statement.
 
-    A chunk has many rows, since each statement releases the interpreter lock, and then waits for it if the event loop
-    is busy.
+    There are only four sizes of chunks, so that SQLite compiles few statements. Each chunk is as large as possible,
+    since each statement releases the interpreter lock, and then waits for the lock if the event loop is busy.
     """
     start = 0
     while start < len(rows):
@@ -98,8 +98,8 @@ def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
 class Packer:
     """Converter of trajectories to rows.
 
-    A cache of the shared rows that the file already holds lets most turns add only their own row. If a shared row was
-    evicted from the cache, the row is inserted again, and SQLite ignores the insert.
+    A cache has the keys of the shared rows that were added before, so most turns add only their own row. If a key was
+    evicted from the cache, its row is inserted again, and SQLite ignores the insert.
     """
 
     def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:
@@ -112,7 +112,7 @@ class Packer:
         self._sampled: tuple[Sampling | None, str] = None, ""
 
     def forget(self) -> None:
-        """Clear the cache: after a failed transaction the file may lack the packed rows."""
+        """Clear the cache: after a failed transaction, the file may lack the rows of the cached keys."""
         self._written.clear()
 
     def add(self, batch: StatementBatch, trajectory: Trajectory, *, superseded: bool) -> None:

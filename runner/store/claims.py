@@ -27,7 +27,7 @@ class Claimed:
     """A task that may be played now."""
 
     visit: int = 0
-    """The number of earlier claims of the task in this run."""
+    """The number of the task's visit, counted from 0. A source that repeats a task plays it in another visit."""
     finished: frozenset[int] = frozenset()
     """The group indices whose episodes have a final outcome in the file."""
     attempts: Mapping[int, int] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Claims:
     """The tasks that this run has claimed, by id; usable from any thread.
 
     Args:
-        stored: a connection to the file with episodes of earlier runs; None without such episodes.
+        stored: a connection to the run file of a resumed run; None for a new file.
     """
 
     def __init__(self, stored: sqlite3.Connection | None) -> None:
         self._stored = stored
         self._lock = threading.Lock()
-        # A nameless database is temporary: SQLite keeps a small one in memory, and one of millions of tasks on disk. It
-        # is deleted with the process, so it needs no journal and no sync.
+        # A database without a name is temporary. SQLite keeps a small database in memory, and a database of millions of
+        # tasks in a file. The file does not outlive the process, so it needs no journal and no sync.
         self._given = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         # A negative size of the cache is in KiB: at most 4 MiB of the database stay in memory.
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -4096"):
@@ -150,7 +150,7 @@ _STATEMENTS: Final = (
 def reopen_failed(connection: sqlite3.Connection) -> None:
     """Mark failed episodes as superseded, so that this run or a later one claims them again.
 
-    The rewards of their groups are marked as missing, and the run as incomplete and without a summary.
+    If there are any, their groups are marked as not scored, the run as incomplete, and the run's summary is removed.
     """
     with transaction(connection):
         for statement in _STATEMENTS:

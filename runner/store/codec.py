@@ -89,7 +89,7 @@ def load_trajectory(connection: sqlite3.Connection, episode: Row, decode_task: T
     """The trajectory of a row of `episodes`.
 
     Raises:
-        RunFileError: the rows are damaged; the message names the episode and the cause.
+        RunFileError: the rows are damaged, or the task does not fit its class; the message has the cause.
     """
     task = connection.execute(
         "SELECT task FROM tasks WHERE id = ? AND visit = ?", (episode["task_id"], episode["visit"])

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 Row: TypeAlias = sqlite3.Row | Mapping[str, Any]
-"""A row that was read, by column."""
+"""A row that was read from the file: its values by column name."""
 
 
 def encode_text(text: str) -> str | bytes:
@@ -139,7 +139,7 @@ class Table:
     key: str = ""
     """The constraint of a key of several columns; "" if one column is the key."""
     shared: bool = False
-    """True if rows of other tables share rows of this one, so that a row may exist already."""
+    """True if several rows of other tables may refer to one row. An existing row is then not inserted again."""
 
     def create(self) -> str:
         """The statement that creates the table, with the meaning of each column as a comment."""

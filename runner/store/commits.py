@@ -1,4 +1,4 @@
-"""The writer's thread: it commits all waiting episodes in one transaction, and wakes their tasks with one call."""
+"""The writer's thread: it commits queued units together in one transaction, and wakes their callers with one call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Commit:
     """A unit to commit, and its result.
 
     Args:
-        unit: the unit's name in errors.
+        unit: the name of the unit in error messages, such as "an episode".
         pack: function that adds the statements of the unit to a batch; called in the writer's thread.
         tokens: the number of the unit's token ids, which count towards `MAX_TRANSACTION_TOKENS`.
     """
@@ -53,7 +53,7 @@ class Commit:
 
 
 def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
-    """The commit of an attempt at an episode. It supersedes earlier attempts; with `retry`, it is superseded itself."""
+    """The commit of an attempt at an episode. It supersedes earlier attempts, and with `retry` also this attempt."""
 
     def pack(batch: StatementBatch, packer: Packer) -> None:
         for trajectory in trajectories:
@@ -112,7 +112,7 @@ def finish_commit(summary: Mapping[str, Any], *, complete: bool) -> Commit:
     return Commit("the summary", lambda batch, packer: batch.update(_FINISH, encode_json(summary), int(complete)))
 
 
-# A run is not complete while superseded episodes lack a result because their task was not given.
+# A run is not complete if all attempts at an episode are superseded: this launch did not play the episode again.
 _FINISH: Final = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNSUCCEEDED})"
 
 
@@ -132,7 +132,7 @@ class CommitThread:
         self._path = path
         self._packer = Packer(next_key=next_key, launch=launch, resumed=resumed)
         self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
-        # A daemon thread does not keep the process alive if the loop died without closing the writer.
+        # A daemon thread does not keep the process alive if the event loop ended without closing the writer.
         self._thread = threading.Thread(target=self._work, name="deltarunner run file", daemon=True)
         self._on_loop: Callable[[Callable[[], object]], object]
 

@@ -110,7 +110,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 def write_ahead(connection: sqlite3.Connection) -> None:
     """Turn on the write-ahead log (WAL), so that readers and the writer never block each other."""
     connection.execute("PRAGMA journal_mode = WAL")
-    # Commits survive the death of the process, and do not wait until the disk has them.
+    # A commit survives a crash of the process, and does not wait for the disk.
     connection.execute("PRAGMA synchronous = NORMAL")
     # This is four times SQLite's default, because each checkpoint waits for the disk.
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
@@ -190,9 +190,9 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
 class FileLock:
     """A lock that keeps other processes and other runs from writing the same run file.
 
-    It is SQLite's lock on an empty database next to the file: the kernel releases it when the process dies, and
-    forked processes do not inherit it. The lock of the file itself is held only during transactions, so two runs
-    could write alternately.
+    It is SQLite's lock on an empty database next to the file. The kernel releases the lock when the process ends, and
+    forked processes do not inherit it. SQLite's lock on the run file itself is not enough: it is held only during
+    transactions, so two runs could write in turn.
     """
 
     def __init__(self, path: Path) -> None:

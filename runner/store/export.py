@@ -55,7 +55,7 @@ MAX_ROW_GROUP_ROWS: Final = 2_000
 
 @contextlib.contextmanager
 def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a new file, which replaces `path` at the end of the block, unless the block raises.
+    """Yield a new file, which replaces `path` if the block ends without an error.
 
     Raises:
         StorageFailed: `path` is not a file, or cannot be written.
@@ -83,10 +83,11 @@ def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
 def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: TrajectoryFilter = ALL) -> int:
     """Write the trained trajectories, one JSON object per line.
 
-    A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not sampled;
-    `mask` is 1 for sampled ids. In a turn, `sampling` is null if no run sampled the turn. `top_ids` and `top_logprobs`
-    are null if the turn did not request them; a log-probability in them is null if the id could not be sampled.
-    `sampling_masks` and `routed_experts` are null if the engine returned none.
+    A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not sampled,
+    and if the engine returned none. `mask` is 1 for sampled ids that were not withdrawn. In a turn, `sampling` is null
+    if no run sampled the turn. `top_ids` and `top_logprobs` are null if the turn did not request them. An item of
+    `top_logprobs` is null if the id could not be sampled. `sampling_masks` and `routed_experts` are null if the engine
+    returned none.
 
     Args:
         run_file: the run file to export.
@@ -110,7 +111,7 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: T
     return count
 
 
-# The fields of a trajectory that are columns of `episodes`; `trained` is always true here.
+# The fields of a trajectory that are columns of `episodes`. `trained` is left out, since it is always true here.
 _FIELDS: Final = tuple(
     column.attribute or column.name
     for column in TRAJECTORY
@@ -189,7 +190,8 @@ _VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
     "tools": ("string", lambda t: tools_value(t.segments[-1].tools if t.segments else ())),
     "sampling": ("", lambda t: [sampling_values(turn) for turn in t.turns]),
 }
-"""The columns with one value per trajectory: the Arrow type if it is plain, and the function that returns the value."""
+"""The columns with one value per trajectory: the name of the Arrow type, and a function that returns the value.
+`_parquet_schema` has the types of nested columns."""
 
 _PER_TOKEN: Final = (
     *("token_ids", "logprobs", "mask", "weight_versions", "top_ids", "top_logprobs"),
@@ -207,8 +209,8 @@ def export_parquet(
 
     `token_ids`, `logprobs`, `mask` and `weight_versions` are lists of lists: one list per segment, and an episode has
     one segment unless its history was rewritten. In `top_ids`, `top_logprobs`, `sampling_masks` and `routed_experts`
-    each id has a list, which is null without such data; experts are flat, layer by layer. `reward` is null if a
-    trajectory failed or was not scored.
+    each id has a list of values, or null if there are none. The list of an id in `routed_experts` has the experts of
+    the first layer, then of the second layer, and so on. `reward` is null if a trajectory failed or was not scored.
 
     Args:
         run_file: the run file to export.
@@ -279,7 +281,7 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
     import numpy as np
     import pyarrow as pa
 
-    # Arrow's nested lists take the ids of all rows end to end, without an object per id.
+    # An Arrow column of nested lists is made from one flat array with the ids of all rows, without an object per id.
     logs = [segment.log for trajectory in rows for segment in trajectory.segments]
     segment_ends = np.cumsum([0, *map(len, logs)], dtype=np.int32)
     row_ends = np.cumsum([0, *(len(trajectory.segments) for trajectory in rows)], dtype=np.int32)

@@ -29,7 +29,7 @@ class OnChange(enum.StrEnum):
     WARN = "warn"
     """The run is resumed with a warning."""
     FREE = "free"
-    """The run is resumed."""
+    """The run is resumed without a warning."""
 
 
 # The first pattern that matches a field's path applies.
@@ -54,7 +54,7 @@ _RULES: Final = (
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
     ("engine*.model", OnChange.REFUSE),
-    ("engine*.replies*", OnChange.REFUSE),  # the replies are the model of a scripted engine
+    ("engine*.replies*", OnChange.REFUSE),  # a scripted engine has these replies in place of a model
     ("engine*.forced", OnChange.REFUSE),
     ("engine*.tokenizer", OnChange.REFUSE),
     ("engine*.stop_ids", OnChange.REFUSE),
@@ -111,7 +111,7 @@ class Header:
     environment: str
     """The environment, as module:Class."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The arguments of its constructor, defaults included."""
+    """The arguments of the environment's constructor, including defaults."""
     unrecorded: tuple[str, ...] = ()
     """The names of arguments that JSON cannot hold."""
     system_prompt: str | None = None
@@ -125,7 +125,7 @@ class Header:
     a byte vocabulary also its `control_tokens` and `eos_token`. An engine that takes messages has only the
     description, with `takes`."""
     engines: Mapping[str, Any] = field(default_factory=dict)
-    """The descriptions of the separate engines of agents, by agent."""
+    """The descriptions of the separate engines of agents, by agent, each with its `template`."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """The engine's chat template: name, text, variables, fingerprint, and the turn format, learnt or from the
     checkpoint. Empty for an engine that takes messages."""
@@ -142,7 +142,7 @@ class Header:
     limits: Mapping[str, Any] = field(default_factory=dict)
     """The limits, with every field."""
     concurrency: Mapping[str, Any] = field(default_factory=dict)
-    """The concurrency of the run."""
+    """The concurrency options, as in `Concurrency`."""
     group_size: int = 1
     """The number of episodes of each task."""
     seed: int = 0
@@ -156,13 +156,13 @@ class Header:
     wording: int = WORDING_VERSION
     """The version of the fixed texts that a run sends to a model."""
     retries: int = 0
-    """The number of repetitions after engine failures."""
+    """Maximum number of repeated attempts of an episode after engine failures."""
     breaker: float = 1.0
-    """The share of failures that ends the run."""
+    """The run stops if more than this share of the recent episodes failed; 1 never stops it."""
     max_version_lag: int | None = None
     """Maximum number of weight updates by which an episode may lag; None for any."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """The versions of Python and of the packages that matter. Packages that are not installed are absent."""
+    """The versions of Python and of packages that may change results. Packages that are not installed are absent."""
     platform: str = ""
     """The operating system and the machine."""
     git: Mapping[str, Any] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class Header:
         return engine.get("takes") != "messages"
 
     def parts(self) -> list[str]:
-        """The names of the environments of a mixture, with which its task ids begin; empty for other environments."""
+        """The names of a mixture's environments, which are prefixes of its task ids; empty for other environments."""
         # A mixture has arguments such as `NAME.weight`; names of other environments' arguments have no dots.
         names = [*self.arguments, *self.unrecorded]
         return [name for name in self.arguments if f"{name}.weight" in names]
@@ -218,7 +218,7 @@ class Header:
         return [change for change in self.changes(new) if change.meaning is OnChange.REFUSE]
 
     def check_same(self, new: Header, path: Path) -> None:
-        """Refuse to resume the run file `path` with this header as the run of `new`.
+        """Check that a run with the header `new` may resume the run file `path`, which has this header.
 
         Raises:
             ConfigurationChanged: the configurations differ; the message lists the differences.
@@ -256,7 +256,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 _MAX_SHOWN_CHARS = 80
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value that a message shows."""
 
 
 def _difference(old: Any, new: Any) -> str:

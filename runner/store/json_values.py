@@ -37,7 +37,7 @@ def encode_standard_json(value: Any) -> bytes:
 
 
 def decode_json(text: str) -> Any:
-    """Return the value from the result of `encode_json`, by Python's decoder: orjson rounds integers over 64 bits."""
+    """Return the value from the result of `encode_json`. orjson is not used: it rounds integers above 64 bits."""
     return json.loads(text)
 
 
@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return dict(value)
-    # orjson refuses subclasses of these two, such as a numpy number or a named tuple.
+    # orjson refuses subclasses of float and tuple, such as numpy.float64 and named tuples.
     if isinstance(value, float):
         return float(value)
     if isinstance(value, tuple):

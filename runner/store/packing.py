@@ -1,4 +1,4 @@
-"""Token logs as bytes and spans of a run file, and back."""
+"""Conversion of token logs to the bytes and spans of a run file, and back."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _NAN = array("f", [math.nan])
 
 
 def packed_logprobs(log: TokenLog) -> bytes | None:
-    """The log-probabilities of the sampled ids as bytes of float32; None if the engine returned none."""
+    """The log-probabilities of the sampled ids as bytes of float32; None if no id was sampled, or all are NaN."""
     sampled = array("f")
     for part in _sampled_slices(log.sources):
         sampled.extend(log.logprobs[part])
@@ -70,7 +70,13 @@ def packed_logprobs(log: TokenLog) -> bytes | None:
 
 
 def unpacked_logprobs(data: bytes | None, sources: array[int], segment: int) -> array[float]:
-    """A log-probability for every id of a segment, NaN for ids that were not sampled; shape [length], float32."""
+    """A log-probability for every id of a segment, shape [length], float32.
+
+    The values are NaN for ids that were not sampled, and for all ids if `data` is None.
+
+    Raises:
+        ValueError: the number of log-probabilities differs from the number of sampled ids.
+    """
     logprobs = _NAN * len(sources)
     if data is None:
         return logprobs

@@ -81,7 +81,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {name: message[name] for name in _TEXTS if isinstance(message.get(name), str)}
     if message.get("tool_calls"):
         made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-    # Known keys with a value of another type are included.
+    # `extra` also has the keys of `_TEXTS` whose value is not text.
     extra = {name: value for name, value in message.items() if name not in made and value is not None}
     extra.pop("tool_calls", None)
     if extra:
@@ -94,7 +94,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": call.get("id"),
         "type": call.get("type", "function"),
-        # The arguments are not a struct, in which each call would have the arguments of all other tools as nulls.
+        # The arguments are text. In a struct, each call would have the arguments of all other tools, as nulls.
         "function": {"name": function["name"], "arguments": as_text(function["arguments"])},
     }
 
@@ -127,7 +127,7 @@ def task_type() -> pa.DataType:
 
 
 def task_values(task: Task, prompt: Iterable[Message]) -> dict[str, Any]:
-    """The values of a task; fields of an author's class are in `info`."""
+    """The values of a task; fields that the author's class adds are in `info`."""
     own = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     for name in ("id", "prompt", "answer"):
         del own[name]

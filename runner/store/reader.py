@@ -60,8 +60,8 @@ class WeightsRow:
 class EpisodeRow:
     """A trajectory without its tokens: a row of the table `episodes`.
 
-    The fields are its columns, in order; `EPISODES` in `runner/store/schema.py` and docs/run-file.md describe them.
-    `index` is the column `group_index`, and `limit` is `limit_name`.
+    The fields are the columns of the table, in order. `EPISODES` in `runner/store/schema.py` and docs/run-file.md
+    describe them. Two fields have other names: `index` is the column `group_index`, and `limit` is `limit_name`.
     """
 
     key: int
@@ -129,9 +129,9 @@ class RunFile:
         task_class: the class of the tasks; with the default, the fields of an author's class are in `Task.info`.
 
     Raises:
-        RunFileError: the file does not exist, is not a run file, or has an older format.
+        RunFileError: the file does not exist, is not a run file, holds no run, is damaged, or has an older format.
         StorageFailed: the file cannot be read.
-        NewerRunFile: a newer version wrote it.
+        NewerRunFile: the file has a newer format.
     """
 
     def __init__(self, path: str | Path, *, task_class: type[Task] = Task) -> None:
@@ -170,7 +170,7 @@ class RunFile:
         """The header of the first launch; None if the process that began the run recorded none."""
         row = self._one("SELECT header FROM launches ORDER BY number LIMIT 1")
         launched = None if row is None else self._header(row["header"])
-        # If the first process died before it recorded its launch, the first row is of another launch.
+        # If the first process ended before it recorded its launch, the first row is of another launch.
         return launched if launched is not None and launched.created == self.header.created else None
 
     def _header(self, text: str) -> Header:
@@ -227,14 +227,16 @@ class RunFile:
         trained: bool | None = True,
         superseded: bool | None = False,
     ) -> Iterator[EpisodeRow]:
-        """The rows of trajectories in commit order; None accepts any value.
+        """The rows of the trajectories that fulfil all conditions, in commit order.
+
+        A condition of None accepts any value.
 
         Args:
             task_id: the id of the task.
             agent: the agent.
             outcome: the outcome of the episode.
-            trained: True for trained agents.
-            superseded: True for attempts that were repeated or will be.
+            trained: True for trained agents, False for others.
+            superseded: True for attempts that were repeated or will be, False for others.
 
         Raises:
             ValueError: the outcome does not exist.
@@ -254,7 +256,7 @@ class RunFile:
         return map(_episode_row, self._pages(statement, chosen))
 
     def row(self, id: str) -> EpisodeRow:
-        """The row of an episode's last attempt, of its first trained agent.
+        """The row of an episode's last attempt: of its first trained agent, or of its first agent if none is trained.
 
         Raises:
             RunFileError: the file has no such episode.
@@ -297,8 +299,8 @@ class RunFile:
     def frame(self, kind: FrameKind | str = FrameKind.EPISODES) -> pa.Table:
         """The trained trajectories as an Arrow table, in memory; `.to_pandas()` and `polars.from_arrow()` take it.
 
-        If no trajectory is trained, as in an evaluation of agent programs, the table has the untrained ones. The column
-        `trained` of the episodes marks which kind they are.
+        If no trajectory is trained, as in an evaluation of agent programs, the table has the untrained trajectories. In
+        a table of episodes, the column `trained` is then False.
 
         Args:
             kind: "episodes", "turns" or "tokens": the rows of the table.
@@ -334,10 +336,12 @@ class RunFile:
 
         Args:
             episode: a row, or the id of an episode for its last attempt.
-            agent: the agent; by default the agent of the row, or the episode's first trained agent.
+            agent: the agent; by default the agent of the row. For an id, by default the episode's first trained agent,
+                or its first agent if none is trained.
 
         Raises:
-            RunFileError: the file has no such episode or agent, or its rows are damaged.
+            RunFileError: the file has no such episode or agent, its rows are damaged, or its task does not fit
+                `task_class`.
         """
         if isinstance(episode, EpisodeRow) and agent in (None, episode.agent):
             agent, rows = episode.agent, self._all(f"SELECT {_COLUMNS} FROM episodes WHERE key = ?", episode.key)
@@ -364,7 +368,8 @@ class RunFile:
 
         Raises:
             BadOption: a chosen agent or task is not in the file.
-            RunFileError: the rows of a trajectory are damaged; raised when it is read.
+            RunFileError: the rows of a trajectory are damaged, or its task does not fit `task_class`; raised when the
+                trajectory is read.
         """
         self._check_known(chosen)
         condition, values = chosen.condition()
@@ -387,7 +392,11 @@ class RunFile:
         return sorted({name for row in self._pages(statement, {}) for name in decode_json(row[column])})
 
     def task(self, row: EpisodeRow) -> Task:
-        """The task of an episode."""
+        """The task of an episode.
+
+        Raises:
+            RunFileError: the task does not fit `task_class`.
+        """
         (task,) = self._one("SELECT task FROM tasks WHERE id = ? AND visit = ?", encode_text(row.task_id), row.visit)
         return self._decode_task(task)
 
@@ -407,7 +416,7 @@ class RunFile:
             return self._connection.execute(statement, given).fetchall()
 
     def _pages(self, statement: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
-        """The rows of a query, read in pages. No transaction is open between pages; it would keep the log growing."""
+        """The rows of a query, read in pages. No transaction stays open between pages, so the log does not grow."""
         after = 0
         while True:
             with storage_faults(self.path):

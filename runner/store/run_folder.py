@@ -1,4 +1,4 @@
-"""The run files of a folder, such as `runs/calculator-001.db`, and the choice of the one to resume."""
+"""The run files of a folder, such as `runs/calculator-001.db`, and the choice of the file to resume."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Only text is hidden: numbers and flags (`token_ids`, `use_key=True`) are not secrets.
     """
-    # The text is a hash instead of a fixed word, so that another secret counts as another configuration.
+    # A secret is replaced by a hash instead of a fixed word, so that another secret counts as another configuration.
     return {name: _hidden(value) if is_secret_name(name) else _searched(value) for name, value in values.items()}
 
 

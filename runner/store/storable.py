@@ -1,4 +1,4 @@
-"""Values that a run file returns unchanged: the values of JSON. Others are converted or refused."""
+"""Checks that a run file returns values unchanged, with messages that have the fix for other values."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def tuples_in(value: Any, where: str) -> Iterator[str]:
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    """True if `values` contain only JSON's own types and tuples, as nearly all values do.
+    """True if `values` contain only JSON's own types and tuples, at most `MAX_DEPTH` deep.
 
-    The check builds no text for places.
+    This check is fast, since it makes no texts for messages. Nearly all values pass it.
     """
     # Each pass checks one depth, without a loop in Python over its values.
     for _ in range(MAX_DEPTH):
@@ -83,7 +83,7 @@ def _are_plain(values: Sequence[Any]) -> bool:
 def _of_type(kind: type, values: Sequence[Any]) -> Collection[Any]:
     """Return the values of this type, each object once.
 
-    Otherwise, for a list that contains itself twice, the number of values would double at every depth.
+    With repeated objects, the number of values would double at every depth for a list that contains itself twice.
     """
     found = list(compress(values, map(partial(operator.is_, kind), map(type, values))))
     return dict(zip(map(id, found), found, strict=True)).values()
@@ -160,7 +160,8 @@ def _array_fix(value: Any) -> str:
 class TaskCheck:
     """Check that tasks come back from a run file unchanged.
 
-    A field that an author added may have any value that its type restores from JSON, as `RunFile(task_class=)` does.
+    A field that an author added may have any value that the field's type restores from JSON. `RunFile(task_class=)`
+    restores the value in the same way.
     """
 
     def __init__(self) -> None:
@@ -191,11 +192,11 @@ class TaskCheck:
 
 
 def make_storable(trajectory: Trajectory) -> str | None:
-    """Convert the turn rewards of a trajectory to floats, wrong ones to 0, and check what a run file can keep.
+    """Convert turn rewards to floats, and check that a run file can keep the messages. A wrong reward becomes 0.
 
     Returns:
         The message for the first value that is wrong or cannot be kept: its place, its type or value, and the fix. None
-        without such a value.
+        if all values are right and can be kept.
     """
     problems = [_credit_problem(turn) for turn in trajectory.turns if type(turn.reward) is not float or turn.reward]
     for segment in trajectory.segments:

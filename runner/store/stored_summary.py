@@ -67,7 +67,7 @@ def summarize(connection: sqlite3.Connection, header: Header) -> dict[str, Any]:
 
     Args:
         connection: a connection without an open transaction.
-        header: the header of the file; rewards of groups without their group rewards are not counted.
+        header: the header of the file. If it has group rewards, rewards of groups that were not scored are not counted.
     """
     connection.execute("BEGIN")
     try:

@@ -21,8 +21,8 @@ class TaskDecoder:
     """Decoder of tasks as `task_class`; fields that the class lacks are put into `info`.
 
     Args:
-        task_class: the class of the tasks; or, for several environments, the class by the text before the slash in a
-            task's id, as in `Environment.parts()`.
+        task_class: the class of the tasks. For several environments, a mapping from the name of each environment, as in
+            `Environment.parts()`, to the class of its tasks. The name is the text before the slash in a task's id.
     """
 
     def __init__(self, task_class: type[Task] | Mapping[str, type[Task]] = Task) -> None:

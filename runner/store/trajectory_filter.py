@@ -30,9 +30,9 @@ class TrajectoryFilter:
     tasks: Collection[str] = ()
     """The accepted task ids; empty for all."""
     min_reward: float | None = None
-    """The smallest reward, which excludes trajectories without one; None accepts all."""
+    """The smallest accepted reward. It excludes trajectories without a reward; None accepts all trajectories."""
     most: int | None = None
-    """Maximum number of trajectories, of which the first are selected; None for all."""
+    """Maximum number of trajectories; the first ones in commit order are selected. None for all."""
 
     def __post_init__(self) -> None:
         known = [outcome.value for outcome in Outcome]
@@ -45,7 +45,7 @@ class TrajectoryFilter:
             raise BadOption(f"most={self.most!r}: give a number of at least 1.")
 
     def condition(self) -> tuple[str, dict[str, Any]]:
-        """The condition on `episodes` in SQL, which begins with AND or is "", and the values of its names."""
+        """The condition in SQL, which begins with " AND" or is "", and the values of its named parameters."""
         parts: list[str] = []
         values: dict[str, Any] = {}
         wanted = {"outcome": self.outcomes, "agent": self.agents, "task_id": self.tasks}

@@ -49,8 +49,8 @@ __all__ = ["Claimed", "RunWriter"]
 CLOSE_SECONDS = 30.0
 """The longest wait for the last transaction, so that a disk that hangs does not keep the process alive."""
 ANSWER_SECONDS = 60.0
-"""The longest wait for a commit: longer than SQLite's wait for a lock, whose error is more precise
-(`connect_writer`)."""
+"""The longest wait for a commit. It is longer than SQLite's wait for a lock (`connect_writer`), since SQLite's error is
+more precise."""
 MAX_WAITING_COMMITS = 1024
 """Maximum number of pending commits; further episodes wait, so that a slow disk does not fill the memory."""
 
@@ -89,9 +89,9 @@ class RunWriter:
         self.resumed = False
         """True if the file already held this run."""
         self.warnings: tuple[str, ...] = ()
-        """The differences from the file's configuration that do not prevent a resume."""
+        """The differences from the file's configuration that cause a warning (`OnChange.WARN`), as text."""
         self.reopened: frozenset[tuple[str, int]] = frozenset()
-        """The (task, visit) of the groups with an episode that is repeated although it had a result."""
+        """The (task id, visit) of the groups with an episode whose stored attempts are all superseded."""
         self._given = header
         self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
@@ -279,7 +279,7 @@ class RunWriter:
         return self._claims.claim(task, position, repeatable=repeatable, visit=visit)
 
     def stored(self) -> Iterator[Trajectory]:
-        """The trajectories of earlier runs in the file, in commit order, read lazily.
+        """The trajectories that earlier runs of the file stored, in commit order, read lazily.
 
         The trajectories of one episode's agents are adjacent. Superseded attempts are left out.
         """
