@@ -21,14 +21,14 @@ from runner.tools.tool import Tool
 __all__ = ["Bfcl"]
 
 CATEGORIES: Final = ("base", "miss_func", "miss_param", "long_context")
-"""The categories of multi-turn tasks, 200 of each."""
+"""The categories of multi-turn tasks. Each has 200 tasks."""
 MAX_STEPS_COUNT = 20
 """Maximum number of turns with calls for one request; with more, BFCL ends the task and scores it 0."""
 
 _MORE_FUNCTIONS: Final = "I have updated some more functions you can choose from. What about now?"
 """The request with which BFCL adds functions (DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)."""
 _TYPES: Final = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""The type of JSON Schema for each name of a type that only BFCL uses."""
+"""The JSON Schema type for each BFCL type name that JSON Schema does not have."""
 _MULTI_TURN: Final = "eval_checker.multi_turn_eval"
 
 
@@ -58,8 +58,8 @@ class Bfcl(Environment):
         _bfcl(f"{_MULTI_TURN}.multi_turn_checker")
         self._category = category
         self._entry: dict[str, Any] = {}
-        # BFCL keeps the objects of each API in a module, by the name of a model, so each episode has its own model
-        # name.
+        # BFCL stores the objects of each API in a module, under names that begin with a model's name. Therefore each
+        # episode has its own model name.
         self._model = f"episode_{uuid.uuid4().hex}"
         self._requests: list[list[list[str]]] = []
         self._ran: list[str] = []
@@ -105,7 +105,7 @@ class Bfcl(Environment):
 
     @reward
     def accuracy(self) -> float:
-        """1 if BFCL's checker accepts the calls, else 0; also 0 if a request was not reached."""
+        """1 if BFCL's checker accepts the calls, else 0; also 0 if a request was not reached or took too many turns."""
         right = self._entry["ground_truth"]
         if len(self._requests) != len(right):
             return 0.0

@@ -22,7 +22,7 @@ from runner.tasks import Task
 __all__ = ["Dataset", "ScoreOption"]
 
 ScoreOption: TypeAlias = str | Judge | Callable[[str, Task], Any]
-"""The name of a scorer, a `judge()`, or a function of the reply's text and the task."""
+"""The name of a scorer, a judge made by `judge()`, or a function of the reply's text and the task."""
 
 HASH_CHARS = 16
 """Length of an id that is a hash of a row's prompt and answer."""
@@ -46,12 +46,12 @@ class Dataset(Environment):
         take: int | None = None,
         cache: str = "",
     ) -> None:
-        """Choose the rows and the score. Nothing is read yet.
+        """Choose the rows and the score. The data set is not read yet.
 
         Args:
             tasks: a JSONL, CSV or Parquet file, `hf:NAME[SPLIT]`, or an iterable of mappings.
-            prompt: a field, or a text with fields, such as "Question: {question}"; a field may also be a list of
-                messages.
+            prompt: a field, or a text with fields, such as "Question: {question}". The value of a single field may
+                also be a list of messages.
             answer: the field or text of the reference answer; "" if tasks have no answer.
             score: exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC, judge:@FILE or
                 module:function; in Python also a function of the reply's text and the task, or `judge()`.
@@ -95,10 +95,13 @@ class Dataset(Environment):
         self._cost = JudgeCost()
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each row. Rows are read as they are needed.
+        """One task for each row that `where`, `skip` and `take` keep. Rows are read as they are needed.
 
         Raises:
-            BadTask: the file cannot be read, a field is missing, or a row cannot be used.
+            BadTask: the data set cannot be read, a field is missing, a row cannot be used, two rows have the same value
+                of `id`, or no row is left.
+            BadOption: `tasks` is not a data set.
+            BadEnvironment: the package `datasets`, which `hf:NAME` needs, is missing.
         """
         source = source_of(self._tasks)
         templates = [each for each in (self._prompt, self._answer, self._id) if each is not None]
@@ -118,7 +121,7 @@ class Dataset(Environment):
                 raise BadTask(f"{name}: row {number} {error}.") from None
 
     def _built(self, rows: Iterator[tuple[int, Row]], name: str) -> Iterator[Task]:
-        # Only eight bytes of each id are stored, since whole ids of a large data set would need too much memory.
+        # Only a hash of eight bytes is stored for each id, since whole ids would need too much memory.
         seen: dict[bytes, int] = {}
         copies: dict[bytes, int] = {}
         for number, row in rows:
@@ -173,12 +176,16 @@ class Dataset(Environment):
 
     @metric
     def judged(self) -> dict[str, float]:
-        """The cost of the judge, by name; empty without a judge."""
+        """The cost of the judge, as the fields of `JudgeCost` by name; empty without a judge."""
         return {} if self._judge is None else self._cost.as_metrics()
 
 
 def _as_prompt(value: Any) -> Prompt:
-    """Return the value of the prompt's field as text or a list of messages; raise RowValueError for other values."""
+    """Return the value of the prompt's field as a list of messages, or else as text.
+
+    Raises:
+        RowValueError: the text is empty, or the messages are invalid or contain something other than text.
+    """
     if isinstance(value, str):
         if not value.strip():
             raise RowValueError("has an empty prompt")

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium, with text in and out."""
+"""An environment for games of Gymnasium, with actions and observations as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.trajectory import Turn
 __all__ = ["Gymnasium"]
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
-"""Codes of colours in the text that a game renders."""
+"""ANSI colour codes in the text that a game renders."""
 
 
 class Gymnasium(Environment):
@@ -47,13 +47,14 @@ class Gymnasium(Environment):
         Args:
             game: the id of the game, such as "FrozenLake-v1"; "module:Game-v0" imports the module first.
             actions: the names of the actions of a discrete space, in order; by default their numbers.
-            describe: a function that returns the text of an observation; by default the text that the game renders, or
-                else the values.
+            describe: a function that returns the text of an observation; by default the text that the game renders.
+                If the game renders no text, a string observation is unchanged, and any other observation becomes JSON.
             parse: a function that returns the action for the text of a turn, and raises ValueError if the text is not
                 an action; required unless the action space is discrete or text.
             instructions: the beginning of the prompt.
             games: the number of tasks; each has its own seed.
-            choice: True to let the model write only names of actions that are legal (`info["action_mask"]`).
+            choice: True to let the model write only names of legal actions (`info["action_mask"]`); without effect
+                unless the action space is discrete and `parse` is not given.
             options: arguments of `gymnasium.make`.
 
         Raises:
@@ -95,7 +96,10 @@ class Gymnasium(Environment):
         return "\n\n".join(filter(None, [self._instructions, names, self._text()]))
 
     def step(self, turn: Turn) -> str | None:
-        """Take the action of a turn. Return the next observation, or None at the end of the game."""
+        """Take the action of a turn. Return the next observation, or None at the end of the game.
+
+        If the text is not an action, the game does not change, and the result is an error text for the model.
+        """
         try:
             action = self._action(turn.text)
         except ValueError as error:

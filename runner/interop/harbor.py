@@ -66,7 +66,7 @@ class Harbor(Environment):
     """A folder of Harbor tasks. The model has one tool, `bash`, or an agent program plays in the sandbox.
 
     The verifier runs after the play, and writes the reward. If the verifier writes no reward, it runs again in an
-    untouched sandbox. If it writes one in that sandbox, the play has broken the verifier, and the reward is 0.
+    untouched sandbox. If it writes a reward there, the play has broken the verifier, and the reward is 0.
     Otherwise the task is wrong, and the episode fails with `VerifierFailed`.
     """
 
@@ -97,10 +97,12 @@ class Harbor(Environment):
             seconds: the time limit of a call of the tool.
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
             skip_unsupported: leave out tasks with requirements that are not supported. By default they are an error.
-            as_left: accept the reward of the sandbox as the play left it. Otherwise a reward above 0 must hold a second
-                time, after all processes have ended and the programs of the image are restored. This does not apply if
-                the reward of the task's solution does not hold either, such as for a task about a running server.
-            storage: limit the disk of each sandbox to the task's `storage_mb`; an error if the container engine cannot.
+            as_left: accept the reward of the sandbox as the play left it. By default, a reward above 0 is measured
+                again, after all processes have ended and the programs of the image are restored. If the second
+                reward is lower, it counts, unless the second reward of the task's own solution is lower too, as for a
+                task about a running server.
+            storage: limit the disk of each sandbox to the task's `storage_mb`; an error if the container engine cannot
+                limit it.
             train: for an agent program: train all threads or none; None trains threads with tools.
             system_as_user: for an agent program: turn later system messages into user messages.
             overflow: for an agent program: if a history does not fit, "tell" the program, or "end" the episode.
@@ -179,7 +181,7 @@ class Harbor(Environment):
 
     @reward
     async def verified(self) -> float:
-        """The reward that the verifier wrote."""
+        """The reward that the verifier wrote; 0 if the play broke the verifier."""
         try:
             self._scores = await verify(self._harbor, self.sandbox)
         except VerifierFailed:
@@ -241,7 +243,8 @@ def supported_tasks(folder: Path, *, skip: bool = False) -> dict[str, HarborTask
 
     Raises:
         BadOption: there is no task folder.
-        BadTask: a task is invalid, or tasks need something that is not supported; the text names such tasks.
+        BadTask: a task is invalid, or, without `skip`, tasks have requirements that are not supported. The message
+            names the first `MAX_NAMED_COUNT` of these tasks.
     """
     folders = find_task_folders(folder)
     refused = {name: needed for name, path in folders.items() if (needed := unsupported(path))}
@@ -259,7 +262,8 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     """Run the verifier of a task, and return its numbers; one of them is `reward`.
 
     Raises:
-        VerifierFailed: the verifier cannot run, or wrote no reward, or wrote values other than finite numbers.
+        VerifierFailed: the verifier cannot run or is ended at a limit, or it wrote no reward or values other than
+            finite numbers.
     """
     cleaned = await sandbox.exec(["sh", "-c", _CLEAN, task.verifier_user], user="0", cwd="/")
     if not cleaned.ok or any([await _exists(sandbox, f"{LOG_FOLDER}/{name}") for name in REWARD_FILES]):
@@ -301,7 +305,7 @@ async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
 
 
 async def _exists(sandbox: Sandbox, path: str) -> bool:
-    """Return True if a file or folder exists. No command runs inside the sandbox."""
+    """Return True if a file or folder exists, even an unreadable one. No command runs inside the sandbox."""
     try:
         await sandbox.read(path, most_bytes=0)
     except FileNotFoundError:
@@ -319,10 +323,11 @@ def _read_text(content: str) -> dict[str, float]:
 
 
 def read_json(content: str) -> dict[str, float]:
-    """Return the numbers of a `reward.json`; one of them is `reward`.
+    """Return the numbers of a `reward.json`; one of them is `reward`. A single number is the reward, with any key.
 
     Raises:
-        ValueError: the content is neither a finite number nor an object of such numbers, or no number is the reward.
+        ValueError: the content is neither a finite number nor a non-empty object of finite numbers, or it is an
+            object of several numbers without the key `reward`.
     """
     try:
         found = json.loads(content)
@@ -371,18 +376,18 @@ async def _wait_until_healthy(task: HarborTask, sandbox: Sandbox) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HarborCheck:
-    """The rewards of a task without a model."""
+    """The rewards of a task without a model: after its own solution, and after no action."""
 
     solution: float | None
-    """Reward of the task's own solution; None if the solution failed, or if there is no solution."""
+    """Reward of the task's solution; None without a solution, or if the solution, verifier or sandbox failed."""
     nothing: float | None
-    """Reward without any action; None if the verifier failed."""
+    """Reward without any action; None if the verifier or the sandbox failed."""
     errors: tuple[str, ...] = ()
     """Errors of the solution, of the verifier and of the sandboxes; also a missing solution."""
 
     @property
     def ok(self) -> bool:
-        """True if the solution got the reward 1, no action got the reward 0, and there were no errors."""
+        """True if the reward is 1 after the solution and 0 without any action, and there were no errors."""
         return self.solution == 1 and self.nothing == 0 and not self.errors
 
 
@@ -410,7 +415,7 @@ async def check_task(task: HarborTask, provider: SandboxProvider) -> HarborCheck
 async def check_tasks(
     folder: Path, report: Callable[[str, HarborCheck], object], *, skip: bool = False
 ) -> list[HarborCheck]:
-    """Check each task of a folder, and call `report(id, check)` after each.
+    """Check each task of a folder, and call `report(id, check)` after each. Return the checks in order of completion.
 
     Raises:
         BadOption: there is no task folder.

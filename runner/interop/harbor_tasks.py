@@ -43,7 +43,7 @@ _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "verifier": _NETWORK | {"timeout_sec", "user", "env", "environment_mode", "environment", "collect"},
     "solution": frozenset({"env"}),
 }
-"""The fields of each table in Harbor 0.26, including fields that are refused; "" is the whole file."""
+"""The fields of each table in Harbor 0.26, including fields that are refused; "" is the top level of the file."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 
@@ -80,7 +80,7 @@ class HarborTask:
     verifier_env: Mapping[str, str] = field(default_factory=dict)
     solution_env: Mapping[str, str] = field(default_factory=dict)
     healthcheck: Healthcheck | None = None
-    """The command that waits for the sandbox; None without one."""
+    """The check that the sandbox is ready; None if the task has no such check."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The tables `[task]` and `[metadata]`."""
 
@@ -90,7 +90,7 @@ class HarborTask:
 
 
 def find_task_folders(folder: Path) -> dict[str, Path]:
-    """Return the task folders by id, in order: the folder itself, or the task folders below it.
+    """Return the task folders by id, sorted by path: the folder itself, or all task folders below it.
 
     Raises:
         BadOption: there is no task folder.
@@ -144,10 +144,10 @@ def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
 
 
 def unsupported(folder: Path) -> list[str]:
-    """Return the names of the requirements of a task that are not supported; an empty list if all are.
+    """Return the requirements of a task that are not supported, in words; an empty list if all are supported.
 
     Raises:
-        BadTask: `task.toml` cannot be read.
+        BadTask: `task.toml` cannot be read, or has another value in place of a table.
     """
     configuration = _configuration(folder)
     return list(_unsupported(folder, configuration, _table(configuration, "environment")))

@@ -1,4 +1,4 @@
-"""A judge: a model that scores replies by a rubric, as an agent of the episode that is not trained."""
+"""A judge: a model that scores replies by a rubric. It plays as an untrained agent of the episode."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ __all__ = ["JUDGE", "JUDGE_PREFIX", "Judge", "JudgeCost", "judge", "judge_of_opt
 JUDGE: Final = "judge"
 """The name of the judge's agent."""
 MAX_CACHED_ENTRIES = 100_000
-"""Maximum number of scores that a judge remembers."""
+"""Maximum number of scores that a judge keeps in memory. Above it, the least recently used score is removed."""
 
 JUDGE_PREFIX: Final = "judge:"
 """Prefix of a `score` option that has a rubric."""
 
 MIN_CHOICE_PROBABILITY: Final = 0.01
-"""Minimum probability of all choices together; below it, the judge would write another reply: the judgement fails."""
+"""Minimum sum of the probabilities of all choices. Below it, the judgement fails: the judge would most likely write
+another reply.
+"""
 
 _SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?[^\w%]*$", re.IGNORECASE)
 _BARE: Final = re.compile(r"[^\w-]*(-?\d+(?:\.\d+)?)[^\w%]*")
@@ -135,7 +137,7 @@ class Judge:
 
         Raises:
             JudgeFailed: two replies had no score in the range, or were cut; or the choices are improbable.
-            BadOption: choices are given, and the judge's engine takes messages.
+            BadOption: the cache file is invalid; or choices are given, and the judge's engine takes messages.
             BadControl: choices are given, and the judge's engine has no scores.
         """
         question = self._question(task, episode.text)
@@ -243,9 +245,9 @@ def judge(
         high: the highest score.
         choices: the value of each possible reply, such as {"yes": 1, "no": 0}, in place of a range and a sampling.
             Choices need an engine of token ids, and a model that replies without reasoning.
-        sampling: the judge's sampling; greedy with 512 tokens by default.
+        sampling: the judge's sampling; by default greedy, with at most 512 tokens.
         cache: a file that keeps the scores for later runs, as JSON lines with their cost; made if it is missing. A
-            score is used again for the same model, weights, rubric, range, sampling, task and reply.
+            score is used again for the same model, weights, rubric, range, sampling or choices, task and reply.
 
     Raises:
         BadOption: an argument is invalid.
@@ -283,7 +285,8 @@ def _check_choices(choices: Any) -> None:
     """Check the argument `choices`.
 
     Raises:
-        BadOption: `choices` is not a mapping of two or more texts to numbers, or a text is the beginning of another.
+        BadOption: `choices` is not a mapping of two or more texts to finite numbers, or one text is the beginning of
+            another text.
     """
     named = isinstance(choices, Mapping) and all(isinstance(text, str) and text.strip() for text in choices)
     if not named or len(choices) < 2 or not all(map(_is_finite, choices.values())):
@@ -299,7 +302,7 @@ def judge_of_option(score: str, cache: str) -> Judge:
     """Return the judge for `--score judge:RUBRIC` or `--score judge:@FILE`.
 
     Raises:
-        BadOption: the file cannot be read, or there is no rubric.
+        BadOption: the file cannot be read, there is no rubric, or the folder of the cache does not exist.
     """
     rubric = score.removeprefix(JUDGE_PREFIX)
     if rubric.startswith("@"):

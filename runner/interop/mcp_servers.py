@@ -1,4 +1,4 @@
-"""Servers of the Model Context Protocol: their tools for an environment, and a data set whose questions use them."""
+"""Tools of MCP servers (Model Context Protocol) for environments, and a data set whose questions use them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["McpDataset", "McpServers", "ServerOption"]
 
 ServerOption: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
 """A server, a list of servers, or a dict of servers by name. A server is a command, a URL, or a dict as in the
-configuration files of MCP clients; one such file may contain all servers. In Python, a server may also be anything that
-`mcp.Client` takes.
+configuration files of MCP clients. The path of such a file stands for all its servers. In Python, a server may also be
+any object that `mcp.Client` takes.
 """
 
 MAX_PAGES_COUNT = 1000
 """Maximum number of pages of tools that are read from one server."""
 LAST_CHARS = 400
-"""Maximum number of last characters of a server's standard error in an error message."""
+"""Maximum number of characters from the end of a server's standard error in an error message."""
 MAX_PROCESSES_COUNT = 32
 """Default maximum number of episodes that have server processes of their own at the same time."""
 
@@ -45,14 +45,15 @@ class McpServers:
             async def setup(self):
                 self.tools += await self.servers.connect(self.episode.exit_stack)
 
-    A call that the server refuses, or answers with `isError`, raises `ToolError`; the model reads its text. If a server
-    is gone, the call raises `ServerFailed`, and the episode fails. A call that takes longer than `Limits.tool_seconds`
-    is cut, and its late answer is dropped.
+    A call that the server refuses, or answers with `isError`, raises `ToolError`; the model reads its text. If the
+    connection to a server is lost, the call raises `ServerFailed`, and the episode fails. A call that takes longer than
+    `Limits.tool_seconds` is cut, and its late answer is dropped.
 
     Args:
         servers: a command or a URL, a list of them, or a dict of them by name. Each may also be a dict with `command`,
-            `args`, `env` and `cwd`, or with `url` and `headers`. A file or a dict with `mcpServers`, as MCP
-            clients have it, contains all servers. `${NAME}` in `env` and `headers` is an environment variable.
+            `args`, `env` and `cwd`, or with `url` and `headers`. The configuration of an MCP client, a dict with
+            `mcpServers` or the path of its .json file, stands for all its servers. `${NAME}` in `env` and `headers` is
+            an environment variable.
         prefix: begin each tool's name with the server's name and an underscore. Without it, two tools of the same name
             are refused. Servers of a list are called "1", "2", ...
 
@@ -73,10 +74,10 @@ class McpServers:
         return any(isinstance(each, self._mcp.StdioServerParameters) for each in self._servers.values())
 
     async def connect(self, exit_stack: AsyncExitStack) -> list[Tool]:
-        """Connect to all servers, and return their tools, sorted by name. The end of the exit stack disconnects.
+        """Connect to all servers, and return their tools, sorted by name. Closing the exit stack disconnects.
 
         Raises:
-            ServerFailed: a server does not start or cannot be reached.
+            ServerFailed: a server does not start, cannot be reached, or does not list its tools.
             BadEnvironment: two tools have the same name.
         """
         tools: dict[str, Tool] = {}
@@ -94,7 +95,10 @@ class McpServers:
         return [tools[name] for name in sorted(tools)]
 
     def _checked(self, name: str, server: Any) -> Any:
-        """Return the server as `mcp.Client` takes it, or as `_HttpServer` if it has headers.
+        """Return a server in a form that `_McpConnection` takes.
+
+        A command, or a dict with `command`, becomes `StdioServerParameters`. A dict with `url` becomes `_HttpServer`. A
+        URL, and an object that `mcp.Client` takes, are unchanged.
 
         Raises:
             BadEnvironment: the server is invalid.
@@ -106,7 +110,7 @@ class McpServers:
                 argv = _split(server)
                 return self._process({"command": argv[0], "args": argv[1:]})
         except ValueError as error:
-            # A dict is not shown, since it may contain keys.
+            # A dict is not shown, since it may contain secrets.
             shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "
             raise BadEnvironment(f"MCP server {name!r}: {shown}{error}.") from None
         if server is None or isinstance(server, bool | int | float | list | tuple):
@@ -120,7 +124,7 @@ class McpServers:
             raise ValueError(f"{unknown[0]!r} is unknown: give {', '.join(_PROCESS_FIELDS)}, or url and headers")
         for key, kind in allowed.items():
             if key in given and not isinstance(given[key], kind):
-                # The value is not shown, since it may contain a key.
+                # The value is not shown, since it may contain secrets.
                 raise ValueError(f"{key} is of type {type(given[key]).__name__}; it must be {_KINDS[kind]}")
         if "command" in given:
             return self._process(given)
@@ -206,7 +210,7 @@ class _McpConnection:
         """Connect, and disconnect when the block is left. The standard error of a process goes to a temporary file.
 
         Raises:
-            ServerFailed: the server cannot be reached, or dies.
+            ServerFailed: the server cannot be reached, or the connection to it is lost.
         """
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._errors:
             passing: BaseException | None = None
@@ -223,7 +227,7 @@ class _McpConnection:
                         passing = error
                         raise
             except Exception as error:
-                # If a server over HTTP dies, the block is cancelled, and the error is raised here at its end.
+                # If an HTTP connection is lost, the block is cancelled, and the error is raised here, at its end.
                 if isinstance(passing, Exception) or isinstance(error, ServerFailed):
                     raise
                 raise self._failed("is gone", error) from error
@@ -328,7 +332,7 @@ class McpDataset(Dataset):
         """Choose the servers and the questions.
 
         Args:
-            servers: as in `McpServers`; as text, also JSON or a JSON file.
+            servers: as in `McpServers`. A string may also be JSON, or the path of a .json file.
             tasks: the data set. This and all arguments up to `cache` are those of `Dataset`.
             prompt: the prompt.
             answer: the reference answer.
@@ -342,7 +346,7 @@ class McpDataset(Dataset):
             take: rows to keep.
             cache: the file of a judge's scores.
             prefix: begin the names of tools with the name of their server.
-            one_connection: all episodes share one connection to each server; by default each has its own.
+            one_connection: all episodes share one connection to each server; by default each episode has its own.
             processes: maximum number of episodes at once that have server processes of their own.
         """
         super().__init__(tasks, prompt, answer, score, id, system, info, where, shuffle, skip, take, cache)

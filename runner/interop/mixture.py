@@ -100,6 +100,8 @@ class Mixture(Environment):
 
         Raises:
             BadEnvironment: the `tasks()` of an environment is async.
+            BadTask: `tasks()` of an environment fails or returns something other than tasks, or its task file cannot be
+                read.
         """
         sources: dict[str, Any] = {}
         for name, part in self._parts.items():

@@ -26,7 +26,7 @@ _TOOL_CALL: Final = "call_tool"
 """The type of the action of a server whose actions are calls of MCP tools."""
 
 _REFUSED: Final = "VALIDATION_ERROR"
-"""The code of an action that does not fit the schema."""
+"""The server's error code for a message that does not fit the schema."""
 
 
 class OpenEnv(Environment):
@@ -104,6 +104,7 @@ class OpenEnv(Environment):
 
         Raises:
             ServerFailed: the server cannot be reached, or does not answer as expected.
+            ToolError: the arguments of `reset` do not fit the server's schema.
         """
         address = f"ws{self._url.removeprefix('http')}/ws"
         connecting = self._websockets.connect(address, open_timeout=CONNECT_SECONDS, max_size=None)
@@ -172,7 +173,7 @@ class OpenEnv(Environment):
             raise ServerFailed(f"OpenEnv server {self._url}: an earlier call was cut: raise tool_seconds.")
         self._is_cut = True
         try:
-            # A server that refuses the session sends a reason and closes it. The reason is read below.
+            # A server that refuses the session sends a reason and closes the connection. The reason is read below.
             with suppress(self._websockets.ConnectionClosed):
                 await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
             answer = json.loads(await self._socket.recv())

@@ -29,10 +29,10 @@ class RowValueError(ValueError):
 
 
 class ListFormat(enum.StrEnum):
-    """Formats of a value in a template, written after a colon."""
+    """Formats of a value in a template, written after a colon: "{choices:letters}"."""
 
     LETTERS = "letters"
-    """A list as lines "A. first", "B. second"."""
+    """A list as lines "A. first", "B. second". Items after the 26th are left out."""
     LETTER = "letter"
     """A number as a letter: 0 is A."""
     LINES = "lines"
@@ -93,7 +93,7 @@ class RowTemplate:
         """Parse a template.
 
         Raises:
-            BadOption: the text is empty or not a template; the message names the option.
+            BadOption: the text is empty or not a template. The message names the option or the invalid field.
         """
         if not isinstance(text, str) or not text:
             raise BadOption(f"{option}={text!r:.60}: give a field's name, or a string such as '{{question}}'.")
@@ -186,7 +186,7 @@ def _number(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RowCondition:
-    """A condition on a row: FIELD, one of = != < <= > >= ~, and a value; ~ searches a regular expression."""
+    """A condition on a row: FIELD, one of = != < <= > >= ~, and a value. ~ searches for a regular expression."""
 
     text: str
     _path: _FieldPath
@@ -218,10 +218,11 @@ class RowCondition:
     def holds(self, row: Row) -> bool:
         """Return True if the row fulfils the condition.
 
-        Null fulfils only `!=`. An empty text is neither above nor below a number.
+        A column that is null fulfils only `!=`. An empty text is neither above nor below a number.
 
         Raises:
-            RowValueError: the field is missing, or its value cannot be compared with the value of the condition.
+            RowValueError: the field is missing, is an image or sound, or cannot be compared with the value of the
+                condition; or a value inside a column, such as `choices.text[0]`, is null.
         """
         if self._path.column in row and row[self._path.column] is None:
             return self._operator == "!="

@@ -22,15 +22,17 @@ __all__ = ["RowSource", "source_of"]
 BATCH_ROWS = 256
 """Number of rows of a Parquet file that are decoded at once."""
 MIN_SHUFFLED_ROWS = 10_000
-"""Minimum number of rows of a Parquet file that are shuffled together, if it has so many."""
+"""Minimum number of rows of a Parquet file that are shuffled together. There are fewer if no other rows are left, or if
+more rows would exceed `MAX_SHUFFLED_BYTES`.
+"""
 MAX_SHUFFLED_BYTES = 256 << 20
-"""Maximum size of a row group that is shuffled as a whole. Parts of a larger one are shuffled one by one."""
+"""Maximum decoded size of the row groups that are shuffled together. A larger row group is shuffled in parts."""
 READ_BYTES = 1 << 20
 """Size of the read buffer of a Parquet column."""
 
 
 class RowSource(ABC):
-    """A data set whose rows can be read several times."""
+    """A data set that is read row by row."""
 
     name: str
 
@@ -66,7 +68,7 @@ def source_of(tasks: Any) -> RowSource:
     """Return the source for a path, `hf:NAME[SPLIT]`, or an iterable of mappings.
 
     Raises:
-        BadTask: the file is missing or has an unknown format.
+        BadTask: the file is missing, is a folder, or has an unknown format.
         BadOption: `tasks` is another kind of object, or text after "hf:" is invalid.
     """
     if isinstance(tasks, str) and tasks.startswith("hf:"):
@@ -105,7 +107,7 @@ class _ObjectRows(RowSource):
         self._tasks = tasks
 
     def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
-        """The rows."""
+        """The rows, with all their fields."""
         if seed is None:
             numbered: Iterable[tuple[int, Any]] = enumerate(self._tasks, 1)
         else:
@@ -131,7 +133,7 @@ class _JsonRows(_FileRows):
     """One JSON object per line."""
 
     def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
-        """The rows. For a shuffled order, the positions of all lines are read first."""
+        """The rows with their line numbers. For a shuffled order, the positions of all lines are read first."""
         try:
             with self.path.open("rb") as file:
                 lines = enumerate(file, 1) if seed is None else self._shuffled(file, seed)
@@ -237,8 +239,9 @@ class _CountedLines:
 class _ParquetRows(_FileRows):
     """A Parquet file. Only the columns in use are read, in small batches.
 
-    A shuffled order draws row groups, collects at least `MIN_SHUFFLED_ROWS` rows of them, and shuffles these rows. A
-    row group above `MAX_SHUFFLED_BYTES` is shuffled in consecutive parts, so that memory stays bounded.
+    For a shuffled order, row groups are drawn until they have `MIN_SHUFFLED_ROWS` rows or would exceed
+    `MAX_SHUFFLED_BYTES`, and the rows of these groups are shuffled. A row group above `MAX_SHUFFLED_BYTES` is shuffled
+    in consecutive parts, so that memory stays bounded.
     """
 
     def columns(self) -> Sequence[str]:
@@ -247,7 +250,7 @@ class _ParquetRows(_FileRows):
             return list(file.schema_arrow.names)
 
     def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
-        """The rows."""
+        """The rows, with only the needed columns."""
         import pyarrow as pa
 
         known = set(self.columns())
@@ -333,8 +336,8 @@ _HUB_NAME: Final = re.compile(r"hf:(?P<name>[^\[\]:]+)(?::(?P<config>[^\[\]:]+))
 class _HubRows(RowSource):
     """The rows of `hf:NAME[SPLIT]`, `hf:NAME:CONFIG[SPLIT]`, or `hf:FOLDER[SPLIT]`.
 
-    The library `datasets` maps the rows into memory. Without a split, the data set must have only one. A slice such as
-    `[train[:100]]` is not supported: use `take`.
+    The library `datasets` maps the rows into memory. Without a split in the name, the data set must not have several
+    splits. A slice such as `[train[:100]]` is not supported: use `take`.
     """
 
     def __init__(self, text: str) -> None:
@@ -350,7 +353,7 @@ class _HubRows(RowSource):
         return list(self._open().column_names)
 
     def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
-        """The rows; images are not decoded."""
+        """The rows, with only the needed columns; images, sounds and videos are not decoded."""
         rows = self._open().select_columns([name for name in needed if name in self._open().column_names])
         rows = rows.with_format(None)
         for name, feature in rows.features.items():

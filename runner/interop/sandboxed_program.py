@@ -1,4 +1,4 @@
-"""An agent program in a sandbox as an environment. The program reaches only the endpoint of its episode."""
+"""An agent program in a sandbox as an environment. By default, it can reach only the endpoint of its episode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from runner.sandbox.sandbox import Sandbox, SandboxOptions
 __all__ = ["SandboxedProgram"]
 
 CHECK_SECONDS = 220.0
-"""Time limit of the check. It is shorter than the default of `Limits(reward_seconds=)`, since a restart comes first."""
+"""Time limit of the check. It is shorter than the default of `Limits(reward_seconds=)`, which also includes the restart
+of the sandbox before the check.
+"""
 
 
 class SandboxedProgram(Program):
@@ -56,8 +58,8 @@ class SandboxedProgram(Program):
             network: "none", so that the program reaches only its endpoint, or "internet".
             user: the user of the program and of the copied files; the check is then run by root. By default
                 everything is run by the user of the image.
-            as_left: check the sandbox as the program left it. Otherwise all its processes are ended, and the programs
-                of the image are restored before the check.
+            as_left: check the sandbox as the program left it. By default, all processes of the sandbox are ended and
+                the programs of the image are restored before the check.
             program: further arguments of `Program`.
 
         Raises:

@@ -30,7 +30,7 @@ from runner.tasks import Task
 __all__ = ["ScoreName", "ScoringFunction", "TextScorer", "scorer_of"]
 
 ScoringFunction: TypeAlias = Callable[[str, Task], float | Awaitable[float | None] | None]
-"""A function of the reply's text and its task, sync or async."""
+"""A sync or async function of the reply's text and the task. It returns the score; None if the score is unknown."""
 
 MATH_SECONDS = 10.0
 """Time limit for the comparison of two mathematical expressions, in a worker process."""
@@ -44,19 +44,23 @@ class ScoreName(enum.StrEnum):
     """The names of the scorers for `score=`."""
 
     EXACT = "exact"
-    """The reply equals the answer, without white space around both."""
+    """The reply equals the answer; white space at the beginning and end of both is ignored."""
     CONTAINS = "contains"
-    """The answer occurs in the reply, in any case of letters."""
+    """The answer occurs in the reply; upper and lower case are equal."""
     NUMBER = "number"
     """The last number of the reply equals the reference number. A number after #### or in \\boxed{} has precedence."""
     CHOICE = "choice"
     """The letter that the reply chooses is the answer."""
     REGEX = "regex"
-    """The last match of regex:PATTERN in the reply, or its first group, is the answer; any match without an answer."""
+    """`regex:PATTERN`: the last match of the pattern in the reply equals the answer. If the pattern has groups, the
+    first group of the match is compared. For a task without an answer, any match scores 1.
+    """
     MATH = "math"
     """Reply and answer are equal as mathematical expressions, by the library math-verify."""
     JSON = "json"
-    """Reply and answer are the same JSON value; the reply may have it in a code block."""
+    """Reply and answer are the same JSON value. The value in the reply may be in a code block; an object or a list may
+    also be inside other text.
+    """
 
 
 class TextScorer(Protocol):
@@ -82,7 +86,7 @@ def scorer_of(score: Any) -> TextScorer:
 
     Raises:
         BadOption: there is no such scorer, or its function cannot be imported.
-        BadEnvironment: the package for it is missing.
+        BadEnvironment: the package of the scorer is missing.
     """
     if callable(score):
         return _FunctionScorer(score)
@@ -103,7 +107,10 @@ def scorer_of(score: Any) -> TextScorer:
 
 @dataclass(frozen=True, slots=True)
 class _ComparisonScorer:
-    """A comparison of two texts by a function. `reference` returns None for an answer that is not `wanted`."""
+    """A comparison of two texts by a function. `reference` returns None for an answer that cannot be compared.
+
+    `wanted` describes a usable answer in the error for such an answer, for example "a number".
+    """
 
     equal: Callable[[str, str], bool]
     reference: Callable[[str], Any]

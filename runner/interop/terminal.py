@@ -66,8 +66,8 @@ class Terminal(Environment):
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
             user: the user of the model's commands and of the uploaded files; the check is then run by root. By default
                 everything is run by the user of the image.
-            as_left: check the sandbox as the model left it. Otherwise all its processes are ended, and the programs of
-                the image are restored before the check.
+            as_left: check the sandbox as the model left it. By default, all processes of the sandbox are ended and the
+                programs of the image are restored before the check.
 
         Raises:
             BadOption: an option of the sandbox is invalid.

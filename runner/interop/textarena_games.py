@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 class TextArena(Environment):
-    """A game of TextArena (`--set game=TicTacToe-v0`); each player reads only what the game shows that player.
+    """A game of TextArena (`--set game=TicTacToe-v0`); each player reads only what the game shows to that player.
 
     `main` is player 0. In self-play the others are the trained agents `player_1` and so on, each with a reward of its
     own. Otherwise they are untrained agents of the same names, which may have engines of their own.
@@ -66,7 +66,11 @@ class TextArena(Environment):
         return (Task(id=f"{self._game}-{number}") for number in range(self._games))
 
     def setup(self) -> None:
-        """Make the game, and reset it with the seed of the task."""
+        """Make the game, and reset it with the seed of the task.
+
+        Raises:
+            BadEnvironment: the game does not allow this number of players.
+        """
         self._random = random.Random(self.episode.rng.getrandbits(31)).getstate()
         seed = self.episode.rng.getrandbits(31)
         self._with_own_random(lambda: self._reset(seed))
@@ -90,9 +94,9 @@ class TextArena(Environment):
 
     @reward
     def outcome(self) -> dict[str, float] | float:
-        """The game's reward of each player.
+        """The game's reward of each player; only the reward of `main` if only `main` is trained.
 
-        A game that a limit ends is a draw with the reward 0, as at TextArena's limit of turns. `finished` is then 0.
+        If a limit of the episode ends the game, all rewards are 0, as for a draw at TextArena's own limit of turns.
         """
         rewards = self._env.state.rewards or {}
         if not self._self_play:
@@ -102,7 +106,7 @@ class TextArena(Environment):
 
     @metric
     def finished(self) -> bool:
-        """1 if the game ended by its rules, 0 if a limit ended it."""
+        """True if the game ended by its rules, False if a limit of the episode ended it."""
         return self._over
 
     def _reset(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Environment variables of this process in texts of configuration files, so that the files need not contain keys."""
+"""Replacement of `${NAME}` in configuration files by environment variables, so that the files need no secrets."""
 
 from __future__ import annotations
 

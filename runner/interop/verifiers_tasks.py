@@ -72,7 +72,11 @@ class Verifiers(Environment):
         self._given = self._recorded = 0
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks, read as they are needed. The id of a task is its own id, its name, or a hash of its content."""
+        """The tasks, read as they are needed. The id of a task is its own id, its name, or a hash of its content.
+
+        Raises:
+            BadTask: a task has no prompt, or its prompt contains something other than text.
+        """
         for task in self._taskset:
             name = task.data.id or task.data.name or task.key[:16]
             data = task.data.model_dump(mode="json", exclude_defaults=True)
@@ -90,7 +94,7 @@ class Verifiers(Environment):
 
         Raises:
             BadTask: the task needs an unsupported feature.
-            BadEnvironment: a tool set of the task runs elsewhere.
+            BadEnvironment: a tool set of the task has a URL, or a runtime other than `subprocess`.
         """
         data = self._kind.data_type().model_validate(self.task.info["data"])
         self._task = self._kind(data, self._taskset.config.task)
@@ -116,7 +120,7 @@ class Verifiers(Environment):
         self.tools += [self._tool(each) for each in served]
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Answer calls until the model makes none, or a stop condition of the task holds."""
+        """Generate turns and run their calls, until a turn has no calls or a stop condition of the task holds."""
         self._given = len(conversation.messages)
         while not await self._is_stopped(conversation):
             turn = await conversation.generate()
@@ -212,7 +216,7 @@ async def _served_tools(toolset: Any, stack: AsyncExitStack, data: Any = None) -
     """Start a tool set in this process, for a task if `data` is given, and return its tools.
 
     Raises:
-        BadEnvironment: the tool set runs elsewhere.
+        BadEnvironment: the tool set has a URL, or a runtime other than `subprocess`.
     """
     config = toolset.config
     place = getattr(getattr(config, "runtime", None), "type", "subprocess")
@@ -236,7 +240,7 @@ async def _served_tools(toolset: Any, stack: AsyncExitStack, data: Any = None) -
 
 
 def _blank_secrets() -> dict[str, str]:
-    """Return an empty value for each variable of a secret, since verifiers passes all variables to child processes."""
+    """Return "" for each variable that holds a secret, since verifiers passes all variables to child processes."""
     return {name: "" for name in os.environ if _SECRET.search(name)}
 
 

@@ -19,8 +19,8 @@ __all__ = ["OpenTelemetryObserver", "TrackioObserver", "WandbObserver"]
 class OpenTelemetryObserver(RunObserver):
     """An observer that sends a span for each trajectory and each turn, and counts episodes, tokens and rewards.
 
-    The start of a turn's span is computed from the recorded durations of earlier turns, since a run records no times of
-    turns. Names follow OpenTelemetry's conventions for generative AI (`gen_ai.usage.output_tokens`).
+    The start of a turn's span is computed from the durations of earlier turns, since a run does not record the times
+    of turns. Names follow OpenTelemetry's conventions for generative AI (`gen_ai.usage.output_tokens`).
 
     Args:
         tracer_provider: the provider that receives spans; None for the global provider.
@@ -94,7 +94,11 @@ class _Logged(RunObserver):
         self._updates += 1
 
     def numbers(self, group: Group) -> dict[str, float]:
-        """Return the numbers of a group: means of its rewards and metrics, and counts of the run so far."""
+        """Return the numbers of a group by name, and counts of the run so far.
+
+        The numbers of the group are means: of rewards, of metrics, of seconds, and of the numbers of turns and of
+        sampled ids ("tokens").
+        """
         agent = "" if group.agent == "main" else f"{group.agent}/"
         columns: dict[str, list[float]] = {}
         for each in group.trajectories:

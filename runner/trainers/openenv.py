@@ -39,7 +39,7 @@ def training_trace(trajectory: Trajectory, *, header: Header | None = None) -> d
         header: the header of its run file; the trace then has the variables and the time of the template, too.
 
     Raises:
-        BadBatch: a turn has no ids, or an id has no log-probability.
+        BadBatch: a turn has no ids, or an id has no finite log-probability.
     """
     failed = absence(trajectory)
     turns = [_turn(trajectory, turn, trains=not failed) for turn in trajectory.turns if turn.tokens]
@@ -62,7 +62,7 @@ def export_openenv(run_file: RunFile, target: str | Path | IO[bytes], *, chosen:
         The number of written trajectories.
 
     Raises:
-        BadBatch: a turn has no ids, or an id has no log-probability.
+        BadBatch: a turn has no ids, or an id has no finite log-probability.
         StorageFailed: the target cannot be written.
     """
     if isinstance(target, str | Path):
@@ -87,7 +87,7 @@ def read_training_trace(text: str | bytes | Mapping[str, Any], *, vocabulary: in
 
     Args:
         text: the trace, as JSON or as a mapping of its fields.
-        vocabulary: the number of ids of the model; every id is compared with it.
+        vocabulary: the number of ids of the model; an id at or above it is an error. None for no maximum.
 
     Raises:
         BadBatch: the trace is not JSON, has another schema version, or a turn is malformed: it lacks a field, its

@@ -1,7 +1,8 @@
-"""A check that the ids of a trace are those of the template and of the engine's sampling.
+"""A check that a trace contains exactly the ids that the template wrote and the engine sampled.
 
-Each prompt is compared with the sampled ids that it follows, and, where the trace has messages, with what the template
-writes: the first prompt of a conversation, and the seam between a turn and the next prompt, as the bridge makes it.
+A prompt that continues an earlier call must begin with the unchanged ids of that call. If the trace has messages, the
+first prompt of a conversation and each seam are also compared with what the template writes. A seam is the ids between
+a sampled turn and the next one.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class TraceFinding:
     fault: TraceFault
     """The kind of the finding."""
     turn: int
-    """Number of the call in the trace."""
+    """Number of the call in the trace, from 0."""
     node_id: str
     """Id of the call in the trace."""
     index: int
-    """First id that differs: in the prompt, or for AFTER_STOP in the sampled ids."""
+    """Index of the first id that differs, in the prompt or, for AFTER_STOP, in the sampled ids."""
     explanation: str
     """The cause in words."""
     found: tuple[int, ...]
@@ -78,7 +79,7 @@ class TraceReport:
     calls: int = 0
     """Number of calls of the trace."""
     ids: int = 0
-    """Number of prompt and sampled ids that were compared."""
+    """Number of prompt ids and sampled ids of all calls, including calls that were not compared completely."""
     findings: list[TraceFinding] = field(default_factory=list)
     """The findings, at most one for each call and cause."""
     unchecked: Counter[str] = field(default_factory=Counter)
@@ -142,7 +143,7 @@ class TraceModel:
         return cls(tokenizer, found, stop_ids=stop_ids, options=options, now=now)
 
     def clock(self, call: TracedCall) -> datetime | None:
-        """Return the time that the template saw in a call: `now`, or "clock" in its metadata; None if unknown."""
+        """Return the time that the template read in a call: `now`, or "clock" in its metadata; None if unknown."""
         recorded = call.metadata.get("clock")
         return self.now or (datetime.fromisoformat(recorded) if isinstance(recorded, str) else None)
 
@@ -158,11 +159,11 @@ class TraceModel:
 @dataclass(frozen=True, slots=True)
 class _Bridgers:
     exact: Sequence[Bridger]
-    """One bridger with tools unchanged, and one with tools fitted to the template as in a run. Text of messages stays
-    text.
+    """A bridger with unchanged tools, and, if a run rewrites tools for the template, a bridger with rewritten tools.
+    Both encode text of messages as text.
     """
     unsafe: Bridger
-    """A bridger with tools unchanged, by which control text of messages becomes control ids."""
+    """A bridger with unchanged tools that encodes control text of messages as control ids."""
 
     @classmethod
     def of(cls, model: TraceModel, options: Mapping[str, Any], clock: datetime | None) -> _Bridgers:
@@ -175,11 +176,11 @@ class _Bridgers:
 
 
 def verify_trace(calls: Sequence[TracedCall], model: TraceModel) -> TraceReport:
-    """Compare the ids of one trace's calls with those of the template and of the engine's sampling.
+    """Check that the calls of one trace contain exactly the ids that the template wrote and the engine sampled.
 
-    This compares sampled ids, which must be unchanged in later prompts. If the trace has messages, it also compares the
-    first prompt and the ids between two turns. It compares no log-probabilities, and cannot find sampled ids that the
-    trace left out.
+    Sampled ids must be unchanged in later prompts. If the trace has messages, the first prompt and the ids between two
+    turns are compared with those of the template. Log-probabilities are not compared. Sampled ids that the trace left
+    out cannot be found.
 
     Args:
         calls: the calls in order, as `read_traces` returns them.
@@ -208,7 +209,7 @@ class _TraceCheck:
     # --- the ids that a prompt follows
 
     def _continued(self, number: int, call: TracedCall) -> int | None:
-        """The number of the earlier call whose ids are the longest prefix of this prompt; None without one."""
+        """The number of the earlier call whose ids are the longest prefix of this prompt; None without such a call."""
         best: int | None = None
         for earlier, other in enumerate(self._calls[:number]):
             length = len(other.ids)
@@ -334,7 +335,7 @@ class _TraceCheck:
             self._find(TraceFault.AFTER_STOP, number, why, call.token_ids, call.token_ids[: at + 1])
 
     def _messages(self, call: TracedCall) -> list[Message] | None:
-        """The messages of a prompt as templates read them; None if the trace has none, or if one cannot be used."""
+        """The messages of a prompt as templates read them; None if there are no messages, or one is invalid."""
         if not call.messages:
             self._report.unchecked["the trace has no messages: only ids were compared"] += 1
             return None

@@ -44,7 +44,7 @@ def read_traces(path: str | Path, *, vocabulary: int | None = None) -> Iterator[
 
     Args:
         path: the file.
-        vocabulary: the number of ids of the model; every id is compared with it.
+        vocabulary: the number of ids of the model; an id at or above it is an error. None for no maximum.
 
     Raises:
         BadBatch: the file cannot be read or is not JSON, or a trace has another format or schema version, or is
@@ -62,7 +62,7 @@ def read_traces(path: str | Path, *, vocabulary: int | None = None) -> Iterator[
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) for the JSON values of a file: one of each line, or those of a single document.
+    """Yield (place, value) for the JSON values of a file: each line, or one document, or the items of a list.
 
     Raises:
         BadBatch: the file cannot be read, is not JSON, or is a run file.
@@ -132,7 +132,7 @@ def _within(where: str, inner: str) -> str:
 
 
 def _verifiers_calls(trace: Any, vocabulary: int | None) -> list[TracedCall]:
-    """Return the calls of a trace: each sampled node is one, and the nodes on the path before it are its prompt."""
+    """Return the calls of a trace. Each sampled node is a call, and the nodes on the path to it are its prompt."""
     if not isinstance(trace, Mapping):
         raise BadBatch(f"the trace is {trace!r:.40}: give an object.")
     version = trace.get("version", VERIFIERS_VERSION)
@@ -224,7 +224,7 @@ def _openai_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the record as the only row, or the rows if it is a dict of columns, as a `rollout_func` of TRL returns."""
+    """Return the rows of a record: the record itself, or the rows of a dict of columns, as TRL has them."""
     columns = list_of("row", record, "completion_ids")
     if not columns or not isinstance(columns[0], list):
         return [record]
@@ -237,7 +237,7 @@ def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _row_calls(row: Mapping[str, Any], vocabulary: int | None) -> list[TracedCall]:
-    """Return the calls of a row: each span of sampled ids is one, and all ids before it are its prompt."""
+    """Return the calls of a row. Each span of sampled ids is a call, and all ids before the span are its prompt."""
     prompt, completion = (ids_of("row", row, name, vocabulary) for name in ("prompt_ids", "completion_ids"))
     name = next((each for each in ("env_mask", "tool_mask", "completion_mask") if row.get(each) is not None), "")
     length = len(completion)

@@ -29,7 +29,7 @@ class ScoreFinding:
     """One call of a trace with log-probabilities that differ from the engine's scores."""
 
     turn: int
-    """Number of the call in the trace."""
+    """Number of the call in the trace, from 0."""
     node_id: str
     """Id of the call in the trace."""
     ids: int
@@ -80,12 +80,13 @@ async def score_trace(
     """Compare the log-probabilities of a trace with the engine's scores, and find the ids that differ.
 
     At temperature 1 a conversation is scored in one pass, whatever its number of calls. With another sampling each call
-    takes one engine step per id. Calls without log-probabilities and calls under a grammar are counted as unchecked.
+    takes one engine step per id. Some calls are counted as unchecked: calls without log-probabilities or without prompt
+    ids, calls under a grammar, and calls that the engine refuses.
 
     Args:
         calls: the calls in order, as `read_traces` returns them.
         engine: an entered engine with the weights that sampled the trace.
-        sampling: the sampling of the calls; None for temperature 1, or the temperature in the metadata of a call.
+        sampling: the sampling of the calls; None for the temperature in the metadata of each call, 1 if it is missing.
         tolerance: the allowed difference of an id, in nats.
 
     Raises:

@@ -26,9 +26,9 @@ class TracedCall:
     logprobs: tuple[float, ...]
     """Log-probability of each sampled id in nats; empty if the trace has none."""
     mask: tuple[bool, ...]
-    """True if the sampled id is trained."""
+    """One value for each sampled id: True if the id is trained."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the producer."""
+    """Further fields that the producer of the trace wrote; empty if there are none."""
     messages: Sequence[Mapping[str, Any]] = ()
     """Messages of the prompt, in OpenAI's shape; empty if the trace has none."""
     reply: Mapping[str, Any] | None = None

@@ -74,12 +74,13 @@ def rollout_func(
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
-        tasks: the task of each prompt of the data set; in an iterable of tasks, each is found by its id. If a prompt is
-            a conversation, the text of the last message is looked up.
+        tasks: a mapping from the prompts of the data set to tasks, or an iterable of tasks whose ids are the prompts.
+            If a prompt is a conversation, the text of its last message is looked up.
         weights: False if the engine samples from the trainer's own model, as a `TokenEngine` over it.
-        proof: False to send weights without a proof. Engines without scores or a number type never get one.
+        proof: False to send weights without a proof. An engine without scores, or without a known number type, never
+            gets a proof.
         failed: treatment of episodes without a reward.
-        segments: the segment that is kept where a history was rewritten: TRL takes one row for each prompt.
+        segments: the segment that becomes the row if a history was rewritten, since TRL takes one row for each prompt.
         length: maximum number of ids of a row; a longer row counts as a failed episode. None for any length.
 
     Raises:
@@ -113,7 +114,7 @@ def episode_reward(completions: Sequence[Any], *, reward: Sequence[float | None]
     """Return the rewards of the episodes, as a reward function of TRL; None for a failed episode.
 
     Raises:
-        BadBatch: the rewards are not those of the completions.
+        BadBatch: there are not as many rewards as completions.
     """
     if len(reward) != len(completions):
         raise BadBatch(f"{len(reward)} rewards for {len(completions)} completions: use the rewards of rollout_func().")
@@ -196,7 +197,10 @@ class _Rollouts:
             ) from None
 
     def _proof(self, trainer: Any) -> WeightProof | None:
-        """Return a proof of the trainer's weights; None if the engine has no scores or no number type."""
+        """Return a proof of the trainer's weights.
+
+        The result is None with `proof=False`, or if the engine has no scores or no number type.
+        """
         engine = self.player.engine
         dtype = engine.describe().get("dtype")
         if not self.proves or dtype is None or not isinstance(engine, Engine):

@@ -38,8 +38,8 @@ class RolloutWorker:
 
     Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes and episodes
     without finite log-probabilities are left out, and so are groups in which fewer than two episodes remain. Groups are
-    played ahead up to the player's width. Their weights are older when they are trained on, so limit the width by
-    `Concurrency(episodes=)`.
+    played ahead, up to the player's width. The weights that sampled such a group are older than the weights that it
+    trains, so limit the width by `Concurrency(episodes=)`.
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
@@ -96,7 +96,11 @@ class RolloutWorker:
         self._version_of[self._player.engine.weight_version] = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the worker, or `RunStopped` if no sample was added for `stale_after_s` seconds."""
+        """Raise the error that ended the worker, if there is one.
+
+        Raises:
+            RunStopped: no sample waits, and none was added for more than `stale_after_s` seconds.
+        """
         error = self._error or self._player.error
         if error is not None:
             raise error
@@ -188,9 +192,9 @@ class WeightSender:
 class EpisodeSessions:
     """Episodes as OpenEnv sessions, for TRL's `HarnessRolloutWorker(harness_session_factory=)`.
 
-    The worker calls the factory in its own process. Therefore the arguments must be picklable, and `make_engine` makes
-    the engine in that process: a `RemoteEngine` for the server whose weights the trainer updates. Give the trainer
-    `functools.partial(EpisodeSessions, Environment, make_engine, tasks)`.
+    TRL's worker calls the factory in its own process. Therefore the arguments must be picklable, and `make_engine`
+    makes the engine in that process: a `RemoteEngine` for the server whose weights the trainer updates. Give the
+    trainer `functools.partial(EpisodeSessions, Environment, make_engine, tasks)`.
 
     Args:
         environment: the environment's class.

@@ -21,8 +21,8 @@ def reply_of(turn: Turn) -> Message:
 def reply_places(segment: Segment, turns: Sequence[Turn]) -> list[int]:
     """Return the index of each turn's message among the messages of its segment.
 
-    A turn that continues a cut turn shares the message of that turn. An index may be the number of messages, if the
-    message is missing, as when an episode ended in the turn.
+    A turn that continues a cut turn shares the message of that turn. If the message of a turn is missing, for example
+    because the episode ended in the turn, the index is the number of messages without the `unseen` ones.
 
     Args:
         segment: the segment.

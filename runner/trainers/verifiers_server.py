@@ -37,7 +37,10 @@ __all__ = ["VerifiersServer"]
 log = logger_for("trainers")
 
 MAX_PLAYERS: Final = 8
-"""Maximum number of cached players: one for each engine, model and `chat_template_kwargs` that a trainer names."""
+"""Maximum number of cached players: one for each engine, model and `chat_template_kwargs` that a trainer names.
+
+Players in use are not closed, so there may be more.
+"""
 
 MAX_OWN_TASKS: Final = 100_000
 """Maximum number of tasks of the environment that are looked up by id."""
@@ -56,7 +59,7 @@ class VerifiersServer:
         options: the options of the players: the fields of `RunOptions` by name.
 
     Raises:
-        BadOption: an option is invalid.
+        BadOption: an option is invalid; or, when the server is entered, the address cannot be bound.
         BadEnvironment: pyzmq or msgpack is not installed.
     """
 
@@ -118,7 +121,7 @@ class VerifiersServer:
         self._context.term()
 
     async def serve(self) -> None:
-        """Answer requests until this is cancelled."""
+        """Answer requests until the call is cancelled."""
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) != 4:

@@ -64,7 +64,7 @@ def trace_delta(trajectory: Trajectory, *, task: Mapping[str, Any], weights: Map
 
 
 def trace_summary(delta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the id and the sizes of a trace; the client compares both with the trace that it received."""
+    """Return the id and the sizes of a trace; the client compares them with the received trace."""
     return {"id": delta["trace"], "nodes": len(delta["nodes"]), "calls": len(delta["calls"])}
 
 

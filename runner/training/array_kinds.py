@@ -11,7 +11,10 @@ __all__ = ["as_numpy", "like"]
 
 
 def as_numpy(given: Any) -> NDArray[Any]:
-    """Return the values of an array, or of a tensor on any device, in half precision or with a gradient."""
+    """Return an array or a tensor as a numpy array; a tensor of any floating-point type becomes float64.
+
+    The tensor may be on any device, and may need a gradient.
+    """
     if not hasattr(given, "detach"):
         return np.asarray(given)
     values = given.detach().cpu()
@@ -19,7 +22,7 @@ def as_numpy(given: Any) -> NDArray[Any]:
 
 
 def like(given: Any, values: NDArray[Any]) -> Any:
-    """Return the values as float32, as a tensor on the same device without a gradient if a tensor was given."""
+    """Return the values as float32: an array, or, if `given` is a tensor, a tensor on its device without a gradient."""
     if not hasattr(given, "detach"):
         return values.astype(np.float32)
     import torch

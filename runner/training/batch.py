@@ -30,7 +30,7 @@ __all__ = ["TrainingBatch", "TrainingTensors"]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainingBatch:
-    """Rows, each one segment of a trajectory, in arrays of shape [sequences, length].
+    """Rows in arrays of shape [sequences, length]. Each row is one segment of a trajectory.
 
     Padding is on the right. Values at position p are about the id at p, which a model's logits at p - 1 predict. The
     first id of a row is never trained, so a shift by one never mixes rows.
@@ -82,7 +82,7 @@ class TrainingBatch:
     groups: tuple[ComparedGroup, ...]
     """All given groups, with their state: complete or partial, flat or not."""
     absent: Mapping[str, int]
-    """Number of trajectories without a reward, by outcome, or by "no_turn", "no_reward" or "untrained"."""
+    """Number of absent trajectories by reason: an outcome, "no_turn", "no_reward" or "untrained"."""
     layout: Layout
     """Positions of the rows."""
     inexact_reason: str
@@ -122,7 +122,7 @@ class TrainingBatch:
             advantages: rule from rewards and groups to advantages: `grpo`, `rloo`, `dr_grpo` or your own.
             partial: accept groups with unfinished episodes.
             drop_flat: leave out the trajectories of groups with equal rewards, which have no gradient.
-            vocabulary: number of ids of the model; a batch of another tokenizer is refused.
+            vocabulary: number of ids of the model; an id at or above it is an error. None for no maximum.
 
         Raises:
             BadBatch: as for `Selection.of`; or a row is too long, or the advantages do not fit.
@@ -284,14 +284,14 @@ class TrainingBatch:
     def routed_experts(self) -> NDArray[np.int16]:
         """Return the experts that computed each id, for a trainer that uses the same routing as the engine.
 
-        The result is not cached, since it is much larger than all other arrays together. The engine did not compute
-        the last sampled id of a sequence, so this id has no experts.
+        The result is not cached, since it is much larger than all other arrays together. An engine does not compute
+        the last sampled id of a request, so the last sampled id of a row has no experts.
 
         Returns:
             Shape [sequences, length, layers, experts of each id], int16, -1 without experts.
 
         Raises:
-            BadBatch: no turn has experts, or turns have different numbers of layers.
+            BadBatch: no turn has experts, or turns differ in the number of layers or of experts for each id.
         """
         rows = [row_experts(row) for row in self.rows]
         shapes = {row.shape[1:] for row in rows if row is not None}
@@ -353,7 +353,7 @@ class TrainingTensors:
 
         Transformers separates packed rows by `position_ids`, but only without an attention mask and without a cache.
         Padding needs no mask: it is on the right, where no row attends to it. `attn_implementation="flash_attention_2"`
-        checks only one sequence: give it `reshape(1, -1)` of both arrays.
+        separates rows only in a batch of one sequence: give it `reshape(1, -1)` of both tensors.
         """
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 

@@ -32,7 +32,7 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     are loaded. A state dict is copied once in the engine's dtype.
 
     Args:
-        folder: the model's folder; one without safetensors is not checked, since the size of its model is unknown.
+        folder: the model's folder; without safetensors it is not checked, since the size of the model is unknown.
         dtype: the engine's dtype; anything but float32 counts as half precision.
         on_cpu: True if the engine computes on a CPU.
 
@@ -118,8 +118,8 @@ def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path
     """Create a transfer of the model's weights by the backend of the engine.
 
     Args:
-        engine_arguments: arguments of `VllmEngine`; `weight_transfer_config` names the backend.
-        model: its tensors are read again for each update.
+        engine_arguments: arguments of `VllmEngine`; `weight_transfer_config` names the backend, by default "file".
+        model: the model in transformers, whose tensors are read again for each update.
         folder: folder for the files of the backend "file".
 
     Raises:

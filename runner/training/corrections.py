@@ -99,7 +99,7 @@ def sequence_mask(
         batch: the batch.
         least: the lowest ratio of a trajectory that is trained.
         most: the highest ratio of a trajectory that is trained.
-        mean: the ratio of a trajectory.
+        mean: how the ratio of a trajectory is computed from the ratios of its ids.
 
     Raises:
         BadBatch: the shape does not fit.

@@ -1,4 +1,4 @@
-"""Credit for turns: returns, comparison of turns with the same number, GAE over turns, and credit shared by rows.
+"""Credit for turns: returns, comparison of turns with the same number, GAE over turns, and credit divided among rows.
 
 Functions return one value for each position, shape [sequences, length], float32, for `TrainingBatch.with_advantages`; 0
 at untrained positions. Given values are numpy arrays or torch tensors, on any device and in any precision; the result
@@ -134,7 +134,7 @@ def shared_credit(batch: TrainingBatch, advantages: Any) -> Any:
         advantages: one for each trajectory, or one for each position.
 
     Raises:
-        BadBatch: the shape does not fit.
+        BadBatch: the shape does not fit, or the advantage of a trained id is not finite.
     """
     whole = batch.with_advantages(advantages).advantages
     rows = np.bincount(batch.trajectory_of, minlength=len(batch.trajectories))

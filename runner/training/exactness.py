@@ -27,11 +27,14 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorde
     The recorded value is of the sampling distribution. With top-k, top-p or min-p, that distribution covers a part of
     the vocabulary, scaled to 1. A trainer, which covers the whole vocabulary, computes a lower value for the same
     policy. Penalties, biases and excluded ids change the probabilities of other ids too. A trainer's logits do not
-    contain these changes. Temperature 0 has no distribution, and several LoRA adapters are several policies. A
-    temperature is not a reason, since a trainer can apply it, and neither is a grammar with available masks.
+    contain these changes. Temperature 0 has no distribution, and several LoRA adapters are several policies. Any
+    other temperature is not a reason, since a trainer can apply it. A grammar with available masks is not a reason.
 
-    Each reason has the number of its turns or ids. `masked`: the masks of the grammars are available. `recorded`: the
-    trainer applies the sampling masks of turns, so that truncation and grammars of these turns are not reasons.
+    Args:
+        rows: the rows. Each reason has the number of its turns or ids in them.
+        masked: True if the masks of the grammars are available.
+        recorded: True if the trainer applies the sampling masks of turns. Truncation and grammars of turns with such
+            masks are then not reasons.
     """
     turns, ids = reason_counts(rows, masked=masked, recorded=recorded)
     said = [f"{reason} ({counted(count, 'turn')})" for reason, count in sorted(turns.items())]
@@ -71,7 +74,7 @@ def temperatures(row: TrainingRow) -> NDArray[np.float32]:
 
 
 def constrained_ids(rows: Iterable[TrainingRow], *, recorded: bool = False) -> int:
-    """Return the number of trained ids that were sampled under a grammar, whose mask an exact ratio needs.
+    """Return the number of trained ids that were sampled under a grammar. An exact ratio needs the mask of the grammar.
 
     `recorded`: True to leave out the ids of turns that have sampling masks.
     """

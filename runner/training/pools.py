@@ -47,7 +47,7 @@ class Pools:
     Args:
         tasks: the tasks, all kept in memory.
         weights: the weight of each pool by name; a pool that is left out has weight 0. If only pools of weight 0 have
-            tasks, tasks are drawn from all pools.
+            tasks, tasks are drawn from all pools. The default is new 1, low 0.5, middle 2 and solved 0.1.
         seed: seed of the draws.
         decay: weight of the previous pass rate when an episode is added.
         passed: the value of a scored trajectory, from 0 to 1; by default its reward, clipped to these bounds.

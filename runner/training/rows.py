@@ -15,7 +15,7 @@ from runner.trajectory import Trajectory, Turn
 __all__ = ["NO_VERSION", "TrainingRow", "row_experts", "rows_of", "top_logprobs", "version_table"]
 
 NO_VERSION = -1
-"""Weight version of an id that was not sampled."""
+"""Weight version of an id that is not trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

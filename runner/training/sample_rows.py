@@ -69,7 +69,7 @@ class SampleRow:
     trajectory: Trajectory
     """Trajectory of the row."""
     segment: int
-    """Index of the segment in the trajectory; -1 for a trajectory without one."""
+    """Index of the segment in the trajectory; -1 for a trajectory without segments."""
     last: bool
     """True for the last row of its trajectory."""
     prompt_ids: NDArray[np.int32]
@@ -77,7 +77,7 @@ class SampleRow:
     response_ids: NDArray[np.int32]
     """Ids from the first trained id to the last, with the environment's ids between turns, shape [response], int32."""
     mask: NDArray[np.bool_]
-    """True if the id was sampled in this segment and is trained, bool; all False in a failed episode."""
+    """True if the id was sampled in this segment and is trained, bool; all False if `failed` is not ""."""
     logprobs: NDArray[np.float32]
     """Log-probability with which the engine sampled each id, in nats, float32; 0 where `mask` is False.
 
@@ -102,7 +102,7 @@ class SampleRow:
     The field is None if the engine returned no experts for the row.
     """
     reward: float | None
-    """Reward of the trajectory; None in a failed episode."""
+    """Reward of the trajectory; None if `failed` is not ""."""
     failed: str
     """Reason why the row is not trained: the outcome of its episode, "no_turn", "no_reward", "untrained", "no_logprobs"
     or "too_long".

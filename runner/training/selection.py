@@ -78,7 +78,7 @@ class Selection:
     groups: tuple[ComparedGroup, ...]
     """All given groups, including groups whose trajectories are all absent or left out."""
     absent: Mapping[str, int]
-    """Number of trajectories without a reward, by outcome, or by "no_turn", "no_reward" or "untrained"."""
+    """Number of absent trajectories by reason: an outcome, "no_turn", "no_reward" or "untrained"."""
     rows: tuple[TrainingRow, ...]
     """All segments with trained ids, trajectory by trajectory.
 
@@ -178,7 +178,7 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
 
 
 def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory, int]], Mapping[str, int]]:
-    """Return the trajectories with a reward, the index of each one's item, and the number of others by reason."""
+    """Return (trajectory, index of its item) for each trajectory with a reward, and the number of others by reason."""
     scored: list[tuple[Trajectory, int]] = []
     absent: Counter[str] = Counter()
     seen: set[Trajectory] = set()
@@ -221,7 +221,7 @@ def refusal(trajectory: Trajectory) -> str:
     """Return the reason to withhold a trajectory from other libraries: `absence` or "no_logprobs"; "" without a reason.
 
     A `TrainingBatch` keeps ids without a log-probability, and names them in its `inexact_reason`. Other libraries
-    compute with the value.
+    would compute with the NaN in its place.
     """
     return absence(trajectory) or (NO_LOGPROBS if lacks_logprobs(trajectory) else "")
 

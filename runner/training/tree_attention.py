@@ -15,8 +15,9 @@ from runner.errors import BadModel
 __all__ = ["TREE_ATTENTION", "tree_attention"]
 
 TREE_ATTENTION = "token_tree"
-"""Value for `AutoModelForCausalLM.from_pretrained(..., attn_implementation=)`. Work and memory of a tree grow with its
-number of nodes times the nodes that each attends to, not with the square of its nodes. For other masks, sdpa is used.
+"""Value for `AutoModelForCausalLM.from_pretrained(..., attn_implementation=)`. Work and memory of a tree grow with
+the number of attended nodes, summed over all nodes, and not with the square of the number of nodes. Masks that are not
+a tree's are passed to sdpa.
 """
 
 _BLOCK_SIZE = 256  # nodes: smaller blocks compute fewer masked scores, but need more calls

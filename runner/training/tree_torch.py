@@ -122,6 +122,9 @@ def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None)
 
     Returns:
         Log-probabilities in nats, aligned with `tree.terms`, shape [terms], float32; float64 if the logits are float64.
+
+    Raises:
+        BadBatch: the masks do not fit the terms or the vocabulary.
     """
     terms = tree.terms
     node, target = _indices(terms.logit, logits.device), _indices(terms.target_id, logits.device)
@@ -169,7 +172,8 @@ def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
 def tree_difference(model: Any, tree: TokenTree) -> float:
     """Return the largest difference between the tree's logits and the logits of each row alone, to test a model.
 
-    This takes one forward pass for each row. Call `model.eval()` first: dropout differs from pass to pass.
+    This takes one forward pass for each row. Call `model.eval()` first: dropout differs from pass to pass. Errors are
+    as for `tree_logits`.
     """
     with torch.no_grad():
         logits = tree_logits(model, tree)

@@ -53,7 +53,7 @@ class CrossingTurn:
 
 
 async def turns_across_update(engine: Engine, update: Callable[[], Awaitable[Any]]) -> list[CrossingTurn]:
-    """Update the weights during sampled turns, until some turns have ids of both weights.
+    """Sample several turns at the same time, update the weights once, and return the turns across the update.
 
     Returns:
         The turns with enough ids of both weights for a comparison, at least one.

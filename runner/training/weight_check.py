@@ -78,7 +78,7 @@ class Way(enum.StrEnum):
     """A `LocalTransfer`, twice with different changes: through a file, or through the backend of
     `weight_transfer_config`."""
     SAME = "same"
-    """The starting weights, and then the same ones again."""
+    """The unchanged starting weights, sent twice."""
     ADAPTER = "adapter"
     """A LoRA adapter of random values on each kind of linear layer, compared with PEFT's forward pass."""
 
@@ -113,9 +113,9 @@ class CheckedTensor:
     verdict: TensorVerdict
     """Result of the update."""
     median: float | None = None
-    """Median difference from transformers, in nats; None if refused."""
+    """Median difference from transformers, in nats; None if the update was refused, or the engine failed."""
     largest: float | None = None
-    """Largest difference, in nats; None if refused."""
+    """Largest difference, in nats; None if the update was refused, or the engine failed."""
     reason: str = ""
     """Reason for a refusal or a wrong result, or a limit of a right result; "" without one."""
 
@@ -330,7 +330,7 @@ class _Trial:
         return why if why or in_steps is None else self._compared_in_steps(proof, in_steps)[1]
 
     def _compared_in_steps(self, proof: WeightProof, in_steps: Sequence[float]) -> tuple[ProofFigures, str]:
-        # The first weights have no baseline in steps; their tolerance is that of the table.
+        # Without a baseline in steps, as for the first weights, `tolerance_of` returns the tolerance of its table.
         baselines = self.baseline, self._baseline_in_steps
         allowed = tolerance_in_steps(*(tolerance_of(proof, self._computed_in, each) for each in baselines))
         return compare_in_steps(proof, in_steps, allowed, engine_dtype=self._computed_in)
@@ -445,7 +445,10 @@ class _Trial:
         return compare_scores(proof, scores, tolerance, before, engine_dtype=self._computed_in)
 
     def _change(self, kind: str, seed: int) -> None:
-        """Change all tensors of a kind, or of all kinds, by a share of their standard deviation."""
+        """Add noise to all tensors of a kind, or to all tensors for `EVERYTHING`; "" changes nothing.
+
+        The size of the noise is a share of the standard deviation of the tensor.
+        """
         import torch
 
         size = WHOLE_CHANGE_SIZE if kind == EVERYTHING else CHANGE_SIZE

@@ -47,13 +47,15 @@ def weight_proof(
     pass, since dropout would change its output.
 
     Args:
-        model: takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], directly or as `.logits`.
+        model: a torch module that takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], directly or
+            as `.logits`.
         tokenizer: encodes the scored text; without it the ids are drawn at random from the vocabulary.
         ids: the ids, such as a trajectory's; then no tokenizer is needed.
         size: number of ids if `ids` is not given, at least 9. More ids find smaller faults: docs/weights.md has the
             figures.
-        dtype: the engine's number type, as a name or of torch: weights are rounded to it in a copy, as in the engine.
-            Give this type if it is coarser than the model's, to detect changes smaller than the rounding.
+        dtype: the engine's number type, as a name or a torch dtype; by default the model's. A copy of the weights is
+            rounded to it, as in the engine. Give this type if it is coarser than the model's, to detect changes smaller
+            than the rounding.
 
     Raises:
         BadModel: torch is not installed, this is not a torch model, the number type does not exist, or the logits have
@@ -99,7 +101,7 @@ def weight_proof(
 
 @contextmanager
 def _autocast_types(model: Any, device: str) -> Iterator[set[Any]]:
-    """Collect the number types of autocast in a model's forward pass, in which accelerate, for example, enables it."""
+    """Collect the number types of autocast in a model's forward pass. Accelerate, for example, enables it there."""
     import torch
 
     types: set[Any] = set()
