@@ -52,7 +52,7 @@ class Attachment:
     name: str
     """The name for readers."""
     kind: AttachmentKind
-    """The kind of its content."""
+    """The kind of the content."""
     media_type: str
     """The type of the data, such as `image/png`."""
     turn: int

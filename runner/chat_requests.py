@@ -14,7 +14,7 @@ __all__ = ["Again", "ChatCall", "ChatRequest", "Delivery", "Tolerated", "Unknown
 
 
 class UnknownReference(BadMessage):
-    """An error of a request, which names a turn by an id that its episode never returned.
+    """A request names a turn by an id that its episode never returned.
 
     Args:
         given: the id.
@@ -45,14 +45,13 @@ class Verdict(enum.StrEnum):
     If the client drops even its first turn, its history is rendered again.
     """
     AGAIN = "again"
-    """The history ends exactly where the prompt of a turn ended; `Again` has the handling."""
+    """The history ends exactly where the prompt of a turn ended; `ChatRequest.again` has the handling."""
     CONTINUED = "continued"
     """The history ends with a truncated turn, which continues."""
     FOREIGN = "foreign"
     """The history contains an assistant message that was not sampled: the history is rendered again, with mask 0."""
     RETOLD = "retold"
-    """The history has as many turns as were sampled, but in other words: the history is rendered again at every turn.
-    """
+    """The history has as many turns as were sampled, but with other texts: it is rendered again at every turn."""
     EDITED = "edited"
     """Ids in the history name a turn of this thread, but messages before the turn changed: the history is rendered
     again."""
@@ -101,7 +100,7 @@ class Tolerated(enum.StrEnum):
     ARGUMENTS_CUT = "arguments_cut"
     """The arguments of a call are no longer a JSON object; if its id names a turn, that turn's arguments are used."""
     ARGUMENTS_RESPELT = "arguments_respelt"
-    """The arguments of a call are other JSON of the same value."""
+    """The arguments of a call are the same value, written as other JSON."""
     CONTENT_NULL = "content_null"
     """A content is null instead of empty."""
     CONTENT_PARTS = "content_parts"

@@ -31,6 +31,7 @@ DeltarunnerError                 base class of all errors
 ├── RunStopped                   the run ended before its work was complete
 │   ├── TooManyFailures          the error rate exceeded the limit
 │   └── RunStuck                 no progress; the message lists the waiting parts
+├── BelowThreshold               the run is complete, and a result is below `--fail-under`
 ├── EpisodeOver                  raised in a `rollout` whose episode has ended; need not be caught
 │   └── ContextFull              a prompt does not fit the model's context; a shorter history may fit
 └── ToolError                    raised by a tool: the model reads its text
@@ -251,7 +252,7 @@ class JudgeFailed(DeltarunnerError):
 
 
 class EpisodeOver(DeltarunnerError):
-    """The episode has ended, for example since a limit was reached or its engine failed.
+    """The episode has ended, for example because a limit was reached or its engine failed.
 
     `Conversation.generate` raises this. A `rollout` may end with it.
     """

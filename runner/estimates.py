@@ -22,16 +22,19 @@ MIN_SOLVED_REWARD: Final = 1.0
 """Lowest reward of a solved episode."""
 
 MAX_OPEN_TASKS: Final = 65_536
-"""Number of tasks whose later values are added to their earlier ones. Later values of older tasks count as new tasks.
+"""Maximum number of open tasks. Later values of an open task are added to its earlier values.
+
+If there are more tasks, the one that got no value for the longest time is closed. Its later values count as a new task.
 """
 
 
 class Mean:
     """The mean of values that belong to tasks, with its standard error clustered by task.
 
-    The episodes of one task are not independent: they share its difficulty. With the sum S and the number n of the
-    values of each of G tasks, and N values in all with the mean m, the standard error is `sqrt(G / (G - 1) * sum((S - n
-    * m) ** 2)) / N`. If each task has one value, this is the ordinary standard error.
+    The episodes of one task are not independent: they share its difficulty. Let G tasks have N values in total, with
+    the mean m. Let S be the sum and n the number of the values of one task. The standard error is
+    `sqrt(G / (G - 1) * sum((S - n * m) ** 2)) / N`, where the inner sum is over the tasks. If each task has one value,
+    this is the ordinary standard error.
 
     All sums are exact, so the figures do not depend on the order of the values.
     """
@@ -161,7 +164,10 @@ def student_t_p_value(t: float, degrees: float) -> float:
 
 @lru_cache(maxsize=1024)  # comparisons need the same few numbers of tasks again and again
 def student_t_quantile(confidence: float, degrees: float) -> float:
-    """The bound that a t statistic's absolute value does not exceed with this probability, such as 1.96 for 0.95."""
+    """The bound that the absolute value of a t statistic does not exceed with the probability `confidence`.
+
+    For 0.95 and many degrees of freedom, it is about 1.96.
+    """
     low, high = 0.0, 1.0
     while student_t_p_value(high, degrees) > 1 - confidence:
         high *= 2

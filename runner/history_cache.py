@@ -1,4 +1,4 @@
-"""Cache of recent histories that were read, since clients send a history again and again."""
+"""Cache of recent histories that were read, since clients send the same history again and again."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class HistoryCache(Generic[T]):
 
         Args:
             items: its items, which the caller may change afterwards.
-            read_item: function that reads an item, given its index and the item. Its result depends on the JSON of the
-                item alone.
+            read_item: function that reads an item, given its index and the item. Its result must depend only on the
+                JSON of the item.
         """
         *_, read = self.steps(items, read_item)
         return read
@@ -56,8 +56,8 @@ class HistoryCache(Generic[T]):
     ) -> list[T]:
         """Read a history in which the result for an item may depend on earlier items.
 
-        Reading begins after the last complete result before the first item that differs. Results after a complete
-        result do not depend on items before it.
+        If the result for an item is complete, later results must not depend on this item or on earlier ones. So reading
+        begins after the last complete result before the first item that differs.
         """
         before = self._similar_to(items)
         same = min(len(before.items), len(items))
@@ -100,7 +100,7 @@ class _CachedHistory(Generic[T]):
         return _CachedHistory(self.items[:length], self.read[:length])
 
     def is_similar(self, items: Sequence[Any]) -> bool:
-        """Return True if a history is probably this one, extended, cut, or with marks on other items.
+        """Return True if `items` are probably this history, perhaps extended, cut, or with cache marks on other items.
 
         Two neighbouring items near the end are compared, since a single item, such as "Continue.", may be in any
         history.
@@ -111,7 +111,7 @@ class _CachedHistory(Generic[T]):
 
 
 class _Spelled:
-    """A JSON value that equals only values with the same spelling: in Python, True, 1 and 1.0 are equal."""
+    """A JSON value that equals only values with the same JSON text, although True, 1 and 1.0 are equal in Python."""
 
     __slots__ = ("_json",)
 

@@ -254,7 +254,7 @@ def _shortened(value: Any, depth: int) -> Any:
 
 
 def canonical_json(value: Any) -> str:
-    """Return `value` as JSON in its own key order, with non-ASCII characters: for models and for hashes."""
+    """Return `value` as JSON for models and hashes: keys are not sorted, and non-ASCII characters are not escaped."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str).decode()
     except orjson.JSONEncodeError:  # models write integers of more than 64 bits, which orjson rejects

@@ -126,15 +126,16 @@ def _hub_folder(model_id: str, say: Say) -> Path:
 def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None = None) -> ChatTemplate:
     """Return the chat template of a model: the given one, the bundled one for the model, or the model's own.
 
-    If the model has several templates, "tool_use" is rendered with tools and "default" without, as in transformers. The
-    model's `response_template`, if it has one, is kept with any of them.
+    If the model has several templates, "tool_use" is rendered with tools and "default" without, as in transformers. A
+    template without a `response_template` gets the model's, if there is one.
 
     Args:
         model: the model; its control tokens become the template's variables.
-        given: a bundled name, a file, or a template.
+        given: a bundled name, a file, or a template; None for the bundled one or the model's own.
 
     Raises:
         BadTemplate: there is no template, or it cannot be read.
+        BadModel: the model's tokenizer_config.json or control tokens cannot be read.
     """
     settings = _json(model.folder / "tokenizer_config.json")
     wanted = given or model.template

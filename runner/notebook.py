@@ -45,7 +45,7 @@ def _table(rows: Iterable[Sequence[str]], names: Sequence[str] = ()) -> str:
 
 
 def trajectory_html(trajectory: Any) -> str:
-    """HTML of a trajectory: its outcome and scores, and a section for each segment; opened, it shows the messages."""
+    """HTML of a trajectory: outcome, scores, a collapsible section of messages for each segment, and attachments."""
     scores = {**trajectory.rewards, **trajectory.metrics}
     named = ", ".join(f"{name} {_number(value)}" for name, value in scores.items())
     limit = f" ({trajectory.limit})" if trajectory.limit else ""

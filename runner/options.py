@@ -129,9 +129,10 @@ _NUMBERS: Final = {name: row for name, row in SAMPLING_FIELDS.items() if row.num
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(_LayeredOptions):
-    """Sampling of one turn. Precedence: `generate()`, `conversation()`, the `Run`, the environment's class.
+    """Sampling of one turn.
 
-    Sampling values of the model's generation_config are ignored.
+    Precedence, from the highest: `generate()`, `conversation()`, the `Run`, the environment's class. Sampling values of
+    the model's generation_config are ignored.
     """
 
     max_tokens: int = UNSET
@@ -169,7 +170,11 @@ class Sampling(_LayeredOptions):
     another letter case, or as other ids of the same text.
     """
     stop: tuple[str, ...] = UNSET
-    """Strings that end a turn. Our own decoder finds them; the text is cut before them, and the ids are kept."""
+    """Strings that end a turn. The text ends before the string.
+
+    Chat APIs find the strings themselves. With other engines deltarunner finds them: the ids of the string are kept,
+    and ids sampled after it are dropped.
+    """
     stop_ids: tuple[int, ...] = UNSET
     """Token ids that end a turn, in addition to the model's stop ids."""
     ignore_eos: bool = UNSET
@@ -310,7 +315,10 @@ class Sampling(_LayeredOptions):
         return cls(**given)
 
     def changes(self) -> dict[str, Any]:
-        """Return the fields that change probabilities and that trainers do not apply; every field must be set."""
+        """Return the fields that change probabilities and that trainers do not apply, without fields that are off.
+
+        Every field must be set.
+        """
         values = {name: getattr(self, name) for name, row in SAMPLING_FIELDS.items() if row.changes}
         return {name: value for name, value in values.items() if not SAMPLING_FIELDS[name].is_off(value)}
 
@@ -380,7 +388,7 @@ class Concurrency:
     """Concurrency of a run. It never changes results."""
 
     episodes: int | None = None
-    """Maximum number of episodes that are alive at once; None by default, which is twice the engine's places."""
+    """Maximum number of episodes in flight; None by default, which is twice the engine's places."""
     threads: int = 64
     """Worker threads of the run for synchronous code; 64 by default."""
 

@@ -258,7 +258,7 @@ def _settings(marker: pytest.Mark | None) -> dict[str, Any]:
 
 @contextmanager
 def _fail_with_message(before: str = "") -> Iterator[None]:
-    """Turn an error of the block into a test failure with one message, without a traceback in the test kit."""
+    """Turn a `DeltarunnerError` of the block into a test failure that shows its message without a traceback."""
     __tracebackhide__ = True
     from runner.errors import DeltarunnerError
 

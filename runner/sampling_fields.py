@@ -31,17 +31,17 @@ class SamplingField:
     changes: bool = False
     """True if the field changes the distribution of a turn in a way that trainers do not apply."""
     truncates: bool = False
-    """True if the field only excludes ids, so that a trainer needs nothing but the ids that could be sampled."""
+    """True if the field only excludes ids, so that a trainer needs only the ids that could be sampled."""
     vllm: bool = False
-    """True if vLLM's `SamplingParams` has the same field with the same values."""
+    """True if the value is passed unchanged to the field of this name in vLLM's `SamplingParams`."""
     sglang: str | None = None
-    """Name in SGLang, with the same values; None if SGLang does not have such a field."""
+    """Name in SGLang, if SGLang has the field with the same values; else None."""
     chat: str | None = None
-    """Field of a chat API's request; None if these APIs do not have it."""
+    """Name in requests to chat APIs; None if the field is not sent to them."""
     granted: bool = False
     """True if a client may set the field in a trained thread, since it only ends or shapes the answer."""
     anthropic: bool = False
-    """True if a body of Anthropic's Messages may have the field under the same name, with the same values."""
+    """True if requests of Anthropic's Messages API may have the field under the same name, with the same values."""
     served: bool = False
     """True if `deltarunner serve` has the option too."""
     help: str | None = None

@@ -21,7 +21,7 @@ _MARK = "__deltarunner_scorer__"
 
 
 class ScorerKind(enum.StrEnum):
-    """The three kinds of scorers; each is the name of its decorator."""
+    """The three kinds of scorers. The value of each is the name of its decorator."""
 
     REWARD = "reward"
     """Added to the trajectory's reward when the episode ends."""
@@ -159,7 +159,7 @@ def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> t
     """The scorers with a run's own weights.
 
     Raises:
-        BadOption: a name is not a reward.
+        BadOption: a name is not a reward, or a weight is not a finite number.
     """
     names = [scorer.name for scorer in scorers if scorer.kind != ScorerKind.METRIC]
     for name, weight in weights.items():
@@ -195,7 +195,7 @@ def as_metrics(value: Any, name: str) -> dict[str, float]:
     """The values that a metric returned, by name; `name.key` for the values of a dict; None is left out.
 
     Raises:
-        TypeError: a value is neither a number, a bool nor None, or a key is not a string.
+        TypeError: a value is neither a number, a bool nor None, or a key is empty or not a string.
         ValueError: a value is not finite.
     """
     several = {name: value}

@@ -1,4 +1,4 @@
-"""Tasks: one problem each."""
+"""The class `Task`, a builder of tasks from JSON, and deep copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Task:
     """One problem; subclass it for typed fields.
 
-    Each episode gets its own deep copy, so no other episode sees changes to it.
+    Each episode gets its own deep copy, so changes to it do not affect other episodes.
     """
 
     id: str
@@ -107,7 +107,7 @@ class TaskBuilder:
 
         Raises:
             ValueError: a value does not fit its field.
-            TypeError: a field is missing or unknown.
+            TypeError: a field is missing or unknown, or the prompt is not valid.
         """
         check_base_fields(fields)
         return self.task_class(**{name: self.typed(name, value) for name, value in fields.items()})

@@ -45,10 +45,10 @@ __all__ = [
 ]
 
 PROBE_SECONDS = 10.0
-"""Seconds that a template may take for all probes; an ordinary template takes a tenth of a second."""
+"""Limit of the processor time of all probes of a template, in seconds; an ordinary one takes a tenth of a second."""
 
 MEMORY_BYTES = 2 << 30
-"""The address space of the probing process, in bytes."""
+"""Limit of the address space of the probing process, in bytes. It is twice as large for a request with a vocabulary."""
 
 _START_SECONDS = 60.0  # time for Python to start on a busy machine, before the template's own time
 _BUSY_FACTOR = 10  # on a busy machine, a process may get only a tenth of the processor time

@@ -34,14 +34,14 @@ RETRY = "retry"
 """The cause of a segment that samples a turn again from the same prompt, since the first turn was withdrawn."""
 
 AGAIN = "again"
-"""The cause of a segment that samples one more turn from the prompt of a turn that is trained on too."""
+"""The cause of a segment that samples one more turn from the prompt of an earlier turn. Both turns are trained on."""
 
 BRANCH = "branch"
 """The cause of a segment that continues after a turn of another segment, with exactly the ids up to that turn."""
 
 
 class Outcome(enum.StrEnum):
-    """The end of an episode. The first five are scored; a failed episode has no reward, which is not a reward of 0."""
+    """The outcome of an episode. The first five are scored. The reward of a failed episode is None, not 0."""
 
     COMPLETED = "completed"
     """The rollout returned."""
@@ -141,16 +141,22 @@ class Segment:
     """The messages of the ids, assistant turns included. Messages that were added but were in no prompt are at the end;
     `unseen` is their number."""
     cause: str = "start"
-    """The reason why the segment was begun: "start"; "reencoded" if the first prompt of a conversation contains, as
-    text, ids that its episode sampled; "branch" if it continues a turn of another segment with exactly its ids;
-    "again" and "retry" if a turn is sampled once more from the same prompt, "retry" if the first turn is withdrawn;
-    "environment" if the environment changed the history; "foreign", "retold", "edited" and "tools" if a request changed
-    the history, "client" if a request's history is used as sent; otherwise the name of the property that the template
-    lacks for an exact bridge."""
+    """The reason why the segment begins.
+
+    - "start": a conversation begins.
+    - "reencoded": a conversation begins, and its first prompt contains, as text, ids that its episode sampled.
+    - "branch": the segment continues after a turn of another segment, with exactly the ids up to that turn.
+    - "again", "retry": a turn is sampled once more from the same prompt. With "retry", the first turn is withdrawn.
+    - "environment": the environment changed the history or the tools, or a client dropped all turns.
+    - "foreign", "retold", "edited", "tools": a request changed the history or the tools.
+    - "template": the history policy is "fork", and the template writes the history with other ids.
+    - "client": the history of a request is used as it was sent.
+    - Another text: the name of a missing property that an exact bridge needs.
+    """
     unseen: int = 0
     """Number of messages at the end that were in no prompt of the model."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """The tools that could be called, in OpenAI's form, as the prompts were rendered with them."""
+    """The tools that could be called, in OpenAI's form. The prompts were rendered with them."""
     origin: Origin | None = None
     """The turn that the segment follows; None if it follows none."""
     shared: int = 0
@@ -162,7 +168,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Turn:
-    """One generation by the model. An author may only write `reward`: credit for this turn."""
+    """One generation by the model. An author may change only `reward`, the credit for this turn."""
 
     agent: str
     """The agent that sampled it."""
@@ -190,8 +196,8 @@ class Turn:
     seed: int | None = None
     """The seed of the turn's random numbers; None if it was not seeded."""
     sampling: Sampling | None = None
-    """The sampling of the turn, every field set except its constraint, which is in `constraint`; None if no run sampled
-    it."""
+    """The sampling of the turn, with every field set. The constraint is not here but in `constraint`. None if no run
+    sampled the turn."""
     constraint: Constraint | None = None
     """The constraint on the ids that could be sampled; None without one. Training must apply the same token mask."""
     tool_choice: ToolChoice = "auto"
@@ -206,7 +212,7 @@ class Turn:
     dropped: int = 0
     """Number of ids sampled past a stop string; they are not in the log."""
     resampled: int = 0
-    """Number of ids of earlier tries of this turn. The engine cut these tries for its trainer."""
+    """Number of ids that were sampled before the engine cut the turn for its trainer. They are not in the log."""
     thinking: bool = False
     """True if the turn was cut inside its reasoning."""
     usage: Usage | None = None
@@ -281,7 +287,7 @@ class Turn:
 
     @property
     def top_ids(self) -> NDArray[np.int32]:
-        """The most likely ids in the place of each sampled one, the most likely first, int32; a copy.
+        """The most likely ids at the position of each sampled id, the most likely first, int32; a copy.
 
         Shape [sampled, n] with the n of `Sampling(logprobs=n)`; n is 0 if none were requested or returned. The
         sampled id is among them if it is one of the n most likely.
@@ -305,13 +311,13 @@ class Turn:
 
     @property
     def sampling_masks(self) -> SamplingMasks | None:
-        """The ids that could be sampled in the place of each sampled one; None if the engine did not return them."""
+        """The ids that could be sampled at the position of each sampled id; None if the engine did not return them."""
         side = self.log.side_data.get(self.start) if self.end > self.start else None
         return None if side is None else side.masks
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
-        """The experts of the positions that no earlier turn of the segment has; None if the engine returned none."""
+        """The experts at the positions that no earlier turn of the segment covers; None if the engine returned none."""
         side = self.log.side_data.get(self.start) if self.end > self.start else None
         return None if side is None else side.experts
 
@@ -332,18 +338,17 @@ class Trajectory:
     index: int
     """The number of the episode within the task's group."""
     agent: str
-    """The agent."""
+    """The name of the agent, such as `main`."""
     seed: int
     """The seed of the episode's sampling."""
     visit: int = 0
     """Number of times that a repeating source had returned this task before."""
     attempt: int = 0
-    """Number of times that the episode was played before: the engine had failed, or its weights were too old at the
-    end."""
+    """Number of earlier attempts to play the episode. They were cancelled, failed, or had weights that were too old."""
     trained: bool = True
     """True if the agent's samples are meant to be trained on."""
     segments: list[Segment] = field(default_factory=list)
-    """The token logs: one, unless the history was rewritten."""
+    """The segments in order; one, unless the history was rewritten, or turns branch or were sampled again."""
     turns: list[Turn] = field(default_factory=list)
     """The agent's turns, in order."""
     outcome: Outcome = Outcome.CANCELLED
@@ -363,7 +368,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics by name; a metric that raised an error is absent."""
     seconds: float = 0.0
-    """Seconds that the episode was alive."""
+    """Seconds from the start of the episode to its end."""
     waited: float = 0.0
     """The part of `seconds` in which the agent's turns waited for a place in the engine."""
     thread: str = ""
@@ -372,7 +377,7 @@ class Trajectory:
     requests: list[ChatRequest] = field(default_factory=list)
     """The requests of `Episode.chat` that the agent answered, in order."""
     attachments: list[Attachment] = field(default_factory=list)
-    """Artefacts of `Episode.attach`, in order; those of an episode belong to its first agent."""
+    """Artefacts of `Episode.attach`, in order. All artefacts of an episode are in its first trajectory."""
 
     def __repr__(self) -> str:
         return (

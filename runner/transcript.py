@@ -97,7 +97,7 @@ def messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Messa
     ends = [0, *(turn.end for turn in turns)]
     fresh = [turn.start > end for turn, end in zip(turns, ends, strict=False)]
     assistants = sum(message["role"] == "assistant" for message in seen)
-    given_assistants = assistants - sum(fresh)  # such messages are worked examples, or samples of an earlier segment
+    given_assistants = assistants - sum(fresh)  # given: worked examples, or samples of an earlier segment
     groups: list[list[Message]] = [[]]
     for message in seen:
         if message["role"] == "assistant":
@@ -111,7 +111,10 @@ def messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Messa
 
 
 def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
-    """The contents of the messages and the template's text around them. Changed content counts as the template's."""
+    """The contents of the messages and the template's text around them.
+
+    Content that the template changed cannot be found, and counts as the template's text.
+    """
     if text is None:
         for message in messages:
             yield Span(message["role"], message["content"] + _calls_text(message.get("tool_calls", ())))
@@ -133,8 +136,8 @@ def _find(content: str, text: str, start: int) -> tuple[str, int]:
     """Return a message's content and its position in `text`; -1 if not found.
 
     Ids cannot encode unpaired surrogates, and templates strip white space. So the content is searched for with U+FFFD
-    in place of surrogates, and then also without white space at its ends. The returned content is stripped if only the
-    stripped content was found, or none.
+    in place of surrogates, and then also without white space at its ends. The returned content is stripped, unless it
+    was found without stripping.
     """
     sayable = without_surrogates(content)
     for written in (sayable, sayable.strip()):
@@ -158,9 +161,9 @@ def _calls_text(calls: Sequence[Any]) -> str:
 
 
 def decoder(engine: Mapping[str, Any]) -> Decode | None:
-    """Return the decoder of a run's ids, given `engine` of its header; None if its vocabulary is not on this machine.
+    """Return the function from ids to text for the field `engine` of a run's header.
 
-    The result is None too if the engine takes messages.
+    The result is None if the engine takes messages, or if the vocabulary cannot be loaded.
     """
     if engine.get("takes") == "messages":
         return None
@@ -192,7 +195,8 @@ def transcript(
     Args:
         trajectory: the trajectory.
         decode: function from ids to text; with None only the messages are shown, and nothing of the template.
-        brief: True to leave out the template's text, and all of the first prompt but its last message.
+        brief: True to leave out the template's text, the numbers of each turn, and all of the first prompt but its last
+            message.
         tokens: True to show the ids too.
     """
     yield headline(trajectory)

@@ -1,4 +1,4 @@
-"""The fixed words that go back to a model. They are training data: a change of any raises `WORDING_VERSION`."""
+"""The fixed texts that are sent back to a model. Training data contains them, so each change needs a new version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 WORDING_VERSION: Final = 2
-"""The version of the words, kept in the header of every run."""
+"""The version of all texts of this module, kept in the header of every run. Increase it with each change of a text."""
 
 EMPTY_RESULT: Final = "(empty)"
 """The text for a tool that returned the empty string: templates drop a message whose content is empty."""

@@ -33,7 +33,7 @@ __all__ = ["app", "exit_code_of", "main"]
 Command = TypeVar("Command", bound=Callable[..., int])
 
 BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
-"""The exit code of a Unix tool whose reader closed the pipe."""
+"""Exit code, 141, if the reader of the output closed the pipe, as for other Unix tools."""
 
 EPILOG = """
 Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 4 a task, or --fail-under · 5 the model
@@ -58,7 +58,7 @@ class Commands(TyperGroup):
 
 
 def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
-    """Return the arguments with each episode id that begins with a dash moved after `--`, where no option is read."""
+    """Move each episode id that begins with a dash to the end, after `--`, so that it is not read as an option."""
     options = [option for option in options if option.startswith("-")] + ["-h", "--help"]
     if "--" in args:
         return args
@@ -122,7 +122,10 @@ def main() -> NoReturn:
 
 
 def command(name: str) -> Callable[[Command], Command]:
-    """Register a function that returns its exit code as a command. An error becomes a message and an exit code."""
+    """Return a decorator that registers a function as the command `name`.
+
+    The function returns the exit code of the process. `exit_code_of` handles its errors.
+    """
 
     def register(function: Command) -> Command:
         @functools.wraps(function)

@@ -47,6 +47,8 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int, tasks:
 
     Raises:
         BadEnvironment: the environment cannot be loaded or played.
+        BadOption: `settings` are malformed, or do not fit the constructor of the environment.
+        BadTask: `tasks` is not an existing file.
     """
     if name.partition(":")[0] == HARBOR:
         return _check_harbor(name, parse_pairs(settings, "--set"))

@@ -71,7 +71,7 @@ class TemplateReport:
     """Ids that end a turn, by token."""
 
     turn: LearntFormat
-    """The format of calls and reasoning."""
+    """The learnt format of calls and reasoning in a turn."""
 
     lacking: Sequence[str] = ()
     """Control tokens that the template writes and the vocabulary lacks."""
@@ -110,7 +110,8 @@ def check_template_command(
     """Check a template, print the result, and return the exit code: `BadTemplate.exit_code` if anything is wrong.
 
     Raises:
-        BadInput: the template cannot be used, or an option is invalid; with `as_json` the error is also printed.
+        BadInput: the template cannot be used, or an option is invalid. With `as_json` the error is also printed as
+            JSON, unless `options` cannot be parsed.
     """
     console = make_console()
     given = parse_values(options, "--template-option")

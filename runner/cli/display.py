@@ -37,10 +37,10 @@ from runner.transcript import printable, shown_line
 __all__ = ["LiveDisplay", "PlainDisplay", "display_for", "live_view"]
 
 MIN_FULL_WIDTH: Final = 60
-"""Columns below which only the most important numbers are shown."""
+"""Width of the terminal, in characters, below which only the most important numbers are shown."""
 
 MAX_BAR_WIDTH: Final = 100
-"""Columns of the widest progress bar."""
+"""Maximum width of the progress bar, in characters."""
 
 
 REPEATED_LINES: Final = 20
@@ -109,7 +109,7 @@ class LiveDisplay(_ConsoleReporter):
     def _follow_size(self) -> None:
         """If the window has a new size, clear it and print the recent lines again.
 
-        The old frame cannot be erased alone: how many lines it takes now depends on the terminal.
+        The old frame cannot be erased alone, because its number of lines after the change depends on the terminal.
         """
         size = self.console.size
         if self._live is None or size == self._size:

@@ -30,7 +30,10 @@ def export_command(file: Path, *, format: str, output: Path | None, chosen: Traj
     """Write the chosen trajectories next to the run file or to `output` (`-` is stdout); return the exit code.
 
     Raises:
-        BadOption: the format is unknown, the file has no token ids, or the target must be kept.
+        BadOption: the format is unknown, the file has no token ids, a chosen agent or task is not in the file, or the
+            target must not be replaced.
+        BadBatch: OpenEnv's format needs ids and log-probabilities that a turn does not have.
+        StorageFailed: the target cannot be written.
     """
     write = _FORMATS.get(format)
     if write is None:

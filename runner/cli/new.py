@@ -45,7 +45,7 @@ class Names:
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """Return the names for a given name; for `word-game`, `word_game` and `WordGame` they are the same.
+        """Return the names for a given name. The names for `word-game`, `word_game` and `WordGame` are equal.
 
         Raises:
             BadOption: the name is not valid, or is taken.
@@ -63,7 +63,7 @@ class Names:
         return names
 
     def render(self, text: str) -> str:
-        """Return a text of the template project with the names of this project in place of new-environment's."""
+        """Return a text of the template project, with its names (`new-environment`, ...) replaced by these names."""
         return (
             text.replace("new_environment", self.package)
             .replace("new-environment", self.project)

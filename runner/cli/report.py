@@ -29,7 +29,7 @@ from runner.transcript import printable, printable_line
 __all__ = ["lag_lines", "make_console", "naming_slow_code", "own_command", "plain_table", "quoted", "summary_table"]
 
 MAX_FAULTS = 3
-"""Maximum number of faults that are shown, and of causes of repeated attempts."""
+"""Maximum number of shown faults, of causes of repeated attempts, and of places that blocked the event loop."""
 NOTABLE_SECONDS = 1.0
 """Total seconds of blocking below which no code is named, if the event loop was not late."""
 PIPED_WIDTH = 200
@@ -41,7 +41,7 @@ UNTRAINED = "no request is trained: programs without tools are trained only with
 
 @contextmanager
 def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
-    """Print on stderr, at this interval, which line of the author's code runs: an import or `tasks()` may be slow."""
+    """Print the running line of the author's code on stderr at this interval: an import or `tasks()` may be slow."""
     caller, over = threading.get_ident(), threading.Event()
     script = os.path.abspath(sys.argv[0])  # the command's own script is not an author's code
 
@@ -192,7 +192,7 @@ def _counts(counts: Mapping[str, object]) -> Text:
 
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(label, mean reward) of each trained agent; the first agent is that of the summary's `rewards`."""
+    """(label, mean reward) of each trained agent. The summary's `rewards` belong to the first agent."""
     agents = summary["agents"]
     if len(agents) < 2:
         return [("reward", summary["reward"])]
@@ -271,7 +271,10 @@ def _faults(faults: Sequence[str]) -> Text:
 
 
 def lag_lines(lag: LagMonitor) -> Iterator[Text]:
-    """Lines about the lag of the event loop and the code that blocked it; no lines if it was on time."""
+    """Lines about the lag of the event loop and the code that blocked it.
+
+    There are no lines if the loop was on time and was blocked for less than `NOTABLE_SECONDS`.
+    """
     late = lag.percentile(99)
     blockers = lag.blockers(MAX_FAULTS)
     if late > LATE_SECONDS:

@@ -63,7 +63,7 @@ _API_OPTIONS = frozenset(
 
 
 def real_engine(settings: RunSettings) -> BaseEngine:
-    """Return the engine of the settings: vLLM in this process, a server, or a chat API; raise BadOption if invalid."""
+    """Return the engine of the settings: vLLM, a server or a chat API. Raise BadInput if it cannot be constructed."""
     arguments = parse_values(settings.engine_options, "--engine-option")
     if settings.api_model is not None:
         return _chat_engine(settings, arguments)
@@ -245,7 +245,7 @@ class RunPlan:
 
 
 def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
-    """The mixture of several environments. Settings begin with an environment: `--set calculator.examples=1`."""
+    """The mixture of several environments. A setting names its environment first: `--set calculator.examples=1`."""
     own: dict[str, dict[str, str]] = {name: {} for name, _, _ in settings.mixed()}
     for name, value in given.items():
         part, dot, rest = name.partition(".")
@@ -289,7 +289,7 @@ def _sampling(settings: RunSettings) -> Sampling:
 def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> tuple[Tasks, int | None]:
     """The tasks, checked as far as possible before the engine starts, and the number of episodes.
 
-    Each task has `size` episodes, with --index one. The number is None if it is unknown.
+    Each task has `size` episodes, or one episode with --index. The number of episodes is None if it is unknown.
     """
     if settings.retry_failed and settings.task is not None and settings.file is None:
         raise BadOption("--retry-failed --task: a single task is stored only with --file; give a file.")
@@ -330,7 +330,7 @@ class ConsoleRun(Reporter):
         self._kept: list[Trajectory] = []
 
     def play(self) -> int:
-        """Play the run, print the results, and return the exit code. Raise an error after the results are printed."""
+        """Play the run, print the results, and return the exit code. Errors are raised once the results are printed."""
         try:
             self.say(f"log   {self._log} (what vLLM and the environment print)")
             with quiet_output(self._log):  # a line that separates the launches in one log
@@ -398,7 +398,7 @@ class ConsoleRun(Reporter):
             return await supervise(self.run, self)
 
     def _restore_stored_choices(self) -> None:
-        """Restore the engine's choices from the run that will be resumed, before the engine starts."""
+        """Before the engine starts, restore the choices that it made when the run to be resumed began."""
         plan, settings = self._plan, self._settings
         if settings.file is not None:
             stored = stored_header(settings.file)

@@ -1,4 +1,4 @@
-"""The options of `deltarunner run`: for each one its type, default and help text."""
+"""The options of `deltarunner run` and `deltarunner serve`, with their types and help texts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HARBOR = "harbor"
 """The environment that plays tasks of Harbor, with or without an agent program."""
 
 DATASET_OPTIONS = ("prompt", "answer", "score", "id", "system", "info", "where", "shuffle", "skip", "take", "cache")
-"""The options of the environment `dataset`; each is an argument of the environment's constructor."""
+"""The options of the environments `dataset` and `mcp`; each is an argument of their constructors."""
 
 ENVIRONMENT = typer.Argument(
     metavar="ENV",
@@ -101,11 +101,11 @@ SERVED = (
     "log_level",
     "json",
 )
-"""The options of `deltarunner serve`. Most of them are also options of `deltarunner run`."""
+"""Names of the options of `deltarunner serve`: fields of `ServeSettings`, and sampling fields."""
 
 
 SAMPLING = "sampling options"
-"""Mark of the field that stands for the sampling options: one option for each row of the table of sampling fields."""
+"""Annotation of the field `sampling`. In place of this field, each sampling field with a help text is an option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +350,7 @@ class RunSettings:
         }
 
     def with_program(self) -> RunSettings:
-        """Return settings with an environment, and with options of `dataset` and of `--agent` as its arguments.
+        """Return settings with an environment, whose arguments include the options of `dataset` and of `--agent`.
 
         Raises:
             BadOption: the environment or a needed option is missing, or an option does not belong to the environment.
@@ -420,7 +420,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings(RunSettings):
-    """The options of `deltarunner serve` as given on the command line; of the inherited ones, those in `SERVED`."""
+    """The options of `deltarunner serve` as given on the command line. `SERVED` has their names."""
 
     protocol: Annotated[
         str | None,
@@ -435,7 +435,7 @@ class ServeSettings(RunSettings):
 def options_from(
     settings: type[S], only: Collection[str] | None = None
 ) -> Callable[[Callable[[S], int]], Callable[..., int]]:
-    """Return a decorator for a function of a settings object: each field becomes an option of the command.
+    """Return a decorator for a function that takes a settings object. Each field becomes an option of the command.
 
     Args:
         settings: a dataclass with fields annotated as parameters of Typer.

@@ -252,7 +252,7 @@ def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:
 
 
 def _find_row(run_file: RunFile, episode: str) -> EpisodeRow | str:
-    """Return the first episode of the task with this id, a trained one if there is one; else the given id."""
+    """If `episode` is the id of a task, return the task's first episode, a trained one if possible; else `episode`."""
     first = next(run_file.rows(task_id=episode), None) or next(run_file.rows(task_id=episode, trained=None), None)
     return episode if first is None else first
 
@@ -314,9 +314,10 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
 
 
 def _milliseconds(request: ChatRequest, turn: Turn | None) -> str:
-    """Milliseconds of matching the history, to the first id, to the last id, and of the whole request.
+    """Milliseconds of matching the history, until the first id, until the last id, and of the whole request.
 
-    The ids count from the turn's start in the engine. Without a turn, only the first number is returned.
+    The times of the ids begin when the turn waits for a place in the engine. Without a turn, only the first number is
+    returned.
     """
     if turn is None:
         return f"{1e3 * request.align_seconds:.1f}"

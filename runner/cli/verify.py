@@ -47,7 +47,7 @@ class VerifyResult:
     ids: int = 0
     """Number of token ids, from the table of episodes."""
     messages: int = 0
-    """Number of trajectories from message servers, which have no prompt ids to rebuild."""
+    """Number of trajectories of chat APIs. They have no prompt ids to rebuild."""
     differing: int = 0
     """Number of trajectories with a difference."""
     difference: Difference | None = None
@@ -61,7 +61,7 @@ class VerifyResult:
 def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False) -> int:
     """Rebuild every prompt of the file, print the first difference, and return the exit code.
 
-    Turns of message servers have no prompt ids; they are compared with their messages.
+    Turns of chat APIs have no prompt ids. Their answers are compared with the messages instead.
 
     Args:
         file: the run file.

@@ -95,7 +95,7 @@ def verify_trace_command(
         model: the folder or name of the model that sampled the ids.
         template: a template in place of the model's own.
         options: variables of the template, as NAME=VALUE.
-        now: the time that the template saw, in ISO form.
+        now: the time that the template read, in ISO form; None for the time in the trace, else the current time.
         score: start an engine with the model, and compare the log-probabilities too.
         score_options: options of that engine; only with `score`.
         as_json: print one line of JSON instead of text, also after an error.

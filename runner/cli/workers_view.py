@@ -15,7 +15,7 @@ from runner.transcript import shown_line
 __all__ = ["joined_line", "workers_view"]
 
 MIN_TABLE_WIDTH: Final = 70
-"""Columns of the terminal below which the table has only its most important columns."""
+"""Width of the terminal, in characters, below which the table has only its most important columns."""
 
 MAX_NODE_CHARS: Final = 20
 """Maximum length of a shown name of a node."""
@@ -37,8 +37,8 @@ def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
 
     Args:
         fleet: statistics of the workers.
-        width: columns of the terminal.
-        room: lines that are free.
+        width: width of the terminal, in characters.
+        room: number of free lines.
     """
     counts = _counts(fleet, width)[: max(1, room)]
     room -= len(counts)

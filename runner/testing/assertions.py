@@ -33,7 +33,8 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
 
     - Within a segment, every prompt begins with the previous prompt and the ids sampled from it.
     - A segment that continues or repeats a turn of another segment begins with the same ids.
-    - The loss mask covers exactly the sampled ids, and only these have log-probabilities.
+    - The loss mask covers exactly the sampled ids of turns that were not withdrawn. Only sampled ids have
+      log-probabilities.
     - Every tool call before the last message has one answer, in order, except with external agents.
     - The messages contain the calls of the turns; outcome, limit, error and reward agree.
 

@@ -44,7 +44,8 @@ _DELTA_LATENCY: Final = Latency(first=1, between=1)
 _MAX_SUSPENSIONS: Final = 100_000
 """Number of suspension points after which a scenario counts as endless."""
 _MAX_SWALLOWED: Final = 1_000
-"""Maximum number of cancellations of one run, one at each `await` of its clean-up. A run with more never ends."""
+"""Maximum number of cancellations of one run, one at each `await` of its clean-up. A run with more counts as endless.
+"""
 
 _REASON: Final = "cancel_everywhere"
 """Reason text of this module's cancellations. It distinguishes them from cancellations by scopes inside the scenario.
@@ -175,7 +176,7 @@ class _CancelledRun:
         )
 
     def _abandon(self, error: Exception) -> Exception:
-        """Throw `error` into the coroutine until it ends, so that it cleans up; one that never ends is kept alive."""
+        """Throw `error` into the coroutine until it ends, so that it cleans up. Keep a coroutine that does not end."""
         for _ in range(_MAX_SWALLOWED):
             try:
                 self.coroutine.throw(error)
@@ -259,8 +260,8 @@ def play_cancelled(
     """Play an episode repeatedly, cancelled at its 1st, 2nd, 3rd ... suspension.
 
     After each play no request and no session may be left in the engine, and at the end no task, thread, process or
-    file. The first and the last play are not cancelled and must not fail; the first one opens what all episodes share.
-    Every play waits as long as its tools wait, so keep these times short.
+    file. The first and the last play are not cancelled. The first one must not fail, and opens everything that all
+    episodes share. Tools wait in every play, so keep their waiting times short.
 
     Args:
         environment: the environment, or its class.

@@ -25,8 +25,10 @@ class EngineContract(StreamContract, ControlContract):
         def engine(self):
             return MyEngine(...)
 
-    There are about thirty tests, and each enters its own engine. They cover the deltas of a turn and its finish, every
-    way to leave a turn, cancellation at every point, requests that wait for a place, sessions, and calls of a trainer.
+    There are more than twenty tests, and each enters its own engine. They cover the deltas of a turn and its finish,
+    every way to leave a turn, cancellation at every point, requests that wait for a place, sessions, and calls of a
+    trainer.
+
     The engine must have a context of at least 1,000 ids and at least two places, and return one id per delta if a
     request acts on deltas. An engine that does not support a call of a trainer lists it in `under_test`; the tests then
     check that the call raises `BadControl` and changes nothing.
@@ -47,7 +49,7 @@ class EngineContract(StreamContract, ControlContract):
         )
 
     def under_test(self, engine: Engine) -> EngineUnderTest:
-        """Facts about the entered engine that the tests need. If they differ, a subclass overrides this method."""
+        """Facts about the entered engine that the tests need. A subclass overrides this if the defaults are wrong."""
         return EngineUnderTest(engine)
 
     def running(self, engine: Engine) -> AbstractAsyncContextManager[EngineUnderTest]:

@@ -72,7 +72,7 @@ class EnginePool:
         self._open = ExitStack()
 
     def engine(self, **options: Any) -> PooledEngine:
-        """The running engine with these options. It is started if the last engine has other options, or has died.
+        """The running engine with these options. If there is none, the current engine is stopped and a new one started.
 
         Raises:
             BadOption: this test already has a running engine with other options.

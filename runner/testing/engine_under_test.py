@@ -1,7 +1,7 @@
 """Helpers for the tests of the engine contract: the engine under test, decorators, and readers of streams.
 
-The tests need nothing that only one kind of engine has: greedy turns return the same ids each time, and other turns
-are compared with greedy ones.
+The tests need nothing that only one kind of engine has. Greedy turns must have the same ids each time: tests compare a
+disturbed turn with the same turn without a disturbance.
 """
 
 from __future__ import annotations

@@ -55,9 +55,12 @@ def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
 class ForcedEngine(WrappedEngine):
     """The engine that `force` returns. It forces ids, and delegates everything else to the wrapped engine.
 
-    A turn that cannot be sampled according to the script is refused (`RequestRejected`). The reasons are: the script
-    has no ids for the turn, ids are outside of the vocabulary, there are too few ids, ids follow a stop id, a stop id
-    comes before `min_tokens`, the turn is constrained, or the engine samples other ids.
+    A turn that cannot be sampled according to the script is refused (`RequestRejected`), for one of these reasons:
+
+    - The script has no ids for the turn, too few ids, or ids outside of the vocabulary.
+    - Ids follow a stop id, or a stop id comes before `min_tokens`.
+    - The turn is constrained.
+    - The engine samples other ids.
     """
 
     def __init__(self, engine: Engine, script: ForcedScript) -> None:

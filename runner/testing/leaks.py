@@ -135,7 +135,7 @@ def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list
 
 
 def _passing_kinds() -> tuple[str, ...]:
-    """Kinds of leaks that may end by themselves. A file may if another thread is reading it for a traceback."""
+    """Kinds of leaks that may end by themselves. Another thread may have opened a file only to print a traceback."""
     return ("thread ", "process ", "file ") if threading.active_count() > 1 else ("thread ", "process ")
 
 

@@ -102,9 +102,10 @@ def play(
         The trajectory of the agent.
 
     Raises:
-        AssertionError: replies were missing or left over, the trajectory is not exact, or a metric, a group reward or
-            `close()` raised (these errors do not fail an episode).
+        AssertionError: replies were missing or left over, the trajectory is not exact, or the environment's code raised
+            an error that does not fail an episode. Examples are errors in a metric, a group reward or `close()`.
         BadInput: an argument cannot be used; the message names the fix.
+        RuntimeError: the caller is on an event loop. Use `play_async` there.
     """
     return run_sync("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
 
@@ -123,7 +124,7 @@ def play_many(
         environment: the environment, or its class.
         engine: as for `play`, but every conversation reads a list of replies from its beginning. An engine with a
             queue of replies plays one episode after another, unless `concurrency` is given.
-        tasks: how many of the environment's tasks to play, or other tasks; by default all of its tasks.
+        tasks: number of the environment's tasks to play, or other tasks; by default all of its tasks.
         clock: a virtual clock.
         options: the fields of `RunOptions`, by name; `group_size=4` plays each task four times.
 
@@ -132,9 +133,10 @@ def play_many(
         or one that receives results, as they finish.
 
     Raises:
-        AssertionError: replies were missing or left over, a trajectory is not exact, or a metric, a group reward or
-            `close()` raised (these errors do not fail an episode).
+        AssertionError: replies were missing or left over, a trajectory is not exact, or the environment's code raised
+            an error that does not fail an episode. Examples are errors in a metric, a group reward or `close()`.
         BadInput: an argument cannot be used; the message names the fix.
+        RuntimeError: the caller is on an event loop. Use `play_many_async` there.
     """
     return run_sync("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
 
@@ -160,6 +162,7 @@ def choose_task(environment: EnvironmentOrClass, task: Task | str | None) -> Tas
 
     Raises:
         BadTask: the environment has no task, or its `tasks()` is asynchronous.
+        BadOption: `environment` is not an environment, or `task` is neither a task nor an id.
     """
     if isinstance(task, Task):
         return task

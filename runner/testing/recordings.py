@@ -185,7 +185,9 @@ class RecordingFixture:
             tokenizer: the vocabulary, if it cannot be loaded by the model's name.
 
         Raises:
-            BadOption: the test already has a recording of this name, or `source` is not an engine and returns none.
+            BadOption: the test already has a recording of this name, or `source` is not an engine and does not return
+                one.
+            BadInput: the recording cannot be replayed.
         """
         path = self._path(name)
         if path in self._recorded:

@@ -55,7 +55,7 @@ class PlainTokenizer(ByteTokenizer):
 
 
 class AwkwardTokenizer(PlainTokenizer):
-    """A vocabulary with the difficulties of real ones.
+    """A vocabulary with the difficulties of real vocabularies.
 
     Most texts have several sequences of ids, of which `encode` returns one: sampled ids change when they are decoded
     and encoded again. Text is composed (NFC), so some texts change too. The last ids are padding and decode to
@@ -87,7 +87,7 @@ class AwkwardTokenizer(PlainTokenizer):
         return [*ids, *self._joined(bytes(plain))]
 
     def misspell(self, text: str) -> list[int]:
-        """Ids that decode to `text`. They differ from `encode` if the text contains a word of the vocabulary."""
+        """Ids that decode to `text`. They differ from those of `encode` if `text` contains a word of the vocabulary."""
         return super().encode(text)
 
     def normalize(self, text: str) -> str:

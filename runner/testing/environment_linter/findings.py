@@ -212,7 +212,11 @@ def _is_state(value: Any) -> bool:
 
 
 def _snapshot(value: Any, depth: int = 0) -> Any:
-    """A value for later comparison: plain values, contents of containers (of large ones the length), ids of objects."""
+    """Return a form of `value` that can be compared later.
+
+    For a plain value, this is the value itself; for a container, its contents, or only its length if it is large; for
+    any other object, its `id()`.
+    """
     if isinstance(value, count):
         return repr(value)
     if isinstance(value, _PLAIN) and not isinstance(value, tuple):
@@ -291,7 +295,7 @@ class Differences:
 
     @classmethod
     def between(cls, first: AgentRecords, again: AgentRecords, environment: Environment[Any]) -> Differences:
-        """Compare two plays. Scores are compared only if the messages are equal."""
+        """Compare two plays. Scores are compared only if the messages and the outcome are equal."""
         counts: Counter[str] = Counter()
         examples: dict[str, str] = {}
         names = [name for name in first if name in again]

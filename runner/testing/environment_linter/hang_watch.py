@@ -23,7 +23,7 @@ REPORT_SECONDS: Final = 30.0
 """Time without progress after which the place is reported, and time until it is reported again."""
 
 END_SECONDS: Final = 300.0
-"""Time without progress after which the process ends; the limit of `lifespan()` and `tasks()`."""
+"""Time without progress after which the process ends if no episode is in flight, as in `lifespan()` or `tasks()`."""
 
 PLAYING_SECONDS: Final = 60.0
 """Time without progress after which the process ends during episodes. The limits of episodes are shorter, so only code

@@ -79,6 +79,7 @@ def check_environment(
     Raises:
         BadEnvironment: the environment has no reward or cannot be constructed.
         BadOption: `episodes` is not a whole number of 1 or more.
+        BadTask: `tasks` is a path, but not of an existing file.
     """
     if isinstance(episodes, bool) or not isinstance(episodes, int) or episodes < 1:
         raise BadOption(f"check_environment(episodes={episodes!r:.60}): give a whole number, at least 1.")
@@ -133,8 +134,8 @@ class PlayResult:
 class EnvironmentCheck:
     """A check that plays an environment several times and compares the plays.
 
-    1. All episodes are played at once, in groups of two.
-    2. They are played one at a time, in reverse order.
+    1. The tasks are played in groups of two, several episodes at once.
+    2. The same tasks are played again, one episode at a time, in reverse order.
     3. If these plays differ, step 2 is repeated. If not, and tools of one turn may run concurrently, two plays with
        delayed tools follow.
 
@@ -308,7 +309,7 @@ def _record_environments(environment: Environment[Any], played: list[Environment
 def _callable_tools(
     environments: Sequence[Environment[Any]], later_first: bool | None, call: ModelCall
 ) -> Sequence[Tool]:
-    """The tools that the agent of this call may use; they are delayed on its first turn if `later_first` is set."""
+    """The tools that the agent of this call may use, delayed from its first turn on unless `later_first` is None."""
     for environment in reversed(environments):
         if environment.episode.id == call.episode:
             conversation: Conversation = environment.episode.conversations[call.agent]

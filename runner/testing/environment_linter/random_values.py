@@ -26,7 +26,7 @@ MAX_TRIES: Final = 60
 """Maximum number of attempts to draw a value that passes the validator, which checks more than the shape."""
 
 MAX_DEPTH: Final = 6
-"""Depth from which optional parts are left out."""
+"""Depth beyond which optional parts are left out."""
 
 WORDS: Final = ("a", "word", "2")
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
@@ -216,7 +216,7 @@ class RandomModel:
 
     A turn that is constrained to a schema, a pattern, a choice or a call satisfies the constraint.
 
-    Replies depend only on the task, the agent and the turn, so all episodes of a group get the same ones.
+    Replies depend only on the task, the agent and the turn, so all episodes of a group get the same replies.
 
     Args:
         tools_of: a function that returns the tools that the agent of a call may use.
