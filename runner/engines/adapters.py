@@ -29,7 +29,7 @@ class AdapterVersion:
     key: int
     """Number of this version among the versions of all names, counted from 1."""
     given: Path | None
-    """Folder that the caller gave; None if the caller gave tensors."""
+    """Folder that the caller gave; None for an adapter that was given as tensors or only by name."""
     folder: Path | None = None
     """Private copy of the folder, which no other program writes; None for an engine that keeps no copy."""
     turns: int = 0
@@ -59,11 +59,11 @@ class Adapters:
 
     @property
     def folders(self) -> Mapping[str, Path | None]:
-        """Folder of each adapter that requests can name; None for an adapter that was given as tensors."""
+        """Folder of each adapter that requests can name; None for an adapter without a folder."""
         return {name: version.given for name, version in self._current.items()}
 
     def stamp(self, adapter: str | None) -> str:
-        """Return the suffix that this adapter adds to a turn's weight version: "+poet@2"; "" without an adapter."""
+        """Return the suffix of an adapter in a weight version, such as "+poet@2"; "" for None or an unknown name."""
         version = self._current.get(adapter or "")
         return "" if version is None else f"+{version.label}"
 
@@ -79,7 +79,7 @@ class Adapters:
             raise RequestRejected(f"{request}: the engine has no adapter {adapter!r}; {self._there()}.")
 
     def take(self, request: str, adapter: str | None) -> AdapterVersion | None:
-        """Return the version that samples this request, and count the turn until `leave`.
+        """Return the adapter version that samples this request, and count it in `AdapterVersion.turns` until `leave`.
 
         Returns:
             The version; None if the request uses the model without an adapter.
@@ -100,7 +100,10 @@ class Adapters:
             version.turns -= 1
 
     def lag(self, version: str) -> int:
-        """Return the number of newer versions of the adapter in this weight version; 0 without an adapter."""
+        """Return the newest number of the adapter in a weight version, minus its number in this version; at least 0.
+
+        For "7+poet@2" the result is 1 if the newest version is "poet@3". Without an adapter, the result is 0.
+        """
         _, adapter, number = base_and_adapter(version)
         return max(0, self._newest.get(adapter, number) - number)
 

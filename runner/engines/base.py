@@ -68,7 +68,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Finish of a stream."""
+    """End of a stream: the reason, and the weight versions of the stream's ids."""
 
     reason: FinishReason
     """Reason for the end. The engine reports LENGTH also at the end of the context; the caller counts ids to
@@ -126,7 +126,7 @@ class GenerationRequest:
     acts_on_deltas: bool = False
     """True if the caller acts on single deltas, which then have one id each."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments, used by tests, such as {"force": ids}."""
+    """Further arguments, which few engines support: {"score": ids} for `score`, or {"force": ids} in tests."""
 
     @property
     def all_stop_ids(self) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
 class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
     """Base of engines for token ids (`Engine`) and for messages (`MessageEngine`).
 
-    Attributes other than `running` are set when the engine is entered.
+    Entering sets `context` and `places`, unless the constructor set them.
     """
 
     context: int
@@ -238,12 +238,12 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         return ""
 
     def restore_choices(self, described: Mapping[str, Any]) -> None:  # most engines have nothing to restore
-        """Restore the choices that the engine made by itself when a resumed run first began.
+        """Restore the settings that the engine chose by itself at the first start of a run.
 
         A resumed run calls this before it enters the engine.
 
         Args:
-            described: result of `describe` when the run first began.
+            described: result of `describe` at the first start.
         """
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
@@ -300,7 +300,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
 
 class Engine(BaseEngine):
-    """Engine from token ids to a stream of deltas. Entering sets the attributes other than `running`."""
+    """Engine from token ids to a stream of deltas. Entering sets the attributes, unless the constructor set them."""
 
     tokenizer: Tokenizer
     """Tokenizer of the engine's model, an instance that only the runner uses."""
@@ -339,7 +339,7 @@ class Engine(BaseEngine):
 
         Args:
             ids: the sequence, shape [n]; shorter than the engine's context.
-            start: the first id that is scored, from 1 to n - 1.
+            start: position of the first id that is scored, from 1 to n - 1.
             sampling: sampling parameters; unset fields have their defaults. `adapter` alone keeps the single pass.
                 Fields that end a turn are ignored.
             constraint: the grammar of the sampling.
@@ -468,7 +468,8 @@ def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:
     """Return the ids as a list of plain integers.
 
     Raises:
-        BadOption: fewer than two ids, an id outside of the vocabulary, or a `start` out of range.
+        BadOption: fewer than two ids, an id that is not a whole number or not in the vocabulary, or a `start` out of
+            range.
     """
     try:
         plain = [operator.index(token_id) for token_id in ids]

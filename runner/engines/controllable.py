@@ -31,10 +31,12 @@ __all__ = ["Controllable", "scores_by_pass"]
 
 
 class Controllable:
-    """Calls of an engine for its trainer. They run one at a time: a second call waits for the first."""
+    """Calls by which a trainer controls an engine. They run one at a time: a second call waits for the first."""
 
     runtime: EngineRuntime[Any] | None = None
-    """Runtime of the entered engine; None before it was entered, and for an engine whose weights are external."""
+    """Runtime of the entered engine. It may be None before the engine is entered. It is None for a chat API, and in the
+    clients of an engine that several processes share.
+    """
     loop: object = None
     """The event loop that entered the engine; only this loop can use it. None if any loop can."""
 
@@ -45,7 +47,7 @@ class Controllable:
 
     @property
     def weight_version(self) -> str:
-        """Current weight version; "" for an engine whose weights are external."""
+        """Current weight version; "" if it is unknown, as for a chat API."""
         return self.runtime.version if self.runtime is not None else ""
 
     @property
@@ -68,12 +70,12 @@ class Controllable:
 
     @property
     def adapters(self) -> Mapping[str, Path | None]:
-        """LoRA adapters that `Sampling(adapter=)` can name, with the folder of each; None for one given as tensors."""
+        """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None if there is no folder."""
         return self.runtime.adapters.folders if self.runtime is not None else {}
 
     @property
     def is_controlled(self) -> bool:
-        """True if the engine was entered and this process can exchange its weights."""
+        """True if the engine has a runtime for these calls. Some runtimes refuse `update_weights`."""
         return self.runtime is not None
 
     @property
@@ -145,7 +147,7 @@ class Controllable:
             given: a folder of safetensors, a state dict, a `WeightTransfer` or a `LocalTransfer`; a scripted engine
                 takes anything.
             version: name of the new weights; counted by default: "1", "2", ...
-            mode: handling of turns that are being sampled; with `keep` a turn can have two versions.
+            mode: handling of turns that are being sampled; with `keep` a turn can have several versions.
             proof: log-probabilities by the trainer's model. The engine scores the same ids before any turn continues.
                 If the scores differ, the engine is ended, so that no id of unknown weights is trained on. If the cache
                 is asleep, `wake` scores the proof before the engine resumes.
@@ -200,8 +202,10 @@ class Controllable:
 
         A paused engine scores after `resume`. Call `prove` before the first update, with a proof of the starting
         weights, to measure the difference by rounding alone. Later proofs of the same ids and number types then have
-        three times that difference as their tolerance, instead of a table by number type. An engine that can also
-        scores some of the ids in steps, as turns sample them; the figures are for the prompt.
+        three times that difference as their tolerance, instead of a value from a table by number type.
+
+        The ids are scored in one pass, as a prompt. If the engine can, it also scores a part of the ids in steps, as
+        turns sample them. The returned figures are those of the prompt.
 
         Args:
             proof: log-probabilities by a model with the expected weights.
@@ -292,7 +296,7 @@ class Controllable:
 
         Raises:
             BadWeights: the adapter does not fit; the message names the setting, the tensor or the file.
-            BadOption: the name is invalid, or the engine was started without adapters.
+            BadOption: the name or the number is invalid, or the engine was started without adapters.
             BadControl: the engine cannot be controlled, or sleeps.
         """
         runtime = self._controlled()

@@ -34,9 +34,9 @@ class Session:
     """State of one conversation in the engine; made by `Engine.session()`."""
 
     late: bool = False
-    """True if its next request goes before first requests. The very first request of an episode is not late."""
+    """True if the session's next request is admitted before first requests; False for an episode's first request."""
     tokens: int = 0
-    """Reserved ids of the engine's cache: the current length and the next `max_tokens`."""
+    """Number of ids that are reserved in the cache: the current length plus the longest possible next turn."""
     closed: bool = False
     """True once its room in the cache was freed."""
     affinity: Affinity = field(default_factory=Affinity)
@@ -85,9 +85,10 @@ _Found: TypeAlias = tuple[_Waiter, _Rank, _Queue]
 class AdmissionGate:
     """Gate that decides which requests enter the engine, and in which order.
 
-    A request is *late* if its session was admitted before. Late requests go before first requests; each kind keeps the
-    order of arrival. The KV cache has room for `room` ids. Room that live sessions reserve delays first requests, but
-    never late requests. If no session is live, a first request is always admitted. An admission takes constant time.
+    A request is *late* if its session was admitted before, or was created as late; the others are *first* requests.
+    Late requests are admitted before first requests, and each kind in its order of arrival. The KV cache has room for
+    `room` ids. Room that live sessions reserve delays first requests, but never late requests. On a rank without live
+    sessions, a first request needs only a place. An admission takes constant time.
 
     Places and room are split evenly among the ranks. A request without a rank goes to the rank with a free place and
     the least reserved room; its session then stays there.
@@ -139,7 +140,7 @@ class AdmissionGate:
 
     @property
     def first_waiting(self) -> int:
-        """Number of first requests of a session that wait for a place."""
+        """Number of requests that wait for a place and are not late."""
         return len(self._first)
 
     async def enter(self, session: Session, tokens: int) -> None:
@@ -147,11 +148,11 @@ class AdmissionGate:
 
         Args:
             session: becomes late with its first admission, and stays on the rank of that admission.
-            tokens: length of the prompt and of the longest possible turn.
+            tokens: length of the prompt plus the longest possible turn.
 
         Raises:
             RuntimeError: the session was closed.
-            Exception: the error that the argument of `fail` creates, after a call of `fail`.
+            Exception: `fail` was called; the error is the one that its argument creates.
         """
         await checkpoint_if_cancelled()  # a cancelled task must not take a place, even briefly
         if self._failure is not None:
@@ -192,7 +193,7 @@ class AdmissionGate:
         self._admit()
 
     def leave(self, session: Session, tokens: int) -> None:
-        """Free the place, and reserve `tokens` ids for the session: its length and the longest next turn."""
+        """Free the place, and reserve `tokens` ids for the session: its length plus the longest next turn."""
         self._rank_of(session).inside -= 1
         self._keep(session, self._in_blocks(tokens))
         self._admit()

@@ -136,7 +136,7 @@ class HttpRuntime(Generic[ServerT]):
         return True
 
     async def health(self) -> None:
-        """Return when the server answers. A failed connection is retried.
+        """Return when the server answers. Failed requests are retried.
 
         Raises:
             EngineDead: the server does not answer.

@@ -24,7 +24,7 @@ class FailureKind(enum.StrEnum):
     BUSY = "busy"
     """The server is busy: 429, 503, or 529."""
     TIMEOUT = "timeout"
-    """The server did not begin its answer in time, or reports a time-out: 408, 409 or 425."""
+    """The server sent no data in time, or answered 408, 409 or 425."""
     SERVER = "server"
     """The server failed: any other 5xx, or an error within an answer."""
     GARBAGE = "garbage"
@@ -81,7 +81,7 @@ class HttpFailure(Exception):
     text: str
     """Description for people."""
     retry_after: float | None = None
-    """Seconds of the server's Retry-After; None without it."""
+    """Seconds of the server's Retry-After; None without it, and infinity if the server forbids a retry."""
 
     def __str__(self) -> str:
         return self.text
@@ -98,7 +98,9 @@ class RetryPolicy:
     attempts: int = 8
     """Maximum number of attempts per request, including the first."""
     first_seconds: float = 0.5
-    """Approximate first wait in seconds; it doubles with each further attempt."""
+    """Maximum first wait in seconds without a Retry-After. The maximum doubles with each further attempt, and a wait is
+    drawn between half of the maximum and the maximum.
+    """
     longest_seconds: float = 30.0
     """Maximum wait in seconds without a Retry-After."""
     longest_retry_after: float = 120.0
@@ -137,6 +139,8 @@ class Retries:
 
     def wait_after(self, failure: HttpFailure, attempt: int) -> float | None:
         """Return the seconds to wait before the next attempt; None if the request is not sent again.
+
+        A result other than None takes one retry from the budget.
 
         Args:
             failure: the failure of the last attempt.

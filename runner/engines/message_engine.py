@@ -97,7 +97,7 @@ class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
     """
 
     finish: MessageFinish | None
-    """Finish of the turn; None before its end, and for a turn that was left early."""
+    """Finish of the turn; None before its end. Leaving the block early sets the finish ABORT."""
     waited: float
     """Seconds that the request waited for a place or a retry."""
     seed: int | None

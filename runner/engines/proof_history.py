@@ -46,15 +46,18 @@ class ProofHistory:
         in_steps: bool = False,
         measures: bool = False,
     ) -> tuple[ProofFigures, str]:
-        """Compare an engine's scores with a proof. Return the figures, and why the proof does not hold, or "".
+        """Compare an engine's scores with a proof.
 
         Args:
             proof: the proof.
             scores: the engine's log-probabilities of the same ids.
             dtype: number type of the engine's computation.
             in_steps: True if the scores are of the ids that are scored in steps.
-            measures: True if this proof measures the difference by rounding, which may then be somewhat larger than
-                usual.
+            measures: True if this proof measures the difference by rounding. Its median may then be up to
+                `SMALL_MEDIAN_NATS`, even where the tolerance is smaller.
+
+        Returns:
+            The figures, and the reason why the proof does not hold; "" if it holds.
         """
         computed_in = self.quantization or dtype
         tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
@@ -71,7 +74,9 @@ class ProofHistory:
         return self._baselines.get((proof.ids, *number_types(proof), in_steps))
 
     def require_tolerance(self, proof: WeightProof) -> None:
-        """Check that the usual difference between this engine and a trainer is known for a proof.
+        """Check that the tolerance for a proof is known.
+
+        For a quantized engine, the difference to the trainer has to be measured first.
 
         Raises:
             BadControl: quantization causes a difference that was not measured.
@@ -96,13 +101,13 @@ class ProofHistory:
 
         Args:
             proof: the proof.
-            scores: the engine's log-probabilities of the same ids, by pass; the first one has all of them.
+            scores: the engine's log-probabilities of the same ids, by pass; the first pass scored all ids.
             version: version of the weights that the engine scored.
-            baselines: the figures of a proof of the starting weights, which show the difference by rounding alone, by
-                pass; else None.
+            baselines: figures by pass, if the proof is of the starting weights: they show the difference by rounding
+                alone. Otherwise None.
             ran_beside_turns: True if turns ran at the same time, since another batch size changes the rounding.
         """
         self.last = Accepted(proof, next(iter(scores.values())), version, None if ran_beside_turns else scores)
         for scored, figures in (baselines or {}).items():
-            # only the first baseline is kept, since an owner may exchange weights without a new version
+            # Only the first baseline is kept, since the owner of the weights may exchange them without a new version.
             self._baselines.setdefault((proof.ids, *number_types(proof), scored.in_steps), figures)

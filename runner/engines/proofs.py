@@ -21,20 +21,23 @@ __all__ = ["Accepted", "ProofFigures", "ProofTolerance", "ScoredPass", "ScoresBy
 MIN_SCORES: Final = 8
 """Minimum number of log-probabilities of a proof; the median of fewer is not reliable."""
 LEAST_MEDIAN_NATS: Final = 1e-4
-"""Least allowed median difference, if neither the engine nor the trainer computes in half precision or quantized."""
+"""Smallest tolerance for the median difference, if engine and trainer both compute in float32 or float64."""
 BASELINE_FACTOR: Final = 3.0
 """Allowed difference, as a multiple of the difference with the starting weights."""
 WIDE_BASELINE_FACTOR: Final = 1.5
-"""Allowed median difference, as a multiple of the median with the starting weights if that exceeds the table's value.
-The factor is small: a difference that is large from the start must not hide a stale tensor.
+"""Limit of the allowed median difference, as a multiple of the median with the starting weights. The limit is never
+below the table's value or `SMALL_MEDIAN_NATS`. The factor is small: a difference that is large from the start must not
+hide a stale tensor.
 """
 SMALL_MEDIAN_NATS: Final = 0.005
 """Median difference that is small compared with the difference that a stale tensor causes. Up to this value, the whole
-`BASELINE_FACTOR` applies. In half precision it is the least allowed median: scores are multiples of a rounding step, so
-a median of 0 at the start may be by chance.
+`BASELINE_FACTOR` applies. In a coarser type than float32 this is also the smallest tolerance for the median: scores are
+multiples of a rounding step, so a median of 0 at the start may be by chance.
 """
 MISSING_STANDARD_ERRORS: Final = 4.0
-"""A change counts as missing if its share is this many standard errors below `ProofTolerance.min_arrived`."""
+"""A change counts as missing if the share that arrived is more than this many standard errors below the needed
+share, `ProofTolerance.min_arrived`.
+"""
 SHOWN_SHARE: Final = 0.5
 """A change counts as shown if more than this share of it arrived, by a margin of `MISSING_STANDARD_ERRORS`."""
 MAX_ERROR: Final = 0.125
@@ -47,18 +50,20 @@ _PRECISE: Final = frozenset({"float32", "float64"})
 UNMOVED_NATS: Final = 1e-7
 """Scores that differ by less count as equal."""
 NOISE_FACTOR: Final = 2.0
-"""Scores count as changed above this multiple of the difference between two passes with the same weights."""
+"""Scores count as changed if they differ by more than this multiple of the difference between two passes with the same
+weights.
+"""
 
 STEP_PLACES: Final = range(2, 18)
 """Positions of the ids that are also scored in steps, as turns sample them: the first ones, whose prompts are short."""
 STEP_OUTLIER_SHARE: Final = 0.25
-"""Share of the ids at `STEP_PLACES` that may exceed the largest difference in half precision."""
+"""Share of the ids at `STEP_PLACES` that may differ by more than `ProofTolerance.largest`, in half precision."""
 STEP_MEDIAN_FACTOR: Final = 2.0
 """Allowed median of the ids at `STEP_PLACES` in half precision, as a multiple of the median of all ids."""
 
 
 def ids_in_steps(ids: Sequence[int]) -> Sequence[int]:
-    """Return the ids at `STEP_PLACES`, and before them the id that precedes the first one."""
+    """Return the ids at `STEP_PLACES`, with one id before them."""
     return ids[STEP_PLACES.start - 1 : STEP_PLACES.stop]
 
 
@@ -122,7 +127,8 @@ class WeightProof:
     """A trainer's log-probabilities of some ids; `weight_proof` computes them with a torch model.
 
     Raises:
-        BadWeights: too few ids, not one value for each id but the first, or an invalid log-probability.
+        BadWeights: too few ids, an id that is not a whole number, not one value for each id but the first, or an
+            invalid log-probability.
     """
 
     ids: Sequence[int]
@@ -342,7 +348,7 @@ def has_moved(before: ScoresByPass, now: ScoresByPass, noise: float) -> bool:
 
 
 def shows_arrival(figures: ProofFigures) -> bool:
-    """Return True if the share of the trainer's change in the scores is above `SHOWN_SHARE`, even less its error."""
+    """Return True if the share that arrived exceeds `SHOWN_SHARE` by `MISSING_STANDARD_ERRORS` standard errors."""
     share, error = figures.arrived, figures.arrived_error
     return share is not None and error is not None and share - MISSING_STANDARD_ERRORS * error > SHOWN_SHARE
 
@@ -387,13 +393,16 @@ def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tu
 def compare_in_steps(
     proof: WeightProof, scores: Sequence[float], tolerance: ProofTolerance, *, engine_dtype: str
 ) -> tuple[ProofFigures, str]:
-    """Compare the scores of the ids at `STEP_PLACES` with a proof. Return the figures, and why it does not hold, or "".
+    """Compare the scores of the ids at `STEP_PLACES` with a proof.
 
     Args:
         proof: the whole proof.
         scores: the engine's scores, in steps.
         tolerance: the result of `tolerance_in_steps`.
         engine_dtype: number type of the engine's computation.
+
+    Returns:
+        The figures, and the reason why the proof does not hold; "" if it holds.
     """
     part = proof.in_steps()
     figures = compare_scores(part, scores, tolerance, engine_dtype=engine_dtype)

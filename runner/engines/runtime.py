@@ -85,7 +85,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.proof_figures: ProofFigures | None = None
         """Figures of the proof of the current weights; None without a proof."""
         self.moved: bool | None = None
-        """True if the last update changed scores of the engine, False if it changed none; None if not compared."""
+        """True if the last update changed scores on every data-parallel rank, otherwise False; None if not compared."""
         self.dtype = "float32"
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
@@ -142,7 +142,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         return version
 
     def require_unused(self, version: str) -> None:
-        """Raise BadControl if these checked weights were applied before, or other weights with the same version."""
+        """Raise BadControl if weights of this version were applied already, the same weights or others."""
         if version in self._ages:
             raise BadControl(
                 f"apply_update(): the engine got weights of the version {version!r} since the check: apply each "
@@ -158,7 +158,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.weights_discarded = False
 
     def note_version(self, version: str) -> None:
-        """Record a version that arrived with sampled ids: the owner of the weights may have exchanged the weights."""
+        """Record the weight version of sampled ids, which is new if the owner of the weights exchanged the weights."""
         if version not in self._ages:
             self._add_version(version)
             self.notify_listeners()
@@ -224,7 +224,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.state = EngineState.ASLEEP
 
     async def wake_up(self, parts: frozenset[str]) -> None:
-        """Allocate parts of the memory again. After the last, resume if the trainer did not pause and weights exist."""
+        """Allocate parts of memory again. After the last, resume unless the trainer paused or weights are discarded."""
         await to_its_end(partial(self._wake_up, parts))
 
     async def _wake_up(self, parts: frozenset[str]) -> None:
@@ -476,7 +476,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
             compares: False if the scores of two proofs replace the comparison.
 
         Returns:
-            True if the scores of every rank changed, False if they did not, None if scores were not compared.
+            True if scores of every rank changed, False if all scores of a rank are equal, None if not compared.
 
         Raises:
             EngineDead: the engine computes NaN or infinity with the new weights.

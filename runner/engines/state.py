@@ -71,7 +71,7 @@ class WeightUpdate:
     """Result of a weight update, with the time of each part."""
 
     version: str
-    """Version of the new weights, which sample from now on."""
+    """Version of the new weights. Ids that are sampled until the next update record this version."""
     check_seconds: float
     """Seconds of the comparison with the model, during which the engine continues to sample."""
     pause_seconds: float

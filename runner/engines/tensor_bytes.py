@@ -21,7 +21,7 @@ _BY_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  
 
 
 def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
-    """Return the bytes of a tensor or a numpy array in the layout of a file.
+    """Return the bytes of a tensor or a numpy array, contiguous and in row-major order.
 
     Args:
         tensor: the tensor or array; on any device, with any strides.

@@ -28,7 +28,7 @@ class TransferStep(enum.StrEnum):
 
 
 class Receiver(Protocol):
-    """Receiving end of a transfer: one engine, or all of a fleet."""
+    """Receiving end of a transfer: one engine, or all engines of a fleet."""
 
     async def meet(self, init: Mapping[str, Any]) -> None:
         """Connect to the trainer; return when both ends are connected."""
@@ -70,11 +70,11 @@ class _Step:
 
 
 class RelayedTransfer:
-    """Weights of a trainer that is connected to another process, which relays the steps of the transfer.
+    """Weights of a trainer, for an engine that another process controls. That process relays the steps of the transfer.
 
     Args:
         announced: description of the transfer.
-        init: init info that joins engine and trainer before the first step; None if they are joined already.
+        init: vLLM's init info, to connect engine and trainer before the first step; None to connect nothing.
     """
 
     def __init__(self, announced: Announced, init: Mapping[str, Any] | None = None) -> None:

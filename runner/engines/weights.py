@@ -63,7 +63,7 @@ _REQUIRED = ("names", "dtype_names", "shapes")
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """Form of a tensor, without its data."""
+    """Dtype, shape and file of a tensor, without its data."""
 
     dtype: str
     """Torch's name for the tensor's dtype, such as "bfloat16"."""
@@ -113,7 +113,7 @@ class LocalTransfer:
     source: Any
     """A `WeightSource` of vLLM, such as `ModuleSource(model)`; each new object needs a new connection."""
     seconds: float = 600.0
-    """Seconds without data after which an end counts as lost."""
+    """Seconds without data after which one end counts the other end as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,8 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
     """Read the tensor forms of a folder of safetensors, from the headers only. Blocks the thread.
 
     Raises:
-        BadWeights: the folder does not exist, or a file is missing, truncated or damaged; the message names the file.
+        BadWeights: the folder does not exist or has no safetensors; a file is missing, truncated or damaged; or a
+            tensor is missing or in two files. The message names the folder or the file.
     """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
@@ -247,7 +248,7 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
     """Return the tensor forms that a transfer announces.
 
     Raises:
-        BadWeights: the announcement is incomplete.
+        BadWeights: the announcement is incomplete or not a mapping, or has a tensor twice.
     """
     forms: dict[str, TensorForm] = {}
     for number, part in enumerate(transfer.parts, 1):
@@ -277,7 +278,7 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str
     """Check that the weights fit the model.
 
     Exactly the model's tensors are needed, since vLLM exchanges fused parameters as a whole. Shapes have to be equal.
-    Floats of any width may replace each other, other dtypes have to be equal.
+    Dtypes in `FLOATS` may replace each other, other dtypes have to be equal.
 
     Raises:
         BadWeights: the weights do not fit; the message names the first wrong tensors.

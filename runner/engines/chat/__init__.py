@@ -1,1 +1,1 @@
-"""The chat engine: messages to an API and messages back, over OpenAI's client."""
+"""Chat engine, which sends messages to an API and reads the answers, with OpenAI's client."""

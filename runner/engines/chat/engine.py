@@ -39,7 +39,8 @@ class ChatEngine(MessageEngine):
     Args:
         model: the model's name on the server.
         base_url: the server's address, with `/v1`; None for the address in OPENAI_BASE_URL, or else OpenAI's.
-        api_key: the API key; never stored. None for OPENAI_API_KEY without `base_url`, and for no key with it.
+        api_key: the API key; never stored. None means no key if `base_url` is given, and otherwise the key in
+            OPENAI_API_KEY.
         headers: further HTTP headers of every request; never stored.
         context: maximum number of tokens of prompt and turn together, if known; otherwise the server rejects a history
             that is too long.

@@ -1,4 +1,4 @@
-"""Runtime of a chat engine: gate, rate limit, retries and the end of its server."""
+"""Runtime of a chat engine: gate, rate limit, retries, and the check that its server answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RateLimiter:
         """Wait until a request may be sent.
 
         Returns:
-            The value to give to `overloaded` as `sent`, if the request that is sent now is refused.
+            The argument `sent` for a later call of `overloaded`.
         """
         # The wait is a loop, since another response may have extended the pause.
         while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # no event marks the end
@@ -55,7 +55,7 @@ class RateLimiter:
         return self._halvings
 
     def succeeded(self) -> None:
-        """Record an answer that began. After `limit` such answers, the limit grows by one."""
+        """Record that an answer began. After `limit` answers, the limit grows by one, up to the initial places."""
         self._in_a_row = 0
         if self._limit < self._most:
             self._set(min(self._most, self._limit + 1 / self._limit))
@@ -106,7 +106,7 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         self.limiter = RateLimiter(self.gate, retries.policy)
         self.asking = 0
         self.sampled = 0
-        """Number of tokens that were read, by the server's count if it reports one."""
+        """Number of sampled tokens: for each answer, the number of pieces, or the server's count if that is larger."""
         self._answered = False
 
     def answered(self) -> None:
@@ -118,10 +118,14 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         await self.server.probe()
 
     def note_load(self, failure: HttpFailure, sent: int) -> None:
-        """Lower the rate after a rate-limit response; `sent` is the result of `until_open` for the request.
+        """Lower the rate if the failure is a rate-limit response.
 
-        If the server asks for a longer pause than the policy allows, the request fails, and other requests wait for the
-        allowed time.
+        If the server requests a longer pause than the policy's `longest_retry_after`, this request fails, and other
+        requests wait for `longest_retry_after`.
+
+        Args:
+            failure: the failure of the request.
+            sent: the result of `until_open` for the request.
         """
         if failure.kind is FailureKind.BUSY:
             asked, longest = failure.retry_after, self.retries.policy.longest_retry_after

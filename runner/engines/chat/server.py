@@ -30,7 +30,7 @@ _GATEWAY_STATUSES: Final = (502, 503, 504)
 _HTTP: Final = ("httpx", "httpx2", "httpcore", "httpcore2")
 """HTTP libraries of OpenAI's client. Some versions of the client do not wrap the errors of these libraries."""
 
-# Error codes of OpenAI, vLLM, SGLang, Anthropic, Gemini, Mistral, and of proxies.
+# Error codes and messages of OpenAI, vLLM, SGLang, Anthropic, Gemini, Mistral, and of proxies.
 _TOO_LONG: Final = re.compile(
     r"context_length_exceeded|maximum context length|prompt is too long|context[ _](?:length|window|size)|"
     r"too many (?:input )?tokens|input is too long|exceeds the maximum number of tokens|"
@@ -59,7 +59,7 @@ def require_openai() -> None:
 
 
 def check_url(url: str) -> str:
-    """Return the address of an HTTP server without its last slash; an address that contains a secret is refused.
+    """Return the address of an HTTP server without a slash at its end; an address that contains a secret is refused.
 
     Raises:
         BadOption: the text is not an HTTP address, or contains a secret.
@@ -111,7 +111,7 @@ class ChatServer:
 
     Args:
         url: the server's address; None for the address in OPENAI_BASE_URL, or else OpenAI's.
-        api_key: the API key; None for the key in OPENAI_API_KEY if `url` is None, and otherwise for no key.
+        api_key: the API key. None means no key if `url` is given, and otherwise the key in OPENAI_API_KEY.
         headers: further headers of every request.
         seconds: time limit until an answer begins, and between its parts.
     """
@@ -188,7 +188,7 @@ class ChatServer:
         return ChatAnswer(stream, self)
 
     async def probe(self) -> None:
-        """Request the list of models. Any answer proves that the server runs, even an error that it has no such list.
+        """Request the list of models. Other answers also prove that the server runs, such as 404 or a rejected key.
 
         Raises:
             HttpFailure: no connection, no answer in time, or a gateway that does not reach the server.

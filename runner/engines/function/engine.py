@@ -41,9 +41,9 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
 
     engine = TokenEngine(generate, tokenizer="Qwen/Qwen3-0.6B", context=32_768)
 
-    Unsupported features are refused by name before an episode starts: settings of `Sampling` and grammars that `takes`
-    does not list, adapters, forced ids, new weights. Outputs are checked: an invalid one, such as an id outside of the
-    vocabulary, fails the turn with an error that names the invalid field.
+    Unsupported features are refused with an error that names the feature: settings of `Sampling` and grammars that
+    `takes` does not list, adapters that `adapters` does not list, forced ids, and new weights. Outputs are checked: an
+    invalid output, such as an id outside of the vocabulary, fails the turn with an error that names the invalid field.
 
     Args:
         generate: the function; see `TokenFunction`.
@@ -52,8 +52,8 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         stop_ids: the ids that end a turn; default the stop ids of the model.
         context: maximum number of ids of prompt and turn together in the function's engine.
         places: maximum number of concurrent calls; further ones wait at the gate.
-        takes: fields of `TokenSampling` that the function supports besides temperature, `max_tokens` and `stop_ids`;
-            give `TokenFeature` itself for all.
+        takes: fields of `TokenSampling` that the function supports besides `max_tokens`, `temperature`, `seed` and
+            `stop_ids`; `takes=TokenFeature` declares all of them.
         logprobs: distribution of the function's log-probabilities.
         adapters: values that the function supports for `TokenSampling.adapter`.
 
@@ -87,7 +87,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         self.context = context
         self.places = places
         self.takes = _features(takes)
-        """Settings that the function supports besides temperature, `max_tokens` and stop ids."""
+        """Settings that the function supports besides `max_tokens`, `temperature`, `seed` and `stop_ids`."""
         self._generate = generate
         self._given = tokenizer
         self._paths: dict[str, str] = {}
@@ -162,7 +162,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         tasks, self._tasks = self._tasks, None
         self.running = False
         await self.entered_runtime.stop()
-        # The task group does not receive the exception, since the group would wrap the exception in another one.
+        # The task group does not receive the exception, since the group would wrap it in an exception group.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> FunctionStream:

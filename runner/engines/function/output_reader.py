@@ -25,7 +25,7 @@ class OutputReader:
     """Reader that checks the outputs for one turn, and converts them to deltas.
 
     Args:
-        sampling: the argument of the function.
+        sampling: the sampling parameters that the function received.
         vocabulary: number of ids of the model.
         context: maximum number of ids of prompt and turn together.
         logprobs: True if every id needs a log-probability.

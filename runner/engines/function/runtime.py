@@ -90,13 +90,13 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
             await self._changed.wait()
 
     def ended(self) -> None:
-        """Wake waiting tasks after a call ended or a request left the engine."""
+        """Wake the tasks that wait for the end of a call or of a request."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None
 
     async def resume(self) -> None:
-        """Do nothing: `pause` closed only the gate, and `release` opens it."""
+        """Do nothing: only the gate is closed while the engine is paused, and `release` opens it."""
 
     async def check_weights(self, given: Any) -> Any:
         _not_ours("update_weights()", "can exchange its weights. TokenOutput(version=) records the version of each id")

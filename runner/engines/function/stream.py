@@ -40,8 +40,8 @@ class FunctionSession(Session):
 class _CancellableCall:
     """Running call of the function, with asyncio's own cancellation.
 
-    On asyncio the call is cancelled once, as by `Task.cancel()`. A scope of anyio would also cancel every later await,
-    and thus the clean-up of code for asyncio, such as vLLM's own `generate()`, which has no shield.
+    On asyncio the call is cancelled once, as by `Task.cancel()`. A scope of anyio would also cancel every later await.
+    It would thus interrupt the clean-up of code without a shield, such as vLLM's own `generate()`.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
 
     @property
     def sent_all(self) -> bool:
-        """True once the function returned its last id, read or not."""
+        """True once the call ended or failed. Its deltas may be unread."""
         return self._end is not None
 
     def stamp(self, version: str) -> None:
@@ -115,7 +115,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._runtime.tasks.start_soon(self._run, name=f"generate() of {self.request.name}")
 
     async def _run(self) -> None:
-        """Call the function; its exceptions fail this stream only."""
+        """Call the function. An exception fails this stream only, but `EngineDead` ends the engine."""
         try:
             if not self._cut:
                 self._call = _CancellableCall()
@@ -222,8 +222,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
                 raise self._failure
             self._changed = self._changed or anyio.Event()
             await self._changed.wait()
-            # If the function yields an id at each step of the loop, this task never waits, and asyncio cannot cancel
-            # it.
+            # Without this checkpoint, asyncio would not cancel a reader that is woken at every step of the event loop.
             await checkpoint_if_cancelled()
         delta = self._deltas.popleft()
         if delta.finish is not None:

@@ -51,8 +51,8 @@ class LogprobsKind(enum.StrEnum):
     PROCESSED = "processed"
     """The distribution of the sampling, after temperature, penalties and masks: vLLM's `processed_logprobs`."""
     RAW = "raw"
-    """The model's own distribution; kept only for turns at temperature 1 or 0 without penalties and masks, where both
-    are equal."""
+    """The model's own distribution. Its log-probabilities are kept only for turns at temperature 1 or 0 without
+    penalties, truncation, masks or a grammar. For these turns they equal those of `PROCESSED`."""
     NONE = "none"
     """The function returns no log-probabilities."""
 
@@ -143,7 +143,7 @@ class TokenOutput:
     version: str | int | None = None
     """Weight version of these ids; None if unknown."""
     top: Sequence[Mapping[int, float]] | None = None
-    """Most likely ids at each position with their log-probabilities, as many as `TokenSampling.logprobs`; else None."""
+    """Most likely ids at each position, with log-probabilities, as many as `TokenSampling.logprobs`; None for 0."""
     cached_tokens: int | None = None
     """Number of prompt ids that a prefix cache held; None if unknown."""
     sampling_masks: Sequence[Sequence[int]] | None = None
@@ -155,8 +155,8 @@ class TokenOutput:
 class TokenFunction(Protocol):
     """Function that samples one turn: an `async def` that returns a `TokenOutput`, or an async generator of several.
 
-    Each call runs in its own task, as many at once as the engine has places, and is cancelled if the turn is not needed
-    any more. An exception fails the turn; `EngineDead` ends the engine.
+    Each call runs in its own task, and the engine's places limit the number of concurrent calls. A call is cancelled if
+    its turn is no longer needed. An exception fails the turn; `EngineDead` ends the engine.
     """
 
     def __call__(
@@ -167,6 +167,7 @@ class TokenFunction(Protocol):
         Args:
             prompt: all ids of the prompt; the function may change the list.
             sampling: the sampling parameters.
-            session: id of the conversation; each of its prompts extends the previous one.
+            session: id of the conversation, to route its turns to the same server. Most of its prompts extend the
+                previous one.
         """
         ...

@@ -1,1 +1,1 @@
-"""The remote engine: token ids to an HTTP server and deltas back, in the server's own dialect."""
+"""Remote engine, which sends token ids to an HTTP server and reads the deltas, in the server's own dialect."""

@@ -61,7 +61,7 @@ class SideRequest:
     masks: bool = False
     """True to request the ids that could be sampled at each position."""
     experts: int = 0
-    """Number of experts of each id in a layer, to request the experts; 0 requests none."""
+    """Number of experts per id and layer; above 0, the experts are requested."""
 
 
 class PieceReader(Protocol):
@@ -97,7 +97,7 @@ class Dialect(ABC):
     path: ClassVar[str]
     """Path for requests that sample."""
     missing: ClassVar[str]
-    """Advice for errors, if the server does not have this path."""
+    """Advice for errors if the server does not have `path`."""
     health: ClassVar[Call]
     """Request that tests whether the server can answer."""
     version: ClassVar[Call]
@@ -105,9 +105,7 @@ class Dialect(ABC):
     settings: ClassVar[Call]
     """Request for the settings of the server; not all servers answer it."""
     paused: ClassVar[Call | None] = None
-    """Request for the pause state. A server without this path cannot be paused. None if the protocol has no such
-    request.
-    """
+    """Request that succeeds only on a server that can be paused; None if no server of this protocol can be paused."""
     control: ClassVar[str]
     """Advice for errors: how to start a server that can be paused."""
     side: SideRequest = SideRequest()

@@ -56,7 +56,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             or `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         name: the model's name on the server; default its only model.
-        dialect: the server's protocol; by default it follows from the kind of server that the server reports.
+        dialect: the server's protocol; by default `sglang` if the server reports that it is SGLang, otherwise `vllm`.
         api_key: the API key; never stored.
         places: maximum number of concurrent requests, further ones wait at the gate; default the server's own limit, or
             128 if it does not report one.
@@ -64,8 +64,9 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             at once.
         sampling_masks: True to request from an SGLang server the ids that could be sampled, for turns with a `top_k`. A
             vLLM server sends them if it was started with `--return-sampling-mask`.
-        routed_experts: number of experts of each id in a layer, to request the experts from an SGLang server with
-            `--enable-return-routed-experts`, which sends no shape. A vLLM server with this option always sends them.
+        routed_experts: number of experts per id and layer. Above 0, the experts are requested from an SGLang server
+            with `--enable-return-routed-experts`; the number is needed, since SGLang sends no shape. A vLLM server with
+            this option always sends the experts. Default 0.
         retries: retry policy for requests that failed.
         timeout: seconds until the server has to begin an answer.
 

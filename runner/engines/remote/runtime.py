@@ -1,4 +1,4 @@
-"""Runtime of a remote engine: requests, retries, control by the trainer, and the end of its server."""
+"""Runtime of a remote engine: requests, retries, control by the trainer, and the check that its server answers."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     async def pause(self, mode: PauseMode) -> None:
         self._resumed = anyio.Event()
         if mode is PauseMode.WAIT:
-            # This loop waits instead of vLLM, since vLLM's own wait keeps queued requests, which would then have two
-            # weight versions.
+            # This process waits instead of vLLM, since vLLM's own wait keeps queued requests. Their ids could then have
+            # two weight versions.
             await self._until_sent()
         # A shield is needed, since a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
@@ -164,7 +164,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             with anyio.move_on_after(_LOOK_SECONDS):
                 await self._until_sent()
                 return
-            # Requests are left after the time limit, so they arrived after the cut.
+            # The requests that are left reached the server after the cut, so another cut is needed.
 
     async def resume(self) -> None:
         # A shield is needed: after a cancellation, the server could run although this engine is marked as paused. An
@@ -206,7 +206,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         call = self.dialect.wake(sorted(tags))
         assert call is not None
         await self._call_control(call)
-        # The server resumes by itself once all of its memory is awake, but only the trainer may resume it.
+        # The server resumes by itself once all of its memory is allocated, so it is paused again until `release`.
         await self._pause(PauseMode.ABORT)
 
     async def profile(self, *, on: bool) -> None:

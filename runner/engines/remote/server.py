@@ -144,7 +144,7 @@ class RemoteServer:
             await checkpoint()  # the transports close one step of the event loop later
 
     async def open(self, call: Call) -> Answer:
-        """Send a request, and return its answer when a successful answer has begun.
+        """Send a request, and return its answer once the answer has begun with the status 200.
 
         Raises:
             HttpFailure: no successful answer began in time.

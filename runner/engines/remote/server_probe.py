@@ -132,9 +132,9 @@ class ServerProbe:
         """Return the properties of the server. A server without the model of the folder is refused.
 
         Raises:
-            BadModel: the server has no such model, or another vocabulary.
+            BadModel: the server has no such model or several candidates, has another vocabulary, or reports no context.
             BadOption: the server refuses the key, or does not have the needed paths.
-            EngineError: the server does not answer.
+            EngineError: the server does not answer, or does not list its models.
         """
         model = self._chosen(await self.ask(Call("GET", "/v1/models")), folder)
         dialect = _DIALECTS[self.dialect or (ServerDialect.SGLANG if model.owner == "sglang" else ServerDialect.VLLM)]

@@ -87,7 +87,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
 
     @property
     def sent_all(self) -> bool:
-        """True if no part of the answer is still to come, read or not."""
+        """False while the request is being sent, and while its answer arrives. Parts that arrived may be unread."""
         if self.finish is not None or self._answer is None:
             return not self._sending
         return self._answer.arrived
@@ -244,7 +244,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
             self._leave()
 
     def _drain(self) -> None:
-        """Keep unread data; cut an unfinished turn."""
+        """Put unread deltas into `rest`, and cut an unfinished turn."""
         if self.finish is None and self._answer is not None:
             try:
                 self._take(self._answer.unread())

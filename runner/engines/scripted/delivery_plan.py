@@ -97,11 +97,11 @@ class DeliveryPlanner:
     """Maximum number of ids of prompt and turn together."""
     seed: int
     chunks: Chunks
-    """Cuts into deltas for replies without their own."""
+    """Sizes of deltas, for replies without their own."""
     lone_finish: bool
     """True if the finish has a delta of its own."""
     latency: Latency
-    """Times of ids for replies without their own."""
+    """Times of ids, for replies without their own."""
     logprobs: bool
     """True if deltas have log-probabilities."""
     side: SyntheticSideData
@@ -125,7 +125,7 @@ class DeliveryPlanner:
         return call, fault, self.model.reply(call)
 
     def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> DeliveryPlan:
-        """Plan the delivery of a request, which begins in the tick after `now`.
+        """Plan the delivery of a request. The first id comes in the tick after `now` at the earliest.
 
         Raises:
             RequestRejected: the fault is a rejection, or the reply does not fit the request.
@@ -235,7 +235,7 @@ class DeliveryPlanner:
         if not self.logprobs:
             return None
         drawn = _noise(self.seed)
-        # The factor is odd, so 8,192 consecutive keys begin at different draws; the closest beginnings are 273 draws
+        # The factor is odd, so 8,192 consecutive keys begin at different draws. Two consecutive keys begin 273 draws
         # apart.
         start = (call.key * 7919 + self.seed) % _NOISE_COUNT
         noise = drawn[start : start + length]
@@ -266,7 +266,7 @@ def _repeated(ids: list[int], length: int) -> list[int]:
 
 
 def _rng(call: ModelCall) -> random.Random:
-    """Return random numbers for the delivery. A function that plays the model has separate ones."""
+    """Return random numbers for the delivery. A function that plays the model uses `ModelCall.rng` instead."""
     return random.Random(call.key)
 
 

@@ -59,8 +59,8 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
             default they are drawn for each pair of neighbouring ids.
         sampling_masks: True to return the ids that could be sampled in the place of each id, for turns whose sampling
             excludes ids, and for replies with masks.
-        routed_experts: the number of layers with experts, and of experts of each id in a layer, to return the numbers
-            of the experts; None to return none.
+        routed_experts: number of layers with experts, and number of experts per id and layer, to return synthetic
+            experts; None to return no experts.
         adapters: initial names for `Sampling(adapter=)`; `add_adapter` adds others.
 
     Raises:
@@ -157,7 +157,7 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         self.running = False
         self.runtime.stop()
         tasks.cancel_scope.cancel()
-        # The task group does not receive the exception, since it would be wrapped in an exception group.
+        # The task group does not receive the exception, since the group would wrap it in an exception group.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> ScriptedStream:

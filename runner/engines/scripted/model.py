@@ -1,4 +1,4 @@
-"""Source of the replies of a scripted engine."""
+"""Interface for sources of scripted replies."""
 
 from __future__ import annotations
 

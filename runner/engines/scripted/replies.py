@@ -129,7 +129,10 @@ class ReplyEncoder:
             ) from None
 
     def _closed_thought(self, text: str) -> str:
-        """Return the end mark of reasoning that the prompt began, since calls inside reasoning are not read; or ""."""
+        """Return the end mark for reasoning that the prompt began; "" if none is needed.
+
+        Calls inside reasoning would not be read.
+        """
         thought = self._parser.format.reasoning
         needed = thought is not None and thought.opened_by_prompt and thought.close.strip() not in text
         return thought.close if thought is not None and needed else ""
@@ -141,7 +144,10 @@ class ReplyEncoder:
 
     @property
     def _between(self) -> str:
-        """Return the template's text between content and calls; a line break if the template has no such text."""
+        """Return the text between content and calls.
+
+        It is the template's text, or a line break if the template has none; "" in a format with channels.
+        """
         calls = self._parser.format.calls
         if self._parser.format.harmony:
             return ""

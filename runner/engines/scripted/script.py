@@ -127,7 +127,7 @@ class Reply:
     top_logprobs: TopLogprobs | Sequence[Mapping[int, float]] | None = None
     """Most likely ids at the position of each of `ids`, with their log-probabilities; synthetic by default.
 
-    At least as many ids per position as `Sampling(logprobs=)` requests.
+    Each position needs at least as many ids as `Sampling(logprobs=)` requests.
     """
     sampling_masks: SamplingMasks | Sequence[Sequence[int]] | None = None
     """Ids that could be sampled in the place of each of `ids`, for an engine with `sampling_masks=True`; synthetic by

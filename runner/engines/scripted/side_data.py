@@ -24,13 +24,13 @@ class SyntheticSideData:
     """The side data that a scripted engine returns.
 
     Raises:
-        BadOption: `experts` is not two numbers above 0.
+        BadOption: `experts` is not two whole numbers above 0.
     """
 
     masks: bool = False
     """True to return sampling masks."""
     experts: tuple[int, int] | None = None
-    """Number of layers with experts, and of experts of each id in a layer; None to return none."""
+    """Number of layers with experts, and number of experts per id and layer; None to return no experts."""
 
     def __post_init__(self) -> None:
         if self.experts is not None and (

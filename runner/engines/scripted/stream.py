@@ -121,7 +121,11 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         return self._next()
 
     def advance(self) -> int | None:
-        """Deliver the next delta, or all deltas if no ticks are between ids. Return the ticks to the next delta."""
+        """Deliver the next delta, or all deltas if no ticks are between ids.
+
+        Returns:
+            The ticks to the next delta; None after the last delta.
+        """
         delivery = self._delivery
         assert delivery is not None
         last = len(delivery.cuts)
