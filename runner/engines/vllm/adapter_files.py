@@ -39,7 +39,9 @@ class AdapterRules:
     quantized: bool
     """True if the model is quantized. Then the shapes of its tensors differ from the shapes of the matrices."""
     composite: bool
-    """True if the model has several parts, whose files may use other names than PEFT."""
+    """True if the model has a text part and other parts, such as one for images. Its files may name tensors differently
+    from PEFT.
+    """
     check_config: Callable[[dict[str, Any]], None]
     """Function that raises ValueError for an unsupported configuration."""
     rank_of: Callable[[dict[str, Any], str], int]
@@ -55,7 +57,8 @@ def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
 
     Raises:
         BadOption: tensors are given without a configuration, or a folder is given with one.
-        BadWeights: the folder does not exist or has no adapter, a value is not a tensor, or the copy fails.
+        BadWeights: `given` is neither a path nor a mapping, the folder does not exist or has no adapter, a value is
+            not a tensor, or the copy fails.
     """
     if isinstance(given, Mapping):
         return _keep_tensors(given, config)
@@ -208,7 +211,7 @@ def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
     """Return the shape of the model's weight that the adapter changes; None if unknown.
 
     Raises:
-        BadWeights: the model has no such module, so vLLM would ignore the tensors.
+        BadWeights: the weight is not a matrix, or the model does not have the module, so vLLM would ignore the tensors.
     """
     form = rules.forms.get(f"{module}.weight")
     if form is not None:

@@ -27,15 +27,16 @@ MAX_SHOWN_COUNT: Final = 4
 _log = logger_for("engines")
 
 Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
-"""Function that receives the name of a call and the call, and waits for vLLM's answer or for vLLM's death."""
+"""Function that waits for vLLM's answer to a call. It raises EngineDead if vLLM dies first, and EngineError if the call
+fails. Its arguments are the name of the call, for errors, and the call."""
 
 
 class VllmAdapters(Adapters):
     """Adapters of one `AsyncLLM`.
 
-    vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id; all three are
-    unique for each version. vLLM reads the folder again after it has evicted an adapter, so the folder is a private
-    copy.
+    vLLM's key of a cached prompt includes the adapter's name and folder, and the key of an adapter's weights is its
+    integer id. All three are unique for each version. vLLM may evict an adapter and later read its folder again, so the
+    folder is a private copy.
     """
 
     def __init__(self, llm: Any, model: ResolvedModel, answered: Answers) -> None:
@@ -60,7 +61,8 @@ class VllmAdapters(Adapters):
         """Copy the adapter, check it against the model, and load it into vLLM.
 
         Raises:
-            BadOption: the engine was started without adapters, or the configuration is missing.
+            BadOption: the engine was started without adapters, its CPU kernels cannot be patched, tensors are given
+                without a configuration, or a folder is given with one.
             BadWeights: the adapter does not fit the model, or vLLM refuses it.
         """
         if self._llm.vllm_config.lora_config is None:
@@ -77,7 +79,9 @@ class VllmAdapters(Adapters):
             raise
 
     async def _mask(self) -> None:
-        """Patch the kernels before the first adapter is loaded, so that they do not change turns without an adapter.
+        """Patch the kernels of a CPU engine before the first adapter is loaded.
+
+        Without the patch, adapters would also change turns without an adapter.
 
         Raises:
             BadOption: the engine runs on a CPU, and its kernels cannot be patched.
@@ -148,7 +152,7 @@ class VllmAdapters(Adapters):
         return sorted(set.intersection(*map(set, of_workers)))
 
     async def unload(self, version: AdapterVersion) -> None:
-        """Unload a version that no request uses from vLLM, and delete its copy."""
+        """Unload a version that no request uses, and delete its private copy."""
         # A shield is needed: otherwise the copy could stay after vLLM unloaded the adapter.
         with anyio.CancelScope(shield=True):
             await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
@@ -160,7 +164,7 @@ class VllmAdapters(Adapters):
             self._folders.discard(folder)
 
     def close(self) -> None:
-        """Delete every copy."""
+        """Delete the private copies of all versions."""
         super().close()
         _delete_all(self._folders)
 

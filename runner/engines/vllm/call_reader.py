@@ -1,4 +1,4 @@
-"""Reader of tool calls with one of vLLM's tool parsers, one id at a time, as vLLM's server streams them."""
+"""Reader of tool calls with one of vLLM's tool parsers, which gets the ids of a turn one at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_format(tool_format: str) -> None:
     """Check that vLLM has the parser of a format. Blocks for seconds while vLLM is imported.
 
     Raises:
-        BadOption: vLLM has no parser of that name.
+        BadOption: vLLM has no parser of that name, or cannot load it.
         BadModel: vLLM is not installed.
     """
     _parser_class(tool_format)
@@ -36,7 +36,8 @@ def named_reader(tool_format: str, tokenizer: Tokenizer) -> ExternalReader:
     """Return the reader of a format that was named as "vllm:NAME".
 
     Raises:
-        BadOption: the parser does not exist, or it does not work with this vocabulary.
+        BadOption: the parser does not exist, cannot be loaded, does not work with this vocabulary, or works only inside
+            vLLM's own server.
         BadModel: vLLM is not installed.
     """
     return VllmCallReader(tool_format, tokenizer)
@@ -72,11 +73,11 @@ class VllmCallReader:
     """Reader of whole turns with one of vLLM's tool parsers.
 
     A turn's ids go through the parser's streaming interface one by one, since some parsers fail on larger pieces. The
-    ids also distinguish control tokens from text that spells them. The result has the streamed calls. The parser's
-    `extract_tool_calls` for whole texts is not used, and neither are the calls that the parser adds at the end of a
-    turn: both turn truncated calls into complete ones with missing or cut arguments. A call has an error if its
-    streamed arguments are not a complete JSON object, if it was begun but never streamed, or if the parser raised an
-    exception.
+    ids also distinguish control tokens from text that spells them. The result has the calls that the parser streams.
+    The parser's `extract_tool_calls` for whole texts is not used, and calls that the parser adds at the end of a turn
+    are dropped: both can complete a truncated call, with missing or cut arguments. A call has an error if its streamed
+    arguments are not a complete JSON object. The result also has a call with an error if a call was begun but none was
+    streamed, or if the parser raised an exception.
 
     Call ids are replaced by numbers, since many parsers draw them at random.
     """
@@ -144,7 +145,10 @@ class VllmCallReader:
         return streamed
 
     def _deltas(self, text: str, ids: Sequence[int], begin: int) -> Iterator[tuple[str, list[int]]]:
-        """Yield the text after `begin` in pieces of one id, each with its id; the stop comes last, without text."""
+        """Yield the text from `begin` on in pieces of one id, each with its id.
+
+        Ids after the end of the text, such as a stop id, are yielded with an empty text.
+        """
         decoder = IncrementalDecoder(self._tokenizer)
         end = 0
         for token_id in ids:
@@ -161,9 +165,9 @@ class VllmCallReader:
         return parser
 
     def _kept_back(self, said: str, content: str) -> str:
-        """Return the mark from which the parser held text back for a call that it did not return; else "".
+        """Return the mark at the beginning of the text that the parser held back; "" without such a mark.
 
-        A parser also holds back a part of a mark at the end of a turn, which is not a call.
+        The mark begins a call. A parser may also hold back a part of a mark at the end of a turn, which begins no call.
         """
         if not said.startswith(content.rstrip()):
             return ""

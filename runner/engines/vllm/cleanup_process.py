@@ -61,7 +61,8 @@ class CleanupProcess:
     def engine_started(self) -> None:
         """Report that all processes of the engine run, and wait until the cleanup process has found them.
 
-        Before this call, it scans for new processes once a second. Blocks the thread for at most ten seconds.
+        Before this call, the cleanup process scans for new processes once a second. Blocks the thread for at most ten
+        seconds.
         """
         self._send(_RUNS)
         answers = select.poll()  # `select.select` refuses the file descriptors of a process with many connections
@@ -131,7 +132,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def release(names: Iterable[str]) -> None:
-    """Free shared memory of a killed owner. Otherwise Python's resource tracker frees it at its end, with a warning."""
+    """Free shared memory of a killed process. Otherwise Python's resource tracker frees it later, with a warning."""
     for name in names:
         with suppress(FileNotFoundError):
             memory = SharedMemory(name)
@@ -165,7 +166,7 @@ def _run(owner: str, folder: str) -> None:
         time.sleep(_SECONDS)
     # Python's resource tracker warns if its entries are missing, so this process first lets the tracker free them.
     time.sleep(_SECONDS)
-    # Other children that the owner started during the start have `FOLDER` too, so memory that a process uses is kept.
+    # Other processes that the owner started during the engine's start have `FOLDER` too, so memory in use is kept.
     used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
     for name in memory - used:
         Path(_FOLDER, name).unlink(missing_ok=True)

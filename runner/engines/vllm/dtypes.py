@@ -82,7 +82,8 @@ def choose_dtype(
 def is_fast(dtype: str) -> bool:
     """Return whether oneDNN, which multiplies matrices on CPUs, has instructions for a dtype on this processor.
 
-    The result depends on oneDNN's environment variable `ONEDNN_MAX_CPU_ISA`; it is True if torch cannot report this.
+    The result depends on oneDNN's environment variable `ONEDNN_MAX_CPU_ISA`. It is True if torch cannot report the
+    instructions.
     """
     import torch
 
@@ -96,10 +97,10 @@ def is_fast(dtype: str) -> bool:
 
 
 def emulates_bfloat16(capabilities: Mapping[str, Any], limit: str) -> bool:
-    """Return whether oneDNN computes bfloat16 by AVX-512 instructions for float32, which is slower than float32.
+    """Return whether oneDNN computes bfloat16 with AVX-512 instructions for float32.
 
-    oneDNN supports bfloat16 on every processor with AVX-512. Only some of these processors have instructions for it:
-    Cooper Lake, Sapphire Rapids, Zen 4 and later ones.
+    This is slower than float32. oneDNN supports bfloat16 on every processor with AVX-512. Only some of these processors
+    have instructions for it: Cooper Lake, Sapphire Rapids, Zen 4 and later ones.
 
     Args:
         capabilities: the processor's instructions as torch names them.
@@ -154,7 +155,7 @@ def _is_quantized(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a configuration and the configurations in it; configurations of text models come first."""
+    """Yield a configuration, and then the configurations nested in it, beginning with the text model's."""
     yield config
     nested = [(name, part) for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
     for _, part in sorted(nested, key=lambda each: each[0] not in _TEXT_PARTS):

@@ -71,9 +71,10 @@ class VllmEngine(ModelEngine[VllmRuntime]):
     Args:
         model: a folder, a Hugging Face id, or `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
-        stream_interval: number of ids in a delta, unless the caller acts on single ids; the first id is sent at once.
-        reload_check: load the engine's own weights again before its first update or sleep, and end the engine if its
-            scores change; default for models with experts or recurrent layers.
+        stream_interval: number of ids in a delta, default 8; 1 for a request with `acts_on_deltas`. The first id is
+            sent at once. Unread deltas are merged.
+        reload_check: True to load the engine's own weights again before its first update or sleep, and to end the
+            engine if its scores change; default True for models with experts or recurrent layers, else False.
         engine_arguments: arguments of vLLM's `AsyncEngineArgs`. `describe()["chosen"]` has the defaults that differ
             from vLLM's. Without `dtype`, a CPU computes in the fastest dtype of its processor: float32 if oneDNN has no
             bfloat16 instructions, unless the weights are quantized or too large for the memory. `notes` has a line
@@ -84,7 +85,8 @@ class VllmEngine(ModelEngine[VllmRuntime]):
     """
 
     vocabulary: int
-    """Number of ids that can be sampled, with the model's padding rows; set when the engine is entered."""
+    """Number of ids that the model can sample, including unused ids that pad its matrices; set when the engine is
+    entered."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             model: the model's folder or id, for vocabulary and stop ids; default the model that vLLM loaded.
             template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
             places: maximum number of concurrent requests of this engine; default vLLM's own limit.
-            stream_interval: number of ids in a delta, unless the caller acts on single ids.
+            stream_interval: number of ids in a delta, as in `VllmEngine`; at least the `stream_interval` of `llm`.
 
         Raises:
             BadOption: `llm` is not an `AsyncLLM`, or a setting is invalid.
@@ -162,7 +164,9 @@ class VllmEngine(ModelEngine[VllmRuntime]):
 
         Raises:
             BadModel: the model does not exist, vLLM cannot load it, or vLLM is not installed.
+            BadTemplate: the model has no chat template, or the template cannot be read.
             BadOption: an engine argument is invalid, or the event loop is trio's.
+            EngineDead: an external `AsyncLLM` is dead.
         """
         self._require_not_entered()
         in_tests = "a fixture anyio_backend that returns 'asyncio', or the fixture real_engine, from any loop"
@@ -226,7 +230,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             await self._compare_updates(llm)
 
     def _samples_plainly(self, config: Any) -> bool:
-        """Return True if ids sampled at temperature 1 have the model's own log-probabilities."""
+        """Return True if the recorded log-probabilities of ids sampled at temperature 1 are the model's own."""
         mode = str(getattr(config.model_config, "logprobs_mode", "processed_logprobs"))
         own = "logits_processors" not in self.given
         return own and mode.endswith("logprobs") and config.speculative_config is None
@@ -276,7 +280,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         """Check that `score` can score ids as sampled, if `as_sampled` is True.
 
         Raises:
-            BadControl: the engine does not have our worker extension, or decodes speculatively.
+            BadControl: the engine does not have our worker extension, cannot be patched, or decodes speculatively.
         """
         if not as_sampled:
             return
@@ -289,10 +293,12 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             raise BadControl("score(): speculative decoding does not support sampling and constraint; leave them out.")
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
-        """Check that a proof can be scored before any turn continues.
+        """Check that the engine can score a proof. An engine that is not external must also be able to hold its turns.
 
         Raises:
-            BadControl: this vLLM cannot hold its turns.
+            BadWeights: the proof has ids outside of the vocabulary, or too many ids.
+            BadControl: this vLLM cannot hold its turns, or it is quantized and the difference to the trainer was not
+                measured.
         """
         if self._external is None and self.vllm.own_scores is None:
             raise BadControl(
@@ -302,7 +308,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         await super().check_proof(proof, measures=measures)
 
     def stats(self) -> EngineStats:
-        """Return the current counts; open requests as counted by the scheduler after its last step."""
+        """Return the current counts. Counts of open requests are from the scheduler's last step."""
         count, gate = self.vllm.process.stats, self.vllm.gate
         return replace(
             super().stats(),
@@ -377,7 +383,7 @@ def dtype_of(llm: Any) -> str:
 
 
 def quantization_of(llm: Any) -> str:
-    """Return the quantization of an `AsyncLLM`'s weights or cache, for people; "" without one."""
+    """Return the quantization of an `AsyncLLM`'s weights, or of its cache if only the cache is quantized; else ""."""
     config = llm.vllm_config
     if weights := config.model_config.quantization:
         return f"weights in {weights}"

@@ -66,7 +66,7 @@ def check_llm(llm: Any) -> None:
 
 
 def arguments_of(llm: Any) -> dict[str, Any]:
-    """Return the owner's engine arguments that other modules read: for forced ids and token masks."""
+    """Return the owner's engine arguments that `runner.testing.forcing` and `runner.training.grammar` read."""
     config = llm.vllm_config
     processors = getattr(config.model_config, "logits_processors", None) or ()
     return {
@@ -187,7 +187,7 @@ class ExternalAdapters(VllmAdapters):
 
 
 class ExternalRuntime(VllmRuntime):
-    """Runtime of an engine over an external `AsyncLLM`; only its own requests are ever ended."""
+    """Runtime of an engine over an external `AsyncLLM`. It never ends requests of the owner."""
 
     def __init__(self, process: VllmProcess, llm: Any, weights: VllmWeights, *, version: str, **named: Any) -> None:
         super().__init__(process, llm, weights, version=version, **named)
@@ -202,7 +202,11 @@ class ExternalRuntime(VllmRuntime):
     # --- control by the trainer
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause this engine's requests; requests of the owner continue."""
+        """Wait for the end of this engine's requests, or cut them. Requests of the owner continue.
+
+        Raises:
+            BadControl: the mode is KEEP, which would also pause requests of the owner.
+        """
         if mode is PauseMode.KEEP:
             raise BadControl(
                 "pause('keep'): this would pause vLLM for its owner too; give mode='wait' for the end "
@@ -213,7 +217,7 @@ class ExternalRuntime(VllmRuntime):
         await self.answered("pause()", self._until_sent())
 
     async def resume(self) -> None:
-        """Do nothing: `pause` closed only the gate, and `release` opens it."""
+        """Do nothing: a pause closes only the gate, and `release` opens the gate."""
 
     async def check_weights(self, given: Any) -> Any:
         _not_ours("update_weights()", "its owner exchanges the weights; sampled ids record their version")

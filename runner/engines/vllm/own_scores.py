@@ -37,7 +37,7 @@ _log = logger_for("engines")
 
 
 class OwnScores:
-    """An engine's scores of ids that are drawn once.
+    """An engine's scores of random ids, which are drawn once.
 
     Args:
         score: function that computes the scores; it is called while no turn runs.
@@ -55,7 +55,7 @@ class OwnScores:
         self._ids = [drawn.randrange(vocabulary) for _ in range(size)] if size > MIN_SCORES else []
         self._dtype = dtype
         self.noise: float | None = None
-        """Largest difference between two passes with the same weights; None until `take` has measured it."""
+        """Largest difference between two passes with the same weights, in nats; None until `take` has measured it."""
         self.broken: list[int] = []
         """Data-parallel ranks whose scores became NaN or infinity with the last weights."""
         self._last: ScoresByPass | None = None
@@ -68,7 +68,8 @@ class OwnScores:
         """Score the ids with the current weights, unless the last scores are of these weights.
 
         Returns:
-            True if there are scores; False if the engine refuses to score ids, which is then not tried again.
+            True if there are scores; False if the context is too short, or if the engine refuses to score ids. After a
+            refusal, scoring is not tried again.
         """
         if self._last is None:
             self._last = await self._scores()
@@ -81,7 +82,7 @@ class OwnScores:
         """Score the ids again, and set `broken`.
 
         Returns:
-            True if the scores of every pass changed since `take`, else False; None if there are no scores.
+            True if the scores of every pass changed by more than noise, else False; None if there are no scores.
         """
         before, self._last = self._last, await self._scores()
         if before is None or self._last is None:

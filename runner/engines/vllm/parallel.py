@@ -33,8 +33,9 @@ BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
 """Environment variable with the cores of vLLM's CPU workers, separated by bars."""
 
 UNIPROC: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Executor of a single worker inside the engine core's process. vLLM refuses its short name, "uni", on a CPU, since it
-would not bind the worker's threads to cores; `single_process_variables` does that."""
+"""Executor that runs a single worker inside the engine core's process. On a CPU, vLLM replaces its short name "uni" by
+"mp", since this executor does not bind the worker's threads to cores. The variables of `single_process_variables` bind
+them."""
 
 _ARGUMENTS: Final = {
     "data": "data_parallel_size",
@@ -83,7 +84,7 @@ class ParallelSizes:
         return self.data * self.tensor * self.pipeline * self.prefill
 
     def described(self) -> dict[str, int]:
-        """Return the sizes as an entry of the header of a run file."""
+        """Return the sizes except `prefill`, as an entry of the header of a run file."""
         return {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
 
     def as_given(self) -> str:
@@ -100,8 +101,8 @@ def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
         devices: number of CPU cores or GPUs.
 
     Raises:
-        BadOption: there are more workers than devices, the number of core lists is not the number of workers, or vLLM
-            is known to fail with these sizes.
+        BadOption: a size is invalid, there are more workers than devices, the variable `BINDING` has core lists for
+            another number of workers, or vLLM is known to fail with these sizes.
     """
     sizes = ParallelSizes.of(given)
     if cpu and sizes.pipeline > 1:
@@ -133,9 +134,10 @@ def is_local(given: Mapping[str, Any]) -> bool:
 def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the environment variables that bind the threads of a CPU engine with a worker inside the engine core.
 
-    Such a worker saves a process that imports vLLM, and the messages to it. The result is empty if there can be no such
-    worker: with several workers, with a given executor, with another OpenMP library than GNU's, or if the variable
-    `BINDING` leaves the cores to vLLM.
+    A worker inside the engine core saves a process that imports vLLM, and the messages to this process. The result is
+    empty if this is not possible: with several workers, with Ray, if ranks may be on other machines, with a given
+    executor, with another OpenMP library than GNU's, or if the variable `BINDING` is set, but not to a list of cores
+    for one worker.
     """
     if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
@@ -155,7 +157,8 @@ def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
 def cores_by_worker(workers: int, cores: Iterable[int]) -> str:
     """Return an even split of all cores between workers, as a value of the variable `BINDING`.
 
-    The hardware threads of one core stay together: two workers on one core would wait for each other.
+    The hardware threads of a physical core go to one worker where the split allows it, since two workers on one
+    physical core would wait for each other.
     """
     ordered = sorted(cores, key=_on_chip)
     each, more = divmod(len(ordered), workers)
@@ -178,12 +181,12 @@ def ranks_of(llm: Any) -> int:
 
 
 def stale_tensors(changed: Sequence[Mapping[str, bool]]) -> dict[int, list[str]]:
-    """Return the names of tensors that a worker kept in an update in which other workers exchanged them, by worker.
+    """Return the names of tensors that did not change in an update although they changed in another worker, by worker.
 
-    A worker that kept all its tensors is included, even if no other worker has tensors with these names.
+    If nothing changed in a worker, but any tensor changed in another one, all names of this worker are included.
 
     Args:
-        changed: for each worker, whether each of its tensors changed.
+        changed: for each worker, whether each of its tensors changed, by name.
     """
     exchanged = {name for tensors in changed for name, differs in tensors.items() if differs}
     kept = {

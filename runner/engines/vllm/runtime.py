@@ -32,7 +32,7 @@ from runner.options import Sampling
 __all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
 
 ABORT_SECONDS = 2.0
-"""Seconds that the shielded end of a request may take."""
+"""Maximum seconds to end requests in vLLM. A cancellation does not interrupt this."""
 
 _FIRST_VERSION = "0"  # for a vLLM that does not report weight versions
 _LISTEN_SECONDS = 0.2  # seconds between checks for vLLM's death during a call
@@ -79,7 +79,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         self.stamps_itself = _stamps(llm)
         """True if vLLM, too, records the version of its weights, as it does since 0.32."""
         self.own_scores: OwnScores | None = None
-        """The engine's scores before and after an update; None if it cannot score ids while turns are held."""
+        """The engine's scores before and after an update; None for an external vLLM, and if vLLM cannot hold turns."""
         self.reload_check = False
         """True if the engine has to load its own weights again, from files, before its first update or sleep."""
         self._as_vllm = as_vllm
@@ -96,8 +96,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         Args:
             request: the request.
             adapter: the adapter version to sample with.
-            rank: the data-parallel rank that computes the request. With None vLLM chooses, and spreads the turns of an
-                episode over all ranks, so the chosen rank may lack the earlier turns in its cache.
+            rank: the data-parallel rank that computes the request; None to let vLLM choose. vLLM spreads the turns of
+                an episode over all ranks, so the cache of the chosen rank may lack the earlier turns.
 
         Raises:
             RequestRejected: vLLM refuses the request.
@@ -229,7 +229,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """Load the engine's own weights again if `reload_check` is set, and reset `reload_check`.
 
         Raises:
-            EngineDead: the scores changed, so the engine was ended.
+            EngineDead: the weights could not be loaded again, or the scores changed. The engine was ended.
         """
         if not self.reload_check:
             return
@@ -290,9 +290,10 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             collector.close()
 
     async def _scored_in_steps(self, ids: Sequence[int], rank: int) -> list[float]:
-        """Return the log-probabilities of the ids at `STEP_PLACES`, each computed in a step after its prompt.
+        """Return the log-probabilities of the ids at `STEP_PLACES`, each computed in a decoding step.
 
-        Each id has its own request, so that all ids are computed in two steps.
+        Each id has its own request, whose prompt ends two ids before it. One step samples the id between them, and the
+        next step samples the scored id. So all ids are computed in two steps.
         """
         how, collectors = replace(Sampling.defaults(), max_tokens=2, temperature=1.0, ignore_eos=True), list[Any]()
         try:
@@ -378,7 +379,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return await self.weights.checkpoint(), self.llm.vllm_config.model_config.hf_config
 
     async def devices(self) -> list[str]:
-        """Return the device of each worker: "cpu", or the GPU's UUID, as drivers and NeMo RL use it."""
+        """Return the device of each worker: "cpu", or the GPU's UUID as the driver reports it ("GPU-...")."""
         names: list[str] = await self.answered("devices()", call_all_workers(self.llm, "device_name"))
         return names
 

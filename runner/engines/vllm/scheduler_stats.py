@@ -36,7 +36,7 @@ class Rate:
             self._buckets.append((now, count))
 
     def per_second(self) -> float:
-        """Return the rate over the window, or over the time since its first event, but over at least a second."""
+        """Return the events of the last ten seconds, divided by the seconds since the first one, but at least by 1."""
         now = self._clock()
         self._forget(now)
         if not self._buckets:
@@ -49,7 +49,7 @@ class Rate:
 
 
 class SchedulerStats:
-    """Counts of the schedulers of all engine cores, with leaked requests, which vLLM's front end does not count."""
+    """Counts of the schedulers of all engine cores. Unlike counts of vLLM's front end, they include leaked requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prefix_queries = 0
@@ -114,7 +114,10 @@ class SchedulerStats:
         self.notify()
 
     def clear(self) -> None:
-        """Reset the counts after all requests were ended, since a scheduler without steps does not report that."""
+        """Set the open requests and the cache use to 0 after all requests were ended.
+
+        A scheduler reports its counts only at a step, and it has no step after the last request.
+        """
         for counts in (self._running, self._queued):
             counts.update(dict.fromkeys(counts, 0))
         self._usage = dict.fromkeys(self._usage, 0.0)
@@ -151,7 +154,8 @@ class SchedulerStats:
                 if scheduler_stats is not None:
                     sampled = iteration_stats.num_generation_tokens if iteration_stats is not None else 0
                     read = _prompt_tokens(scheduler_stats, iteration_stats)
-                    # An older vLLM does not report steps that compute a part of a prompt.
+                    # An older vLLM reports 0 ids for a step that computes only a part of a prompt. So all its steps
+                    # count as steps with computation.
                     moved = None if hasattr(scheduler_stats, "iteration_details") else True
                     count.record(named.get("engine_idx", 0), scheduler_stats, sampled, read, computed=moved)
                 else:
@@ -174,6 +178,6 @@ def _prompt_tokens(scheduler_stats: Any, iteration_stats: Any) -> int:
     details = getattr(scheduler_stats, "iteration_details", None)
     if details is not None:
         return int(details.num_ctx_tokens)
-    # An older vLLM reports whole prompts, with their first sampled id.
+    # An older vLLM reports the ids of a prompt only once, in the step that samples the first id.
     stats = getattr(iteration_stats, "prompt_token_stats", None)
     return int(stats.computed) if stats is not None else 0

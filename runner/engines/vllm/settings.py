@@ -48,9 +48,9 @@ _EVERYWHERE: dict[str, Any] = {
 }
 # vLLM's own defaults are small and depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-# These were the fastest values on two CPU cores: with the smallest block least is computed again, and compilation takes
-# longer than it saves. A short first step computes the shared part of few prompts, and other prompts find it in the
-# cache.
+# These values were the fastest on two CPU cores. The cache shares only whole blocks, so the smallest block leaves the
+# fewest ids to compute again. With a small first step, only few prompts compute the part that all prompts share; the
+# other prompts find it in the cache. Compilation takes longer than it saves.
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "block_size": 32, "enforce_eager": True}
 
 _SAME_FIELDS = sampling_names(vllm=True)
@@ -67,7 +67,7 @@ class VllmSettings:
     environment: dict[str, str]
     """Environment variables of vLLM's processes."""
     chosen: dict[str, Any]
-    """Arguments and environment variables that the user did not give."""
+    """Defaults for arguments that the user did not give, and all of `environment`."""
 
 
 def choose_settings(
@@ -160,7 +160,8 @@ def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
     """Return the ids of each word at the beginning of a text, and its ids after a space.
 
-    vLLM itself drops the ids after a space if their number differs, and then blocks few words.
+    vLLM itself drops the ids after a space if their number differs from the number without a space. Then it does not
+    block the word after a space.
     """
     texts = [space + word.lstrip() for word in words for space in ("", " ")]
     ids = dict.fromkeys(tuple(encode(text)) for text in texts)
@@ -212,7 +213,7 @@ class RequestConverter:
     """Converter of requests to vLLM's prompts and sampling parameters; imports vLLM.
 
     Args:
-        stream_interval: number of ids in a delta, unless the caller acts on single ids.
+        stream_interval: number of ids in a delta; 1 for a request with `acts_on_deltas`.
         encode: function of the engine's tokenizer that encodes a text, for bad words.
     """
 

@@ -92,7 +92,8 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     """Return the form of a torch tensor or a numpy array.
 
     Raises:
-        BadWeights: the name is not a string, or the value is neither of these types, or has no data in this process.
+        BadWeights: the name is not a string, the value has another type, or the tensor is not dense, on the meta
+            device, or a part of a distributed tensor.
     """
     import torch
 
@@ -140,7 +141,7 @@ def _width(dtype: str) -> int:
 
 
 def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
-    """Yield batches of the tensors' bytes, of limited size, so that copies take little memory."""
+    """Yield the bytes of the tensors in batches, so that only one batch of copies is in memory at a time."""
     batch: list[memoryview] = []
     size = 0
     for tensor, dtype in tensors:
@@ -162,9 +163,10 @@ def _write(descriptor: int, parts: list[memoryview]) -> None:
 
 
 def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorForm]) -> str | None:
-    """Return the name of the first tensor with a NaN or an infinity, or None. Their exponent bits are all set.
+    """Return the name of the first tensor with a NaN or an infinity; None if there is none.
 
-    The check uses numpy, since torch's threads would wait for the engine's threads.
+    All bits of the exponent of a NaN or an infinity are set. Only dtypes in `_EXPONENTS` are checked. The check uses
+    numpy, since torch's threads would wait for the engine's threads.
     """
     memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     for dtype, group in itertools.groupby(forms.items(), key=lambda item: item[1].dtype):

@@ -47,7 +47,7 @@ SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 _PREFIX: Final = "deltarunner-engine-"
 _MAX_PATH_BYTES: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-1234-1234-1234-123456789abc")
-"""Maximum length of the parent folder's path in bytes; the address of a socket is limited."""
+"""Maximum length of the parent folder's path in bytes; the address of a socket has at most 107 bytes."""
 
 
 class EngineFolder:
@@ -95,7 +95,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _unexpected(record: logging.LogRecord) -> bool:
-    """Return False for warnings of every shutdown: those with an `EngineDeadError`, or that begin with "[shutdown]"."""
+    """Return False for warnings of a usual shutdown, which have an `EngineDeadError` or begin with "[shutdown]"."""
     if record.levelno < logging.WARNING:
         return True
     error = record.exc_info[0] if record.exc_info else None
@@ -176,8 +176,8 @@ class VllmProcess:
             BadOption: an engine argument is invalid.
         """
         try:
-            # The thread lives until the stop. If vLLM starts Ray (data_parallel_backend="ray"), the kernel kills Ray's
-            # processes when the thread that started them ends, and an idle thread of a pool ends.
+            # The kernel kills Ray's processes (data_parallel_backend="ray") when the thread that started them ends. So
+            # this thread runs until the stop; a thread of a pool would end when it is idle.
             self._thread = WorkerThread()
             await self._thread.call(job := Job(self._start, "the start of vLLM"))
             if job.error is not None:
@@ -317,7 +317,7 @@ class VllmProcess:
         """Check that vLLM can apply adapters to this model.
 
         Raises:
-            BadModel: the model has experts, and vLLM runs on a CPU without Triton. It would fail at the first turn.
+            BadModel: the model has experts, and vLLM runs on a CPU without Triton. The first turn would fail.
         """
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON
@@ -390,13 +390,13 @@ def _shut_down(llm: Any) -> None:
     named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(llm.shutdown).parameters else {}
     try:
         llm.shutdown(**named)
-    except NoSuchProcess:  # a process ended just before vLLM killed it; vLLM then stops here, with open sockets
+    except NoSuchProcess:  # a process ended just before vLLM killed it, and this error left vLLM's sockets open
         llm.engine_core.resources()
         llm.shutdown(**named)
 
 
 def _children() -> list[BaseProcess]:
-    """Return the child processes of this process that are engine cores, or the coordinator of several."""
+    """Return the child processes of this process that are engine cores or coordinators of data-parallel ranks."""
     return [each for each in multiprocessing.active_children() if each.name.startswith((_CORE, _COORDINATOR))]
 
 

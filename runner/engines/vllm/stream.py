@@ -108,7 +108,10 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return Finish(reason, stop, versions, output.num_cached_tokens)
 
     def _without_the_impossible(self, delta: Delta) -> Delta:
-        """Drop the ids from the first NaN on. If no id can be sampled, vLLM returns id 0 with NaN, and then fails."""
+        """Drop the ids from the first NaN on.
+
+        If no id can be sampled, vLLM returns id 0 with the log-probability NaN, and ends the request with an error.
+        """
         logprobs, finish = delta.logprobs or (), delta.finish
         end = next((index for index, logprob in enumerate(logprobs) if math.isnan(logprob)), None)
         if end is None or finish is None:
@@ -140,7 +143,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
 
 
 def _side(completion: Any) -> SideData | None:
-    """Return the masks of `return_sampling_mask` and the experts of `enable_return_routed_experts`.
+    """Return the masks and experts of vLLM's options `return_sampling_mask` and `enable_return_routed_experts`.
 
     vLLM has both since 0.28. The result is None if vLLM returned neither.
     """

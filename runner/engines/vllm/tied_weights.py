@@ -1,4 +1,4 @@
-"""Comparison of new weights with a model in which output layer and embedding are one tensor."""
+"""Comparison of the output layer and the embedding in new weights, for a model in which both are one tensor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def _pairs(forms: Collection[str], model: Checkpoint, config: Any) -> Iterator[t
 
 
 def _given(name: str, forms: Collection[str]) -> str:
-    """Return the given name of a tensor, which may have another prefix ("wte.weight"); "" if it is not given."""
+    """Return the given name of a tensor, which may have another prefix than `name`; "" if the tensor is not given.
+
+    For example, the result for "transformer.wte.weight" may be "wte.weight".
+    """
 
     def common(other: str) -> int:
         parts = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)

@@ -65,7 +65,7 @@ class TrainerEndpoint:
             client.closed = not met
 
     async def send(self) -> None:
-        """Send the current weights; the receiver is paused.
+        """Send the current weights. The receiver has to be paused.
 
         Raises:
             Exception: any error of vLLM.

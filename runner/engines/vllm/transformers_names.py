@@ -20,7 +20,9 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the names in most mod
 
 
 def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tensors as transformers would save them, mostly as views; None if no name changes, or none is known.
+    """Return the tensors as transformers would save them, mostly as views.
+
+    The result is None if no name changes, or if transformers cannot create the model.
 
     Args:
         config: transformers' configuration of the model.
@@ -69,7 +71,9 @@ def compare_with_checkpoint(
 
 
 def tied_names(config: Any) -> list[tuple[str, str]]:
-    """Return pairs of names, of an output layer and the embedding tied to it, in the model and in its checkpoint.
+    """Return pairs of names: of an output layer, and of the embedding tied to it.
+
+    The pairs have the names in the model and, if these differ, also the names in its checkpoint.
 
     Args:
         config: transformers' configuration of a model that ties such layers.
@@ -88,8 +92,8 @@ def tied_names(config: Any) -> list[tuple[str, str]]:
 class CheckpointSource:
     """`WeightSource` for vLLM that sends the tensors of another source under the names of the checkpoint.
 
-    Optional tensors that the checkpoint does not have, such as a tied output layer, are not sent: some models of vLLM
-    fail at them (Bloom).
+    Optional tensors that the checkpoint does not have, such as a tied output layer, are not sent, since some models of
+    vLLM cannot load them (Bloom).
 
     Args:
         config: transformers' configuration of the model.

@@ -1,4 +1,4 @@
-"""Loading of new weights into vLLM: checked and copied while it runs, loaded while it is paused."""
+"""Loading of new weights into vLLM: they are checked and copied while vLLM runs, and loaded while it is paused."""
 
 from __future__ import annotations
 
@@ -115,7 +115,10 @@ class VllmWeights:
         return made.pop()
 
     async def check_own(self) -> CheckedWeights | None:
-        """Prepare the weights with which the engine started for loading; None if their files changed or are gone."""
+        """Return the weights with which the engine started, ready to be loaded again.
+
+        The result is None if their files changed, cannot be read, or fail the check.
+        """
         await self.prepare()
         if isinstance(self._checkpoint, BadWeights) or self._checkpoint is None:
             return None
@@ -268,7 +271,7 @@ def _connectors_that_keep(transfer: Any) -> Iterator[str]:
 
 
 def _signature(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return names, sizes and times of the weight files in a folder."""
+    """Return name, size in bytes and modification time in nanoseconds of each safetensors file in a folder."""
     found = sorted((path, path.stat()) for path in folder.glob("*.safetensors"))
     return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in found)
 

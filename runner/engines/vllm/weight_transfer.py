@@ -31,7 +31,7 @@ _UUID_PREFIX = "GPU-"
 
 
 def trainer_gpu() -> str | None:
-    """Return the UUID of this process's current GPU; None without a GPU."""
+    """Return the UUID of this process's current GPU without the prefix "GPU-"; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -72,14 +72,14 @@ class VllmTransfers:
         """Check the announced tensors, and connect both ends if needed.
 
         Raises:
-            BadWeights: the weights do not fit, or the other end does not connect.
+            BadWeights: the weights do not fit, the engine has no transfer backend, or the two ends are not connected.
         """
         name = transfer.announced.given_as if isinstance(transfer, RelayedTransfer) else type(transfer).__name__
         if getattr(self._llm.vllm_config, "weight_transfer_config", None) is None:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, RelayedTransfer):
             self._compare(transfer.announced.forms, model, name)
-            if transfer.init is not None:  # with a relay, both ends were joined before
+            if transfer.init is not None:  # None if both ends are connected already, or later
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
             await self._check_local(name, transfer, model)
@@ -110,7 +110,7 @@ class VllmTransfers:
         """Exchange the weights while vLLM is paused.
 
         Raises:
-            EngineError: the trainer is lost.
+            EngineError: the weights did not arrive in time, or a relayed transfer was closed early.
             Exception: any error of vLLM.
         """
         if isinstance(transfer, RelayedTransfer):
@@ -172,7 +172,7 @@ class VllmTransfers:
     # --- methods of `Receiver`
 
     async def meet(self, init: Mapping[str, Any]) -> None:
-        """Join a trainer."""
+        """Connect the workers to a trainer."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init)))

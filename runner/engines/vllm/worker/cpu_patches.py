@@ -53,9 +53,9 @@ def _fill(bitmask: Any, size: int) -> None:
 def patch_rotary_embeddings() -> None:
     """Patch the rotary embeddings of this process to rotate every head. Call this before the model is created.
 
-    For a query of shape [ids, heads, size], vLLM's CPU kernel (seen with 0.32.0) takes the dimension of heads for the
-    dimension of ids, and rotates by wrong positions. Multi-head latent attention (DeepSeek V2 and V3) passes such
-    queries.
+    In a query of shape [ids, heads, size], vLLM's CPU kernel (seen with 0.32.0) reads the dimension of heads as the
+    dimension of ids, and rotates by wrong positions. Multi-head latent attention (DeepSeek V2 and V3) has queries of
+    this shape.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -79,7 +79,7 @@ def _flat(states: Any) -> Any:
 def patch_routers() -> None:
     """Patch the routers of this process to choose experts by their biased scores where experts have no groups.
 
-    Without groups, vLLM's CPU router (seen with 0.32.0) ignores the bias, so Ernie 4.5 computes with other experts, and
+    Without groups, vLLM's CPU router (seen with 0.32.0) ignores the bias, so Ernie 4.5 computes with wrong experts, and
     new values of its bias have no effect. The patch uses one group of all experts, with which the bias is applied.
     """
     from vllm.model_executor.layers.fused_moe.router import cpu_router

@@ -57,7 +57,7 @@ class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
         """Join the trainer.
 
         Raises:
-            ConnectionError: this is not an existing folder on this machine.
+            ConnectionError: the folder in `init_info` does not exist on this machine.
         """
         self.folder = Path(init_info.folder)
         if not self.folder.is_dir():
@@ -73,7 +73,7 @@ class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the tensors. The method of vLLM itself also waits for an accelerator, which a CPU does not have."""
+        """Load the tensors. vLLM's own method also synchronizes with an accelerator, and fails without one."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:

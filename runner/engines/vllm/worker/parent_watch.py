@@ -1,4 +1,4 @@
-"""Watch in every process of an engine: it ends the process once the parent has ended, and records why one failed.
+"""Watch in every process of an engine: it ends the process after the parent has ended, and records fatal errors.
 
 vLLM loads `watch_parent` by entry point into each of its processes, also into the processes of a user's `vllm serve`.
 So `watch_parent` does nothing without the environment variables that our engine sets for its processes. vLLM calls it

@@ -56,7 +56,7 @@ def _finish(model: Any, model_config: Any) -> None:
     """Finish the second model as vLLM does at its start, and copy the results into the running model.
 
     Raises:
-        RuntimeError: the two models have different layers; nothing was copied.
+        RuntimeError: the two models differ, or a value with weights cannot be renewed; nothing was copied.
     """
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading

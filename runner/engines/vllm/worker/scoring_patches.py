@@ -93,7 +93,7 @@ def patch_sampler(model_runner: Any) -> None:
     if hasattr(sample, "has_ids"):
         return
     scored: dict[str, Sequence[int]] = {}
-    """Ids of scored requests, by request name. While it is empty, steps cost nothing more."""
+    """Ids to score, by request name. Without entries, steps take almost no extra time."""
 
     def note_scored(scheduled: Any, *rest: Any, **named: Any) -> Any:
         for request in scheduled.scheduled_new_reqs:
@@ -118,9 +118,10 @@ def patch_sampler(model_runner: Any) -> None:
 
 
 def _place(model_runner: Any, batch: Any, row: int) -> int:
-    """Return the index of this step's id in its request's turn; below 0 during the prompt.
+    """Return the index of this step's id in its request's turn; negative during the prompt.
 
-    It is derived from the computed tokens: with asynchronous scheduling the ids of the last step may be missing.
+    The index is the number of computed tokens after the prompt. The list of sampled ids is not used: with asynchronous
+    scheduling, it may lack the ids of the last step.
     """
     starts = model_runner.query_start_loc.np
     computed = int(batch.num_computed_tokens_cpu[row]) + int(starts[row + 1] - starts[row])

@@ -21,7 +21,7 @@ RETURN_TURNS: Final = "deltarunner_return_turns"
 
 
 def patch_engine_core_calls() -> None:
-    """Add these calls to vLLM's class of engine cores in this process."""
+    """Add the three calls of this module to vLLM's class of engine cores in this process."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, CAN_HOLD_TURNS, _can_set_aside)
