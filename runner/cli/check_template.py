@@ -111,11 +111,12 @@ def check_template_command(
 
     Raises:
         BadInput: the template cannot be used, or an option is invalid. With `as_json` the error is also printed as
-            JSON, unless `options` cannot be parsed.
+            JSON.
     """
     console = make_console()
-    given = parse_values(options, "--template-option")
+    given: dict[str, Any] = {}
     try:
+        given = parse_values(options, "--template-option")
         subject = _subject(name, template)
         check_tool_format(tool_format)
         findings = _examine(subject, given, tool_format)
@@ -354,7 +355,7 @@ def _appends(verdicts: Sequence[AppendVerdict]) -> Table:
             Text(verdict.result.value, RESULT_STYLES[verdict.result]),
             Text(verdict.refusal or verdict.anchor),
             Text(verdict.close),
-            Text(("what is new" if verdict.local else "the history") if exact else ""),
+            Text(("the new messages" if verdict.local else "the whole history") if exact else ""),
             Text("rewrites" if verdict.rewrites else "", "yellow"),
         )
     return table
@@ -386,11 +387,11 @@ def _problems(findings: TemplateReport) -> Iterator[Text]:
     for close in findings.unstopped:
         has = not any(token in close for token in findings.lacking)
         fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
-        what = f"the model does not stop at {close}, which ends its turns"
+        what = f"the template ends turns with {close}, but the model has no stop id for it"
         yield from _problem("stops", "bold red", what, then="turns continue after it up to max_tokens", fix=fix)
     if findings.lacking:
         what = f"the vocabulary has no token for {' '.join(findings.lacking)}, which the template writes"
-        then = "the model sees them as plain text, right only if it was trained that way"
+        then = "the model receives them as plain text; this is right only if it was trained that way"
         yield from _problem("tokens", "yellow", what, then=then, fix=_TOKENS_FIX)
     for verdict in findings.verdicts:
         if verdict.result is not Exactness.EXACT and (findings.profile.carries_tools or not verdict.kind.calls):

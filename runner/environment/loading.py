@@ -103,12 +103,12 @@ def find_environment(name: str) -> type[Environment[Any]]:
 
 
 def short_name(name: str) -> str:
-    """The environment's name for run files: a bundled name, or the name of the class or the file.
+    """The environment's name for run files: a bundled name, or the name of the class, the file or the module.
 
     For a name with a setting, it is the last part of the setting: "tasks" for `harbor:data/tasks`.
     """
     where, _, cls = name.partition(":")
-    return Path(cls).name or Path(where).stem
+    return Path(cls).name or (Path(where).stem if where.endswith(".py") else where.rpartition(".")[2])
 
 
 def settings_in_name(name: str) -> dict[str, str]:

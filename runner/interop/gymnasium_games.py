@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Final
 
 from runner.environment.environment import Environment
@@ -130,7 +131,9 @@ class Gymnasium(Environment):
         try:
             env = self._gymnasium.make(self._game, **options)
         except (self._gymnasium.error.Error, ImportError, TypeError) as error:
-            raise BadEnvironment(f"game={self._game!r:.60} cannot be made ({error!s:.300}): correct the id.") from None
+            raise BadEnvironment(
+                f"game={self._game!r:.60} cannot be made ({error!s:.300}): correct game= or options=."
+            ) from None
         space, spaces = env.action_space, self._gymnasium.spaces
         if self._parse is None and not isinstance(space, spaces.Discrete | spaces.Text):
             env.close()
@@ -144,8 +147,10 @@ class Gymnasium(Environment):
 
     def _renders_text(self) -> bool:
         try:
-            spec = self._gymnasium.spec(self._game)
-            modes = self._gymnasium.make(spec).metadata.get("render_modes", []) if self._describe is None else []
+            if self._describe is not None:
+                return False
+            with closing(self._gymnasium.make(self._gymnasium.spec(self._game))) as game:
+                modes = game.metadata.get("render_modes", [])
         except (self._gymnasium.error.Error, ImportError, TypeError):
             return False
         return "ansi" in modes

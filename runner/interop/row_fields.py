@@ -32,7 +32,7 @@ class ListFormat(enum.StrEnum):
     """Formats of a value in a template, written after a colon: "{choices:letters}"."""
 
     LETTERS = "letters"
-    """A list as lines "A. first", "B. second". Items after the 26th are left out."""
+    """A list of at most 26 items as lines "A. first", "B. second"."""
     LETTER = "letter"
     """A number as a letter: 0 is A."""
     LINES = "lines"
@@ -155,6 +155,8 @@ def _as_text(value: Any, form: ListFormat | None, name: str) -> str:
             raise RowValueError(f"has {value!r:.60} in {name!r}, which is not a list: leave its format out")
         if form is ListFormat.LINES:
             return "\n".join(_plain(each) for each in value)
+        if len(value) > len(string.ascii_uppercase):
+            raise RowValueError(f"has {len(value)} items in {name!r}, more than 26 letters: use the format lines")
         return "\n".join(
             f"{letter}. {_plain(each)}" for letter, each in zip(string.ascii_uppercase, value, strict=False)
         )

@@ -100,6 +100,7 @@ class Sandbox(Protocol):
         Raises:
             BadOption: `argv` is not a list of strings.
             SandboxGone: the sandbox does not exist any more.
+            SandboxFailed: the processes of the command could not be ended.
         """
         ...
 

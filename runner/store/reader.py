@@ -198,7 +198,7 @@ class RunFile:
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             cause = f"{type(error).__name__}: {error}"
             raise RunFileError(
-                f"run file {self.path}: its rows are damaged and have no summary ({cause}). "
+                f"run file {self.path}: its rows are damaged, so no summary can be computed ({cause}). "
                 f"`deltarunner verify` names the damaged episode."
             ) from error
 
@@ -360,7 +360,9 @@ class RunFile:
             agents = ", ".join(decode_text(row["agent"]) for row in rows)
             return f"{self.path}: episode {id!r} has no agent {agent!r}; its agents are {agents}."
         first = self._one("SELECT min(id) FROM episodes")[0]
-        example = f"; there is, for example, {decode_text(first)!r}" if first else ", since the file has no episodes"
+        example = (
+            f"; an existing id is, for example, {decode_text(first)!r}" if first else ", since the file has no episodes"
+        )
         return f"{self.path}: the episode {id!r} does not exist{example}."
 
     def trajectories(self, chosen: TrajectoryFilter = ALL) -> Iterator[Trajectory]:
@@ -395,10 +397,18 @@ class RunFile:
         """The task of an episode.
 
         Raises:
-            RunFileError: the task does not fit `task_class`.
+            RunFileError: the task is missing or damaged, or does not fit `task_class`.
         """
-        (task,) = self._one("SELECT task FROM tasks WHERE id = ? AND visit = ?", encode_text(row.task_id), row.visit)
-        return self._decode_task(task)
+        found = self._one("SELECT task FROM tasks WHERE id = ? AND visit = ?", encode_text(row.task_id), row.visit)
+        try:
+            if found is None:
+                raise LookupError("its row is missing")
+            return self._decode_task(found["task"])
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise RunFileError(
+                f"run file {self.path}: task {row.task_id!r:.80} (visit {row.visit}) is damaged "
+                f"({type(error).__name__}: {error}). Play its episodes again with another file."
+            ) from error
 
     def _load(self, row: sqlite3.Row) -> Trajectory:
         with storage_faults(self.path):

@@ -166,7 +166,7 @@ def test_turn_end_that_the_model_does_not_stop_at_is_reported(
     (tmp_path / "other.jinja").write_text(template)
     done = check(str(demo_model_folder), "--template", "other.jinja")
     assert done.exit_code == 6
-    assert "stops: the model does not stop at <|endofturn|>" in done.stdout
+    assert "stops: the template ends turns with <|endofturn|>, but the model has no stop id for it" in done.stdout
     assert "eos_token_id" not in done.stdout  # an id that is missing cannot be added
     assert "no token for <|endofturn|>, which the template writes" in done.stdout
     assert document(check(str(demo_model_folder), "--template", "other.jinja", "--json"))["unstopped"]
@@ -197,7 +197,7 @@ async def test_run_names_the_tokens_of_its_template_that_are_letters() -> None:
     run = Run(Plain(), engine)
     async with run:
         [_ async for _ in run]
-    (message,) = [fault for fault in run.summary.faults if "letters" in fault]
+    (message,) = [fault for fault in run.summary.faults if "plain text" in fault]
     assert "writes <|turn|>, for which the vocabulary has no token" in message
 
 
@@ -234,6 +234,14 @@ def test_a_template_that_cannot_be_used_is_one_message(
     assert words in report["error"]["message"]
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [["thinking"], ["a=1", "a=2"]])
+def test_invalid_option_is_printed_as_json_too(check: Check, options: list[str]) -> None:
+    done = check("chatml", "--json", *(part for option in options for part in ("--template-option", option)))
+    error = document(done)["error"]
+    assert (error["kind"], error["fault"]) == ("BadOption", None)
+    assert error["message"] in done.stderr
 
 
 def test_a_template_that_never_ends_is_stopped(

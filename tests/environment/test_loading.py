@@ -76,6 +76,20 @@ def test_a_module_and_a_file_give_the_same_class(name: str, monkeypatch: pytest.
     assert short_name(name).lower() == "calculator"
 
 
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("envs.calculator", "calculator"),
+        ("package.module", "module"),
+        ("folder.with.dots/game.v2.py", "game.v2"),
+        ("harbor:data/tasks", "tasks"),
+        ("calculator", "calculator"),
+    ],
+)
+def test_short_name_is_the_last_part_of_a_name(name: str, short: str) -> None:
+    assert short_name(name) == short
+
+
 def test_a_file_may_import_its_neighbours(folder: Path) -> None:
     # A unique name, since another test's module may still be loaded.
     (folder / "neighbour_of_lone.py").write_text("WORD = 'near'")

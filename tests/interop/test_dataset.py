@@ -124,6 +124,15 @@ def test_templates_format_lists_and_letters() -> None:
     assert task.prompt == "{red} red\nblue"
 
 
+def test_list_with_more_items_than_letters_is_refused() -> None:
+    rows = [{"choices": list(range(27)), "gold": "A"}]
+    with pytest.raises(BadTask, match=r"has 27 items in 'choices', more than 26 letters: use the format lines"):
+        list(Dataset(rows, "{choices:letters}", "gold", "choice").tasks())
+    rows[0]["choices"] = list(range(26))
+    (task,) = Dataset(rows, "{choices:letters}", "gold", "choice").tasks()
+    assert str(task.prompt).splitlines()[-1] == "Z. 25"
+
+
 def test_a_field_of_messages_is_the_prompt() -> None:
     messages = [{"role": "user", "content": "hello", "name": None}]
     (task,) = Dataset([{"prompt": messages, "answer": "hi"}], answer="answer").tasks()

@@ -61,6 +61,26 @@ async def test_other_action_spaces_are_parsed_by_a_function() -> None:
 
 
 @real
+async def test_all_games_that_were_made_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gymnasium
+
+    made, closed = [], []
+    make = gymnasium.make
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        game = make(*arguments, **options)
+        close = game.close
+        made.append(game)
+        game.close = lambda: (closed.append(game), close())
+        return game
+
+    monkeypatch.setattr(gymnasium, "make", watched)
+    await play_many_async(lake(), ScriptedEngine(PATH))
+    assert len(made) >= 4  # one to read the render modes, one for the check, and one for each episode
+    assert {id(game) for game in made} == {id(game) for game in closed}
+
+
+@real
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -129,7 +129,7 @@ def test_an_id_stands_for_the_last_attempt_and_a_row_for_its_own(path: Path) -> 
 def test_missing_episodes_are_refused_with_existing_ones(path: Path) -> None:
     write(path, [played("a"), played("a", agent="user", trained=False)])
     with RunFile(path) as run_file:
-        with pytest.raises(RunFileError, match=r"the episode 'b' does not exist; there is, for example, 'a-0-0'"):
+        with pytest.raises(RunFileError, match=r"episode 'b' does not exist; an existing id is, for example, 'a-0-0'"):
             run_file.trajectory("b")
         with pytest.raises(RunFileError, match=r"no agent 'judge'; its agents are main, user"):
             run_file.trajectory("a-0-0", agent="judge")
@@ -229,6 +229,28 @@ DAMAGES = {
     "the task is gone": ("DELETE FROM tasks", "its task 'a' (visit 0) is missing"),
     "an outcome that there is not": ("UPDATE episodes SET outcome = 'fine'", "'fine' is not a valid Outcome"),
 }
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("DELETE FROM tasks", "its row is missing"),
+        ("UPDATE tasks SET task = '['", "JSONDecodeError"),
+        ("UPDATE tasks SET task = '[]'", "TypeError"),
+        ("UPDATE tasks SET task = '{}'", "KeyError"),
+    ],
+)
+def test_damaged_task_is_refused_by_name(path: Path, statement: str, said: str) -> None:
+    write(path, [played("a", 0)])
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute(statement).rowcount == 1
+        connection.commit()
+    with RunFile(path) as run_file:
+        (row,) = run_file
+        with pytest.raises(RunFileError, match=r"task 'a' \(visit 0\) is damaged") as refused:
+            run_file.task(row)
+    assert str(path) in str(refused.value)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
