@@ -36,9 +36,10 @@ BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
 """Exit code, 141, if the reader of the output closed the pipe, as for other Unix tools."""
 
 EPILOG = """
-Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 4 a task, or --fail-under · 5 the model
-· 6 the chat template · 7 the run file, wrong new weights, or wrong ids of a trace · 8 the disk · 9 the engine
-· 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C · 141 the reader of the output is gone.
+Exit codes: 0 done · 1 unexpected error · 2 invalid option · 3 environment cannot be used · 4 invalid task, or a result
+below --fail-under · 5 model cannot be loaded · 6 chat template cannot be used · 7 run file cannot be used, wrong new
+weights, or wrong ids of a trace · 8 disk error, or locked file · 9 engine failed · 10 too many episodes failed
+· 11 the run was stuck · 130 Ctrl-C · 141 the reader of the output is gone.
 """
 
 

@@ -80,7 +80,7 @@ def _taken(names: Names) -> str:
     if names.package in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}:
         return "an environment of that name is installed (`deltarunner list`)"
     if names.package in sys.stdlib_module_names or names.package == "tests" or find_spec(names.package) is not None:
-        return f"there is a module {names.package} already, and one of the two would hide the other"
+        return f"a module {names.package} exists already, and one of the two would hide the other on import"
     return ""
 
 

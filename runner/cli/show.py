@@ -100,9 +100,8 @@ def _overview(run_file: RunFile, console: Console, limit: int, chosen: RowOption
     missed = check_thresholds(summary, chosen.fail_under)
     prices = None if chosen.prices is None else read_prices(chosen.prices)
     by = None if chosen.by is None else _table_by(run_file, chosen)
-    console.print(
-        _table(islice(rows, limit)) if count else "No episode is chosen." if chosen.selects else "No episodes."
-    )
+    nothing = "No episode matches the filters." if chosen.selects else "No episodes."
+    console.print(_table(islice(rows, limit)) if count else nothing)
     if count > limit:
         console.print(f"and {count - limit} more: -n {count}", style="dim")
     console.print()

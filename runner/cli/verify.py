@@ -257,7 +257,7 @@ def _print(console: Console, file: Path, verdict: VerifyResult) -> None:
         say(f"{file}: {looked_at}: {counted(verdict.differing, 'trajectory')} {verb}; the first one:")
         say(_place(found), "bold")
     else:
-        say(f"{file}: {looked_at}: each one is right by itself, but together they are not the run's result")
+        say(f"{file}: {looked_at}: each trajectory is right, but the file as a whole is not consistent")
         say(found.episode, "bold")
     say(f"{found.kind.value}: {found.explanation}", "red")
     sides = (("stored", found.stored, found.stored_ids), ("derived", found.derived, found.derived_ids))

@@ -226,7 +226,7 @@ class Driver:
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
         self._note_event(f"{handle.name} is lost: {error}{playing}")
         if handle.slot.state is WorkerSlotState.RESTING:
-            self._note_event(f"{len(handle.slot.deaths)} successive workers were lost: the next starts within an hour")
+            self._note_event(f"{len(handle.slot.deaths)} workers of one slot were lost: the next starts within an hour")
         if isinstance(error, DeltarunnerError):
             self._fail_start(error)
         elif self.fleet.hopeless:
@@ -328,7 +328,7 @@ class Driver:
                 self.has_weights(handle, self.snapshot.version or handle.version)
             else:
                 self.fleet.mark_waiting(handle.slot)
-                self._note_event(f"{handle.name} waits for the next weights: those of a transfer are not kept")
+                self._note_event(f"{handle.name} waits for the next weights, since transferred weights are not stored")
         return True
 
     def has_weights(self, handle: WorkerHandle, version: str) -> None:

@@ -167,8 +167,8 @@ class FleetEngine(PlayingEngine):
             BadControl: always.
         """
         raise BadControl(
-            f"{type(self).__name__} plays whole episodes on its workers, and samples no single turn: generate turns in "
-            "an episode, or use a separate engine for other requests."
+            f"{type(self).__name__} plays whole episodes on its workers and cannot sample a single turn: generate "
+            "turns in an episode, or use a separate engine for other requests."
         )
 
     def is_alive(self) -> bool:

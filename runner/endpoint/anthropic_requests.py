@@ -39,7 +39,7 @@ _NOT_GRANTED: Final = ("thinking", "context_management", "service_tier", "speed"
 _REFUSED: Final = {
     "mcp_servers": "tools of other servers are not called from here: list them in tools and call them yourself.",
     "container": "nothing is run here: leave it out, and run the calls of tools yourself.",
-    "compaction": "histories are not summed up here: leave it out, and ask for a summary in a message.",
+    "compaction": "histories are not summarised here: leave it out, and ask for a summary in a message.",
 }
 _KNOWN: Final = frozenset(
     (

@@ -53,7 +53,7 @@ _REFUSED: Final = {
     "audio": "answers are text: leave it out.",
     "echo": "an answer has only the sampled tokens: leave it out.",
     "prompt_logprobs": "the log-probabilities of a prompt are not computed: leave it out.",
-    "use_beam_search": "beams are not searched: leave it out.",
+    "use_beam_search": "beam search is not supported: leave it out.",
 }
 _KNOWN: Final = frozenset(
     (

@@ -178,8 +178,8 @@ async def run_program(
     found = _found(given[0], cwd, env) if given else None
     if found is None:
         raise BadOption(
-            f"run({given!r:.80}): {given[0] if given else ''!r} is not a program on PATH or by its path: "
-            "install it, or give its path."
+            f"run({given!r:.80}): {given[0] if given else ''!r} is neither a program on PATH nor the path of a "
+            "program: install it, or give its path."
         )
     mark = secrets.token_hex(16)
     try:

@@ -96,7 +96,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     for name in ("messages", "input"):
         given = body.get(name)
         if isinstance(given, list) and len(given) > MAX_MESSAGES:
-            bad(f"{name}: {len(given):,} of them, more than {MAX_MESSAGES:,}: send a shorter history.")
+            bad(f"{name}: the list has {len(given):,} items, more than {MAX_MESSAGES:,}: send a shorter history.")
     return body
 
 
@@ -130,7 +130,7 @@ def check_size(chat_call: ChatCall) -> None:
         Refused: the request has too many tools or calls, or a tool is too large; the message has the limit.
     """
     if len(chat_call.tools) > MAX_TOOLS:
-        bad(f"tools: {len(chat_call.tools):,} of them, more than {MAX_TOOLS:,}: offer fewer tools.")
+        bad(f"the request has {len(chat_call.tools):,} tools, more than {MAX_TOOLS:,}: offer fewer tools.")
     made = map(_CALLS_OF, filter(dict.__instancecheck__, chat_call.messages))
     calls = sum(map(len, filter(list.__instancecheck__, made)))
     if calls > MAX_CALLS:

@@ -398,7 +398,9 @@ class Engine(BaseEngine):
     ) -> list[float]:
         for name in ("schema", "regex", "choice"):
             if getattr(sampling, name) is not None:
-                raise BadOption(f"score(sampling=Sampling({name}=...)): give its grammar as constraint=, a Constraint.")
+                raise BadOption(
+                    f"score(sampling=Sampling({name}=...)): give the grammar as constraint=Constraint(...)."
+                )
         scored = ids[start:]
         how = replace(sampling, max_tokens=len(scored), min_tokens=0, stop=(), stop_ids=(), ignore_eos=True)
         request = GenerationRequest(

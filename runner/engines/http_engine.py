@@ -170,7 +170,7 @@ class HttpRuntime(Generic[ServerT]):
         if failure.kind is FailureKind.BAD_REQUEST:
             if alone:
                 return RequestRejected(f"{name}: {self.server.url} refuses the request: {failure}")
-            return self.death_error(f"The server at {self.server.url} does not take the requests: {failure}")
+            return self.death_error(f"The server at {self.server.url} rejects the requests: {failure}")
         return EngineError(f"{name}: {self.server.url}: {failure}")
 
 

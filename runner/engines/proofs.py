@@ -160,7 +160,7 @@ class WeightProof:
             )
         if len(logprobs) < MIN_SCORES:
             raise BadWeights(
-                f"WeightProof: {len(ids)} ids prove nothing; give a few hundred, at least {MIN_SCORES + 1}."
+                f"WeightProof: {len(ids)} ids are too few for a proof; give a few hundred, at least {MIN_SCORES + 1}."
             )
         wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-3))
         if len(wrong):

@@ -249,7 +249,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
     def require_running(self, call: str) -> None:
         """Raise BadControl if the engine is paused, updating or asleep."""
         if self.state is not EngineState.RUNNING:
-            raise BadControl(f"{call}: the engine is {self.state.value} already.{self._recovery_hint()}")
+            raise BadControl(f"{call}: the engine is {self.state.value}, not running.{self._recovery_hint()}")
 
     def require_paused(self, call: str) -> None:
         """Raise BadControl if the engine is not paused, or if its weights were discarded."""

@@ -150,7 +150,7 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
     if not path.is_dir():
         if path.is_file():
             raise BadWeights(f"the weights {str(folder)!r} are a file: give the folder that holds it.")
-        raise BadWeights(f"the weights {str(folder)!r}: this is not an existing folder. Give an existing one.")
+        raise BadWeights(f"the folder of weights {str(folder)!r} does not exist: give an existing folder.")
     files, index = _files(path)
     forms: dict[str, TensorForm] = {}
     for file in files:

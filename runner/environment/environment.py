@@ -234,8 +234,11 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
         inspect.signature(function).bind(None, *[None] * HOOKS[hook])
     except TypeError as error:
         count = HOOKS[hook] or "no"
+        define = "async def" if hook == "rollout" else "def"
+        names = ", ".join(inspect.signature(getattr(Environment, hook)).parameters)
         raise BadEnvironment(
-            f"{cls.__name__}.{hook}: wrong signature ({error}): the runner passes {count} argument besides self."
+            f"{cls.__name__}.{hook}: wrong signature ({error}): the runner passes {count} argument besides self. "
+            f"Write `{define} {hook}({names})`."
         ) from error
     _check_generator(cls, hook, function)
     if hook == "rollout" and not inspect.iscoroutinefunction(function):

@@ -157,5 +157,6 @@ class _AsyncSelection(SelectedTasks):
 
 
 def _no_such_task(id: str, count: int, first: Sequence[str]) -> BadTask:
-    named = ", ".join(map(repr, first)) or "none"
-    return BadTask(f"None of {count} tasks has the id {id!r}; the first ids are {named}.")
+    if not count:
+        return BadTask(f"There are no tasks, so none has the id {id!r}.")
+    return BadTask(f"None of {count} tasks has the id {id!r}; the first ids are {', '.join(map(repr, first))}.")

@@ -177,7 +177,7 @@ def _verdict(
         return RequestAlignment(match, Verdict.AGAIN, before.parent, before=before, again=_again(before))
     if not rest and parent is not None and parent.node is not None:
         if parent.node.turn.finish is FinishReason.STOP:
-            raise BadMessage("the last message is the latest complete turn: append a user or tool message.")
+            raise BadMessage("the last message is a complete turn of this episode: append a user or tool message.")
         return RequestAlignment(match, Verdict.CONTINUED, parent)
     _require_message_to_answer(match, rest)
     edited = _named_elsewhere(match, histories)

@@ -376,7 +376,8 @@ class EpisodeRunner(EpisodeState):
         if not task.left_open and not closed:
             return
         if not task.cannot_be_left:
-            self.faults.append(f"{closed or 'something'} was opened in a hook and never closed; {HOW_TO_CLOSE}")
+            were = "were" if len(self._closed_late) > 1 else "was"
+            self.faults.append(f"{closed or 'a resource'} {were} opened in a hook and never closed; {HOW_TO_CLOSE}")
             return
         unclosed_scopes = [fault for fault in self.faults if HOW_TO_CLOSE in fault]
         text = f"a task group or a cancel scope was opened in a hook and never closed; {HOW_TO_CLOSE}"

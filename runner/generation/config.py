@@ -221,7 +221,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
     for key in given:
         if key not in _READ and key not in _NOT_READ:
             near = difflib.get_close_matches(str(key), _READ, 1)
-            fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_READ)}."
+            fix = f"did you mean {near[0]!r}?" if near else f"the valid keys are {', '.join(_READ)}."
             raise BadOption(f"config[{key!r}]: a GenerationConfig has no such key; {fix}")
 
 

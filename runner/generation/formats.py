@@ -140,7 +140,8 @@ def _require_room(dtype: np.dtype[Any], vocabulary: int, pad_id: int) -> None:
     info = np.iinfo(dtype)
     if not info.min <= min(0, pad_id) or not max(vocabulary - 1, pad_id) <= info.max:
         raise BadBatch(
-            f"input_ids holds {dtype}, which cannot hold the padding {pad_id} and {vocabulary} ids: give int64."
+            f"input_ids has the type {dtype}, which cannot hold both the padding id {pad_id} and the {vocabulary} ids "
+            "of the vocabulary: give int64."
         )
 
 

@@ -118,7 +118,7 @@ def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
     configuration = _configuration(folder)
     if names := unsupported(folder):
         raise BadTask(
-            f"Harbor task {str(folder)!r} needs what is not supported: {', '.join(names)}. Leave the task out."
+            f"Harbor task {str(folder)!r} needs unsupported features: {', '.join(names)}. Leave the task out."
         )
     for name in (INSTRUCTION, TEST_SCRIPT):
         if not (folder / name).is_file():

@@ -89,7 +89,7 @@ class McpServers:
                 if tool.name in tools:
                     raise BadEnvironment(
                         f"the MCP servers {owners[tool.name]!r} and {name!r} both have a tool {tool.name!r}: give "
-                        "prefix=True, or leave out one."
+                        "prefix=True, or leave one out."
                     )
                 tools[tool.name], owners[tool.name] = tool, name
         return [tools[name] for name in sorted(tools)]
@@ -220,7 +220,7 @@ class _McpConnection:
                         transport = await self._transport(stack)
                         self._client = await stack.enter_async_context(self._mcp.Client(transport))
                     except Exception as error:
-                        raise self._failed("cannot be connected", error) from error
+                        raise self._failed("cannot be reached", error) from error
                     try:
                         yield
                     except BaseException as error:
@@ -230,7 +230,7 @@ class _McpConnection:
                 # If an HTTP connection is lost, the block is cancelled, and the error is raised here, at its end.
                 if isinstance(passing, Exception) or isinstance(error, ServerFailed):
                     raise
-                raise self._failed("is gone", error) from error
+                raise self._failed("cannot be reached any more", error) from error
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         if isinstance(self._server, self._mcp.StdioServerParameters):
@@ -276,12 +276,12 @@ class _McpConnection:
             return await self._client.call_tool(name, dict(arguments))
         except self._mcp.MCPError as error:
             if error.code in _gone():
-                raise self._failed("is gone", error) from error
+                raise self._failed("cannot be reached any more", error) from error
             raise ToolError(str(error)) from error
         except (OSError, RuntimeError) as error:
             if str(error).startswith(_BROKEN_PROMISES):
                 raise ToolError(str(error)) from error
-            raise self._failed("is gone", error) from error
+            raise self._failed("cannot be reached any more", error) from error
 
     def _failed(self, what: str, error: BaseException) -> ServerFailed:
         said = ""

@@ -111,7 +111,7 @@ class OpenEnv(Environment):
         try:
             self._socket = await self.episode.exit_stack.enter_async_context(connecting)
         except (OSError, TimeoutError, self._websockets.WebSocketException) as error:
-            raise self._failed("cannot be connected", error) from error
+            raise self._failed("cannot be reached", error) from error
         self._first = await self._ask("reset", {"seed": self.episode.rng.getrandbits(31), **self._reset})
         if self.shared["properties"].get("type", {}).get("const") == _TOOL_CALL:
             listed = (await self._exchange("step", {"type": "list_tools"}))["observation"].get("tools") or []
@@ -177,8 +177,10 @@ class OpenEnv(Environment):
             with suppress(self._websockets.ConnectionClosed):
                 await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
             answer = json.loads(await self._socket.recv())
-        except (OSError, ValueError, self._websockets.WebSocketException) as error:
-            raise self._failed("is gone", error) from error
+        except (OSError, self._websockets.WebSocketException) as error:
+            raise self._failed("cannot be reached any more", error) from error
+        except ValueError as error:
+            raise self._failed("sent an answer that is not JSON", error) from error
         self._is_cut = False
         if answer.get("type") == "error":
             raise self._error(answer.get("data") or {})

@@ -272,7 +272,7 @@ class _ParquetRows(_FileRows):
         try:
             return pq.ParquetFile(self.path, buffer_size=READ_BYTES, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            raise BadTask(f"{self.name}: this is not a Parquet file ({error!s:.200}): give one.") from None
+            raise BadTask(f"{self.name}: this is not a Parquet file ({error!s:.200}): give a Parquet file.") from None
 
     def _shuffled(self, file: Any, columns: list[str], seed: int) -> Iterator[tuple[int, Row]]:
         rng = random.Random(f"shuffle {seed}")

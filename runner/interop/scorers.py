@@ -239,7 +239,7 @@ def _function(module: str, name: str, score: str) -> ScoringFunction:
     except (Exception, SystemExit) as error:
         raise BadOption(f"score={score!r:.80} cannot be loaded ({describe_error(error)}): give {_NAMES}.") from error
     if not callable(function):
-        raise BadOption(f"score={score!r:.80}: {name} is not a function: give one.")
+        raise BadOption(f"score={score!r:.80}: {name} is not a function: give a function.")
     return function  # type: ignore[no-any-return]  # the result of the function is checked
 
 

@@ -86,7 +86,7 @@ class Terminal(Environment):
         self._check_user, self._as_left = "0" if user else None, as_left
         SandboxOptions(image=image, **self._options)  # raises BadOption for invalid options
         if upload and not Path(upload).is_dir():
-            raise BadEnvironment(f"upload={upload!r:.80}: this is not an existing folder: give one.")
+            raise BadEnvironment(f"upload={upload!r:.80}: this is not an existing folder: give an existing folder.")
         late = seconds + GRACE_SECONDS
         self.limits = Limits(turns=50, seconds=3600, tool_seconds=late, reward_seconds=late + 3 * GRACE_SECONDS)
         self.sandbox: Sandbox

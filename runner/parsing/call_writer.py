@@ -30,7 +30,7 @@ def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
         Unwritable: the format cannot write the calls.
     """
     if len(calls) > 1 and form.between is None:
-        raise Unwritable("a turn has only one call")
+        raise Unwritable("the format allows only one call in a turn")
     written = ("".join(_piece(form, piece, call, number) for piece in form.call) for number, call in enumerate(calls))
     return form.begin + (form.between or "").join(written) + form.close
 

@@ -35,7 +35,7 @@ DESCRIPTIONS: Final[Mapping[CallLimitation, str]] = {
     CallLimitation.ONE_CALL: "The template writes one call per turn; it leaves out further parallel calls, or "
     "writes them wrongly.",
     CallLimitation.BARE: "No mark starts a call: text is a call if it names a tool and the turn ends with it. "
-    "Strict arguments need a required call.",
+    "The schemas of strict tools are enforced only in required calls.",
     CallLimitation.CONTENT_DROPPED: "The template leaves out the text that a turn has beside its calls.",
     CallLimitation.CONTENT_BEHIND: "The template writes the text that a turn has beside its calls after the calls.",
     CallLimitation.NAME_IN_ID: "The name of a call is written only in its id, so ids stay as the model wrote them.",

@@ -114,7 +114,7 @@ def _lost_arguments(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
 
 
 def _fix(argument: str) -> str:
-    return f"Give it another {'type' if argument else 'name'}, or {_ANOTHER}."
+    return f"{'Give it another type' if argument else 'Rename the argument'}, or {_ANOTHER}."
 
 
 def _lost_calls(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
@@ -122,10 +122,12 @@ def _lost_calls(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
     every = {name: next(iter(_examples(shapes, name).values())) for name in tool.parameters["properties"]}
     why = trial.fault(tool.name, every) if every else None
     if why is not None:
-        what = f"a call with all of its arguments cannot be read back ({why}). Give it another name, or {_ANOTHER}."
+        what = f"a call with all of its arguments cannot be read back ({why}). Rename the arguments, or {_ANOTHER}."
         yield Loss(tool.name, "", what, True)
     elif not tool.parameters.get("required") and (why := trial.fault(tool.name, {})):
-        what = f"a call without arguments cannot be read back ({why}). Give it a required argument, or {_ANOTHER}."
+        what = (
+            f"a call without arguments cannot be read back ({why}). Give the tool a required argument, or {_ANOTHER}."
+        )
         yield Loss(tool.name, "", what, not every)
 
 

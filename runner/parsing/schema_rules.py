@@ -100,7 +100,7 @@ class SchemaRules:
     def _shaped(self, conjunction: Conjunction, depth: int, path: str) -> str:
         shapes = self._shapes.of(conjunction)
         if not shapes:
-            raise UnsatisfiableSchema(f"{path or 'the whole'} has a schema that allows nothing")
+            raise UnsatisfiableSchema(f"{path or 'the whole value'} has a schema that allows nothing")
         if {shape.kind for shape in shapes if shape.is_free} == set(KINDS):
             return self._anything(depth)
         return either(self.shape(shape, depth, path) for shape in shapes)

@@ -284,7 +284,7 @@ class _PatternWriter:
                 if max(low, most or 0) > MAX_REPEATED:
                     raise UnsupportedPattern(f"it repeats something more than {MAX_REPEATED} times")
                 return repeated(self._rules, self._choices(list(inner)), low, most)
-        raise UnsupportedPattern(f"no grammar can express {name.lower()} of a pattern")
+        raise UnsupportedPattern(f"no grammar can express the part {name.lower()!r} of a pattern")
 
 
 def _is(item: Any, name: str) -> bool:
@@ -320,7 +320,7 @@ def _class(items: Sequence[Any]) -> Characters:
             case "CATEGORY" if str(value) in _CATEGORIES:
                 found += _CATEGORIES[str(value)]
             case _:
-                raise UnsupportedPattern(f"no grammar can express {str(value).lower()} of a pattern")
+                raise UnsupportedPattern(f"no grammar can express the part {str(value).lower()!r} of a pattern")
     found.sort()
     return _complement(found) if negated else found
 

@@ -25,7 +25,7 @@ MAX_NAMED_TASKS: Final = 5
 """Maximum number of tasks that a note names; the others are counted."""
 FAILED: Final = "failed"
 """The name of a metric: the share of failed episodes."""
-STRICT: Final = "solved, failed counts as not"
+STRICT: Final = "solved (failed episodes count as not solved)"
 """The name of a metric: the share of solved episodes among the scored and the failed episodes."""
 
 
@@ -326,7 +326,7 @@ def _notes(
             yield f"{_counted(only, 'task is', 'tasks are')} only in {name} and left out."
         yield from _failures(name, each, common)
         if each.cut_short or not file.complete:
-            yield f"{name} is not complete: what it has so far is compared."
+            yield f"{name} is not complete: only its episodes so far are compared."
     parts = [", ".join(sorted(each.scorers(scored))) for each in scores]
     if parts[0] != parts[1]:
         yield f"The scorers differ (A: {parts[0]}; B: {parts[1]}): only the rewards that both have are compared."

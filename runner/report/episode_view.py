@@ -194,7 +194,8 @@ class _Room:
         self._left_for_images -= len(entry.image)
         if self._left_for_images >= 0 or not entry.image:
             return entry
-        return replace(entry, image="", text="This image is left out here: the episode has too many.")
+        text = "This image is left out here: the images of the episode are too large together."
+        return replace(entry, image="", text=text)
 
 
 def _agent_view(row: EpisodeRow, trajectory: Trajectory, room: _Room) -> AgentView:

@@ -228,7 +228,7 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str], *, l
             raise BadOption(f"--fail-under {text!r}: unknown; give one of {', '.join(known)}.")
         value = known.get(name)
         if value is None:
-            missed.append(f"{name} has no value, and at least {number:g} is asked for (--fail-under)")
+            missed.append(f"{name} has no value, and the threshold is {number:g} (--fail-under)")
         elif not value >= number - _THRESHOLD_TOLERANCE:
             missed.append(f"{name} is {value:.4g}, below {number:g} (--fail-under)")
     return missed

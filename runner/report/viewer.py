@@ -312,11 +312,18 @@ def _pages(query: RowQuery, rows: list[EpisodeRow], first: int, total: int) -> d
     before, after = max(0, first - PAGE_ROWS), last
     return {
         "rows": rows,
-        "words": f"{first + 1:,} to {last:,} of {total:,} episodes" if rows else "No episode is chosen.",
+        "words": f"{first + 1:,} to {last:,} of {total:,} episodes" if rows else _no_rows(query, total),
         "address": f"?{query.address(**{'from': first or ''})}",
         "before": f"?{query.address(**{'from': before or ''})}#episodes" if first else "",
         "after": f"?{query.address(**{'from': after})}#episodes" if last < total else "",
     }
+
+
+def _no_rows(query: RowQuery, total: int) -> str:
+    """Return why a page lists no episodes."""
+    if total:
+        return "No further episodes."  # the address begins after the last episode
+    return "No episodes." if query == RowQuery(sort=query.sort) else "No episode matches the filters."
 
 
 def _whole(text: str, name: str) -> int:

@@ -353,8 +353,8 @@ MAX_UNREADABLE_SHARE: Final = 0.2
 """Share of unreadable calls above which the template is probably wrong."""
 
 TEMPLATE_ADVICE: Final = (
-    "the model seems to write calls in another format than its template: compare check-template with show, and give "
-    "the template that it was trained with (--template)"
+    "the model seems to write calls in another format than its template: compare the outputs of "
+    "`deltarunner check-template` and `deltarunner show`, and give the template that it was trained with (--template)"
 )
 """The advice for many unreadable calls."""
 

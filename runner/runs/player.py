@@ -127,9 +127,9 @@ class FleetWorker:
 class IdleReason(enum.StrEnum):
     """Reasons why a worker of a fleet does not play, the most important first."""
 
-    RESTING = "resting after deaths"
+    RESTING = "paused after losses"
     """Its slot stays empty for up to an hour, since workers died there too often."""
-    LOST = "just lost"
+    LOST = "lost, being replaced"
     """It died; its replacement starts soon."""
     WAITING = "waiting for weights"
     """It lacks the current weights, which cannot be read anywhere. It plays after the next update."""

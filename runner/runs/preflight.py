@@ -89,7 +89,7 @@ def _letters(chat: ChatModel) -> Iterator[str]:
         name = chat.renderer.template.name
         yield (
             f"template {name!r} writes {' '.join(names)}, for which the vocabulary has no token: "
-            "the model reads letters, which is right only if it was trained so; see check-template"
+            "the model receives them as plain text, which is right only if it was trained that way; see check-template"
         )
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "write_ahead",
 ]
 
-_SAFE = "announced episodes are in the file"
+_SAFE = "episodes reported as finished are in the file"
 _RETRY = "Run the same command again to resume, or give another path (--file)."
 
 # The keys are prefixes of SQLite's error names. More specific prefixes come first.
@@ -37,7 +37,8 @@ _CAUSES: Final = (
     ),
     (
         "SQLITE_IOERR",
-        f"the disk refused ({{error}}); {_SAFE}. Check its space, quota and health, and run the same command again",
+        f"the disk reported an error ({{error}}); {_SAFE}. Check its space, quota and health, and run the same "
+        "command again",
     ),
     ("SQLITE_READONLY", "it is read-only. Make the file and its folder writable, or give another path (--file)"),
     (

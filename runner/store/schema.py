@@ -102,12 +102,12 @@ TRAJECTORY: Final = (
     field("agent", "TEXT NOT NULL", "the agent", TEXT, arrow="string"),
     field("attempt", "INTEGER NOT NULL", "the number of the attempt at the episode, from 0", arrow="int32"),
     field("trained", "INTEGER NOT NULL", "1: its sampled ids are meant to be trained on", FLAG),
-    field("outcome", "TEXT NOT NULL", "how the episode ended", member_of(Outcome), arrow="string"),
+    field("outcome", "TEXT NOT NULL", "the episode's result, such as `completed`", member_of(Outcome), arrow="string"),
     field("limit_name", "TEXT NOT NULL", "the limit that fired, or empty", attribute="limit", arrow="string"),
     field("limit_agent", "TEXT NOT NULL", "the agent whose limit it was, or empty", TEXT),
     field("reason", "TEXT NOT NULL", "the argument of `Episode.end(reason)`, or empty", TEXT, arrow="string"),
     field("error", "TEXT NOT NULL", "the error, or empty", TEXT, arrow="string"),
-    field("reward", "REAL", "NULL if it was not scored; never 0 for a failure", arrow="float64"),
+    field("reward", "REAL", "NULL if the episode failed or was not scored", arrow="float64"),
     field("rewards", "TEXT NOT NULL", "JSON: each reward by name, before weighting", JSON, arrow="string"),
     field("metrics", "TEXT NOT NULL", "JSON: each metric by name", JSON, arrow="string"),
     field("seed", "INTEGER NOT NULL", "the seed of the episode's sampling", arrow="int64"),
@@ -119,12 +119,12 @@ TRAJECTORY: Final = (
     derived(
         "cached",
         "INTEGER",
-        "the number of `prompted` in the engine's prefix cache; NULL if the engine never reported it",
+        "the number of `prompted` ids in the engine's prefix cache; NULL if the engine never reported it",
         "turns",
         Form(_cached),
     ),
     field("seconds", "REAL NOT NULL", "the duration of the episode", arrow="float64"),
-    field("waited", "REAL NOT NULL", "how many of these seconds it waited for a place in the engine"),
+    field("waited", "REAL NOT NULL", "the part of `seconds` in which it waited for a place in the engine"),
     field("thread", "TEXT NOT NULL", "the name from which its seeds are derived; empty for the agent's name", TEXT),
 )
 
@@ -144,7 +144,7 @@ EPISODES: Final = Table(
 
 SEGMENT: Final = (
     field("cause", "TEXT NOT NULL", "why the segment began"),
-    field("unseen", "INTEGER NOT NULL", "how many messages at the end the model never saw"),
+    field("unseen", "INTEGER NOT NULL", "the number of messages at the end that were in no prompt"),
     field("messages", "TEXT NOT NULL", "JSON: the messages that its ids represent", JSON),
     field("shared", "INTEGER NOT NULL", "how many `ids` at the beginning were copied from the origin"),
     derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", "log.ids", Form(pack)),
@@ -271,7 +271,7 @@ USAGE: Final = (
 
 TURNS: Final = Table(
     "turns",
-    "a generation by the model: it saw `ids[:start]` of its segment and sampled `ids[start:end]`",
+    "a generation by the model: its prompt is `ids[:start]` of its segment, and its sampled ids are `ids[start:end]`",
     (
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("position", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
@@ -433,7 +433,7 @@ RUN: Final = Table(
         Column("header", "TEXT NOT NULL", "JSON: the configuration at the beginning of the run"),
         Column("created", "REAL NOT NULL", "the time of its beginning"),
         Column("complete", "INTEGER NOT NULL DEFAULT 0", "1: every task of the run was played"),
-        Column("summary", "TEXT", "JSON: what the last launch reported at its end; NULL if rows were added since"),
+        Column("summary", "TEXT", "JSON: the report of the last launch at its end; NULL if rows were added since"),
     ),
 )
 LAUNCHES: Final = Table(
@@ -488,7 +488,7 @@ def schema_statements() -> list[str]:
         "CREATE UNIQUE INDEX episodes_by_task ON episodes (task_id, visit, group_index, agent, attempt)",
         "CREATE INDEX episodes_by_id ON episodes (id)",
         "CREATE INDEX episodes_current ON episodes (superseded, trained)",
-        "CREATE VIEW trajectories AS -- what one trains on: the last attempts of trained agents\n"
+        "CREATE VIEW trajectories AS -- the trajectories to train on: the last attempts of trained agents\n"
         "    SELECT * FROM episodes WHERE trained AND NOT superseded",
         f"PRAGMA application_id = {APPLICATION_ID}",
         f"PRAGMA user_version = {FORMAT_VERSION}",

@@ -110,7 +110,10 @@ def _check_origin(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn
     origin, shares = segment.origin, segment.cause in (AGAIN, BRANCH, RETRY)
     if not turns or not shares:
         has_origin = origin is not None and segment.cause in ("start", REENCODED)
-        _require(not has_origin and not segment.shared, f"{name}: it follows {origin}, but was encoded again")
+        _require(
+            not has_origin and not segment.shared,
+            f"{name}: the segment follows {origin}, but its prompt was encoded again",
+        )
         return
     _require(origin is not None, f"{name}: it continues no turn")
     turn = origin.turn if origin is not None else None

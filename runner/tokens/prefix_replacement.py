@@ -155,13 +155,15 @@ def _miscounted(
     """Return a refusal if the numbers of turns in the three lists do not match; else None."""
     said = len(_closes(model, eos)) + (model[-1] not in eos)  # the template closes a turn that was cut
     closed, closed_in_all = len(_closes(prefix, eos)), len(_closes(everything, eos))
-    counts = f"model_prefix_token_ids holds {said} turns by their EOS, template_prefix_token_ids {closed}"
+    counts = f"model_prefix_token_ids has {said} turns (counted by EOS), but template_prefix_token_ids has {closed}"
     if closed > said and model[0] == prefix[0]:
         return _refused(PrefixResult.TURN_WITHOUT_IDS, counts)
     if closed < said:
         return _refused(PrefixResult.HISTORY_SHRUNK, counts)
     if closed_in_all < closed:
-        counts = f"template_prefix_token_ids holds {closed} turns by their EOS, template_token_ids {closed_in_all}"
+        counts = (
+            f"template_prefix_token_ids has {closed} turns (counted by EOS), but template_token_ids has {closed_in_all}"
+        )
         return _refused(PrefixResult.HISTORY_SHRUNK, counts)
     return None
 

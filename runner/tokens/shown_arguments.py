@@ -62,7 +62,7 @@ class Unseen:
     def __str__(self) -> str:
         match self.part:
             case ArgumentPart.ALL:
-                return f"anything of {self.argument} (the template raises)"
+                return f"any part of {self.argument} (the template raises)"
             case ArgumentPart.NAME:
                 return f"the name of {self.argument}"
             case ArgumentPart.FURTHER:

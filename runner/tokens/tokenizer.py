@@ -377,8 +377,8 @@ def check_round_trip(tokenizer: Tokenizer, *, name: str = "the vocabulary") -> N
         kept = tokenizer.decode(tokenizer.encode(text))
         if kept != tokenizer.normalize(text):
             raise BadModel(
-                f"{name} loses text: {text!r} comes back as {kept!r}. transformers may have rebuilt the tokenizer as "
-                "a wrong type: restore the published tokenizer.json, or save one with "
+                f"{name} changes text: {text!r} becomes {kept!r} after encoding and decoding. transformers may have "
+                "rebuilt the tokenizer as a wrong type: restore the published tokenizer.json, or save one with "
                 "PreTrainedTokenizerFast(tokenizer_file=...)."
             )
 

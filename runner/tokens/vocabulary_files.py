@@ -109,7 +109,7 @@ def _as_named(value: Any) -> Named | None:
 
 def _token(value: Any) -> tokenizers.AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise ValueError(f"{value!r:.80} is listed as a token and has no content")
+        raise ValueError(f"{value!r:.80} is listed as a token, but has no content")
     return tokenizers.AddedToken(value["content"], **{flag: bool(value[flag]) for flag in _FLAGS if flag in value})
 
 

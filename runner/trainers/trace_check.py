@@ -331,7 +331,7 @@ class _TraceCheck:
         # Some models write the close of the template's turn, and then another stop id.
         if at is not None and not set(call.token_ids[at:]) <= control:
             name = self._decode((call.token_ids[at],))
-            why = f"{len(call.token_ids) - at - 1} ids stand after {name!r}, which ends a turn"
+            why = f"{len(call.token_ids) - at - 1} ids follow {name!r}, which ends a turn"
             self._find(TraceFault.AFTER_STOP, number, why, call.token_ids, call.token_ids[: at + 1])
 
     def _messages(self, call: TracedCall) -> list[Message] | None:

@@ -121,7 +121,9 @@ def _traces(where: str, record: Any, vocabulary: int | None) -> Iterator[Trace]:
             place = where if row is record else _within(where, f"row {number}")
             yield Trace(place, "rows", _row_calls(row, vocabulary))
     else:
-        raise BadBatch(f"no trace has the fields {', '.join(map(str, record))!r:.120}. {_FORMATS}")
+        raise BadBatch(
+            f"the fields {', '.join(map(str, record))!r:.120} are not those of a known trace format. {_FORMATS}"
+        )
 
 
 def _within(where: str, inner: str) -> str:
@@ -232,7 +234,9 @@ def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         (name for name, each in record.items() if not isinstance(each, list) or len(each) != len(columns)), ""
     )
     if uneven:
-        raise BadBatch(f"{uneven} has other rows than completion_ids: give {len(columns)} values.")
+        raise BadBatch(
+            f"{uneven} is not a list of {len(columns)} values, as completion_ids is: give {len(columns)} values."
+        )
     return [{name: column[number] for name, column in record.items()} for number in range(len(columns))]
 
 

@@ -154,7 +154,7 @@ async def _scored(
     try:
         scores = await engine.score(calls[numbers[-1]].ids, start=start, sampling=sampling)
     except RequestRejected as error:
-        return dict.fromkeys(numbers, f"the engine refuses it: {error}")
+        return dict.fromkeys(numbers, f"the engine refuses the call: {error}")
     found: dict[int, list[float] | str] = {}
     for number in numbers:
         begin = len(calls[number].prompt_ids) - start

@@ -168,8 +168,8 @@ class _Rollouts:
         ours, theirs = engine.tokenizer.encode(_PROBE), tokenizer.encode(_PROBE, add_special_tokens=False)
         if list(ours) != list(theirs):
             raise BadModel(
-                f"the trainer's tokenizer encodes a text as {list(theirs)[:8]}, the engine's as {list(ours)[:8]}: ids "
-                "of one model mean nothing to the other. Give both the same model."
+                f"the trainer's tokenizer encodes a text as {list(theirs)[:8]}, the engine's as {list(ours)[:8]}: the "
+                "two models use different ids for the same text. Give both the same model."
             )
         if trainer.args.use_vllm and engine.describe().get("logprobs") in (None, "none"):
             raise BadModel(

@@ -106,7 +106,9 @@ class VerifiersServer:
         except zmq.ZMQError as error:
             self._socket.close()
             self._context.term()
-            raise BadOption(f"--bind {self.address}: {error}. Give a free one: tcp://127.0.0.1:5000.") from error
+            raise BadOption(
+                f"--bind {self.address}: {error}. Give a free address, such as tcp://127.0.0.1:5001."
+            ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return self
 

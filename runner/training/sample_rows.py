@@ -243,7 +243,8 @@ class _Limit:
         given = f"length={length!r:.60}"
         if isinstance(length, tuple | list) and len(length) == 2:
             return cls(None, *(whole(given, each, least=1) for each in length))
-        return cls(whole(given, length, least=2, otherwise=", or a pair of the most ids of prompt and of response"))
+        pair = ", or a pair: the maximum numbers of prompt ids and of response ids"
+        return cls(whole(given, length, least=2, otherwise=pair))
 
     def kept(self, prompt: int, response: int) -> tuple[int, int]:
         """Return the numbers of ids of prompt and response that fit. The last ids of the prompt are kept."""

@@ -158,7 +158,7 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
         )
     items = list(source)
     if not items:
-        raise BadBatch("no groups were given: an iterator that was read before is empty; give a list.")
+        raise BadBatch("no groups or trajectories were given. An iterator is empty after it was read: give a list.")
     for item in items:
         if not isinstance(item, Group | Trajectory):
             raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory: give groups or trajectories.")

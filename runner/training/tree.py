@@ -108,7 +108,8 @@ class TokenTree:
         _check_rows(rows)
         if not is_whole(nodes, least=1):
             raise BadOption(
-                f"nodes={nodes!r:.60}: a tree has at least 1 node. Give the size of a prompt and its answers: 900"
+                f"nodes={nodes!r:.60}: a tree has at least 1 node. Give the size of a prompt and its answers, "
+                "such as 900."
             )
         order, shared = _in_order(rows)
         cuts = _cuts([len(rows[index]) for index in order], shared, nodes)

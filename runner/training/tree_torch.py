@@ -259,8 +259,8 @@ def _check(model: Any, tree: TokenTree) -> None:
     window, longest = _window(config), int(tree.positions.max()) + 1
     if window is not None and longest > window:
         raise BadModel(
-            f"{name} has an attention window of {window} ids, and a tree's mask overrides it in a row of {longest}: "
-            "train such rows on padded batches."
+            f"{name} has an attention window of {window} ids, and a tree's mask would disable this window for a row of "
+            f"{longest} ids: train such rows on padded batches."
         )
 
 

@@ -354,7 +354,7 @@ class _Trial:
         try:
             row = await (self._checked_adapter(kind) if way is Way.ADAPTER else self._checked_update(kind, way))
         except EngineError as error:
-            reason = f"the engine died during the update or the scoring: {one_line(error)}"
+            reason = f"the engine failed during the update or the scoring: {one_line(error)}"
             row = CheckedTensor(kind, way, TensorVerdict.WRONG, reason=reason)
         except BadInput as error:
             row = CheckedTensor(kind, way, TensorVerdict.REFUSED, reason=one_line(error))

@@ -69,7 +69,10 @@ def weight_proof(
 
     first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
     if first is None:
-        raise BadModel(f"weight_proof(): {type(model).__name__} is not a torch model with parameters: give one.")
+        raise BadModel(
+            f"weight_proof(): {type(model).__name__} is not a torch model with parameters: give a torch module that "
+            "has parameters."
+        )
     weights_dtype = first.dtype if dtype is None else getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(weights_dtype, torch.dtype) or not weights_dtype.is_floating_point:
         raise BadModel(
@@ -150,7 +153,7 @@ def _checked_ids(model: Any, ids: Sequence[int]) -> list[int]:
         raise BadWeights(f"weight_proof(ids=): {error}; give token ids, whole numbers.") from None
     if len(plain) <= MIN_SCORES:
         raise BadWeights(
-            f"weight_proof(): {len(plain)} ids prove nothing; give a few hundred, at least {MIN_SCORES + 1}."
+            f"weight_proof(): {len(plain)} ids are too few for a proof; give a few hundred, at least {MIN_SCORES + 1}."
         )
     count = _id_count(model)
     wrong = next((each for each in plain if each < 0 or (count is not None and each >= count)), None)

@@ -37,28 +37,31 @@ _DISAGREE: Final = " OR ".join(f"count(DISTINCT {column}) > 1" for column in _OF
 _MISFITS: Final = (
     (
         "SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)",
-        "the file has segments of no episode",
+        "the file has segments that belong to no episode",
     ),
-    ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "the file has turns of no episode"),
+    (
+        "SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)",
+        "the file has turns that belong to no episode",
+    ),
     (
         "SELECT '' AS id FROM requests WHERE episode NOT IN (SELECT key FROM episodes)",
-        "the file has requests of no episode",
+        "the file has requests that belong to no episode",
     ),
     (
         "SELECT '' AS id FROM top_logprobs AS top WHERE NOT EXISTS "
         "(SELECT 1 FROM turns WHERE turns.episode = top.episode AND turns.position = top.position)",
-        "the file has most likely ids of no turn",
+        "the file has most likely ids that belong to no turn",
     ),
     (
         "SELECT '' AS id FROM side_data AS side WHERE NOT EXISTS "
         "(SELECT 1 FROM turns WHERE turns.episode = side.episode AND turns.position = side.position)",
-        "the file has side data of no turn",
+        "the file has side data that belong to no turn",
     ),
     (
         "SELECT episodes.id FROM top_logprobs AS top JOIN turns USING (episode, position) "
         "JOIN episodes ON episodes.key = turns.episode LEFT JOIN samplings ON samplings.key = turns.sampled "
         "WHERE json_extract(samplings.sampling, '$.logprobs') IS NOT top.count",
-        "the file has most likely ids of a turn that asked for none, or for another number",
+        "the file has most likely ids of a turn whose sampling options request none, or another number",
     ),
     (
         "SELECT id FROM tasks AS task WHERE NOT EXISTS "
@@ -129,7 +132,8 @@ def _miscount(connection: sqlite3.Connection) -> Difference | None:
         for keys, held in _counts(connection, summary):
             stored = _stored(summary, keys)
             if not math.isclose(stored, held, rel_tol=1e-6, abs_tol=1e-9):
-                return _of_the_summary(f"the summary of the complete run has other {' '.join(keys)}", stored, held)
+                what = f"the summary of the complete run has another value for {' '.join(keys)!r}"
+                return _of_the_summary(what, stored, held)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         return _of_the_summary(f"a complete run has no summary that can be read ({error})", text, "")
     return None

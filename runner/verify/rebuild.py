@@ -389,7 +389,7 @@ class _TrajectoryCheck:
         if turn.finish is not FinishReason.STOP or turn.stop is None:
             ends = () if turn.sampling is not None and turn.sampling.ignore_eos else self._chat.stop_ids
             if turn.start < turn.end and ids[turn.end - 1] in ends:
-                why = f"{turn.finish.value}, and its last id is a stop id"
+                why = f"{turn.finish.value}, although its last id is a stop id"
                 self._compare.differ(Kind.STOP, f"the turn ended by {why}", index=turn.end - 1)
             return text_of(ids[begin : turn.end], self._chat, stopped=False)
         if isinstance(turn.stop, int):

@@ -196,7 +196,7 @@ class _Records:
                     self._differ(Kind.VERSIONS, "weight versions do not cover the sampled ids", _shown(mine), ends[0])
         self._compare.turn = None
         if taken != len(spans):
-            self._differ(Kind.VERSIONS, "a weight version is of ids that were not sampled", _shown(spans), "")
+            self._differ(Kind.VERSIONS, "a weight version covers ids that were not sampled", _shown(spans), "")
 
     def _is_stamped(self, turn: Turn) -> bool:
         """Return True if the engine reports a weight version for a turn like this."""

@@ -333,7 +333,7 @@ def test_show_of_an_unknown_episode_names_one_that_is_there(run_file: str) -> No
         check=False,
     )
     assert done.returncode == 7
-    assert "the episode 'nowhere' does not exist; there is, for example, 'calculator-0#0'" in done.stderr
+    assert "the episode 'nowhere' does not exist; an existing id is, for example, 'calculator-0#0'" in done.stderr
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])

@@ -211,10 +211,10 @@ def test_digits_belong_to_the_word_before_them() -> None:
         ("environment", "its class would be called Environment"),
         ("exception", "its class would be called Exception"),
         ("calculator", "an environment of that name is installed"),
-        ("random", "there is a module random already"),
-        ("runner", "there is a module runner already"),
-        ("pytest", "there is a module pytest already"),
-        ("tests", "there is a module tests already"),
+        ("random", "a module random exists already"),
+        ("runner", "a module runner exists already"),
+        ("pytest", "a module pytest exists already"),
+        ("tests", "a module tests exists already"),
     ],
 )
 def test_invalid_name_is_refused_with_the_reason(name: str, message: str, tmp_path: Path) -> None:

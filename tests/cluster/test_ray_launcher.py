@@ -82,11 +82,11 @@ def test_a_machine_without_deltarunner_is_named_with_what_to_install() -> None:
         "ip=192.0.2.7, actor_id=3586a)\n  File ...\nModuleNotFoundError: No module named 'runner'\n"
     )
     assert message.startswith(
-        "a worker cannot be made on 192.0.2.7: deltarunner is missing there, or has another version"
+        "a worker cannot be created on 192.0.2.7: deltarunner is missing there, or has another version"
     )
     assert "pip install 'deltarunner[ray]" in message
     other = calls._not_made("(pid=1, ip=192.0.2.7)\nModuleNotFoundError: No module named 'mine'")
-    assert other == "a worker cannot be made on 192.0.2.7: ModuleNotFoundError: No module named 'mine'"
+    assert other == "a worker cannot be created on 192.0.2.7: ModuleNotFoundError: No module named 'mine'"
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])

@@ -136,7 +136,7 @@ async def test_machine_without_deltarunner_is_refused_with_the_fix(
     (tmp_path / "runner" / "__init__.py").write_text(f'raise ModuleNotFoundError("{missing}")')
     engine = RayEngines(crowd(), workers=1, runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}})
     with pytest.raises(
-        EngineError, match=r"cannot be made on \d+\.\d+\.\d+\.\d+: deltarunner is missing there, .*pip install"
+        EngineError, match=r"cannot be created on \d+\.\d+\.\d+\.\d+: deltarunner is missing there, .*pip install"
     ):
         await played(Crowd(1), engine)
 

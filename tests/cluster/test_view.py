@@ -151,7 +151,7 @@ async def test_absent_workers_are_counted_by_reason() -> None:
             stats = reader.read(run)
             lost = {IdleReason.LOST: 1, IdleReason.STARTING: 1, IdleReason.UNPLACED: 2}
             assert (len(fleet_seen(stats).workers), fleet_seen(stats).absent) == (1, lost)
-            assert "1 of 5 workers (1 just lost; 1 starting; 2 without a machine)" in list(in_words(stats))
+            assert "1 of 5 workers (1 lost, being replaced; 1 starting; 2 without a machine)" in list(in_words(stats))
             await anyio.sleep(60)
             resting = {IdleReason.RESTING: 1, IdleReason.STARTING: 1, IdleReason.UNPLACED: 2}
             assert fleet_seen(reader.read(run)).absent == resting

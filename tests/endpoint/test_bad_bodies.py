@@ -130,7 +130,7 @@ async def test_history_of_too_many_messages_is_refused_first(path: str, name: st
                 body = {"model": "any", name: [user(str(number)) for number in range(MAX_MESSAGES + 1)]}
                 answer = await client.post(path, json=body)
                 assert answer.status_code == 400
-                assert f"{name}: 10,001 of them" in answer.json()["error"]["message"]
+                assert f"{name}: the list has 10,001 items" in answer.json()["error"]["message"]
                 assert (await client.post(path, json={**body, name: body[name][:2]})).status_code == 200
 
     (trajectory,) = await play_all(Served, ScriptedEngine(lambda _: "Done."))

@@ -193,7 +193,7 @@ def too_large(path: str, what: str) -> tuple[dict[str, Any], str]:
     described = {"name": "run", "description": "x" * MAX_TOOL_BYTES, "parameters": PARAMETERS}
     match what:
         case "tools":
-            messages, tools, said = [user("One.")], chat_tools(MAX_TOOLS + 1), f"tools: {MAX_TOOLS + 1:,} of them"
+            messages, tools, said = [user("One.")], chat_tools(MAX_TOOLS + 1), f"request has {MAX_TOOLS + 1:,} tools"
         case "calls":
             messages, tools, said = calling(MAX_CALLS + 1, MAX_CALLS + 1), [RUN], f"{MAX_CALLS + 1:,} calls of tools"
             messages = [*messages[:2], user("One.")]
@@ -215,7 +215,7 @@ def too_large(path: str, what: str) -> tuple[dict[str, Any], str]:
 async def test_a_request_of_too_much_is_refused_by_its_number(path: str, what: str) -> None:
     body, said = too_large(path, what)
     if (path, what) == ("/responses", "calls"):
-        said = "input: 10,003 of them"
+        said = "input: the list has 10,003 items"
 
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:

@@ -330,7 +330,7 @@ async def test_wrapping_command_is_put_before_the_program() -> None:
     ("argv", "cwd", "named"),
     [
         (["no-such-program"], None, "no-such-program"),
-        (["/dev/null"], None, "'/dev/null' is not a program"),
+        (["/dev/null"], None, "'/dev/null' is neither a program on PATH nor the path of"),
         ([], None, r"run\(\[\]\)"),
         ([sys.executable], "/no/such/folder", "/no/such/folder"),
         ("mini -y", None, "give a list of strings, such as"),

@@ -51,10 +51,14 @@ async def discarded(engine: Engine) -> None:
 REFUSED: list[Any] = [
     pytest.param(nothing, lambda e: e.resume(), r"resume\(\): the engine is running, not paused", id="resume unpaused"),
     pytest.param(nothing, lambda e: e.wake(), r"wake\(\): the engine is running, not asleep", id="wake awake"),
-    pytest.param(paused, lambda e: e.pause(), r"pause\(\): the engine is paused already. resume\(\)", id="pause twice"),
+    pytest.param(
+        paused, lambda e: e.pause(), r"pause\(\): the engine is paused, not running. resume\(\)", id="pause twice"
+    ),
     pytest.param(paused, lambda e: e.wake(), r"wake\(\): the engine is paused, not asleep", id="wake paused"),
     pytest.param(asleep, lambda e: e.sleep(), r"sleep\(\): the engine is asleep already", id="sleep twice"),
-    pytest.param(asleep, lambda e: e.pause(), r"pause\(\): the engine is asleep already. wake\(\)", id="pause asleep"),
+    pytest.param(
+        asleep, lambda e: e.pause(), r"pause\(\): the engine is asleep, not running. wake\(\)", id="pause asleep"
+    ),
     pytest.param(asleep, lambda e: e.resume(), r"resume\(\): the engine is asleep.* wake\(\)", id="resume asleep"),
     pytest.param(
         asleep, lambda e: e.update_weights(None), r"weights is asleep; call wake\(\['weights'\]\)", id="update"

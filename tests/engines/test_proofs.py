@@ -50,7 +50,7 @@ class Model:
     ("change", "said"),
     [
         ({"ids": IDS[:5]}, "5 ids and log-probabilities of shape (39,); give one for each id but the first"),
-        ({"ids": IDS[:5], "logprobs": [-1.0] * 4}, "5 ids prove nothing; give a few hundred, at least 9"),
+        ({"ids": IDS[:5], "logprobs": [-1.0] * 4}, "5 ids are too few for a proof; give a few hundred, at least 9"),
         ({"ids": ["a"] * 40}, "give token ids, whole numbers"),
         ({"logprobs": [*[-1.0] * 38, math.nan]}, "the log-probability of id 39 is nan"),
         ({"logprobs": [-math.inf, *[-1.0] * 38]}, "the log-probability of id 1 is -inf"),

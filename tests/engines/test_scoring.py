@@ -270,7 +270,7 @@ async def test_ids_that_cannot_be_scored_are_named(ids: Any, start: Any, said: s
 
 async def test_a_schema_in_the_sampling_is_refused_by_name() -> None:
     async with ScriptedEngine("Yes") as engine:
-        with pytest.raises(BadOption, match=r"Sampling\(regex=\.\.\.\)\): give its grammar as constraint="):
+        with pytest.raises(BadOption, match=r"Sampling\(regex=\.\.\.\)\): give the grammar as constraint=Constraint\("):
             await engine.score([1, 2], sampling=Sampling(regex="a+"))
 
 

@@ -137,7 +137,7 @@ async def test_uncallable_tool_is_refused_before_sampling() -> None:
     message = await refused(taking("query", "", required=("",)), of_family("Qwen3-Coder"))
     assert message.startswith("template 'Qwen-Qwen3-Coder-30B-A3B-Instruct' cannot write calls of the tool 'look_up'")
     assert "its argument '' cannot be read back (" in message
-    assert "Give it another name" in message
+    assert "Rename the argument, or" in message
 
 
 async def test_an_argument_that_may_be_left_out_is_warned_of() -> None:

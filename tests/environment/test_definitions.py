@@ -175,7 +175,7 @@ def test_attribute_that_init_sets_and_episodes_replace_is_refused(name: str) -> 
         (metric_of_nothing, r"@metric decorates a method, not None; a metric has no weight\."),
         (limits_as_a_dict, r"Sub\.limits = \{'turns': 3\}: give Limits\(\.\.\.\)"),
         (rollout_that_is_not_async, r"Sub\.rollout must be async"),
-        (step_without_a_turn, r"Sub\.step: wrong signature"),
+        (step_without_a_turn, r"Sub\.step: wrong signature .* besides self\. Write `def step\(self, turn\)`\."),
     ],
 )
 def test_a_wrong_definition_is_refused_with_its_fix(define: Callable[[], None], message: str) -> None:

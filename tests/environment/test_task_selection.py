@@ -46,3 +46,8 @@ async def test_tasks_are_selected_by_number_or_by_id(source: Callable[[], Any]) 
 async def test_a_missing_task_is_named_with_the_first_ids(source: Callable[[], Any]) -> None:
     with pytest.raises(BadTask, match=r"None of 4 tasks has the id 'x'; the first ids are 'a', 'b', 'c'\."):
         await ids_of(select(source(), Task, only="x"))
+
+
+async def test_a_missing_task_of_no_tasks_is_named() -> None:
+    with pytest.raises(BadTask, match=r"There are no tasks, so none has the id 'x'\."):
+        await ids_of(select([], Task, only="x"))

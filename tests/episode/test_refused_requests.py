@@ -177,9 +177,7 @@ async def test_system_message_may_change_while_a_result_is_last(name: str, as_us
             turn = await ask([system("It is noon."), TASK])
             past = [TASK, turn.as_message(), result(turn, "ok")]
             if not as_user:
-                with pytest.raises(
-                    BadInput, match=r"hides message 0 of the system role.* serve\(system_as_user=True\)"
-                ):
+                with pytest.raises(BadInput, match=r"hides message 0 \(role system\).* serve\(system_as_user=True\)"):
                     await ask([system("It is one."), *past])
                 await ask([system("It is noon."), *past])
                 return

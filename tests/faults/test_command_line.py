@@ -119,7 +119,7 @@ def test_full_disk_loses_nothing_and_the_same_command_continues(folder: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
     done = deltarunner(folder, *command, before=use_up_the_quota)
-    assert_one_message(done, 8, ["run.db", "announced episodes are in the file"])
+    assert_one_message(done, 8, ["run.db", "episodes reported as finished are in the file"])
     with RunFile(folder / "run.db") as run_file:
         kept = {row.id for row in run_file if not row.outcome.cut_short}
         assert 0 < len(kept) < 400

@@ -77,7 +77,7 @@ def test_top_k_is_off_as_nemo_rl_writes_it(value: int | None) -> None:
     [
         ({"max_tokens": 5}, r"config\['max_tokens'\]: .* did you mean 'max_new_tokens'\?"),
         ({"pad_token_id": 5}, r"config\['pad_token_id'\]: .* did you mean '_pad_token_id'\?"),
-        ({"colour": 5}, r"config\['colour'\]: a GenerationConfig has no such key; it has backend, max_new_tokens, "),
+        ({"colour": 5}, r"config\['colour'\]: a GenerationConfig has no such key; the valid keys are backend, "),
         ({3: 5}, r"config\[3\]: a GenerationConfig has no such key"),
         ({"backend": "megatron"}, r"config\['backend'\] = 'megatron': leave it out"),
         ({"bad_words": ["damn", 5]}, r"config\['bad_words'\] = \['damn', 5\]: give a list of strings"),

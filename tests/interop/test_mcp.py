@@ -136,7 +136,7 @@ async def test_a_server_that_dies_fails_its_episode_alone() -> None:
     assert outcomes["Question 1?"] is Outcome.ENV_ERROR
     assert [outcomes["Question 0?"], outcomes["Question 2?"]] == [Outcome.COMPLETED] * 2
     (error,) = [each.error for each in trajectories if each.error]
-    assert "ServerFailed: MCP server '1' is gone" in error
+    assert "ServerFailed: MCP server '1' cannot be reached any more" in error
     assert "the disk is on fire" in error
     assert children() == []
 
@@ -144,11 +144,11 @@ async def test_a_server_that_dies_fails_its_episode_alone() -> None:
 async def test_a_server_over_http_that_dies_is_named(own_url: str) -> None:
     (trajectory,) = await played([[call("die")], "done"], {"far": own_url}, one_connection=False)
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "ServerFailed: MCP server 'far' is gone" in trajectory.error
+    assert "ServerFailed: MCP server 'far' cannot be reached any more" in trajectory.error
 
 
 async def test_a_shared_server_over_http_that_dies_is_named(own_url: str) -> None:
-    with pytest.raises(BadEnvironment, match="MCP server 'far' is gone"):
+    with pytest.raises(BadEnvironment, match="MCP server 'far' cannot be reached any more"):
         await played([[call("die")], "done"], {"far": own_url})
 
 
@@ -190,9 +190,9 @@ def test_a_server_that_cannot_be_started_is_refused(server: Any, said: str) -> N
 
 async def test_a_server_that_does_not_start_ends_the_run_by_name() -> None:
     gone = f"{sys.executable} -c \"import sys; sys.exit('no licence')\""
-    with pytest.raises(ServerFailed, match=r"MCP server '1' cannot be connected .*no licence"):
+    with pytest.raises(ServerFailed, match=r"MCP server '1' cannot be reached .*no licence"):
         await played("done", gone)
-    with pytest.raises(ServerFailed, match="MCP server '1' cannot be connected"):
+    with pytest.raises(ServerFailed, match="MCP server '1' cannot be reached"):
         await played("done", "http://127.0.0.1:9/mcp")
 
 
@@ -200,7 +200,7 @@ async def test_a_server_that_starts_once_fails_each_episode(tmp_path: Path) -> N
     once = f"test -e {tmp_path}/was && echo no licence >&2 && exit 1; touch {tmp_path}/was; exec {SERVER}"
     (trajectory,) = await played("done", {"one": {"command": "sh", "args": ["-c", once]}}, one_connection=False)
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "MCP server 'one' cannot be connected" in trajectory.error
+    assert "MCP server 'one' cannot be reached" in trajectory.error
     assert "no licence" in trajectory.error
 
 
@@ -227,7 +227,7 @@ async def test_a_server_over_http_gets_its_headers(url: str, monkeypatch: pytest
     server = {"url": url, "headers": {"Authorization": "Bearer ${TOKEN}"}}
     (trajectory,) = await played([[call("add", a=2, b=3)], "done"], {"one": server})
     assert results(trajectory) == ["5"]
-    with pytest.raises(ServerFailed, match="cannot be connected"):
+    with pytest.raises(ServerFailed, match="cannot be reached"):
         await played("done", url)
 
 

@@ -107,7 +107,7 @@ async def test_a_server_that_dies_in_a_step_is_named() -> None:
     with serving() as own:
         (each,) = await played(own, add(88))
     assert each.outcome is Outcome.ENV_ERROR
-    assert f"OpenEnv server {own} is gone" in each.error
+    assert f"OpenEnv server {own} cannot be reached any more" in each.error
 
 
 async def test_an_openenv_server_that_is_not_there_ends_the_run() -> None:

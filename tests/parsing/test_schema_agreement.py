@@ -189,7 +189,9 @@ def test_second_format_of_a_string_is_reported(second: str) -> None:
 def test_unsatisfiable_schema_is_refused_by_name() -> None:
     impossible = {"allOf": [{"type": "string"}, {"type": "integer"}]}
     for schema in (False, impossible, {"type": "integer", "minimum": 2, "maximum": 1}):
-        with pytest.raises(BadOption, match=r"Sampling\(schema=\.\.\.\): the whole has a schema that allows nothing"):
+        with pytest.raises(
+            BadOption, match=r"Sampling\(schema=\.\.\.\): the whole value has a schema that allows nothing"
+        ):
             answer_constraint(schema)
 
 

@@ -268,7 +268,7 @@ async def test_tasks_that_only_fail_are_lost_and_counted(tmp_path: Path) -> None
     by_name = {each.metric: each for each in made.differences}
     assert (by_name["reward"].tasks, by_name["reward"].difference) == (8, 0)
     assert (by_name["failed"].tasks, by_name["failed"].second) == (20, 0.6)
-    assert by_name["solved, failed counts as not"].decision is Decision.LOWER
+    assert by_name["solved (failed episodes count as not solved)"].decision is Decision.LOWER
     assert [(each.task_id, each.second, each.lost) for each in made.flipped] == [
         (f"t{n}", None, True) for n in range(12)
     ]

@@ -61,7 +61,7 @@ def attached(trajectory: Trajectory) -> None:
         (calls, "2,950 calls left out"),
         (segments, "4,601 segments are left out here"),
         (requests, "8,600 further requests are left out here"),
-        (attached, "This image is left out here: the episode has too many."),
+        (attached, "This image is left out here: the images of the episode are too large together."),
     ],
 )
 async def test_much_of_one_kind_is_cut_in_words(many: Any, words: str, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ async def test_wrong_conditions_are_refused_in_words(file: Path, options: list[s
 
 
 async def test_condition_that_matches_no_episode_is_reported(file: Path) -> None:
-    assert "No episode is chosen." in show(file, "--where", "reward > 5")
+    assert "No episode matches the filters." in show(file, "--where", "reward > 5")
 
 
 async def test_fail_under_ends_with_exit_code_4_and_the_reason(file: Path) -> None:
@@ -99,6 +99,6 @@ async def test_transcript_names_previous_and_next_episode(file: Path) -> None:
 
 def test_result_without_a_value_is_below_every_threshold() -> None:
     empty = {"reward": {"mean": None}, "rewards": {}, "metrics": {}, "pass_at": {}, "pass_all": {}}
-    assert check_thresholds(empty, ["reward=0"]) == ["reward has no value, and at least 0 is asked for (--fail-under)"]
+    assert check_thresholds(empty, ["reward=0"]) == ["reward has no value, and the threshold is 0 (--fail-under)"]
     with pytest.raises(BadOption):
         row_condition("< 3")

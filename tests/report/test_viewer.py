@@ -197,8 +197,9 @@ async def test_folder_lists_its_files_and_names_damaged_ones(sums: Path, tmp_pat
         assert "it is not a run file" in page
         assert "tests.report.playing:Sums" in page
         assert "1 to 16 of 16" in Answer(viewer, f"{quote('sums & more.db')}/").text
-        empty = Answer(viewer, "empty.db/").text
-        assert "No episode is chosen." in empty
+        assert "No episodes." in Answer(viewer, "empty.db/").text
+        assert "No episode matches the filters." in Answer(viewer, "empty.db/?outcome=failed").text
+        assert "No further episodes." in Answer(viewer, f"{quote('sums & more.db')}/?from=16").text
         assert Answer(viewer, "text.db/").status == 404
         cut = Answer(viewer, "cut.db/")
         assert (cut.status, "it is damaged" in cut.text) == (500, True)
@@ -213,7 +214,7 @@ def test_results_that_cannot_be_computed_show_the_reason(sums: Path, tmp_path: P
     with viewing(damaged) as viewer:
         for page in ("damaged.db/", "damaged.db/overview"):
             text = Answer(viewer, page).text
-            assert "its rows are damaged and have no summary" in text
+            assert "its rows are damaged, so no summary can be computed" in text
             assert "<b>" not in text
         assert Answer(viewer, "damaged.db/status").json()["settled"]
 

@@ -96,7 +96,7 @@ def test_fleet_line_counts_playing_outdated_and_absent_workers() -> None:
     assert fleet_in_words(fleet(*well)) == "3 of 3 workers"
     absent = {IdleReason.RESTING: 1, IdleReason.WAITING: 2, IdleReason.UNPLACED: 56}
     assert fleet_in_words(fleet(*well, most=62, absent=absent)) == (
-        "3 of 62 workers (1 resting after deaths; 2 waiting for weights; 56 without a machine)"
+        "3 of 62 workers (1 paused after losses; 2 waiting for weights; 56 without a machine)"
     )
     old, older = worker(3, version="12"), worker(4, version="11")
     assert fleet_in_words(fleet(*well, old)) == "4 of 4 workers (1 on weights 12 instead of 13)"

@@ -116,7 +116,7 @@ async def test_a_terminal_without_image_or_check_is_refused() -> None:
     assert "task 'file' has no check" in trajectory.error
     with pytest.raises(BadOption, match="network='host'"):
         terminal(network="host")
-    with pytest.raises(BadEnvironment, match="upload='none': this is not an existing folder: give one"):
+    with pytest.raises(BadEnvironment, match="upload='none': this is not an existing folder: give an existing folder"):
         terminal(upload="none")
     with pytest.raises(BadEnvironment, match="this is not an existing folder"):
         terminal(upload=__file__)

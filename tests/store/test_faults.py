@@ -189,7 +189,7 @@ def test_a_quota_that_is_used_up_loses_nothing(tmp_path: Path) -> None:
     announced = [int(line) for line in done.stdout.splitlines()]
     assert announced
     assert f"run file {path}: " in done.stderr
-    assert "announced episodes are in the file" in done.stderr
+    assert "episodes reported as finished are in the file" in done.stderr
     with RunFile(path) as run_file:
         assert [row.index for row in run_file] == announced
 

@@ -103,7 +103,7 @@ def test_an_assistant_turn_without_ids_is_refused() -> None:
     assert replace_prefix_tokens(model, prefix, everything, EOS_ID) == PrefixReplacement(
         None,
         PrefixResult.TURN_WITHOUT_IDS,
-        "model_prefix_token_ids holds 2 turns by their EOS, template_prefix_token_ids 4",
+        "model_prefix_token_ids has 2 turns (counted by EOS), but template_prefix_token_ids has 4",
     )
 
 

@@ -84,7 +84,7 @@ async def test_calls_without_comparable_scores_are_counted() -> None:
     async with ScriptedEngine("unused", scores=Model(), context=20) as engine:
         report = await score_trace(calls, engine)
     assert (report.median, report.largest, report.findings) == (None, None, [])
-    *others, refused = sorted(report.unchecked, key=lambda reason: reason.startswith("the engine refuses it"))
+    *others, refused = sorted(report.unchecked, key=lambda reason: reason.startswith("the engine refuses the call"))
     assert set(others) == {
         "no log-probabilities", "no prompt ids", "sampled under a grammar, which the trace does not have"
     }  # fmt: skip
@@ -135,7 +135,7 @@ def test_sampling_of_scores_has_known_fields(tmp_path: Path, demo_model_folder: 
     assert (done.exit_code, "--sampling heat: Sampling has no such field" in done.output) == (2, True)
 
 
-@pytest.mark.parametrize("reason", ["no log-probabilities", "the engine refuses it"])
+@pytest.mark.parametrize("reason", ["no log-probabilities", "the engine refuses the call"])
 def test_a_file_of_which_nothing_was_scored_is_not_verified(
     reason: str, tmp_path: Path, demo_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,7 +257,7 @@ SAMPLED = {**NODE, "sampled": True, "mask": [True], "logprobs": [-1.0]}
     [
         ("", r"is empty\. Give OpenEnv's TrainingTrace"),
         ("<!DOCTYPE html>\n<p>404</p>", r"the document is not JSON .*begins with '<!DOCTYPE html>"),
-        ('{"a": 1}', r"line 1: no trace has the fields 'a'"),
+        ('{"a": 1}', r"line 1: the fields 'a' are not those of a known trace format"),
         ("[1]", "item 0: 1 is not a trace"),
         ('{"turns": []}\n{"turns"', r"line 2 is not JSON"),
         ('{"schema_version": 2, "turns": []}', "schema_version 2, and only version 1"),
@@ -279,7 +279,10 @@ SAMPLED = {**NODE, "sampled": True, "mask": [True], "logprobs": [-1.0]}
         ({"prompt_ids": [1], "completion_ids": [2], "logprobs": []}, "logprobs has 0 values for 1 sampled id"),
         ({"prompt_ids": [1], "completion_ids": [2], "logprobs": [0.5]}, r"logprobs\[0\] is 0.5: give a finite number"),
         ({"prompt_ids": [1], "completion_ids": [2], "messages": [{"role": "user"}]}, "1 span .* 0 assistant messages"),
-        ({"prompt_ids": [[1]], "completion_ids": [[2], [3]]}, "prompt_ids has other rows than completion_ids"),
+        (
+            {"prompt_ids": [[1]], "completion_ids": [[2], [3]]},
+            "prompt_ids is not a list of 2 values, as completion_ids is",
+        ),
     ],
 )
 def test_file_that_is_not_a_trace_has_one_clear_error(text: Any, fault: str, tmp_path: Path) -> None:

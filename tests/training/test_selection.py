@@ -116,7 +116,7 @@ SAME = one()
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Selection.of([]), BadBatch, "no groups were given: an iterator that was read"),
+        (lambda: Selection.of([]), BadBatch, "no groups or trajectories were given. An iterator is empty"),
         (lambda: Selection.of(group(one())), BadBatch, r"a batch cannot be made from Group.*run.groups\(\)"),  # type: ignore[arg-type]  # as a user may
         (lambda: Selection.of([["x"]]), BadBatch, r"\['x'\] is neither a group nor a trajectory"),  # type: ignore[list-item]  # likewise
         (lambda: Selection.of([SAME, SAME]), BadBatch, "episode 't0#0' of agent 'main' was given twice"),

@@ -102,8 +102,8 @@ def test_a_dtype_that_torch_does_not_compute_in_is_refused(model: Any, dtype: st
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([], "0 ids prove nothing; give a few hundred, at least 9"),
-        (range(5), "5 ids prove nothing"),
+        ([], "0 ids are too few for a proof; give a few hundred, at least 9"),
+        (range(5), "5 ids are too few for a proof"),
         ([*range(20), 10**6], r"does not have the id 1000000; its ids are 0 to \d+\. Give ids of this"),
         ([*range(20), -1], "does not have the id -1"),
         (["a"] * 20, r"weight_proof\(ids=\): .*give token ids, whole numbers"),

@@ -352,7 +352,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "the row of an episode is gone": (
         incomplete(sql(f"DELETE FROM episodes WHERE key = {KEY}")),
         "episodes",
-        "segments of no episode",
+        "segments that belong to no episode",
     ),
     "the attempt that failed is gone": (
         incomplete(delete("superseded")),
@@ -398,7 +398,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "a summary that counts otherwise": (
         as_json("run", "summary", put("tokens", "sampled", value=1)),
         "episodes",
-        "other tokens sampled",
+        "another value for 'tokens sampled'",
     ),
     "no summary": (sql("UPDATE run SET summary = NULL"), "episodes", "no summary that can be read"),
     "the size of the groups": (

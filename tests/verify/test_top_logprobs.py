@@ -58,12 +58,12 @@ CHANGES = {
     "of no turn": (
         "INSERT INTO top_logprobs SELECT episode, position + ?, count, ids, logprobs FROM top_logprobs",
         70,
-        "most likely ids of no turn",
+        "most likely ids that belong to no turn",
     ),
     "of a turn that asked for none": (
         "UPDATE samplings SET sampling = json_set(sampling, '$.logprobs', ?)",
         0,
-        "asked for none, or for another number",
+        "options request none, or another number",
     ),
 }
 
@@ -111,7 +111,7 @@ SIDE_CHANGES = {
         "INSERT INTO side_data SELECT episode, position + ?, mask_counts, mask_ids, first, layers, top, experts "
         "FROM side_data",
         70,
-        "side data of no turn",
+        "side data that belong to no turn",
     ),
 }
 

@@ -51,7 +51,7 @@ _DIFFERENCE: Final = (
 )
 
 SENTENCES: Final[Mapping[str, str]] = {
-    r"module 'triton\.language' has no attribute|adapters on experts only for GPUs": "On a CPU, vLLM does not start "
+    r"module 'triton\.language' has no attribute|adapters on experts only on GPUs": "On a CPU, vLLM does not start "
     "with adapters for models with experts: it needs Triton for them.",
     r"(?P<name>\w+) does not support LoRA yet": "vLLM has no adapters for `{name}`.",
     r"expected target modules in .* but received \['[\w.]+\.(?P<name>\w+)'": "In this architecture, vLLM has no "

@@ -252,11 +252,11 @@ def _not_made(report: str) -> str:
     where = f" on {machine[1]}" if machine is not None else ""
     cause = report.strip().splitlines()[-1].strip()
     if re.search(r"No module named 'runner['.]", cause) is None:
-        return f"a worker cannot be made{where}: {cause}"
+        return f"a worker cannot be created{where}: {cause}"
     version = installed_version("deltarunner")
     return (
-        f"a worker cannot be made{where}: deltarunner is missing there, or has another version ({cause}). Install it "
-        f"with the Python that `ray start` runs with on that machine: pip install 'deltarunner[ray]"
+        f"a worker cannot be created{where}: deltarunner is missing there, or has another version ({cause}). Install "
+        f"it with the Python that `ray start` runs with on that machine: pip install 'deltarunner[ray]"
         f"{f'=={version}' if version is not None else ''}', and what its engine needs."
     )
 

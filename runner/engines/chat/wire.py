@@ -214,7 +214,7 @@ class ChatAnswerReader:
         if index is None:  # servers that send whole calls may omit the index
             index = len(self._calls)
         elif not isinstance(index, int):
-            raise TypeError(f"a call of index {index!r:.40}")
+            raise TypeError(f"the index of a tool call is {index!r:.40}, not a whole number")
         if index not in self._calls:
             yield from self._whole_calls(index)
         call = self._calls.setdefault(index, _PartialCall())

@@ -253,7 +253,7 @@ def _features(takes: Iterable[TokenFeature | str]) -> frozenset[TokenFeature]:
 
 def _stop_ids(given: Sequence[int]) -> tuple[int, ...]:
     if not given:
-        raise BadOption("TokenEngine(stop_ids=[]): nothing would end a turn; give the ids that end one, or None.")
+        raise BadOption("TokenEngine(stop_ids=[]): no id would end a turn; give stop ids, or None for the model's own.")
     for token_id in given:
         checked.whole(f"TokenEngine(stop_ids={list(given)!r:.60})", token_id, least=0)
     return tuple(given)

@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 from runner.engines.base import Delta, FinishReason
 from runner.engines.function.token_function import TokenOutput, TokenSampling
 from runner.errors import EngineError
+from runner.quantities import counted
 from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
@@ -117,7 +118,7 @@ class OutputReader:
             self._refuse(f"gave {len(values)} log-probabilities of {count} ids", "give one for each id")
         for value in values:
             if not math.isfinite(value):
-                self._refuse(f"gave the log-probability {value}", "an id that was sampled has a finite one")
+                self._refuse(f"gave the log-probability {value}", "give finite log-probabilities")
             if value > _ROUNDING_TOLERANCE:
                 self._refuse(f"gave the log-probability {value:g}", "give logarithms, which are at most 0")
         return values
@@ -128,7 +129,8 @@ class OutputReader:
         if len(rows) != count:
             self._refuse(f"gave the most likely ids of {len(rows)} positions of {count}", "give `top` for each")
         if any(len(row) < wanted for row in rows):
-            self._refuse(f"gave {min(map(len, rows))} of the most likely ids of a position", f"{wanted} are wanted")
+            count = min(map(len, rows))
+            self._refuse(f"gave {counted(count, 'most likely id')} for a position", f"give {wanted}")
         return TopLogprobs.of(rows, wanted)
 
     def _masks(self, given: Sequence[Sequence[int]] | None, ids: Sequence[int]) -> SamplingMasks | None:
@@ -173,9 +175,14 @@ class OutputReader:
         stopped, whole = self.stop is not None, self.count in (self._sampling.max_tokens, self._room)
         if self.finish is FinishReason.STOP and not stopped:
             names = ", ".join(map(str, self._sampling.stop_ids)) or "none"
-            self._refuse("gave the finish 'stop' and no stop id", f"leave it in, as the last id; stop_ids: {names}")
+            self._refuse(
+                "gave the finish 'stop' without a stop id",
+                f"include the stop id as the last of token_ids; stop_ids: {names}",
+            )
         if self.finish is FinishReason.LENGTH and stopped:
-            self._refuse("gave the finish 'length' after a stop id", "a turn that ends with one has the finish 'stop'")
+            self._refuse(
+                "gave the finish 'length' after a stop id", "a turn that ends with a stop id has the finish 'stop'"
+            )
         if self.finish is FinishReason.LENGTH and not whole:
             most = f"max_tokens is {self._sampling.max_tokens}, and {self._room} ids have room in the context"
             self._refuse(

@@ -162,13 +162,16 @@ class ServerProbe:
             models = served_models(answer)
         except (KeyError, TypeError, AttributeError):
             raise EngineError(f"{self.server.url}/v1/models lists no models. Give a model server's address.") from None
-        listed = ", ".join(model.name for model in models) or "none"
+        listed = ", ".join(model.name for model in models)
+        if not models:
+            raise BadModel(f"{self.server.url} lists no model: start it with the model.")
         if self.name is not None:
             models = [model for model in models if model.name == self.name]
             if not models:
-                raise BadModel(f"{self.server.url} has no model {self.name!r}, only {listed}. Give one as name=.")
-        if not models:
-            raise BadModel(f"{self.server.url} lists no model: start it with the model.")
+                raise BadModel(
+                    f"{self.server.url} has no model {self.name!r}, only {listed}. Give the name of one of these "
+                    "models as name=."
+                )
         if len({model.root for model in models}) > 1:
             models = [model for model in models if folder.name in (Path(model.root).name, Path(model.name).name)]
             if len(models) != 1:

@@ -104,7 +104,9 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
         raise RequestRejected(f"{request.name}: SGLang takes no extra arguments ({named}): leave them out")
     if sampling.ignore_eos and stops:
         # With ignore_eos SGLang ignores all stop ids.
-        raise RequestRejected(f"{request.name}: SGLang ignores stop_ids with ignore_eos; leave one of them out")
+        raise RequestRejected(
+            f"{request.name}: SGLang ignores stop_ids with ignore_eos; leave out stop_ids or ignore_eos"
+        )
     parameters: dict[str, Any] = {
         **{name: getattr(sampling, ours) for ours, name in _NAMES.items()},
         "top_k": sampling.top_k or -1,

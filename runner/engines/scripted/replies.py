@@ -60,7 +60,7 @@ class RecordedReplies(ScriptedModel):
         if said is None:
             raise RequestRejected(
                 f"{call.request.name}: the recorded run has no turn with this prompt ({len(call.prompt_ids)} ids): "
-                "the task, the template, the tools or an earlier answer is another one. Use those of the recorded run."
+                "the task, the template, the tools or an earlier answer differs. Use those of the recorded run."
             )
         wanted = call.request.seed
         same_seed = (reply for seed, reply in said if wanted is not None and seed == wanted)

@@ -132,7 +132,7 @@ class VllmAdapters(Adapters):
                 await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
                 raise BadWeights(
                     f"the adapter {version.name!r}: vLLM applies no adapter to {_some(unused)}, and would sample "
-                    "without these tensors: train it without these modules (PEFT's exclude_modules)."
+                    "without these tensors: train the adapter without these modules (PEFT's exclude_modules)."
                 )
 
     async def _unused_modules(self, version: AdapterVersion) -> list[str]:

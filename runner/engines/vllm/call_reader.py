@@ -101,7 +101,8 @@ class VllmCallReader:
         streamed = self._streamed(said, self._tokenizer.encode(said), 0, schemas)
         if isinstance(streamed.error, NotImplementedError):
             raise BadOption(
-                f"tool_format={self.name!r}: this parser works only inside vLLM's own server. Name another, or none."
+                f"tool_format={self.name!r}: this parser works only inside vLLM's own server. Name another parser, or "
+                "leave tool_format out."
             )
 
     def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:

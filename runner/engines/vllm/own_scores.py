@@ -93,7 +93,7 @@ class OwnScores:
     async def compare(self) -> ProofFigures:
         """Score the ids again, compare them with the scores of `take`, and return the figures of the worst pass."""
         before, self._last = self._last, await self._scores()
-        assert before is not None, "take() was called before"
+        assert before is not None, "call take() before compare()"
         assert self._last is not None, "the engine scored them in take()"
         figures = [self._figures(each, before[each], now) for each, now in self._last.items()]
         return max(figures, key=lambda each: (not each.holds, each.median))

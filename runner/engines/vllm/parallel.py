@@ -114,8 +114,8 @@ def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
     if sizes.workers > devices and is_local(given):
         device = "CPU core" if cpu else "GPU"
         raise BadOption(
-            f"VllmEngine({sizes.as_given()}): these are {sizes.workers} workers, each on a {device} of its own, and "
-            f"this process may use {devices}. Give smaller sizes."
+            f"VllmEngine({sizes.as_given()}): these sizes need {sizes.workers} workers, each with its own {device}, "
+            f"but this process may use only {devices}. Give smaller sizes."
         )
     bound = os.environ.get(BINDING, "")
     if cpu and is_local(given) and bound and bound not in _UNBOUND and len(bound.split("|")) != sizes.workers:

@@ -332,7 +332,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         moved = moves_keys(self.llm.vllm_config)
         reset = self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=moved)
         if not await self.answered("reset_prefix_cache()", reset):
-            raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts; its log may have the reason")
+            raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts; vLLM's log may have the reason")
 
     def check_sleep(self, level: int) -> None:
         # vLLM can release GPU memory only if it allocated the memory for this.

@@ -324,8 +324,8 @@ class VllmProcess:
 
         if current_platform.is_cpu() and not HAS_TRITON and arguments.create_model_config().is_moe:
             raise BadModel(
-                f"vLLM cannot run the model {self.model.name!r}: vLLM has adapters on experts only for GPUs; leave out "
-                f"enable_lora on a CPU"
+                f"vLLM cannot run the model {self.model.name!r}: vLLM supports adapters on experts only on GPUs; "
+                "leave out enable_lora on a CPU"
             )
 
     def _dtype(self, *, cpu: bool) -> str | None:

@@ -119,7 +119,7 @@ class VllmTransfers:
         # The time limit is needed, since the caller's shield prevents a cancellation.
         with anyio.move_on_after(transfer.seconds) as scope:
             if isinstance(transfer, LocalTransfer):
-                assert self._trainer is not None, "check() joined them"
+                assert self._trainer is not None, "call check() before receive()"
                 await self._trainer.send()
             else:
                 await send_parts(transfer, self)

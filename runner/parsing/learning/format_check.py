@@ -52,7 +52,7 @@ class CaseDifference:
     @property
     def sentence(self) -> str:
         """Clause with the name of the case and the difference, for an error."""
-        return f"a call in its render is misread ({self.case.what}): {self.why}"
+        return f"the format fails for a test turn ({self.case.what}): {self.why}"
 
 
 ReadText: TypeAlias = Callable[[str, Schemas], CallsReading | TurnReading]

@@ -96,9 +96,9 @@ class HangWatch:
             now, mark = time.monotonic(), self._mark
             if mark is not None and now - mark > BLOCKED_SECONDS:
                 self._end(
-                    f"the event loop has been blocked for {BLOCKED_SECONDS:g} s{self._place()}. Only the end of this "
-                    "process can end that. Use `await`, or move the code into a synchronous method, which runs in a "
-                    "thread."
+                    f"the event loop has been blocked for {BLOCKED_SECONDS:g} s{self._place()}. The code can be "
+                    "stopped only by ending this process. Use `await`, or move the code into a synchronous method, "
+                    "which runs in a thread."
                 )
                 return
             if (current := self.progress()) != last:

@@ -15,6 +15,7 @@ import anyio
 import anyio.lowlevel
 
 from runner.environment.environment import Environment
+from runner.quantities import counted
 from runner.runs.event_loop import on_event_loop
 from runner.testing.environment_linter.findings import Finding
 from runner.testing.leaks import UNCLOSED, Leaked, no_leaks
@@ -82,7 +83,7 @@ def _leak_findings(leaks: Sequence[str], environments: Sequence[Environment[Any]
     for what in list(named.values())[:MAX_LISTED_LEAKS]:
         yield _leak_finding(what)
     if len(named) > MAX_LISTED_LEAKS:
-        yield _leak_finding(f"{len(named) - MAX_LISTED_LEAKS} more of them")
+        yield _leak_finding(counted(len(named) - MAX_LISTED_LEAKS, "more leak"), "each")
 
 
 def _without_numbers(leak: str) -> str:
@@ -106,9 +107,10 @@ def _holds(value: Any, leak: str) -> bool:
     return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)
 
 
-def _leak_finding(what: str) -> Finding:
+def _leak_finding(what: str, each: str = "it") -> Finding:
     return Finding(
-        f"still open after close(): {what}. Close it in close(), or open it in setup() with self.episode.exit_stack."
+        f"still open after close(): {what}. Close {each} in close(), or open {each} in setup() with "
+        "self.episode.exit_stack."
     )
 
 

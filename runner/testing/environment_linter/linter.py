@@ -392,7 +392,10 @@ def _add_trajectory(result: PlayResult, trajectory: Trajectory, watch: HangWatch
     elif trajectory.outcome is Outcome.TIME_LIMIT:
         # While a program sends requests, the runner waits for it in one place, which is not a hang.
         stuck = watch.waited(task) >= HOOK_SECONDS and not trajectory.requests
-        text = f"an episode of at most {MAX_TURNS} turns took longer than {EPISODE_SECONDS:g} s; its engine takes 0 s"
+        text = (
+            f"an episode of at most {MAX_TURNS} turns took longer than {EPISODE_SECONDS:g} s, although the scripted "
+            "engine takes no time"
+        )
         if stuck:
             text = f"an await did not end within {HOOK_SECONDS:g} s, and the episode had to be cut"
         result.findings.append(Finding(f"{text}{where}", fatal=stuck))

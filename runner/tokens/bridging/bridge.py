@@ -254,7 +254,8 @@ class Bridger:
         # role.
         if self.closes.opens_a_role(stop):
             raise Unbridgeable(
-                Property.STOP_OPENS_NEXT, f"the turn ended with {name!r}, which opens no {tail.new[0]['role']} message"
+                Property.STOP_OPENS_NEXT,
+                f"the turn ended with {name!r}, which opens a message of another role than {tail.new[0]['role']!r}",
             )
         ids = tail_ids.ids_after_close()
         if ids is None:

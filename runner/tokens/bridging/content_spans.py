@@ -83,7 +83,7 @@ class Rendering:
         found = self._shown(index) if _without_switches(content) is not None else None
         if found is None:
             raise Unbridgeable(
-                Property.CONTENT_SHOWN, f"the template hides message {index} of the {role} role: {content!r:.80}"
+                Property.CONTENT_SHOWN, f"the template hides message {index} (role {role}): {content!r:.80}"
             )
         return found
 
@@ -107,11 +107,9 @@ class Rendering:
             if not hidden and not message["content"].strip() and self._left_out(self.messages, index, self.text):
                 later = not self._left_out(more, index, self.render(more))
         if hidden or later:
-            why = "hides" if hidden else "hides, until there are more messages,"
-            raise Unbridgeable(
-                Property.CONTENT_SHOWN,
-                f"the template {why} message {index} of the {message['role']} role: {message['content']!r:.80}",
-            )
+            which = f"message {index} (role {message['role']})"
+            until = "" if hidden else " until more messages follow"
+            raise Unbridgeable(Property.CONTENT_SHOWN, f"the template hides {which}{until}: {message['content']!r:.80}")
 
     def _left_out(self, messages: Sequence[Message], index: int, text: str) -> bool:
         """Return True if `text`, the render of `messages`, does not change without the message at `index`."""

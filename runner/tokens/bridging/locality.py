@@ -209,8 +209,8 @@ class Locality:
     def _misplaced(self, property: Property, what: str) -> Unbridgeable:
         return Unbridgeable(
             property,
-            f"template {self._renderer.renderer.template.name!r} prints {what} after the turn, and the prompt, which "
-            f"is only extended, has {what} at an earlier place",
+            f"template {self._renderer.renderer.template.name!r} prints {what} after the turn, but the prompt, which "
+            f"can only be extended, has {what} before the turn",
         )
 
     def _example(

@@ -283,8 +283,8 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
     },
     "literals": {
         Literals.JSON: "true and null are written in a call as in JSON.",
-        Literals.PYTHON: "true and null are written as Python's True and None: if a model writes JSON, a call that is "
-        "rendered again is text that it never sampled.",
+        Literals.PYTHON: "true and null are written as Python's True and None: if the model writes JSON, a call in a "
+        "later render differs from the text that the model sampled.",
         Literals.NOT_SHOWN: "A call's arguments are not shown.",
     },
     "null_content": {

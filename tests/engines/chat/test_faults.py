@@ -174,7 +174,7 @@ async def test_a_retry_after_longer_than_the_policy_takes_fails_at_once() -> Non
         (refuses(404, "The model `model` does not exist", "model_not_found"), "The model `model` does not exist"),
         (refuses(402, "pay first"), "HTTP 402: pay first"),
         (refuses(429, "You exceeded your quota", "insufficient_quota"), "You exceeded your quota"),
-        (refuses(400, "Unsupported parameter: 'top_p'"), "does not take the requests: HTTP 400: Unsupported parameter"),
+        (refuses(400, "Unsupported parameter: 'top_p'"), "rejects the requests: HTTP 400: Unsupported parameter"),
     ],
     ids=["401", "403", "404", "402", "no quota", "400"],
 )

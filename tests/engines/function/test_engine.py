@@ -450,7 +450,7 @@ class Somebodys:
         ({"places": 0}, r"places=0\): give a whole number"),
         ({"takes": "temperature"}, r"takes=\['temperature'\]\): give some of top_p"),
         ({"logprobs": "some"}, r"logprobs='some'\): give one of processed, raw, none"),
-        ({"stop_ids": []}, "nothing would end a turn"),
+        ({"stop_ids": []}, "no id would end a turn"),
         ({"template": None}, "a tokenizer alone has no chat template"),
         ({"tokenizer": Somebodys()}, r"tokenizer=Somebodys\): give the folder .* `tokenizer.name_or_path`"),
         ({"adapters": ["a b"]}, "adapter 'a b'"),

@@ -100,7 +100,7 @@ async def test_a_server_that_lacks_a_control_token_is_refused_by_its_name(tmp_pa
 
 async def test_unknown_model_is_refused_with_the_served_ones(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
-        with pytest.raises(BadModel, match=r"has no model 'qwen', only scripted. Give one as name="):
+        with pytest.raises(BadModel, match=r"has no model 'qwen', only scripted. Give the name of one of these"):
             await remote(server, tmp_path, name="qwen").__aenter__()
         async with remote(server, tmp_path, name="scripted") as engine:
             await read(engine)
@@ -227,7 +227,7 @@ async def test_a_server_that_does_not_begin_to_answer_is_given_up_in_time(tmp_pa
 async def test_rejected_request_ends_the_engine_by_name(tmp_path: Path) -> None:
     async with asked(tmp_path, troubles=[answers(400, "no such field: token_ids")]) as (_, engine):
         for _ in range(2):
-            with pytest.raises(EngineDead, match=r"does not take the requests: .*no such field: token_ids"):
+            with pytest.raises(EngineDead, match=r"rejects the requests: .*no such field: token_ids"):
                 await read(engine)
         with pytest.raises(EngineDead, match="no such field"):
             await engine.health()

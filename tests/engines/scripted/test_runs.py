@@ -75,7 +75,9 @@ async def test_a_template_from_a_file_is_played_with_its_own_control_tokens(tmp_
 
 def test_unwritable_calls_are_refused_with_the_fix(tmp_path: Path) -> None:
     calls = [call("add", a=0, b=1), call("name", of="x")]
-    with pytest.raises(BadOption, match=r"a reply that calls add, name: .*a turn has only one call.*one a turn"):
+    with pytest.raises(
+        BadOption, match=r"a reply that calls add, name: .*the format allows only one call in a turn.*one a turn"
+    ):
         ScriptedEngine([Reply(calls=calls)], template=gpt_oss(tmp_path))
 
 

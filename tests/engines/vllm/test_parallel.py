@@ -43,8 +43,8 @@ def test_more_workers_than_devices_are_refused(cpu: bool, device: str) -> None:
     with pytest.raises(BadOption) as refusal:
         check_machine(given, cpu=cpu, devices=5)
     assert str(refusal.value) == (
-        f"VllmEngine(data_parallel_size=2, tensor_parallel_size=3): these are 6 workers, each on a {device} of its "
-        "own, and this process may use 5. Give smaller sizes."
+        f"VllmEngine(data_parallel_size=2, tensor_parallel_size=3): these sizes need 6 workers, each with its own "
+        f"{device}, but this process may use only 5. Give smaller sizes."
     )
 
 

@@ -300,7 +300,7 @@ async def test_cancelling_a_start_ends_what_it_started(
         ("stream_interval", 0, "give 1 id in a delta or more"),
         ("skip_tokenizer_init", True, "the engine sets this argument itself"),
         ("data_parallel_size", 0, "a whole number of at least 1"),
-        ("tensor_parallel_size", 100_000, "each on a CPU core of its own"),
+        ("tensor_parallel_size", 100_000, "each with its own CPU core"),
         ("pipeline_parallel_size", 2, "vLLM then dies at its first request"),
     ],
 )

@@ -189,7 +189,7 @@ async def test_two_swapped_experts_hold_no_proof(demo_model_folder: Path, tmp_pa
 @pytest.mark.whole
 async def test_adapters_on_experts_are_refused_on_a_cpu(demo_model_folder: Path, tmp_path: Path) -> None:
     start = _save(_tiny("qwen3 moe", 1000), tmp_path / "start", demo_model_folder)
-    with pytest.raises(BadModel, match="vLLM has adapters on experts only for GPUs; leave out enable_lora"):
+    with pytest.raises(BadModel, match="vLLM supports adapters on experts only on GPUs; leave out enable_lora"):
         async with VllmEngine(str(start), template="hermes", dtype="float32", max_model_len=512, enable_lora=True):
             pass
 

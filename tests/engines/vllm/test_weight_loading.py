@@ -123,7 +123,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "an empty shard": (lambda folder: {**tensors(), UP: torch.ones(0)}, [repr(UP), "(0,)", "gather the whole tensor"]),
     "a flat shard": (lambda folder: {**tensors(), UP: torch.ones(4)}, [repr(UP), "(4,)", "gather the whole tensor"]),
     "pairs": (lambda folder: list(tensors().items()), ["are list", "Give dict(...)"]),
-    "no folder": (lambda folder: folder, ["this is not an existing folder"]),
+    "no folder": (lambda folder: folder, ["the folder of weights ", " does not exist"]),
     "a file": (lambda folder: saved(folder, tensors()) / "model.safetensors", ["give the folder that holds it"]),
     "an empty folder": (lambda folder: saved(folder), ["holds no *.safetensors"]),
     "a folder of another format": (beside, ["only pytorch_model.bin"]),
