@@ -21,7 +21,7 @@ from runner.cluster.runtime import FleetRuntime
 from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.proofs import ProofFigures, WeightProof
-from runner.errors import BadControl, BadInput, BadOption
+from runner.errors import BadControl, BadInput, BadOption, EngineDead
 from runner.options import Constraint, Sampling
 from runner.runs.options import check_engine
 from runner.runs.player import FleetWorker, IdleReason, PlayingEngine
@@ -41,7 +41,7 @@ _SUMMED = (
 
 
 class FleetEngine(PlayingEngine):
-    """Many engines of one kind, each in a process with the environments that it plays.
+    """Many engines of one kind, each in a process together with the environments of its episodes.
 
     Args:
         engine: the engine of each worker, not entered.
@@ -125,7 +125,7 @@ class FleetEngine(PlayingEngine):
 
     @property
     def is_deserted(self) -> bool:
-        """True if no worker plays."""
+        """True if no worker plays; False before the fleet is entered."""
         return self._driver is not None and not self._driver.handles
 
     @property
@@ -161,7 +161,7 @@ class FleetEngine(PlayingEngine):
         )
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """Not possible: the engines run on the workers.
+        """Refuse the request, since the engines run on the workers.
 
         Raises:
             BadControl: always.
@@ -205,7 +205,7 @@ class FleetEngine(PlayingEngine):
     # --- control by the trainer
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
-        """Check that the engine of every worker can score a proof.
+        """Check that the engine of every worker can score a proof; `measures` has no effect.
 
         Raises:
             BadWeights: the proof has ids outside of the vocabulary, or too many ids.
@@ -214,15 +214,17 @@ class FleetEngine(PlayingEngine):
         await self._fleet_runtime.control("check_proof", proof)
 
     async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
-        """Compare the weights of every worker with a proof, and return the worst figures.
+        """Compare the weights of every worker with a proof, and return the worst figures (the largest median).
 
         Raises:
             BadWeights: the proof does not fit, or does not hold on a worker.
             BadControl: the engines cannot score, or they sleep.
+            EngineDead: no worker answered.
         """
         runtime, driver = self._fleet_runtime, self.driver
-        async with driver.settled:  # the lock is not held during the proof, for which a paused fleet has to be resumed
-            # the proof is kept, since workers that start later score it too
+        # The lock is not held during the proof: a paused fleet has to be resumed for it, and `resume` takes the lock.
+        async with driver.settled:
+            # The proof is kept, since workers that start later score it too.
             if not driver.snapshot.version and adapter is None:
                 driver.change_snapshot(first_proofs=(*driver.snapshot.first_proofs, proof))
         try:
@@ -232,6 +234,9 @@ class FleetEngine(PlayingEngine):
                 kept = tuple(each for each in driver.snapshot.first_proofs if each is not proof)
                 driver.change_snapshot(first_proofs=kept)
             raise
+        if not figures:
+            driver.require_alive()
+            raise EngineDead("prove(): no worker answered. Try again later.")
         return max(figures.values(), key=lambda each: each.median)
 
     @property
@@ -277,7 +282,7 @@ class FleetEngine(PlayingEngine):
         return sent
 
     def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
-        """Reserve the resources with which each worker enters its own copies of these engines. By default, do nothing.
+        """Reserve the resources that a worker needs to enter its own copies of these engines. By default, do nothing.
 
         Raises:
             BadOption: the workers do not have enough room.

@@ -12,6 +12,7 @@ from anyio.lowlevel import checkpoint
 from runner import Conversation, EngineDead, Outcome, Run, RunFile, Trajectory
 from runner.cluster.fleet import MAX_RESTARTS
 from runner.cluster.protocol import WorkerLost
+from runner.engines.proofs import WeightProof
 from runner.options import Concurrency
 from runner.testing import VirtualClock, assert_exact
 from tests.cluster.in_process import InProcessWorker
@@ -379,6 +380,15 @@ async def test_answer_that_cannot_be_sent_is_the_reason_why_a_fleet_ends() -> No
         ):
             async with engine:
                 pass
+
+
+async def test_proof_without_an_answer_is_an_error_of_the_engine() -> None:
+    async with fleet((1, 2)) as (engine, launcher), engine:
+        proof = WeightProof(list(range(40)), [-1.0] * 39)
+        for worker in launcher.workers.values():
+            worker.fail_in.update(control=WorkerLost("the connection broke"))
+        with pytest.raises(EngineDead, match=r"prove\(\): no worker answered"):
+            await engine.prove(proof)
 
 
 async def test_worker_that_joins_a_draining_run_receives_drain() -> None:

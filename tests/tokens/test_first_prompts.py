@@ -64,6 +64,15 @@ def test_content_that_cannot_be_located_is_refused_by_name() -> None:
     assert len(unsafe.first_prompt([{"role": "user", "content": f"word {EVIL}"}])) > 3
 
 
+def test_control_token_of_one_character_is_refused_by_name() -> None:
+    tokenizer = ByteTokenizer(["☃"])
+    assert tokenizer.eos_id is not None
+    made = Bridger(tokenizer, ChatTemplate(MIRRORED, name="mirrored").renderer(), [tokenizer.eos_id])
+    with pytest.raises(Unbridgeable) as refused:  # no letter is left that could replace the character
+        made.first_prompt([{"role": "user", "content": "qzxjvkw ☃"}])
+    assert refused.value.property is Property.CONTENT_LOCATED
+
+
 @pytest.mark.anyio
 async def test_episode_with_control_text_in_its_first_prompt_ends_alone() -> None:
     async def talk(conversation: Conversation) -> None:

@@ -46,7 +46,7 @@ def absent(messages: Iterable[Message]) -> str:
 
 
 def words(count: int) -> list[str]:
-    """Return words that no template contains. No word is part of another word, or begins like a result of `absent`."""
+    """Return `count` words that no template contains. No word is part of another word, or of a result of `absent`."""
     return [f"zqword{number:03}z" for number in range(count)]
 
 
@@ -88,9 +88,10 @@ class Rendering:
         return found
 
     def check_visible(self, index: int, source: str) -> None:
-        """Check that the render shows a message whose content is white space, a role or a word of `source`.
+        """Check that the render shows a message whose content may also occur in the template's own text.
 
-        If a template left out an empty message now and showed it later, a bridge would lack this message.
+        Such a content is white space, or a part of a role or of `source`, the template's source. Other contents are not
+        checked. If a template left out an empty message now and showed it later, a bridge would lack this message.
 
         Raises:
             Unbridgeable: the message is hidden, either always or until more messages follow.
@@ -143,8 +144,8 @@ class Rendering:
 
         Args:
             wanted: non-empty fields; a field that the template does not print has no span.
-            stem: beginning of markers, which none of the messages contains.
-            names: returns the control tokens in a text.
+            stem: the beginning of the markers, as `absent` returns it.
+            names: function that returns the names of the control tokens in a text.
         """
         with suppress(Unbridgeable):
             spans = self._located_by_markers(wanted, stem)
@@ -186,7 +187,12 @@ class Rendering:
         """Return the positions of the fields' control text, found in a render with other words of the same length."""
         found = {name for field in wanted for name in names(_value(self.messages, field))}
         # The longest names come first, so that a name inside another name is not replaced there.
-        disguises = {name: _disguise(len(name), self.text) for name in sorted(found, key=len, reverse=True)}
+        disguises: dict[str, str] = {}
+        for name in sorted(found, key=len, reverse=True):
+            disguise = _disguise(len(name), self.text)
+            if disguise is None:
+                return None
+            disguises[name] = disguise
         values = {field: _value(self.messages, field) for field in wanted}
         for name, disguise in disguises.items():
             values = {field: value.replace(name, disguise) for field, value in values.items()}
@@ -265,10 +271,13 @@ def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> li
     return None
 
 
-def _disguise(length: int, text: str) -> str:
-    """Return a word of this length that is not in the text."""
+def _disguise(length: int, text: str) -> str | None:
+    """Return a random word of `length` letters that does not occur in `text`; None if none was found.
+
+    A word of one letter may not exist, since only letters that are rare in texts are used.
+    """
     guesses = ("".join(secrets.choice("qzxjvkw") for _ in range(length)) for _ in range(1000))
-    return next(word for word in guesses if word not in text)
+    return next((word for word in guesses if word not in text), None)
 
 
 def _value(messages: Sequence[Message], field: Field) -> str:
