@@ -14,7 +14,7 @@ __all__ = ["ByteTokenizer"]
 
 
 class ByteTokenizer(Tokenizer):
-    """A `Tokenizer` whose ids 0 to 255 are bytes; the ids of the control tokens follow, in the given order.
+    """A `Tokenizer` whose ids 0 to 255 are bytes; control tokens follow, and then added tokens, in the given order.
 
     Args:
         control_tokens: further control tokens, after ChatML's.
@@ -88,7 +88,7 @@ class ByteTokenizer(Tokenizer):
         return said.decode(errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a control token, or of a single ASCII character; None for any other text."""
+        """Return the id of a control token, an added token, or a single ASCII character; None for any other text."""
         if len(token) == 1 and token.isascii():
             return ord(token)
         return self._control.get(token)

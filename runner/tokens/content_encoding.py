@@ -135,11 +135,11 @@ class AddedTokens:
         self._marks = [*self._control, *self._cut]
 
     def near(self, text: str) -> bool:
-        """Return True if `text` contains an added token, or a part of a token that adjacent text may complete."""
+        """Return True if `text` contains a control token, or a part of one that adjacent text may complete."""
         return any(self._found(form) or self._borders.touched_by(form) for form in {text, self._visible(text)})
 
     def encode(self, text: str, content: Content) -> list[int]:
-        """Return the ids of `text`, with control ids only for added tokens outside `content`."""
+        """Return the ids of `text`, with control ids only for control tokens outside `content`."""
         twin, ids = self._twin
         found = list(self._scaffold(text, content))
         if self._cut:
@@ -157,7 +157,10 @@ class AddedTokens:
         return [(indices[i], *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in indices]
 
     def _scaffold(self, text: str, content: Content) -> Iterator[tuple[int, int, int]]:
-        """Yield the control tokens outside `content`. They may swallow white space of the content, as of any text."""
+        """Yield the control tokens outside `content`, as (index, start, stop).
+
+        A token's range includes the white space that the token swallows, which may be in `content`.
+        """
         said = list(self._without_words(text, content)) if self._cut else content
         for index, start, stop in self._found(masked(text, said, self._mask)):
             token = self._control[index][1]
@@ -206,7 +209,7 @@ class AddedTokens:
         return before + mask + after
 
     def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:
-        """Return `text` with marks for the tokens found, normalised if the twin does not normalise."""
+        """Return `text` with a mark in place of each token found, normalised if the twin does not normalise."""
         parts: list[str] = []
         stretch, before, end = "", "", 0
         for index, start, stop in found:
@@ -223,7 +226,7 @@ class AddedTokens:
     def _normalized(self, stretch: str, before: str) -> str:
         """Return `stretch`, normalised if the twin does not normalise.
 
-        If `stretch` begins with a mark, `before` replaces the text that normalising adds before the mark.
+        Normalising may add text before a mark at the beginning of `stretch`. `before` replaces this added text.
         """
         if not self._normalizes_first or not stretch:
             return stretch
@@ -299,8 +302,9 @@ _SPACE_WRITTEN = "\u2581"
 def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
     """Return a model with the same ids that never encodes plain text as one of `names`.
 
-    A model that learnt control tokens as words, as Unigram models do, writes their ids even without added tokens. The
-    `settings` are the model's part of a tokenizer.json. The result is None if their model needs no change.
+    A model that learnt control tokens as words, such as a Unigram model, encodes their names in plain text as control
+    ids, even without added tokens. `settings` are the model's part of a tokenizer.json. The result is None if this
+    model needs no change.
     """
     vocabulary = settings["vocab"]
     learnt = vocabulary if isinstance(vocabulary, dict) else {name for name, _ in vocabulary}

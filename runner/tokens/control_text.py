@@ -26,12 +26,12 @@ _TAG = re.compile(
 
 
 def special_tokens(text: str) -> tuple[str, ...]:
-    """Return the special tokens in a text that have a form of public vocabularies: in order, each once."""
+    """Return the parts of a text that look like special tokens of public vocabularies, in order, each once."""
     return tuple(dict.fromkeys(_SPECIAL.findall(text)))
 
 
 def tag_tokens(text: str) -> tuple[str, ...]:
-    """Return the tags that are single ids in some vocabularies without being special, such as `<tool_call>`."""
+    """Return the tags in a text that are single ids in some vocabularies, but not special, such as `<tool_call>`."""
     return tuple(dict.fromkeys(_TAG.findall(text)))
 
 

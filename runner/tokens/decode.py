@@ -45,7 +45,7 @@ class IncrementalDecoder:
 def text_of_token(tokenizer: Tokenizer, token_id: int) -> str:
     """Return the text of one id, even if the id is only a part of a character.
 
-    Bytes that are not text by themselves are characters U+DC80 to U+DCFF, as in Python's `surrogateescape`.
+    Bytes that are not text by themselves become characters U+DC80 to U+DCFF, as in Python's `surrogateescape`.
     """
     if tokenizer.pieces is not None and token_id < len(tokenizer.pieces):
         return tokenizer.pieces[token_id].decode("utf-8", "surrogateescape")
@@ -77,9 +77,9 @@ class _ByteSteps:
 
 
 class _WordSteps:
-    """Decoder for vocabularies of words: it joins words and runs of bytes, and drops a space at the very beginning.
+    """Decoder for vocabularies of words: it joins words and runs of bytes, and drops spaces at the very beginning.
 
-    A run that is valid so far is held back until it ends, since one wrong byte changes the whole run.
+    A run of bytes that is valid so far is held back until it ends, since one wrong byte changes the whole run.
     """
 
     __slots__ = ("_broken", "_open", "_run", "_to_drop", "_utf8", "_words")
@@ -144,7 +144,7 @@ class _WindowSteps:
 
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")
 
-    # A character has at most as many ids as bytes, so a longer open end is not a character.
+    # A character has at most as many ids as bytes, so this many ids are not one incomplete character.
     MAX_OPEN_IDS = 16
 
     def __init__(self, tokenizer: Tokenizer) -> None:

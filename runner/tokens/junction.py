@@ -39,7 +39,7 @@ class Close(enum.StrEnum):
     SAMPLED = "sampled"
     """The model sampled the closing tokens."""
     MASKED = "masked"
-    """The bridge added the closing tokens, with loss mask 0."""
+    """The template's closing tokens were added, with loss mask 0."""
     REPLACED = "replaced"
     """The sampled stop replaces the template's close."""
 
@@ -48,9 +48,12 @@ class Seam(enum.StrEnum):
     """The proof that the ids on both sides of the seam would not have merged in one encoding."""
 
     SPECIAL = "special"
-    """One neighbour is a control token, which never merges with text."""
+    """A neighbour of the seam is a control token, which never merges with text."""
     VERIFIED = "verified"
-    """The ids of the pieces equal the ids of the whole text."""
+    """The texts of both sides, encoded together, have the same ids as encoded separately.
+
+    Prompts that were encoded as a whole also have this value.
+    """
     UNVERIFIED = "unverified"
     """There is no proof: the ids on both sides are correct as text, but might have merged."""
 

@@ -107,7 +107,7 @@ class TokenLog:
             known.experts = side.experts.part(max((each.end for each in earlier), default=0), len(self.ids))
 
     def cut(self, end: int) -> None:
-        """Remove the ids from `end` on. No later prompt or turn may refer to them."""
+        """Remove the ids from `end` on. The caller must ensure that no prompt or turn refers to them."""
         del self.ids[end:], self.logprobs[end:], self.sources[end:]
         self.versions = [span for span in self.versions if span.end <= end]
         for by_start in (self.top_logprobs, self.side_data):

@@ -67,14 +67,15 @@ def replace_prefix_tokens(
     Two cases are detected only with `sampled`:
 
     - *An edit of an earlier message*, since any id may be a sampled id. Without `sampled`, only the two lists of the
-      template are compared: a turn in `template_token_ids` may lack ids of the same turn in
-      `template_prefix_token_ids` (reasoning that the template drops), and any other difference is refused. So a
-      template that adds ids to earlier turns is refused, with or without `sampled`.
+      template are compared. A turn in `template_token_ids` may lack ids of the same turn in
+      `template_prefix_token_ids`, such as reasoning that the template drops. Any other difference is refused, with or
+      without `sampled`. So a template that adds ids to earlier turns is refused.
     - *A turn without ids, or one more EOS*, if the first ids of the model and of the prefix differ, since the numbers
       of their turns are not compared then. NeMo RL publishes such a case, and joins the ids.
 
     Three cases are never detected: an edit of the model's own words in the messages (the sampled ids are kept), a stop
-    that is not in `stop_ids` (it looks like a turn that was cut), and another of several EOS ids at the end of a turn.
+    that is not in `stop_ids` (it looks like a turn that was cut), and, if there are several EOS ids, a turn that ends
+    with another EOS than in the template.
 
     The source is `replace_prefix_tokens` in NVIDIA-NeMo/RL, nemo_rl/models/generation/openai_server_utils.py (before:
     vllm/vllm_worker_async.py). Our EOS id replaces their tokenizer argument, and our results replace their assertions.
@@ -123,7 +124,7 @@ def _as_set(eos_token_id: int | Collection[int] | None) -> frozenset[int]:
 
 
 def _closes(ids: Sequence[int], eos: Collection[int]) -> list[int]:
-    """Return the positions of the EOS."""
+    """Return the indices of all EOS ids."""
     return [index for index, token_id in enumerate(ids) if token_id in eos]
 
 
@@ -201,7 +202,7 @@ def _lost(
 ) -> PrefixReplacement | None:
     """Return a refusal if `render` lacks ids that were not sampled, or closes more turns than `model`; else None.
 
-    Sampled turns in between may differ.
+    Sampled turns between these ids may differ.
     """
     position, cut = 0, False  # `cut` is True after a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):

@@ -57,7 +57,7 @@ class Unseen:
     argument: str
     part: ArgumentPart
     what: str
-    """The part for people, such as "model.unit" or "string of model.name"; for `FURTHER`, a keyword."""
+    """A description of the part, such as "model.unit" or "string of model.name"; for `FURTHER`, a keyword."""
 
     def __str__(self) -> str:
         match self.part:
@@ -82,7 +82,7 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
     if not isinstance(whole.get("properties"), Mapping):
         return []
     found: list[Unseen] = []
-    # Arguments are tried one by one, since of two that share a definition, only one may be shown.
+    # Arguments are tried one by one, since a template may show only one of two arguments that share a definition.
     for name in whole["properties"]:
         if whole is not parameters and name not in (parameters.get("properties") or {}):
             shown = render(_renamed(parameters, name, "zqargumentz"))
@@ -308,7 +308,10 @@ _FURTHER: Final = ("additionalProperties", "patternProperties", "propertyNames",
 
 
 def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen: set[str]) -> Iterator[_Place]:
-    """Yield the places of all fields, values and types of a schema."""
+    """Yield the places of all fields, values and types in the part of `whole` at `steps`.
+
+    `called` is the name of this part for people. References in `seen` are not followed again.
+    """
     node = _at(whole, steps)
     if not isinstance(node, Mapping):
         return
@@ -381,7 +384,7 @@ def _at(schema: Any, steps: Sequence[Any]) -> Any:
 def _marked(
     schema: dict[str, Any], name: str, places: Sequence[_Place]
 ) -> tuple[dict[str, Any], dict[str, _Place | None]]:
-    """Return the schema with marks for fields and values, and the place of each mark; None for the argument itself."""
+    """Return the schema with marks for fields and values, and the place of each mark (None for the argument itself)."""
     marked, marks = copy.deepcopy(schema), dict[str, _Place | None]()
     # Values come first, and inner fields before outer ones, since a new field name changes the path to its contents.
     for number, place in enumerate(sorted(places, key=lambda place: -len(place.steps))):

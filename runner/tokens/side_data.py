@@ -45,7 +45,7 @@ class SamplingMasks:
         self.ids.extend(other.ids)
 
     def part(self, start: int, end: int) -> SamplingMasks:
-        """Return the positions `start` to `end`, exclusive; a copy."""
+        """Return a copy of the masks of positions `start` to `end` (exclusive)."""
         before = sum(self.counts[:start])
         counts = self.counts[start:end]
         return SamplingMasks(counts, self.ids[before : before + sum(counts)])
@@ -103,13 +103,13 @@ class RoutedExperts:
         return cls(start, values.shape[1], values.shape[2], experts)
 
     def part(self, start: int, end: int) -> RoutedExperts:
-        """Return the positions from `start` to `end`, exclusive, as far as they exist; a copy."""
+        """Return a copy of the experts of positions `start` to `end` (exclusive), as far as these positions exist."""
         first, width = max(start, self.start), self.layers * self.top
         some = slice((first - self.start) * width, max(0, min(end, self.end) - self.start) * width)
         return replace(self, start=first, experts=self.experts[some])
 
     def numbers(self) -> NDArray[np.int16]:
-        """Return the numbers of the experts, shape [positions, layers, top], int16; a copy."""
+        """Return a copy of the numbers of the experts, shape [positions, layers, top], int16."""
         import numpy as np
 
         return np.array(self.experts, dtype=np.int16).reshape(-1, self.layers, self.top)
@@ -120,10 +120,10 @@ class SideData:
     """Sampling masks and routed experts of a delta or of a turn. An engine returns them only if it is configured to."""
 
     masks: SamplingMasks | None = None
-    """The ids that could be sampled at the position of each sampled id; None if the engine returned none."""
+    """The ids that could be sampled at the position of each sampled id; None if the engine did not return them."""
     experts: RoutedExperts | None = None
-    """The experts of the positions of prompt and turn, set at the end of a turn; None if the engine returned none."""
+    """The experts of the positions of prompt and turn, set at a turn's end; None if the engine did not return them."""
 
     def part(self, start: int, end: int) -> SideData:
-        """Return the side data of the sampled ids `start` to `end`, exclusive, with the experts of all positions."""
+        """Return the masks of the sampled ids `start` to `end` (exclusive), and the experts of all positions."""
         return SideData(None if self.masks is None else self.masks.part(start, end), self.experts)

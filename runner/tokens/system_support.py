@@ -14,7 +14,7 @@ __all__ = ["TAKES_ALL", "SystemSupport", "system_support"]
 
 _FURTHER: Final = ("zqfurtherz", "zqbesidesz")
 _MORE: Final[Sequence[Message]] = [{"role": "system", "content": text} for text in _FURTHER]
-"""Two more messages, since some templates show only the first two."""
+"""Two more system messages, since some templates show only the first two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def system_support(renderer: Renderer) -> SystemSupport:
 
 
 def _lasts(renderer: Renderer) -> bool:
-    """Return False if a tool result at the end hides only the system message, as in Mistral Nemo."""
+    """Return False if a render that ends with a tool result lacks only the system message, as in Mistral Nemo."""
     try:
         text = renderer.render([SYSTEM, QUESTION, CALL, result()], tools=TOOLS)
     except TemplateRaised:

@@ -12,7 +12,7 @@ __all__ = ["Words", "byte_pieces", "words"]
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A vocabulary of words and single bytes, as SentencePiece makes them.
+    """A vocabulary of words and single bytes, as in SentencePiece.
 
     A run of byte ids decodes to text if all of it is valid UTF-8, and otherwise to one U+FFFD for each byte.
     """

@@ -17,7 +17,7 @@ _IDS_BEFORE_COUNT: Final = 4
 _COLUMN_COUNT: Final = 12
 """Number of ids shown in total, which fit a line of a terminal."""
 _TEXT_CHARS: Final = 40
-"""Number of characters of text shown on each side."""
+"""Number of characters of text shown on each side of the first difference."""
 
 
 def first_mismatch(one: Sequence[Any], other: Sequence[Any]) -> int:

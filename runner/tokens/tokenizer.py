@@ -104,7 +104,7 @@ class Tokenizer(Protocol):
         ...
 
     def normalize(self, text: str) -> str:
-        """Return decode(encode(`text`)): the text after the vocabulary's normaliser, such as NFC."""
+        """Return decode(encode(`text`)): the text as changed by the vocabulary's normaliser, such as NFC."""
         ...
 
 
@@ -114,7 +114,7 @@ class VocabularyTokenizer:
     Args:
         text: the file's content.
         eos_token: the name of the token that ends a turn; None if it is not known.
-        files: the tokens that the other files of the model's folder list; None to add none.
+        files: the tokens that are listed in the other files of the model's folder; None to add no tokens.
 
     Raises:
         ValueError: the text is not a tokenizer.
@@ -137,7 +137,7 @@ class VocabularyTokenizer:
         self.pieces: Sequence[bytes] | None = byte_pieces(settings.get("decoder"), vocabulary, self.size)
         self.words = words(settings.get("decoder"), vocabulary, self.size) if self.pieces is None else None
         longest = max(map(len, self.pieces if self.pieces is not None else (name.encode() for name in vocabulary)))
-        # Composing characters makes a text up to three times shorter before it is cut into tokens.
+        # A normaliser that composes characters makes a text up to three times shorter before the text becomes tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
         self._learnt = learnt_words(tokenizer, self.normalize)
         self._without_control = model_without_control_tokens(settings["model"], _other_names(tokenizer, self._learnt))
@@ -163,7 +163,7 @@ class VocabularyTokenizer:
         self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
 
     def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
-        """Return this vocabulary with the words that a template writes as control tokens; itself if there are none.
+        """Return this vocabulary, in which words that a template writes are control tokens; `self` if it writes none.
 
         Args:
             text: returns the template's own text; not called if no added token is a word.

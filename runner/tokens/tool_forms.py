@@ -91,7 +91,7 @@ def current(schema: Any) -> Any:
 
 
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-"""Keywords whose value has a schema for each of some names."""
+"""Keywords whose value maps names to schemas."""
 
 
 def listed(parameters: Schema) -> Schema:
@@ -111,7 +111,7 @@ def listed(parameters: Schema) -> Schema:
 
 
 _IN_PLACE: Final = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
-"""Keywords whose schemas describe the same object."""
+"""Keywords whose inner schemas describe the same object as the schema that has the keyword."""
 
 
 @dataclass(slots=True)

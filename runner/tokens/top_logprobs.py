@@ -47,25 +47,25 @@ class TopLogprobs:
         self.logprobs.extend(other.logprobs)
 
     def part(self, start: int, end: int) -> TopLogprobs:
-        """Return the positions `start` to `end`, exclusive; a copy."""
+        """Return a copy of the positions `start` to `end` (exclusive)."""
         some = slice(start * self.count, end * self.count)
         return TopLogprobs(self.count, self.ids[some], self.logprobs[some])
 
     def narrowed(self, count: int) -> TopLogprobs:
-        """Return the `count` most likely ids of each position; a copy."""
+        """Return a copy with only the `count` most likely ids of each position."""
         import numpy as np
 
         ids, logprobs = self.id_rows()[:, :count], self.logprob_rows()[:, :count]
         return TopLogprobs(count, array("i", np.ravel(ids).tolist()), array("f", np.ravel(logprobs).tolist()))
 
     def id_rows(self) -> NDArray[np.int32]:
-        """Return the ids, shape [positions, count], int32; a copy."""
+        """Return a copy of the ids, shape [positions, count], int32."""
         import numpy as np  # imported here, since most users read no such arrays
 
         return np.array(self.ids, dtype=np.int32).reshape(-1, self.count)
 
     def logprob_rows(self) -> NDArray[np.float32]:
-        """Return the log-probabilities, shape [positions, count], float32; a copy."""
+        """Return a copy of the log-probabilities, shape [positions, count], float32."""
         import numpy as np
 
         return np.array(self.logprobs, dtype=np.float32).reshape(-1, self.count)

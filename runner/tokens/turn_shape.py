@@ -27,7 +27,7 @@ class AnsweredTurn:
     """The tools that are shown to the model, in OpenAI's form, as their author wrote them."""
     number: int = 0
     plain: bool | None = None
-    """True if `is_plain` is true of every message of the history and every new message; None if not known yet."""
+    """True if `is_plain` is true of every message of `history` and `new`; None if it is not known yet."""
 
     @property
     def turn(self) -> Message:

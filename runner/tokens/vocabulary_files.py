@@ -24,14 +24,14 @@ class VocabularyFiles:
     """Tokens listed in the files next to a model's tokenizer.json, which may lack some of these tokens."""
 
     listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
-    """The tokens with their ids.
+    """The tokens by id.
 
     They come from added_tokens_decoder of tokenizer_config.json, or otherwise from added_tokens.json.
     """
     named: Mapping[str, Named] = field(default_factory=dict)
     """The special tokens by the names that a template uses, such as `bos_token`."""
     extra: Sequence[Named] = ()
-    """The special tokens without such a name."""
+    """The special tokens that have no such name."""
     legacy: bool = True
     """True if tokenizer_config.json lists no tokens.
 
@@ -79,7 +79,10 @@ def read_vocabulary_files(folder: Path) -> VocabularyFiles:
 
 
 def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
-    """Return the extra special tokens of both files: by name if a file names them, else as a list."""
+    """Return the extra special tokens of tokenizer_config.json and special_tokens_map.json.
+
+    The result is a dict by name if one of the files names tokens, and otherwise a list.
+    """
     given = [each.get("extra_special_tokens") for each in (settings, further)]
     named = {name: token for each in given if isinstance(each, dict) for name, token in each.items()}
     own = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")

@@ -71,7 +71,7 @@ class Difference:
     turn: int | None = None
     """The turn, as in `Turn.number`; None for a difference outside of a turn."""
     index: int | None = None
-    """The first id that differs, as an index into the segment's ids; None if no single id differs."""
+    """The place of the difference, as an index into the segment's ids; None if the difference has no such place."""
     stored: str = ""
     """The stored content around the difference, as text."""
     derived: str = ""

@@ -384,7 +384,7 @@ class _TrajectoryCheck:
         return view
 
     def _said(self, turn: Turn, begin: int) -> str:
-        """Return the text of the ids from `begin` on, without the stop."""
+        """Return the text of the ids from `begin` to the end of the turn, without the stop."""
         ids, decode = turn.log.ids, self._chat.tokenizer.decode
         if turn.finish is not FinishReason.STOP or turn.stop is None:
             ends = () if turn.sampling is not None and turn.sampling.ignore_eos else self._chat.stop_ids

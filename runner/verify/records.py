@@ -222,7 +222,7 @@ class _Records:
             if turn.stop not in stops:
                 known = ", ".join(map(repr, stops))
                 self._differ(Kind.STOP, "the turn's stop is not among the requested stops", repr(turn.stop), known)
-            # With a grammar, a turn may end earlier: when the grammar allows only its end.
+            # With a grammar, a turn may have fewer ids, since the grammar may allow only the end of the turn.
             before = sampled - isinstance(turn.stop, int)
             if before < sampling.min_tokens and turn.constraint is None:
                 self._differ(Kind.STOP, "the turn ended before it had min_tokens ids", before, sampling.min_tokens)

@@ -245,13 +245,13 @@ class Bridger:
             if not tail.after_call and self.tokenizer.decode(tail_ids.ids[:index]).strip() and self._ends_early(tail):
                 raise _words_after_end()
             return _BridgeStart(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
-        # Some models write the template's close, and then stop with another token. Then the close is not added again.
+        # If a model wrote the template's close and then stopped with another token, the close is not added again.
         closed = tail_ids.end_of_sampled_close(sampled[:-1])
         if closed is not None:
             return _BridgeStart(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
         name = self.tokenizer.decode([stop])
-        # GLM's turns end with the token that opens the next message. The token fits only before a message with its own
-        # role.
+        # GLM's turns end with the token that opens the next message. The token fits only before a message of the role
+        # that it opens.
         if self.closes.opens_a_role(stop):
             raise Unbridgeable(
                 Property.STOP_OPENS_NEXT,
@@ -272,7 +272,7 @@ class Bridger:
             )
         if self._ends_early(tail):
             raise _words_after_end()
-        # gpt-oss stops with <|return|>, but the history has <|end|>. The sampled id stays and counts as the close.
+        # gpt-oss stops with <|return|>, but the history has <|end|>. The sampled stop stays and counts as the close.
         return _BridgeStart(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
 
     def _after_cut(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int]) -> _BridgeStart:
@@ -306,8 +306,8 @@ class Bridger:
 
     def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
         control = self.tokenizer.control_ids
-        # Text never merges with a control token. If both neighbours are ordinary tokens, the whole is encoded to find
-        # whether they merge.
+        # Text never merges with a control token. If neither neighbour is a control token, the texts of both sides are
+        # encoded together, to find whether the neighbours merge.
         if bridge[0] in control or (sampled and sampled[-1] in control):
             return Seam.SPECIAL
         if not sampled:  # the left neighbour is the generation prompt, which is not available here
@@ -327,7 +327,7 @@ class Bridger:
         return self.prompt_ids(self.prompt_text(messages, tools))
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:
-        """Return the whole render, for `prompt_ids`. Any thread may call this.
+        """Return the whole render, and its spans to encode without control ids. Any thread may call this.
 
         Raises:
             Unbridgeable: the template raises, hides a message, or does not write exactly one generation prompt at the

@@ -1,4 +1,4 @@
-"""Comparison of an author's whole history with the stored history.
+"""Comparison of a new whole history with the stored history.
 
 `Conversation.replace` receives a conversation that another library may have saved, edited or rewritten. The comparison
 tolerates changes without meaning: white space at the ends, missing reasoning, call ids. After such changes, the stored
@@ -100,8 +100,8 @@ def normalize(message: Message) -> Message:
 def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Mapping[str, Any]] | None) -> bool:
     """Return True if two lists offer the same tools, in any order: equal names, descriptions and parameters.
 
-    None and [] both mean no tools, an empty description or empty parameters equal missing ones, and the order of keys
-    does not matter. Other keys (`strict`, ...) are not shown to the model.
+    None and [] both mean no tools. An empty description and empty parameters count as missing. The order of keys does
+    not matter. Other keys, such as `strict`, are not compared, since the model does not see them.
     """
     return stored == incoming or _tools(stored) == _tools(incoming)
 
@@ -132,7 +132,7 @@ def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
 def _tolerated(
     stored: Message, stored_answers: _Answered | None, incoming: Message, incoming_answers: _Answered | None
 ) -> bool:
-    """Return True if the new message equals the stored one. Its reasoning may be missing, since clients omit it."""
+    """Return True if the new message equals the stored one. The new message may lack the reasoning: clients omit it."""
     reasoning = incoming.get("reasoning_content", "").strip()
     if reasoning and reasoning != stored.get("reasoning_content", "").strip():
         return False

@@ -39,7 +39,7 @@ class _ShapeToProve:
     past: Lookback
     """The proven effect of earlier messages on the tail."""
     words_matter: bool
-    """True if the turn's words may change the text after it."""
+    """True if the turn's words may change the text after the turn."""
     refusal: Unbridgeable | None = None
     """The reason why no turn of this shape can be bridged, or None."""
     asked: set[Further] = field(default_factory=set)
@@ -91,7 +91,9 @@ class Locality:
         return tail
 
     def whole_tail(self, answered: AnsweredTurn, asked: set[Further] | None = None, *, real: bool = False) -> Tail:
-        """Return the tail of the whole history, without proofs. With `real`, the tail has its `real` render.
+        """Return the tail of the whole history, without proofs.
+
+        The further renders in `asked` are made too. With `real`, `Tail.real` is set.
 
         Raises:
             Unbridgeable: the template raises, or does not show the turn.
@@ -103,7 +105,7 @@ class Locality:
         return tail
 
     def is_local(self, answered: AnsweredTurn) -> bool:
-        """Return True if the work for tails of this shape does not depend on the length of the history.
+        """Return True if earlier messages are proven not to change the text of tails of the turn's shape.
 
         Raises:
             Unbridgeable: no turn of this shape can be bridged.
@@ -216,7 +218,7 @@ class Locality:
     def _example(
         self, shape: TurnShape, tools: Sequence[ToolSchema], markers: Sequence[str], *, system: Message = SYSTEM
     ) -> Tail | None:
-        """Return the tail of plain messages of this shape, or None if the template raises."""
+        """Return the tail of plain messages of this shape; None if the template raises, or does not show the turn."""
         turn = _example_turn(shape, tools)
         history = [*([system] if shape.system else ()), QUESTION, turn]
         try:

@@ -1,4 +1,7 @@
-"""Renderer of prompts. Each prompt is checked: it shows all messages, and has one generation prompt, at its end."""
+"""Renderer of prompts, which checks each prompt.
+
+A prompt must show all messages of users, tools and the system, and have one generation prompt, at its end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _DOUBLED_OPENER_CHARS = 200
 """Number of characters at the end of a prompt that are searched for a doubled opener."""
 
 _MIN_OPENER_CHARS = 8
-"""Minimum length of an opener, since shorter texts occur twice by chance."""
+"""A doubled opener must have more characters than this, since shorter texts may occur twice by chance."""
 
 RenderAsking: TypeAlias = Callable[[Sequence[Message], bool], str]
 """Function that renders messages; the second argument is True to add the generation prompt."""
@@ -110,10 +113,12 @@ class PromptRenderer:
         )
 
     def asks_as_usual(self, text: str, last: Message) -> bool:
-        """Return True if the text ends with the generation prompt of a user message, after the `last` message.
+        """Return True if `text`, a render or its end, ends with `generation_prompt`; False if there is none.
+
+        `last` is the last message. If its content also ends with the generation prompt, the repetition is not an error.
 
         Raises:
-            Unbridgeable: the text ends with this generation prompt twice.
+            Unbridgeable: the text ends with the generation prompt twice.
         """
         asked = self.generation_prompt
         if not asked or not text.endswith(asked):

@@ -24,7 +24,7 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 __all__ = ["Further", "Tail"]
 
 MIN_TURN_BEGIN_CHARS = 4
-"""Minimum number of characters of a text that identifies the beginning of turns."""
+"""The text that identifies the beginning of turns is not shortened to fewer characters than this."""
 
 
 class Further(enum.StrEnum):
@@ -66,7 +66,7 @@ class Tail:
     after_call: bool
     """True if the sentinel was in a tool call, so that the tail begins inside the call."""
     local: bool
-    """True if a stand-in was rendered for the history."""
+    """True if a stand-in was rendered in place of the history."""
     asked: set[Further]
     """The further renders that were needed. The tails of one shape share the set."""
     real: str | None

@@ -88,7 +88,7 @@ class TailIds:
         return None if any(map(self._closes.opens_a_role, before)) else index
 
     def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
-        """Return the index in the tail after the close with which `sampled` ends; None if it does not end with a close.
+        """Return the index into `ids` after the close with which `sampled` ends; None if it does not end with a close.
 
         The close begins at the tail's first control token, since the rest of a call may come before this token.
 
@@ -145,9 +145,9 @@ class TailIds:
         return rest if separated is None else self.ids[separated:]
 
     def _after_last_control(self, cut: int) -> int | None:
-        """Return the index after the last control token before `cut`; None if more than white space is between them.
+        """Return the index into `ids` after the last control token before `cut`, a position in the tail's text.
 
-        The result is also None if there is no control token before `cut`.
+        The result is None if there is no such token, or if more than white space is between the token and `cut`.
         """
         after, end = None, 0
         for index, token_id in enumerate(self.ids):
@@ -205,7 +205,10 @@ class TailIds:
         return cut
 
     def _is_close(self, token_id: int, at: int) -> bool:
-        """Return True if this control token does not depend on later messages, and does not open the next turn."""
+        """Return True if the token at position `at` of the tail's text is a control token that closes the turn.
+
+        Such a token does not depend on later messages, and does not open the next turn.
+        """
         if token_id not in self._tokenizer.control_ids or token_id in self._closes.generation_prompt:
             return False
         if token_id == self._closes.of_user:

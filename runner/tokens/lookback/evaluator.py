@@ -36,17 +36,17 @@ from runner.tokens.template import environment
 __all__ = ["FUNCTIONS", "Evaluator"]
 
 MAX_STEPS = 40_000
-"""Maximum number of visited nodes. A large template with a few tools needs some thousands."""
+"""Maximum number of visited nodes and passes of loops. A large template with a few tools needs some thousands."""
 
 
 class Evaluator(NodeVisitor, ABC):
-    """The state of one render, and the values of expressions in it: `visit` of an expression returns its value.
+    """The state of one render, in which expressions are evaluated: `visit` of an expression returns its value.
 
     Args:
         jinja: the environment of the template.
-        names: the template's variables.
+        names: the values of the template's variables, by name.
         symbols: the source of symbols.
-        words: abstract words of the last turn; None for the sentinel.
+        words: the last turn's words; None if they are the sentinel.
         null_content: True if the content of messages with calls may be null.
     """
 

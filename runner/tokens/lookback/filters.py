@@ -198,7 +198,7 @@ class TransferFunctions(Operators):
 
         If `_words` is None, the words end in the sentinel, which has only lower-case letters and digits. So neither
         `strip` of other characters nor `lower` changes the sentinel, and a text with another character does not occur
-        in it. A text that begins with the end of the sentinel is not expected.
+        in it. No argument is expected to begin with the end of the sentinel.
         """
         rest = value.rest
         before = None if value.before is None else (name, *arguments, value.before)

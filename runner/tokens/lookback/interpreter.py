@@ -52,7 +52,7 @@ class Interpreter(Evaluator):
         """Return the template's output.
 
         Raises:
-            RenderStopped: the template raises for any earlier messages.
+            RenderStopped: the template raises, whatever the earlier messages are.
             NotFollowed: the template has an operation that is not modelled.
         """
         self._run(template.body)
@@ -116,7 +116,7 @@ class Interpreter(Evaluator):
                 for index, name in enumerate(target.items):
                     self._assign(name, value[index] if unpacked else self._transfer.of("part", value, index))
             case _:
-                raise NotFollowed(f"{type(target).__name__} is not assigned to")
+                raise NotFollowed(f"an assignment to {type(target).__name__}")
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Interpreter(Evaluator):
             return self._written_by_recursion(node, arguments)
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         defaults = dict(zip(reversed(names), reversed(node.defaults), strict=False))
-        # In a macro, the scopes of its definition are visible, but neither its caller's nor the loop around the call.
+        # A macro can read the scopes of its definition, but neither its caller's scopes nor the loop around the call.
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], [{}]
         exits, self._exits = self._exits, []
         self._macros.append(node)

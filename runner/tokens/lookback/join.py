@@ -119,7 +119,7 @@ class State:
     """The abstract state of the interpreter at one point of a render."""
 
     scopes: list[dict[str, Value]] = field(default_factory=lambda: [{}])
-    """The known names by scope, the innermost last."""
+    """The values of the names in each scope; the innermost scope is the last."""
     namespaces: dict[int, dict[str, Value]] = field(default_factory=dict)
     """The content of each jinja namespace, by its number."""
     output: Value = ""
@@ -130,7 +130,10 @@ class State:
         return type(self)([dict(scope) for scope in self.scopes], namespaces, self.output)
 
     def lookup(self, name: str, depth: int | None = None) -> Value:
-        """Return a name's value in the innermost of the first `depth` scopes (None: all); undefined if none has it."""
+        """Return the value of a name in the innermost scope that has the name; undefined if no scope has it.
+
+        With `depth`, only the first `depth` scopes are searched.
+        """
         for scope in reversed(self.scopes[:depth]):
             if name in scope:
                 return scope[name]

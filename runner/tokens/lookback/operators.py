@@ -60,7 +60,7 @@ class LastTurnText:
     text: Text
     """The value of the words in the template."""
     nonempty: bool | None
-    """True if the words have characters, including white space; None if they may be empty."""
+    """True if the words have characters, including white space; False if they are empty; None if it is not known."""
     typed: bool = True
     """True if the words are certainly text. The argument of a call may also be a number, an object, ..."""
 
@@ -71,7 +71,7 @@ class Operators:
     Args:
         environment: the environment of the template.
         symbols: the source of symbols for results.
-        words: the last turn's words, if these may be any words; None for the sentinel.
+        words: the last turn's words; None if they are the sentinel.
     """
 
     def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: LastTurnText | None = None) -> None:
@@ -182,7 +182,7 @@ class Operators:
         return self._compared_positions(sign, one, other) if positions else self.of(sign, one, other)
 
     def _equal(self, one: Value, other: Value) -> bool | None:
-        """Return True if two values are equal, False if they differ, and None if neither is certain."""
+        """Return True if two values are certainly equal, False if they certainly differ, and None otherwise."""
         if isinstance(one, Symbol) and one == other:
             return True
         for value, against in ((one, other), (other, one)):
@@ -342,4 +342,4 @@ _COMPARED_BY = {
     "gt": "gt",
     "lt": "lt",
 }
-"""Tests that are comparisons with another name."""
+"""The comparison that each of these tests of jinja makes, by the test's name."""

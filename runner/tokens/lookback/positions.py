@@ -1,4 +1,4 @@
-"""Positions in lists with a gap, and the items and the values of `loop` at a position.
+"""Positions in lists with a gap: their arithmetic, the item at a position, and the value of `loop` at a position.
 
 Positions can be compared or subtracted only if they count from the same unknown number of messages.
 """
@@ -55,7 +55,7 @@ def moved(sign: str, one: Value, other: Value) -> Position | int | None:
 
 
 def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
-    """Return the result of comparing an unknown number, whose minimum is `least`, with `number`."""
+    """Compare an unknown number, whose minimum is `least`, with `number`. The result may be `Unknown`."""
     if least > number:
         return sign in ("gt", "gteq", "ne")
     if least == number and sign in ("gteq", "lt"):
@@ -117,7 +117,10 @@ def slice_of_gapped(values: GappedList, start: Value, stop: Value, step: Value) 
 
 
 def _bound(values: GappedList, bound: Value, default: int) -> int | None:
-    """Return a slice's bound relative to the last items: -1 for a bound before them, None if it is not known."""
+    """Return a bound of a slice as an index into `values.last_items`; `default` if the slice lacks the bound.
+
+    The result is negative if the bound may be before these items, and None if the position of the bound is not known.
+    """
     if bound is None:
         return default
     if isinstance(bound, Position) and bound.base is values.start.base:

@@ -59,7 +59,7 @@ class Proofs:
         return Lookback.REFUSES if refuses else Lookback.NONE
 
     def words_matter(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
-        """Return True if the turn's words may change the text after them, or after the first answer to the calls."""
+        """Return True if the turn's words may change the text after them, or after the first result of its calls."""
         # A call without arguments has no text to mark, so nothing can be proven about the text after it.
         return shape.bare or not self._same_after_words(shape, tools, given=False)
 
@@ -107,7 +107,7 @@ class Proofs:
         content = said("text")
         match place:
             case "content":
-                # The sentinel is one possible text, and never empty.
+                # Without `given`, the words may also be the sentinel, which is not empty even if the content is.
                 words = LastTurnText(end, shape.text if given or shape.text else None)
                 content = words.text
             case "argument":

@@ -108,7 +108,7 @@ class Text(Abstract):
     """Text that is not fully known."""
 
     parts: tuple[Any, ...]
-    """Strings and symbols. A mark is always the first part, and unknown texts may occur only after a mark."""
+    """Strings and symbols. Only the first may be a mark (END or MAYBE_END). Unknown texts occur only after a mark."""
     before: Any = None
     """Identity of the text before END if it does not depend on earlier messages; otherwise None."""
 

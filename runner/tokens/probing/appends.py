@@ -158,7 +158,7 @@ def verdicts(
 ) -> list[AppendVerdict]:
     """Return the verdicts on these kinds of append, after short and longer histories, with or without tools."""
     carried = tools and profile.carries_tools
-    # System messages and tools are tested separately.
+    # A system message at the beginning is tested without tools.
     return [_AppendTrial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in kinds]
 
 
@@ -279,7 +279,7 @@ def _words(turn: Message) -> str:
 
 
 def example(bridger: Bridger, profile: TemplateProfile) -> list[ExamplePassage]:
-    """Return a short conversation, as in a token log. It has a call if the template shows tools, calls and results.
+    """Return the passages of a short conversation, with a call if the template shows tools, calls and results.
 
     The conversation ends at the first turn without a bridge.
 

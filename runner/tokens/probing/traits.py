@@ -1,4 +1,4 @@
-"""Detection of a template's traits: small conversations are rendered, and their words are searched in the renders."""
+"""Detection of a template's traits, mainly by searching renders of small conversations for their words."""
 
 from __future__ import annotations
 
