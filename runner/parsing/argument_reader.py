@@ -22,12 +22,12 @@ __all__ = ["WORD", "TaggedArgumentReader", "Undecided", "as_object", "as_typed",
 
 AS_TEXT: Final = (Raw, Html, Cdata)
 MAX_UNDECIDED: Final = 6
-"""Maximum number of arguments for which every combination of types is tried."""
+"""Maximum number of arguments of undecided type for which every combination of types is tried."""
 _END: Final = r"\s*\Z"
 WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
 """Pattern of one character in the name of a tool or of an argument."""
 MAX_NAMED: Final = 256
-"""Number of sets of unusual argument names whose patterns are cached."""
+"""Maximum number of cached readers, one for each set of unusual argument names."""
 _USUAL: Final = re.compile(f"{WORD}+")
 
 
@@ -39,7 +39,7 @@ class Undecided(Exception):
 class TaggedArgumentReader:
     format: TaggedArguments
     ends: Sequence[str]
-    """Patterns of the text after the last value: the close of the calls, or the next call."""
+    """Patterns of the text after the arguments: the close of the calls, or the next call."""
     names: tuple[str, ...] = ()
     """Names of arguments with characters that usually end a name, such as `page[size]`."""
 
@@ -143,7 +143,10 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """Return the unquoted value up to the first text that may follow a value, and the position after its close."""
+        """Return an unquoted value, and the position after its closing text.
+
+        The value ends at the first text that may follow a value.
+        """
         style = styles[0]
         followed, alone = self._after[style.close]
         found = followed.search(text, start)

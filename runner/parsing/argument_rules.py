@@ -33,7 +33,7 @@ class GrammarRequirement(enum.StrEnum):
     """A condition that a format and a tool must fulfil to have a grammar."""
 
     STRINGS_END = "strings_end"  # the format has text after an unquoted string
-    TYPES_WRITTEN = "types_written"  # the format can write every type that a required argument allows
+    TYPES_WRITTEN = "types_written"  # the format can write at least one type of each needed argument
     NONE_WRITTEN = "none_written"  # the format can write a call without arguments
     SATISFIABLE = "schema_satisfiable"  # some arguments satisfy the schema
 
@@ -47,7 +47,7 @@ class NoGrammar(Exception):
 
 
 class ArgumentRules:
-    """Writer of the rules for the arguments of each tool of one grammar."""
+    """Writer of the rules for tool arguments in one grammar."""
 
     def __init__(self, rules: Rules, form: CallFormat) -> None:
         self._rules = rules
@@ -195,7 +195,7 @@ class _TaggedRules:
     def _values(self, shapes: Sequence[ValueShape], path: str) -> list[str]:
         """Return an expression for each form of a value after its key; an empty list if no form can be written."""
         found: dict[tuple[str, str], list[str]] = {}
-        # An unquoted string that ends at a tag may contain any text, so it includes all other types.
+        # An unquoted string that ends at a tag may contain any text, so its expression also matches other types.
         ordered = sorted(shapes, key=lambda shape: shape.kind != "string" or shape.values is not None)
         anything: set[tuple[str, str]] = set()
         for kind, shape in (pair for each in ordered for pair in _by_style(each)):

@@ -1,4 +1,4 @@
-"""Grammars that constrain decoding to the calls of a format and its tools."""
+"""Grammars that constrain decoding to calls of the allowed tools, in one call format."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
 def enforceable(form: CallFormat) -> str | None:
     """Return the reason why no grammar exists for this format; None if one exists.
 
-    If one exists, the arguments of a single tool may still have no grammar.
+    Even if the format has a grammar, the arguments of a single tool may have none.
     """
     try:
         _grammar(_Format.of(form, NO_TOKENS), _STRINGS, True, None)

@@ -30,7 +30,7 @@ def with_fitting_ids(
         form: turn format of the template.
         messages: the complete history.
         own: ids that turns of this model contain; they are kept.
-        by_turn: True to number all calls by their position in the turn, since the template shows that number.
+        by_turn: True to number all calls by their position in the turn, for templates that show this number.
     """
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     taken = set() if by_turn else {call["id"] for call in calls if _stays(form, call, own)}

@@ -263,7 +263,7 @@ may still belong to a beginning, the position counts as the beginning of a call.
 """
 
 MAX_TOOL_SETS: Final = 256
-"""Number of sets of tool names whose patterns are cached; a run has few such sets."""
+"""Maximum number of sets of tool names whose patterns are cached; a run has few such sets."""
 
 _NOTHING: Final = re.compile("")
 _CLOSING: Final = frozenset(")]}")

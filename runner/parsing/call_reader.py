@@ -209,11 +209,13 @@ class CallReader:
         return not isinstance(self.format.arguments, TaggedArguments)
 
     def may_begin(self, text: str, before: str, schemas: Schemas | None, *, whole: bool) -> tuple[int, bool]:
-        """Return the first position where calls without a trigger may begin, and True if they can already be read.
+        """Return the first position where calls without a trigger may begin, and True if no later text can change it.
+
+        Without such a position, the result is the length of `text`, and False.
 
         Args:
             text: new text; calls do not begin before it.
-            before: character before it; "" at the start of the content.
+            before: character before `text`; "" at the start of the content.
             schemas: tools that may be called.
             whole: True if the text is complete.
         """

@@ -179,9 +179,10 @@ def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, aft
 
 
 def _looking_ahead(choices: str, after: str) -> str:
-    """Add a lookahead to the characters `after` a string, unless they are unknown ("").
+    """Return `choices`, followed by a lookahead for one of the characters in `after`.
 
-    With a lookahead, xgrammar decides at compilation about the tokens that cross the end of the string.
+    The lookahead is omitted if `after` is "", which means that the characters after the string are unknown. With a
+    lookahead, xgrammar decides at compilation about the tokens that cross the end of the string.
     """
     return f"({choices}) (= {any_of(after)})" if after else choices
 

@@ -100,7 +100,7 @@ class EventCollector:
             self._events.append(ContentPiece(text))
 
     def call(self, call: ReadCall) -> None:
-        """Add a call."""
+        """End the current part, and emit the call. If calls are ignored, only the part ends."""
         self.end_part()
         if self._counts_calls:
             self._calls.append(call)
@@ -114,7 +114,7 @@ class EventCollector:
         self._blank = ""
 
     def _trimmed(self, text: str) -> str:
-        """Return the held white space and `text`, without the white space at its end, which is held back now."""
+        """Return the white space that was held back, and `text`. White space at the end is held back instead."""
         body = text.rstrip()
         if not body:
             self._blank += text
@@ -130,7 +130,7 @@ class StateReader:
     """
 
     def __init__(self, collector: EventCollector, state: Callable[[str], str]) -> None:
-        """Begin a turn in a state."""
+        """Begin a turn in `state`. `collector` receives the parts of the turn."""
         self._collector = collector
         self._state = state
         self._held = ""  # text that the current state can read only with more text

@@ -1,4 +1,4 @@
-"""Cache of learnt formats in this process, filled by learning or from a process that probed the template."""
+"""Cache of learnt formats in this process. Formats that another process has learnt can be stored in it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def cached_format(renderer: Renderer) -> LearntFormat:
 
 
 def cache_format(template: ChatTemplate, options: Mapping[str, Any], learnt: LearntFormat) -> None:
-    """Store a format that another process has learnt. This blocks if a parser has to be imported.
+    """Store a learnt format, such as a format that another process has learnt.
+
+    If the format has a response template, the function blocks until the parser for this template is imported.
 
     Raises:
-        NoParser: the parser for the format's response template cannot be imported, or refuses it.
+        NoParser: the parser for the format's response template cannot be imported, or refuses the template.
     """
     if learnt.format.response is not None:
         ResponseTemplateReader(learnt.format.response).load()

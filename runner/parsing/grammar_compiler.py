@@ -24,7 +24,7 @@ class TokenGrammarCompiler:
         from xgrammar import GrammarCompiler
 
         self._compiler = compiler
-        # A compiled grammar is the only access to the compiler's vocabulary.
+        # The only way to get the compiler's vocabulary is to compile a grammar.
         vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info
         alone = GrammarCompiler(vocabulary, cache_enabled=False)
         self._grammar = functools.lru_cache(CACHE_ENTRIES)(alone.compile_grammar)

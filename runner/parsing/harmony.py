@@ -72,7 +72,7 @@ def learn_harmony(renderer: Renderer) -> CallFormat | None:
 
 
 def read_harmony(text: str, *, calls: bool = True) -> TurnReading:
-    """Return the parts of a turn's text that follows the prompt's `<|start|>assistant`; `calls` False ignores calls.
+    """Return the parts of a turn from its text after the prompt's `<|start|>assistant`. `calls`: False to ignore calls.
 
     The channel "analysis" is reasoning, a message with a recipient is a call, everything else is content. Messages of
     other roles than the assistant's are ignored.
@@ -101,8 +101,10 @@ class _MessageHeader(NamedTuple):
 class HarmonyStream(StateReader):
     """Reader of one turn while the turn is sampled.
 
-    A call is emitted when its message ends. An unreadable call is emitted at the end of the turn, with the text after
-    it. Reasoning and content are emitted in pieces: each message stripped, with a line break between two messages. The
+    A call is emitted when its message ends. If its arguments are unreadable, the call and the text after it are emitted
+    at the end of the turn.
+
+    Reasoning and content are emitted in pieces: each message stripped, with a line break between two messages. The
     joined pieces equal the reasoning and the content of `reading`.
     """
 
@@ -126,7 +128,7 @@ class HarmonyStream(StateReader):
     # --- states: each consumes text and returns the rest for the next state
 
     def _before(self, text: str) -> str:
-        """Handle text before a message. Some messages have no header."""
+        """Decide whether the next message begins with a header. A message without a header is content."""
         text = self._with_held(text)
         start = text.lstrip()
         if not self._role and not _HEADER.match(start):
@@ -198,14 +200,14 @@ class HarmonyStream(StateReader):
         return self._after(written + rest, _END.match(written, at))
 
     def _after(self, text: str, mark: re.Match[str] | None) -> str:
-        """Begin a message; return the text after the token that ended the previous message; "" without a token."""
+        """Begin the next message. Return the text after `mark`, which ended the previous message; "" if it is None."""
         self._state = self._before
         self._role = mark is not None and mark[0] == START
         return "" if mark is None else text[mark.end() :]
 
 
 def _read_header(text: str, *, has_role: bool) -> _MessageHeader:
-    """Parse the header of a message, in any order of its parts; with `has_role`, the header begins with a role."""
+    """Parse the header of a message. Its parts may be in any order, except that with `has_role` the role is first."""
     if has_role:
         role, text = _ROLE.match(text)[0].strip(), text  # type: ignore[index]  # it matches the empty text
         if role and not role.startswith("assistant"):

@@ -1,4 +1,7 @@
-"""Regular expressions for literals of a format that tolerate other white space, the most common deviation of models."""
+"""Regular expressions that match a format's literals even if the white space differs.
+
+Models deviate from a format in white space more often than in anything else.
+"""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _fractions_between(low: Decimal, low_excluded: bool, high: Decimal, high_exc
         found.append(f' "." {literal(str(least).zfill(places))} "0"{{0,6}} [1-9] [0-9]{{0,4}}')
     if not high_excluded:
         found.append(f' "." {literal(highs)} "0"{{0,8}}' if highs else ' ("." "0"{1,8})?')
-    # These are the shorter forms of the same steps.
+    # These fractions have fewer than `places` decimal places.
     for length in range(places):
         step = 10 ** (places - length)
         lower, upper = -(-first // step), (greatest - (1 if high_excluded else 0)) // step

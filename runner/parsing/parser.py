@@ -53,7 +53,10 @@ class TurnParser:
     control_tokens: Mapping[str, int] = field(default_factory=dict)
     """Control tokens that occur in the format, with their ids."""
     named: ExternalReader | None = None
-    """Reader of calls in a format that the user named; None without one. Required calls are in the learnt format."""
+    """Reader of calls in a format that the user named; None if the user named no format.
+
+    Required calls are read in the learnt format instead, if there is one.
+    """
     stops: tuple[str, ...] = ()
     """Control tokens that end a turn."""
 
@@ -121,7 +124,7 @@ class TurnParser:
         return TurnStream(reader, _schemas(called))
 
     def _by_name(self, called: Sequence[Tool], tool_choice: ToolChoice) -> bool:
-        """Return True if the named format reads the calls. Required calls are read in the learnt format."""
+        """Return True if the named format reads the calls. The learnt format, if there is one, reads required calls."""
         return self.named is not None and bool(called) and (tool_choice == "auto" or self.format.calls is None)
 
     def _read(self, text: str, tools: Sequence[Tool]) -> TurnReading:

@@ -49,7 +49,7 @@ class UnenforcedKeywords:
         """(path, keyword), in order of occurrence."""
 
     def add(self, path: str, keywords: Sequence[str]) -> None:
-        """Record keywords that are left to validation."""
+        """Record keywords of the schema at `path` that are left to validation."""
         self.keywords |= dict.fromkeys((path, keyword) for keyword in keywords)
 
     def sentences(self) -> list[str]:
@@ -82,7 +82,7 @@ class SchemaRules:
         self._left_out = left_out
 
     def value(self, conjunction: Conjunction, depth: int = 0, path: str = "") -> str:
-        """Return an expression for the values that satisfy all of these schemas.
+        """Return an expression for the values that satisfy all schemas of a conjunction.
 
         Raises:
             UnsatisfiableSchema: no such value exists.
@@ -174,7 +174,7 @@ class SchemaRules:
         return rule or self._dialect.string(self._rules, self._after_value(depth))
 
     def _limited(self, shape: ValueShape, after: str) -> tuple[Sequence[str], str | None]:
-        """Return the keywords of a string that a rule enforces, and the rule; None if no rule would enforce any."""
+        """Return the keywords of a string that a rule enforces, and the rule; () and None if there is no rule."""
         if self._dialect.characters is None:
             return (), None
         characters, quote = self._dialect.characters(self._rules), self._quote()

@@ -17,19 +17,22 @@ __all__ = ["TurnStream"]
 class TurnStream(StateReader):
     """Reader of one turn while the turn is sampled.
 
-    A call is emitted once, as soon as no later text can change it. An unreadable call is emitted at the end of the
-    turn, with the text after it, since later text may repair it. Reasoning and content are emitted at once, except for
-    a possible beginning of a mark and for white space before further text. So the joined content pieces equal the
-    content of `reading`, except for white space at the start of a turn with calls. If calls have no trigger, the text
-    from the first possible beginning of a call is emitted at the end. If reasoning has no opening mark, no text is
-    emitted before the close of the reasoning, or the end.
+    A call is emitted once, as soon as no later text can change it. An unreadable call and the text after it are emitted
+    at the end of the turn, since later text may repair the call.
+
+    Reasoning and content are emitted at once. Only a possible beginning of a mark, and white space that may end a part,
+    are held back. So the joined content pieces equal the content of `reading`, except for white space at the start of a
+    turn with calls.
+
+    If calls have no trigger, the text from the first possible beginning of a call is emitted at the end of the turn.
+    If reasoning has no opening mark, no text is emitted before the close of the reasoning, or the end of the turn.
     """
 
     def __init__(self, reader: TurnReader, schemas: Schemas | None = None) -> None:
         """Begin a turn.
 
         Args:
-            reader: reader of turns of this format.
+            reader: reader of complete turns in the format of this turn.
             schemas: tools that may be called; None if they are unknown.
         """
         super().__init__(EventCollector(), self._start)
@@ -37,7 +40,7 @@ class TurnStream(StateReader):
         self._schemas = schemas
         self._thought_open, self._thought_close = reader.reasoning.open, reader.reasoning.close
         self._watch = EndDetector([self._thought_close], quoted=False)
-        self._pending: list[str] = []  # reasoning, if its close follows
+        self._pending: list[str] = []  # text that is reasoning if a close follows
         self._section: _Section | None = None
         self._last = ""  # the last emitted character
 
@@ -54,7 +57,7 @@ class TurnStream(StateReader):
     # --- states: each consumes text and returns the rest for the next state
 
     def _start(self, text: str) -> str:
-        """Handle text before the reasoning, if there is any."""
+        """Handle the start of the turn, which may be a mark of reasoning."""
         text = self._with_held(text)
         start = text.lstrip()
         opening, closing = self._thought_open, self._thought_close
@@ -105,7 +108,7 @@ class TurnStream(StateReader):
         return text
 
     def _before_content(self, text: str) -> str:
-        """Handle text before the content's own mark, if it has one."""
+        """Skip white space and the mark before the content, if the format has such a mark."""
         opening = self._reader.content_open
         if opening:
             text = self._with_held(text).lstrip()
@@ -128,7 +131,7 @@ class TurnStream(StateReader):
         return text[at:]
 
     def _lines(self, text: str) -> str:
-        """Handle content whose calls have no trigger."""
+        """Handle content in a format whose calls have no trigger."""
         assert self._reader.calls is not None
         text = self._with_held(text)
         at, begun = self._reader.calls.may_begin(text, self._last, self._schemas, whole=self._ended)
@@ -169,7 +172,7 @@ class TurnStream(StateReader):
 END_LENGTH: Final = 300
 """Number of characters that suffice to contain the end of a call and the white space in it."""
 IN_LINE: Final = "."
-"""Replacement for the text before a call that does not begin its line."""
+"""Text that replaces the content before a call in the same line."""
 
 
 class _Section:
@@ -189,7 +192,10 @@ class _Section:
         self._watch = EndDetector(marks, quoted=quoted) if watched else None
 
     def feed(self, text: str, collector: EventCollector) -> str | None:
-        """Emit the calls that are certain. Return the text after the section, or None if the section is not closed."""
+        """Emit the calls that no later text can change.
+
+        Return the text after the section, or None if the section is not closed yet.
+        """
         while text:
             end = None if self._watch is None else self._watch.feed(text)
             self.keep(text[:end])

@@ -56,7 +56,7 @@ class UnsupportedPattern(Exception):
 
 
 class JsonCharacters:
-    """Characters as written in a JSON string."""
+    """Writer of grammar expressions for characters in a JSON string."""
 
     def __init__(self, rules: Rules, *, ascii_only: bool, written: Callable[[str], str]) -> None:
         """Write characters for the grammar of `rules`.
@@ -236,7 +236,10 @@ class _PatternWriter:
         self._rules = rules
 
     def found(self, parsed: Sequence[Any], *, begins: bool = False, ends: bool = False) -> str:
-        """Return an expression for strings that match; `begins` and `ends` anchor the match at the start or end."""
+        """Return an expression for the strings in which a parsed pattern is found.
+
+        With `begins`, the match must be at the start of the string; with `ends`, at its end.
+        """
         body = list(parsed)
         while body and _is_at(body[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
             body, begins = body[1:], True

@@ -137,7 +137,7 @@ class CallFormat:
     before_content: str | None
     """Text between calls and content that follows them; None if content precedes calls or is dropped."""
     id_pieces: tuple[Piece, ...] | None
-    """Form of an id for templates that show the tool's name only in the id; None if any id is accepted."""
+    """Form of an id for templates that show the tool's name only in the id; None for other templates."""
     ids: IdStyle
     """Form of generated ids."""
     stop: str
@@ -200,7 +200,7 @@ class TurnFormat:
     harmony: bool = False
     """True if turns consist of messages on channels, as for gpt-oss; the module `harmony` reads such turns."""
     response: ResponseFormat | None = None
-    """Response parsing of the checkpoint; None if it is not used, since calls were learnt or it is missing."""
+    """Response parsing of the checkpoint; None if calls were learnt, or if no response template can be used."""
     ids: IdStyle = IdStyle.ANY
     """Form of generated ids; used only if `calls` is None."""
 

@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
         return value.model_dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):  # values of numpy and torch, recognized without importing these libraries
+    if hasattr(value, "tolist"):  # values of numpy and torch, recognised without importing these libraries
         return value.tolist()
     return _jsonable(value)
 
@@ -68,7 +68,7 @@ def _jsonable(value: Any) -> Any:
         raise TypeError(f"a tool returned a {kind}, which has no JSON form: return a string instead") from None
 
 
-# --- results of the Model Context Protocol, recognized by their form, so that any client's results work
+# --- results of the Model Context Protocol, recognised by their form, so that any client's results work
 
 _MCP_KINDS: Final = frozenset({"text", "image", "audio", "resource", "resource_link"})
 _NOTHING: Final = object()

@@ -38,7 +38,7 @@ _by_identity: dict[int, tuple[Any, SchemaShapes]] = {}
 
 
 def shapes_for(schema: Any) -> SchemaShapes:
-    """Return the shapes of a schema object; cached by identity, since the same object is used for every call."""
+    """Return the shapes of a schema object. They are cached by its identity, since every call uses the same object."""
     known = _by_identity.get(id(schema))
     if known is None:
         if len(_by_identity) >= _CACHE_ENTRIES:
@@ -62,7 +62,7 @@ class SchemaShapes:
         self._types: dict[str, frozenset[str]] = {}
 
     def key(self, conjunction: Conjunction) -> tuple[str, ...]:
-        """Return a key that is equal for equal conjunctions; () if they allow any value."""
+        """Return a key that is equal for equal conjunctions; () if the conjunction allows any value."""
         texts = (f"{f'!{part.keyword} ' if part.negated else ''}{self._text(part.schema)}" for part in conjunction)
         return tuple(sorted({text for text in texts if text not in _TRIVIAL}))
 
@@ -88,14 +88,14 @@ class SchemaShapes:
         return "no object fits its schema" + ("" if name is None else f", since no value fits its argument {name!r}")
 
     def argument(self, name: str) -> tuple[ValueShape, ...]:
-        """Return the shapes of the argument with this name, in any combination with others."""
+        """Return all shapes that the argument with this name can have, for any values of the other arguments."""
         if name not in self._arguments:
             given = (shape for one in self.arguments() for shape in self.of(one.member(name)))
             self._arguments[name] = self._unlike(given)
         return self._arguments[name]
 
     def types_of_argument(self, name: str) -> frozenset[str]:
-        """Return the JSON schema types of the argument with this name; empty for any type."""
+        """Return the JSON schema types of the argument with this name; an empty set if any type is allowed."""
         if name not in self._types:
             self._types[name] = types_of(self.argument(name))
         return self._types[name]
@@ -107,7 +107,11 @@ class SchemaShapes:
         )
 
     def is_satisfiable(self, conjunction: Conjunction, above: frozenset[tuple[str, ...]] = frozenset()) -> bool:
-        """Return whether a finite value satisfies these schemas; `above` has the keys of the schemas around them."""
+        """Return whether a finite value satisfies all schemas of a conjunction.
+
+        `above` has the keys of the conjunctions for the values that contain this value. If it has the key of this
+        conjunction, such values would contain each other without end, so the result is False.
+        """
         key = self.key(conjunction)
         if not key:
             return True
@@ -116,7 +120,7 @@ class SchemaShapes:
         if key not in self._satisfiable:
             found = any(self._can_be(each, above | {key}) for each in self._every(conjunction))
             if not found and above:
-                return False  # the schema may be satisfiable together with other keywords
+                return False  # not cached, since the result may differ without `above`
             self._satisfiable[key] = found
         return self._satisfiable[key]
 
@@ -309,7 +313,7 @@ class SchemaShapes:
         return True
 
     def _listed_of(self, conjunction: Conjunction) -> frozenset[str] | None:
-        """Return the values that a schema lists itself, as JSON; None if it lists none."""
+        """Return the values that one of the schemas lists, itself or by reference, as JSON; None if no schema does."""
         for part in conjunction:
             schema = part.schema
             for _ in range(4):
@@ -378,7 +382,7 @@ def _renamed(shape: ValueShape, keyword: str) -> ValueShape:
 
 
 def types_of(shapes: Sequence[ValueShape]) -> frozenset[str]:
-    """Return the JSON schema types of values of these shapes; empty for any type."""
+    """Return the JSON schema types of values of these shapes; an empty set if any type is allowed."""
     found: set[str] = set()
     unlisted: set[str] = set()
     for shape in shapes:

@@ -19,7 +19,7 @@ IS_NEEDED = sys.version_info < (3, 12)
 def with_readable_typed_dicts(hint: Any) -> Any:
     """Return the hint with each `typing.TypedDict` replaced by a typed dict of typing_extensions.
 
-    Recursive typed dicts are kept. Typed dicts inside the author's dataclasses and models are kept, too.
+    References of a typed dict to itself, and typed dicts inside the author's dataclasses and models, are kept.
     """
     return _HintReader().read(hint) if IS_NEEDED else hint
 

@@ -46,7 +46,7 @@ class _CallShape:
 
     find: FindCall
     probes: tuple[ProbeCall, ProbeCall, ProbeCall]
-    """Calls whose form is learnt."""
+    """Calls that are rendered to learn their form."""
     arguments: ArgumentsFormat
     container: Container | None
     tail: str = ""
@@ -180,7 +180,7 @@ def _several(prober: FormatProber, shape: _CallShape, one: CallSpan) -> tuple[tu
     for number, said in enumerate(shape.probes):
         span = shape.find(text, said, prober.id_of(said, number), spans[-1].end if spans else 0)
         if span is None:
-            # The names may be elsewhere, as in a list of tools.
+            # The names may occur elsewhere in the render, such as in a list of tools.
             return one.pieces, None
         spans.append(span)
     between = {text[a.end : b.start] for a, b in itertools.pairwise(spans)}
@@ -248,7 +248,7 @@ NO_ID: Final = "zqnoidz"
 
 
 def _close(prober: FormatProber, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
-    """Return the close of the calls, and the token that ends only turns with calls, or ""."""
+    """Return the close of the calls, and the token that ends only turns with calls; "" if there is none."""
     marks = prober.cut_points
     shared = marks.common_prefix([last, followed]) if followed is not None else last
     # Some templates write more of a call, such as its id, before a result. The common text is then empty.

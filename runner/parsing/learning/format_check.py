@@ -166,7 +166,7 @@ OTHERS: Final[Mapping[str, Any]] = {
 
 
 def check_cases(form: CallFormat) -> Iterator[FormatCase]:
-    """Yield the cases that a format can write."""
+    """Yield the cases of the check, except those with several calls or content if the format cannot write them."""
     for case in _cases(form):
         several_written = len(case.calls) == 1 or form.between is not None
         content_written = form.after_content is not None or form.before_content is not None
@@ -261,7 +261,7 @@ def _tag_limitations(
 def _has_one_end(form: CallFormat) -> bool:
     """Return True if a grammar has exactly one text that ends an unquoted string.
 
-    A reader also checks the text that follows, but a grammar cannot, so it does not allow the end text in a string.
+    A reader also checks the text after this end text. A grammar cannot, so it allows no string with the end text.
     """
     try:
         return len(ends_of_strings(form)) == 1

@@ -26,7 +26,7 @@ __all__ = ["FormatSource", "FormatVerdict", "LearntFormat", "learn_format", "pro
 
 
 class FormatSource(enum.StrEnum):
-    """Source of a format, in the order in which sources are tried."""
+    """Source of a format. The members are in the order in which the sources are tried."""
 
     HARMONY = "harmony"  # the format is known, and has its own reader
     LEARNT = "learnt"
@@ -104,7 +104,8 @@ def prober_of(renderer: Renderer) -> FormatProber:
 def learn_format(renderer: Renderer) -> LearntFormat:
     """Learn the turn format of a template, usually from 10 to 35 renders, and check the format with about 50.
 
-    If the calls cannot be learnt, the checkpoint's own response template reads them, if it passes its check.
+    If the form of calls cannot be learnt, a response template of the checkpoint is used, provided that it passes a
+    check.
     """
     prober = prober_of(renderer)
     form = TurnFormat(None, None, ContentFormat("", ""))
@@ -125,9 +126,10 @@ def learn_format(renderer: Renderer) -> LearntFormat:
 
 
 def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFormat) -> LearntFormat:
-    """Return the format for calls that could not be learnt: the checkpoint's response template reads them, if it can.
+    """Return the format of a template whose form of calls could not be learnt.
 
-    If it cannot, the format reads no calls.
+    If the template shows calls, and the checkpoint has a response template that passes a check, the response template
+    reads the calls. Otherwise, no calls are read.
     """
     template, why = prober.renderer.template.response_template, str(unlearnt)
     try:
@@ -136,7 +138,7 @@ def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFo
             response, limitations = learn_response(prober, template, form.reasoning)
             form = replace(form, response=response)
             return LearntFormat(form, tuple(sorted(limitations)), None, "", prober.renders)
-    except UnlearnableFormat as error:  # too many renders may have raised the first error, and raise again here
+    except UnlearnableFormat as error:  # the response template is unusable, or too many renders were needed
         if template is not None:
             why = f"{why}; the model's response_template cannot read its calls either: {error}"
     return LearntFormat(form, (), unlearnt.requirement, why, prober.renders)

@@ -69,7 +69,10 @@ class FormatProber:
         return f"functions.{said.name}:{number}" if self.named_ids else call_id(number)
 
     def prompt(self) -> str | None:
-        """Return the text after the user's message in a prompt; None if the template raises or omits the message."""
+        """Return the text after the user's message in a prompt, or the whole prompt if the message is not in it.
+
+        The result is None if the template raises, or if the prompt contains no text except the message.
+        """
         return self._after_question([], [], asking=True)
 
     def turn(
@@ -80,7 +83,9 @@ class FormatProber:
         followed: bool = False,
         ids: str | None = None,
     ) -> str | None:
-        """Return the text after the user's message in a history; None if the template raises or omits the message.
+        """Return the text after the user's message in a history, or the whole text if the message is not in it.
+
+        The result is None if the template raises, or if the render contains no text except the message.
 
         Args:
             calls: calls of the assistant.
@@ -142,7 +147,10 @@ _NO_CALL: Final = ProbeCall("zqtoolz", {"zqkeyz": "zqvaluez"})
 
 
 def _tools(calls: Sequence[ProbeCall], *, typed: bool) -> list[dict[str, Any]]:
-    """Return tools for the calls, since a template may look up their schemas; `typed` False declares strings only."""
+    """Return tools for the calls, since a template may look up their schemas.
+
+    With `typed`, each argument has the type of its value. Otherwise, all arguments are declared as strings.
+    """
     properties: dict[str, dict[str, Any]] = {}
     for said in calls or [_NO_CALL]:
         declared = properties.setdefault(said.name, {})

@@ -68,7 +68,7 @@ def check_reader(prober: FormatProber, read: ReadText, reasoning: ReasoningForma
     """Check whether a reader reads the calls that the template writes, and return the result.
 
     The check of a learnt format reads text that is composed from its literals; this check reads complete renders, cut
-    into turns. Tools declare all parameter types, since such readers rely on them.
+    into turns. A misread case is read again with tools that declare all parameter types, since some readers need them.
     """
     return _ReaderChecker(prober, read, RenderedTurns(prober, reasoning)).checked()
 

@@ -17,8 +17,8 @@ OTHER_ANSWER: Final = "It is 42."
 CALL: Final = ProbeCall("zqfirstz", {"zqkeyaz": "zqvaluez"})
 FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 TAGS: Final = ("<think>", "[THINK]", "<thinking>")
-"""Tags that are tried around reasoning in the content, if the template has no field for reasoning, and does not open
-reasoning in the prompt.
+"""Tags that are tried around reasoning in the content, if the template takes no separate reasoning. A reasoning tag at
+the end of the prompt is tried before them.
 """
 
 
@@ -56,8 +56,9 @@ class _Thought:
     field: str | None
     """Field of the message; None if the reasoning is part of the content."""
     open: str = ""
+    """Opening tag of reasoning in the content."""
     close: str = ""
-    """Tags around reasoning in the content."""
+    """Closing tag of reasoning in the content."""
     with_call: bool = False
     """True if reasoning is shown only beside a call."""
 
@@ -110,7 +111,7 @@ def _is_thought(prober: FormatProber, opened: str, prompt: str) -> bool:
     header = (prober.turn(content=ANSWERED, followed=True) or "").partition(ANSWERED)[0]
     closing = _closing(opened)
     begun = opened in prompt and not prompt.rpartition(opened)[2].replace(closing, "").strip()
-    # The mark of a role has no close, or its close is in the header of every answer.
+    # The mark of a role has no close in the template, or the header of every answer has the mark without its close.
     known = opened in TAGS or closing in prober.renderer.template.text
     return begun and known and (opened not in header or closing in header)
 

@@ -86,10 +86,10 @@ class TaggedLearner:
         return CallSpan(at, end, (Slot.NAME, Slot.ARGUMENTS), text[arguments:end], text[:arguments], None)
 
     def ended(self, close: str, between: str | None) -> tuple[TaggedArguments, str, str | None]:
-        """Return the arguments, and `close` and `between` without the text after the last value.
+        """Return the arguments, and `close` and `between` without the tail of the arguments at their start.
 
         Raises:
-            UnlearnableFormat: one of the two does not begin with that text.
+            UnlearnableFormat: `close` or `between` does not begin with the tail.
         """
         tail = self.arguments.tail
         if not close.startswith(tail) or not (between is None or between.startswith(tail)):
