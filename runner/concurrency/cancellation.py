@@ -18,8 +18,8 @@ ResultT = TypeVar("ResultT")
 
 
 def cancellation_is_asked_for() -> bool:
-    """True if a cancel scope around the current task is cancelled, or a clock over it has fired."""
-    # anyio sets the deadline of a cancelled scope to minus infinity, on every event loop.
+    """True if a cancel scope around the current task is cancelled, or a clock over the task has fired."""
+    # Inside a cancelled scope, anyio reports minus infinity as the deadline, on every event loop.
     return anyio.current_effective_deadline() == -math.inf or a_clock_has_fired()
 
 

@@ -14,10 +14,10 @@ async def child_ended(pid: int) -> None:
     """Wait until a child has ended, without reaping it, so that its process id stays reserved."""
     try:
         descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # the system lacks this function
+    except (AttributeError, OSError):  # the system lacks `pidfd_open`
         look = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # The wait has a separate limiter, since programs that run for hours would occupy all threads of the default
-        # one.
+        # Waits for programs that run for hours would occupy all threads of the default limiter, so this wait has its
+        # own limiter.
         await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         return
     try:

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FIRST_STEP_FACTOR: Final = 10.0
-"""Factor of the stall limits until an engine of a model has made its first step, which may compile kernels."""
+"""Factor by which stall limits are longer until an engine has made its first step, which may compile kernels."""
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -46,7 +46,7 @@ def loop_time() -> float:
 
 
 def loop_clock() -> Callable[[], float]:
-    """Return a function with the result of `loop_time()` at a lower cost; for the current event loop only."""
+    """Return a function that returns the time of the current event loop, as `loop_time()` does, at a lower cost."""
     try:
         return asyncio.get_running_loop().time
     except RuntimeError:
@@ -80,7 +80,7 @@ def require_asyncio(user: str, *, in_tests: str = "a fixture anyio_backend that 
 
 
 def task_scope() -> TaskScope | anyio.CancelScope:
-    """Return a cancel scope for a block of the current task. The scope for asyncio takes half as long as anyio's."""
+    """Return a cancel scope for a block of the current task. On asyncio, it takes half as long as a scope of anyio."""
     return TaskScope() if on_asyncio() else anyio.CancelScope()
 
 
@@ -90,20 +90,21 @@ def a_clock_has_fired() -> bool:
 
 
 class Clock:
-    """A time limit over a block, `None` for no limit.
+    """An optional time limit over a block of code.
 
     Every clock over a task pauses while the task waits in a queue (`Waiting`), such as for the engine or a worker
-    thread, so that an outcome does not depend on the number of concurrent episodes. A clock also pauses while an agent
-    is sampled inside the block, unless `counts_sampling` is set: a slow engine is not the fault of the author's code.
+    thread. So an outcome does not depend on the number of concurrent episodes. A clock also pauses while an agent is
+    sampled inside the block, unless `counts_sampling` is set: a slow engine is not the fault of the author's code.
     `start` sets a new limit and `lift` removes it, so that a block can stay open while its limit changes.
 
-    On asyncio the block may run code of an author that leaves scopes open after it, or closes scopes that were opened
-    before it. On other event loops, both are errors.
+    On asyncio and without `over_tasks`, an author's code in the block may leave scopes open, or close scopes that were
+    opened before the block. Otherwise, both are errors.
 
     Args:
         seconds: the limit; None for no limit.
         counts_sampling: True if the clock runs while an agent is sampled inside the block.
-        over_tasks: True for anyio's own scope, whose cancellation and shield also reach tasks started in the block.
+        over_tasks: True to use anyio's own scope. Its cancellation and its shield also apply to tasks that are started
+            in the block.
     """
 
     __slots__ = ("_holds", "_outer", "_remaining", "_requests", "_still", "counts_sampling", "scope", "seconds")
@@ -112,7 +113,7 @@ class Clock:
         self, seconds: float | None = None, *, counts_sampling: bool = False, over_tasks: bool = False
     ) -> None:
         self.seconds = seconds
-        """The latest limit; None for no limit."""
+        """The limit in seconds that was set last; None for no limit."""
         self.counts_sampling = counts_sampling
         """True if the clock runs while an agent is sampled inside the block."""
         self.scope = anyio.CancelScope() if over_tasks else task_scope()
@@ -141,7 +142,7 @@ class Clock:
         self.start(None)
 
     def hold(self) -> None:
-        """Pause the clock. If several waits overlap, each of them calls `hold` once."""
+        """Count one more wait. The clock pauses; with parallel requests (`begin_request`), once all of them wait."""
         self._holds += 1
         self._settle()
 
@@ -179,7 +180,7 @@ class Clock:
             self.scope.deadline = math.inf
 
     def is_over_this_task(self) -> bool:
-        """True if the clock runs over the current task."""
+        """True if the current task runs under this clock."""
         return self in _running.get()
 
     def __enter__(self) -> Self:
@@ -208,7 +209,7 @@ class Waiting:
         self.began = 0.0
         """Time at which the wait began, on the event loop's clock."""
         self.seconds = 0.0
-        """Duration of the wait, once it is over."""
+        """Duration of the wait; 0 until it is over."""
 
     def __enter__(self) -> Self:
         self._clocks = _running.get()
@@ -254,7 +255,7 @@ class ParallelRequest:
 
 
 class WhileSampling:
-    """A block in which the clocks over the current task that do not count sampling are paused."""
+    """A block in which every clock over the current task is paused, except clocks with `counts_sampling`."""
 
     __slots__ = ("_clocks",)
 
@@ -296,12 +297,12 @@ class PauseState:
                 waiting.over()
 
     def watched(self) -> Waiting:
-        """A block in which the clocks over the current task are paused while this object is paused."""
+        """Return a block in which the clocks over the current task are paused while this object is paused."""
         return _Watched(self)
 
 
 class _Watched(Waiting):
-    """The block of `PauseState.watched`. It is a class, since a generator would take three times as long."""
+    """The block of `PauseState.watched`. A generator would take three times as long as this class."""
 
     __slots__ = ("_pause_state",)
 
@@ -324,12 +325,12 @@ class _Watched(Waiting):
 class Progress:
     """The progress of an object, such as an engine, which restarts the clocks of all tasks that wait for the object.
 
-    While an engine reads the prompts of some turns, others wait for their first id although the engine is not silent.
+    While an engine reads the prompts of some turns, other turns wait for their first id, although the engine works.
     Clocks restart at most once per eighth of the shortest limit, not at every step, since moving a deadline creates a
     timer.
 
     Args:
-        first: factor of the limits until the first progress.
+        first: factor by which the limits are longer until the first progress.
     """
 
     __slots__ = ("_clocks", "_factor", "_next")
@@ -340,7 +341,7 @@ class Progress:
         self._next = 0.0  # no clock is restarted before this time
 
     def note(self, now: float | None = None) -> None:
-        """Report progress; `now` is the event loop's time, if the caller has it."""
+        """Report progress. `now` is the current time of the event loop; None to read it."""
         now = loop_time() if now is None else now
         if now < self._next:
             return
@@ -352,7 +353,7 @@ class Progress:
         self._next = now + min(map(_patience, self._clocks.values())) / 8
 
     def watched(self, clock: Clock) -> AbstractContextManager[None]:
-        """A block in which each progress restarts the clock."""
+        """Return a block in which progress restarts the clock."""
         return _Noted(self, clock)
 
 

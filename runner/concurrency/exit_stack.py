@@ -27,7 +27,7 @@ class ThreadedExitStack(AsyncExitStack):
 
     Args:
         leave: function that exits a context that was entered in a thread; None to exit all contexts on the event loop.
-        owner: the owner of the stack, for people.
+        owner: name of the owner of the stack, for messages.
     """
 
     def __init__(self, leave: Leave | None = None, owner: str = "") -> None:
@@ -82,7 +82,7 @@ class ThreadedExitStack(AsyncExitStack):
         return self._leave is None or threading.get_ident() == self._loop_thread
 
     def _push_apart(self, single: ExitStack, name: str) -> None:
-        # Each context has its own stack, so that the limit of `leave` applies to each one and their order stays.
+        # Each context has its own stack, so that `leave` exits the contexts one by one, each with its own time limit.
         leave = self._leave
         assert leave is not None
 
@@ -100,7 +100,7 @@ def is_empty(stack: AsyncExitStack) -> bool:
 
 
 def _left(single: ExitStack, passing: BaseException | None) -> bool | None:
-    """Exit one context. If a passing error is raised again, it is not the context's own."""
+    """Exit one context. Return True if it suppressed the passing error; if it raised that error again, return False."""
     try:
         return single.__exit__(*exit_arguments(passing))
     except BaseException as error:
@@ -112,12 +112,12 @@ def _left(single: ExitStack, passing: BaseException | None) -> bool | None:
 def exit_arguments(
     passing: BaseException | None,
 ) -> tuple[type[BaseException] | None, BaseException | None, TracebackType | None]:
-    """The arguments of an `__exit__` for the error that passes through it."""
+    """Return the three arguments of `__exit__` for the error `passing`; each is None without an error."""
     return (None, None, None) if passing is None else (type(passing), passing, passing.__traceback__)
 
 
 def _name_of(thing: Any) -> str:
-    """The name of a function, of the function of a `@contextmanager`, or of the class."""
+    """Return the name of a function, of the function that `@contextmanager` wraps, or of the class of an object."""
     for function in (thing, getattr(thing, "func", None)):
         if isinstance(name := getattr(function, "__qualname__", None), str):
             return name

@@ -20,12 +20,12 @@ from runner.concurrency.threads import Workers
 __all__ = ["LATE_SECONDS", "Blocker", "LagMonitor"]
 
 TICK_SECONDS = 0.02
-"""Seconds between two marks of the loop."""
+"""Seconds between two marks that a task on the event loop sets."""
 LATE_SECONDS = 0.05
-"""Delay of a mark in seconds, at the default tick, above which code is blamed and the lag is reported."""
+"""Delay of a mark in seconds, at the default tick, above which the code that runs is blamed and the lag is reported."""
 LOOP_STUCK_SECONDS = 60.0
-"""Seconds after which the run is notified that its loop is stuck. Until then no limit of an episode fires, since clocks
-use the loop.
+"""Seconds after which the run is notified that its event loop is stuck. While the loop is stuck, no limit of an episode
+fires, since clocks use the loop.
 """
 STOPPED_SECONDS = 5.0
 """Seconds between two checks of the watching thread, above which the process itself counts as stopped."""
@@ -40,7 +40,7 @@ class Blocker:
     seconds: float
     """Measured seconds for which the code blocked the loop."""
     thread: bool
-    """True if the code ran in a worker thread, where it computes instead of waiting."""
+    """True if the code ran in a worker thread, and computed there instead of waiting."""
     leaving: bool = False
     """True if the code exited a context that an asynchronous `setup()` had entered in `episode.exit_stack`."""
 
@@ -61,7 +61,7 @@ class LagMonitor:
     """A block that measures the lag of the event loop, and names the code that causes the lag.
 
     A task on the loop sets a mark every 20 ms, and a thread checks the mark. If the mark is more than 50 ms late, the
-    thread samples the frames of the loop and of the run's worker threads. With another `tick` both times change.
+    thread samples the frames of the loop and of the run's worker threads. Both times are proportional to `tick`.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class LagMonitor:
         """Function that is called in the watching thread, with the blocking code, when the loop has been stuck for
         `stuck_seconds`."""
         self.stuck_seconds = stuck_seconds
-        """Seconds before `on_stuck` is called; a minute by default."""
+        """Seconds for which the loop must be stuck before `on_stuck` is called; 60 by default."""
         self._workers = workers
         self._tick_seconds = tick
         self._late = tick * LATE_SECONDS / TICK_SECONDS
-        self._lags: deque[float] = deque(maxlen=3000)  # a minute of ticks of 20 ms
+        self._lags: deque[float] = deque(maxlen=3000)  # 3000 ticks of 20 ms last a minute
         self._seconds: dict[tuple[str, bool, bool], float] = {}
         self._mark = 0.0
         self._loop_thread = 0
@@ -111,7 +111,7 @@ class LagMonitor:
         return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
 
     async def _tick(self) -> None:
-        # This is the clock of the watching thread, since the clock of the loop may be virtual.
+        # The clock of the loop may be virtual, so marks use the clock of the watching thread.
         while True:
             began = time.monotonic()
             self._mark = began
@@ -128,7 +128,7 @@ class LagMonitor:
                 mark, stopped = self._mark, 0.0
             elif looked - before > STOPPED_SECONDS:
                 # This thread did not run either: the process was stopped (SIGSTOP, Ctrl-Z, a suspended machine), or a
-                # call kept the interpreter lock. The loop gets time once it can run.
+                # call kept the interpreter lock. This time does not count as time for which the loop is stuck.
                 stopped += looked - before
             late = looked - mark - self._tick_seconds
             if late < self._late:
@@ -148,7 +148,7 @@ class LagMonitor:
             if own is not None or stack is not None:
                 self._add(_describe(own or on_loop, stack), leaving=stack is not None)
                 return
-            # No code runs on the loop, so a computing thread has kept the interpreter lock.
+            # No author's code runs on the loop, so a computing thread may have kept the interpreter lock.
             for job in list(self._workers.running.values()):
                 frame = author_frame(frames.get(job.thread or 0))
                 if frame is not None and job.computed():
@@ -167,7 +167,7 @@ class LagMonitor:
 
 
 def _unwound(innermost: FrameType | None) -> ThreadedExitStack | None:
-    """The exit stack that is being unwound in this frame or in one of its callers, or None."""
+    """Return the exit stack that is being unwound in this frame or in one of its callers, or None."""
     for frame in outwards(innermost):
         if frame.f_code is ThreadedExitStack.unwind.__code__:
             stack: ThreadedExitStack = frame.f_locals["self"]

@@ -17,13 +17,13 @@ __all__ = ["LentClock", "OwnTask"]
 class OwnTask:
     """A separate task that runs a function.
 
-    Only one scope is entered in that task outside of the function. Scopes that the function leaves open cannot affect
-    other code, and are cancelled once the function has returned.
+    By default the task runs no other code, so scopes that the function leaves open cannot affect other code. These
+    scopes are cancelled after `close_rest`.
     """
 
     def __init__(self) -> None:
         self.outer = Clock(over_tasks=True)
-        """The outermost clock. Its shield keeps out the cancellation of the caller of `run`."""
+        """The clock around the whole task, without a limit of its own."""
         self.left_open = False
         """True if the function left scopes or task groups open."""
         self.cannot_be_left = False
@@ -88,8 +88,8 @@ class OwnTask:
         self.outer.scope.shield = True
 
     def clock(self, seconds: float | None = None) -> Clock | LentClock:
-        """Return a clock over a part of the function that may leave scopes open, or close earlier ones."""
-        # On other event loops, scopes must be left in order, so the outermost clock is the only one.
+        """Return a clock over a part of the function. The part may leave scopes open, or close earlier scopes."""
+        # On other event loops, scopes must be left in order, so all parts use the scope of the outermost clock.
         return Clock(seconds) if on_asyncio() else LentClock(self.outer, seconds)
 
     async def _hosted(
@@ -115,11 +115,15 @@ class OwnTask:
 
 
 class LentClock:
-    """An outer block's clock without a limit, used with the limit of an inner block. Once fired, it stays fired."""
+    """The clock of an outer block, lent to an inner block.
+
+    The outer block sets no limit, so the clock has the limit of the inner block until that block ends. If the limit is
+    reached, the outer block is cancelled, so `fired` stays True.
+    """
 
     def __init__(self, clock: Clock, seconds: float | None) -> None:
         self.seconds = seconds
-        """The limit that was last set; None for no limit."""
+        """The limit in seconds that was set last; None for no limit."""
         self.scope = clock.scope
         """The cancel scope of the outer clock."""
         self._clock = clock
@@ -148,7 +152,7 @@ class LentClock:
 
 
 def _left(scope: anyio.CancelScope, groups: int) -> bool:
-    """Leave a scope, and return True if nothing that was opened inside it is still open.
+    """Leave a scope. Return False if a scope or a task group that was opened inside it is still open, else True.
 
     Args:
         scope: the scope.
@@ -162,9 +166,10 @@ def _left(scope: anyio.CancelScope, groups: int) -> bool:
 
 
 def _open_groups() -> int:
-    """The number of open task groups in this task; 0 on asyncio, which does not allow a scope to be left early.
+    """Return the number of open task groups of this task on trio; 0 on asyncio.
 
-    If a scope around a group is left early, trio forgets the scope of the group, but not the group.
+    If a scope is left before a task group that was opened inside it, trio forgets the scope of the group, but not the
+    group. On asyncio, the scope stays open too.
     """
     if on_asyncio():
         return 0

@@ -48,7 +48,7 @@ class TaskScope:
     @deadline.setter
     def deadline(self, value: float) -> None:
         self._deadline = value
-        # An earlier timer is kept, and set again when it is due, since a clock moves its deadline at every turn.
+        # A timer that is due earlier is kept, and moved only when it is due: clocks move their deadlines at every turn.
         if value < self._due and self._task is not None and not self.cancel_called:
             self._disarm()
             self._arm()

@@ -21,11 +21,11 @@ _LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.
 
 @contextmanager
 def frames_by_thread() -> Iterator[Mapping[int, FrameType]]:
-    """The innermost frame of each thread, by thread id. Frames may be read inside the block only.
+    """Provide the innermost frame of each thread, by thread id. Read the frames only inside the block.
 
     The garbage collector is off inside the block. In Python 3.11, the call that reads a frame of a running thread may
-    run the collector. A finalizer that the collector runs lets the other thread continue and end the frame: the process
-    crashes, or hangs (CPython issues 106883 and 111363).
+    run the collector, and with it a finaliser that lets the other thread continue. If that thread then ends the frame,
+    the process crashes or hangs (CPython issues 106883 and 111363).
     """
     with _one_at_a_time:
         enabled = gc.isenabled()
@@ -38,14 +38,17 @@ def frames_by_thread() -> Iterator[Mapping[int, FrameType]]:
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and its callers, the innermost first."""
+    """Yield a frame and its callers, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def author_frame(innermost: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside our code and libraries, or None; code that started the loop is not blamed."""
+    """Return the innermost frame of an author's code, or None.
+
+    The search ends at the frames of the event loop, since the code that started the loop is not to blame.
+    """
     for frame in outwards(innermost):
         name = frame.f_code.co_filename
         if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):

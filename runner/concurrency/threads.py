@@ -41,7 +41,7 @@ class Job:
         self.function = function
         self.name = name
         self.thread: int | None = None
-        """The identifier of its thread; None until it is started."""
+        """The identifier of the thread that makes the call; None until the call is started."""
         self.done = False
         """True if the call has returned or raised."""
         self.result: Any = None
@@ -58,7 +58,7 @@ class Job:
         return self.thread is not None and not self.done
 
     def computed(self) -> bool:
-        """Return whether the call's thread used more than `BUSY_SECONDS` of processor time since the last check.
+        """Return True if the call's thread used more than `BUSY_SECONDS` of processor time since the last check.
 
         A thread that only waits uses less. The next check counts from now.
         """
@@ -91,10 +91,10 @@ class Job:
 
 
 _HAD: ContextVar[frozenset[ContextVar[Any]]] = ContextVar("_HAD", default=frozenset())
-"""The variables that a task had after its last call in a thread. A variable that is missing later was reset."""
+"""The context variables that a task had after its last call in a thread. A variable that is missing later was reset."""
 
 _Tokens: TypeAlias = dict[ContextVar[Any], Token[Any]]
-"""Tokens of the first settings, by which variables become unset again."""
+"""Tokens of the first settings of context variables. A token can make its variable unset again."""
 
 
 class ThreadContext:
@@ -162,7 +162,7 @@ class Workers:
         self._unlimited = anyio.CapacityLimiter(math.inf)
         self._idle = IdleThreads()
         self.running: dict[int, Job] = {}
-        """The jobs that are in a thread now, for the lag report."""
+        """The jobs that are in a thread now, by object id, for the lag report."""
         self.abandoned: list[str] = []
         """The names of calls whose thread was abandoned."""
 
@@ -235,7 +235,7 @@ class _Work(NamedTuple):
 
 
 class IdleThreads(list["WorkerThread"]):
-    """The idle threads of some `Workers`.
+    """The idle threads of one `Workers` object.
 
     Idle threads are kept until the workers are closed: the kernel kills some processes when the thread that started
     them ends, such as the processes of `bwrap --die-with-parent`.
@@ -258,7 +258,7 @@ class IdleThreads(list["WorkerThread"]):
 
 
 class WorkerThread(threading.Thread):
-    """A worker thread of this event loop. It is a daemon, since a hanging thread of anyio would keep the process alive.
+    """A worker thread of this event loop. It is a daemon: a hanging thread of anyio would keep the process alive.
 
     Args:
         idle: the list that the thread joins while it is idle, and whose `close` ends the thread; with None the thread
@@ -314,12 +314,12 @@ class WorkerThread(threading.Thread):
 
 
 def busy_threads() -> list[threading.Thread]:
-    """The working threads of any run, abandoned ones included."""
+    """Return the working threads of all runs, including abandoned threads."""
     return [t for t in threading.enumerate() if isinstance(t, WorkerThread) and t not in t.idle_workers]
 
 
 def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
-    """Return a function that schedules a call on the current event loop; usable in any thread, without waiting."""
+    """Return a function that schedules a call on the current event loop. Any thread may call it; it does not wait."""
     native: Any = anyio.lowlevel.current_token().native_token
     # Trio's token has the first of these methods, and asyncio's loop has the second.
     schedule: Callable[[Callable[[], object]], object]

@@ -47,7 +47,10 @@ _MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted|Nu
 
 
 class AuthorExit(Exception):
-    """The author's code called `sys.exit`, or raised something that is not an Exception; only its episode ends."""
+    """The author's code called `sys.exit`, raised an error that is not an Exception, or cancelled its own task.
+
+    Only its episode ends.
+    """
 
 
 class TooSlow(Exception):
@@ -133,21 +136,21 @@ class AuthorCode:
             return await function()
         with clock(seconds) as limit:
             result = await function()
-        # The clock shows this, since the author's code may have swallowed the exception.
+        # The clock is checked, since the author's code may have swallowed the cancellation.
         if limit.fired:
             raise TooSlow(name, seconds)
         return result
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for an `async def`, or an object whose call is one."""
+    """Return True for an `async def` function, or an object whose `__call__` is an `async def` method."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def describe_error(error: BaseException) -> str:
-    """One line about an error and its place, for people. Groups of one error are unwrapped.
+    """Describe an error and the place where it was raised, for people. Groups of one error are unwrapped.
 
-    The place is the innermost frame of the author's code, with the innermost frame of a library that it called.
+    The place is the innermost frame of the author's code, and the innermost frame of all if it is in a library.
     """
     error = unwrapped(error)
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
@@ -190,7 +193,7 @@ def _what_left(error: BaseException) -> str:
 
 
 def _is_not_the_authors(error: BaseException) -> bool:
-    """True for a cancellation, GeneratorExit or Ctrl-C, even in a group."""
+    """Return True for a cancellation, GeneratorExit or Ctrl-C, even in a group."""
     kinds = (anyio.get_cancelled_exc_class(), GeneratorExit, KeyboardInterrupt)
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(kinds) is not None
@@ -206,7 +209,7 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def is_foreign(filename: str) -> bool:
-    """True if the file is not the author's: a file of ours or of a library, or one that cannot be opened."""
+    """Return True for a file of deltarunner or of a library, and for a name that is not a file, such as `<string>`."""
     return filename.startswith((_OURS, "<")) or _is_library(filename)
 
 

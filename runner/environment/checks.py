@@ -1,4 +1,4 @@
-"""Checks of an environment before it is played, together with its model."""
+"""Checks of an environment and its model, before the environment is played."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["as_environment", "check_playable", "check_tools", "common_system_pro
 
 
 def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> Environment[Any]:
-    """The environment object; a class is constructed without arguments.
+    """Return the environment object; a class is constructed without arguments.
 
     Raises:
         BadEnvironment: the value is not an environment, its class needs arguments, or its constructor raised an error
@@ -128,7 +128,7 @@ def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
 
 
 def _unseen(tools: Sequence[Tool], chat: ChatModel) -> Iterator[str]:
-    """Warnings about parts of arguments that prompts omit, one for each tool."""
+    """Yield one warning for each tool with parts of arguments that prompts omit."""
     for tool in tools:
         unseen = unseen_of(chat.renderer.render_tool, tool.as_openai())
         if unseen:
@@ -139,7 +139,7 @@ def _unseen(tools: Sequence[Tool], chat: ChatModel) -> Iterator[str]:
 
 
 def _unchecked(tools: Sequence[Tool]) -> Iterator[str]:
-    """A warning about keywords of schemas that are not checked."""
+    """Yield one warning about the schema keywords that are not checked, if any."""
     found = [(tool, note) for tool in tools for note in modern(tool.parameters).notes]
     if found:
         tool, note = found[0]
@@ -150,7 +150,7 @@ def _unchecked(tools: Sequence[Tool]) -> Iterator[str]:
 
 
 def _unenforced(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> Iterator[str]:
-    """A warning about parts of schemas that the grammar of a constrained call does not enforce."""
+    """Yield one warning about the parts of schemas that the grammar of a constrained call does not enforce, if any."""
     form = chat.parser.format.calls
     held = [tool for tool in tools if choice in ("required", tool.name)] or (
         tools if choice == "auto" and any(tool.strict for tool in tools) else []
@@ -164,7 +164,7 @@ def _unenforced(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> I
 
 
 def _others(found: Sequence[object]) -> str:
-    """A sentence about the items after the first, with the names of at most `MAX_OTHERS`; "" if there are none."""
+    """Return a sentence about the items after the first, which names at most `MAX_OTHERS`; "" if there are none."""
     if len(found) < 2:
         return ""
     more = f" and {len(found) - 1 - MAX_OTHERS} others" if len(found) - 1 > MAX_OTHERS else ""
@@ -172,11 +172,11 @@ def _others(found: Sequence[object]) -> str:
 
 
 MAX_OTHERS: Final = 5
-"""Maximum number of tools or arguments that are named after the first."""
+"""Maximum number of tools or arguments that a message names after the first."""
 
 
 def common_system_prompt(environment: Hooks) -> str | None:
-    """The system prompt of all episodes; None without one, or if it depends on the episode."""
+    """Return the system prompt that all episodes share; None without one, or if it depends on the episode."""
     try:
         return environment.system_prompt
     except NotInEpisode:

@@ -114,12 +114,12 @@ class Environment(Generic[TaskT]):
         self._construction = (args, kwargs)
         return self
 
-    # Otherwise Python would ignore misspelt arguments of a class without __init__.
+    # Without this method, Python would ignore misspelt arguments of a class that has no __init__.
     def __init__(self) -> None:
         pass
 
     def tasks(self) -> Iterable[TaskT] | AsyncIterable[TaskT]:
-        """The tasks; called on the object that you construct."""
+        """Return the tasks. The runner calls this method on the object that you construct."""
         raise BadEnvironment(
             f"{type(self).__name__} has no tasks: define tasks(), or give them to the run (tasks=, --tasks FILE.jsonl)."
         )

@@ -34,7 +34,7 @@ async def lifespan_of(
         yield None
         return
     lifespan = _Lifespan(environment, workers)
-    # The scope encloses all other code, because cancel scopes that an asynchronous lifespan opens must close inside.
+    # The scope encloses all other code, because cancel scopes of an asynchronous lifespan must close inside it.
     with anyio.CancelScope() as leaving:
         shared = await lifespan.enter()
         passing: BaseException | None = None
@@ -84,7 +84,7 @@ class _Lifespan:
         else:
             self._thread = WorkerThread()
             self._manager = await self._in_thread(make)
-        # Decide by the returned object: a synchronous method may return either kind.
+        # The returned object is checked, since a synchronous method may return an asynchronous context manager.
         if not hasattr(self._manager, "__aenter__"):
             if not hasattr(self._manager, "__enter__"):
                 raise BadEnvironment(

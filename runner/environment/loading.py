@@ -1,4 +1,4 @@
-"""Loading of environments by name: bundled, `module:Class` or `path.py:Class`; and of their settings from text."""
+"""Loading of environments by name (bundled, `module:Class`, `path.py:Class`), and of their settings from text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BundledEnvironment:
 
 
 def bundled_environments() -> list[BundledEnvironment]:
-    """The environments of all installed packages (entry points of group `deltarunner.environments`), by name."""
+    """Return the environments of installed packages (entry-point group `deltarunner.environments`), sorted by name."""
     return [_described(entry) for entry in sorted(_entries().values(), key=lambda entry: entry.name)]
 
 
@@ -74,10 +74,10 @@ def _described(entry: EntryPoint) -> BundledEnvironment:
 
 
 def find_environment(name: str) -> type[Environment[Any]]:
-    """The class of an environment: a bundled name, `module:Class`, or `path.py:Class`.
+    """Return the class of an environment, given a bundled name, `module:Class`, or `path.py:Class`.
 
     A bundled name may be followed by a colon and a setting, which `settings_in_name` returns: `harbor:FOLDER`.
-    `:Class` may be omitted if the module defines one environment.
+    `:Class` may be omitted if the module defines only one environment.
 
     Raises:
         BadEnvironment: no environment has this name, the name fits several, or its module cannot be loaded.
@@ -103,7 +103,7 @@ def find_environment(name: str) -> type[Environment[Any]]:
 
 
 def short_name(name: str) -> str:
-    """The environment's name for run files: a bundled name, or the name of the class, the file or the module.
+    """Return the environment's name for run files: a bundled name, or the name of the class, the file or the module.
 
     For a name with a setting, it is the last part of the setting: "tasks" for `harbor:data/tasks`.
     """
@@ -112,7 +112,7 @@ def short_name(name: str) -> str:
 
 
 def settings_in_name(name: str) -> dict[str, str]:
-    """The setting in a name: {"folder": "tasks/"} for `harbor:tasks/`; {} for most names."""
+    """Return the setting in a name: {"folder": "tasks/"} for `harbor:tasks/`; {} for a name without a setting."""
     where, _, value = name.partition(":")
     entries = _entries()
     setting = _load_entry(entries[where]).named_setting if value and where in entries else ""

@@ -39,8 +39,8 @@ class OpenEpisodes(Environment):
         Args:
             notify: a function that is called for each new key with the episode's id, the episode's endpoint, and the
                 folder of settings for clients.
-            train: train all threads or none; None trains threads with tools.
-            system_as_user: turn later system messages into user messages.
+            train: True to train on all threads, False on none, None on threads with tools.
+            system_as_user: True to turn later system messages into user messages.
             overflow: if a history does not fit: "tell" returns an error to the client, "end" ends the episode.
             sent_history: "append" continues the sampled history, "client" the history that the client sends.
 
@@ -53,7 +53,7 @@ class OpenEpisodes(Environment):
         self.reported: float | None = None
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each key."""
+        """Yield one task for each key, without end."""
         return (Task(id=f"key-{number}", prompt="") for number in itertools.count())
 
     async def rollout(self, conversation: Conversation) -> None:
@@ -64,5 +64,5 @@ class OpenEpisodes(Environment):
 
     @reward
     def reported_reward(self) -> float | None:
-        """The reward that `end_url` received; None without one."""
+        """The reward that `end_url` received; None if it received no reward."""
         return self.reported

@@ -28,8 +28,8 @@ PROMPT = "{prompt}"
 class Program(Environment):
     """An existing agent program. It gets the task's prompt and a folder, and a check command decides the reward.
 
-    The folder is a copy of `copy`. The reward is 1 if the check exits with 0. Without a check, the program's exit code
-    counts instead. A program that fails has no reward.
+    The folder is a copy of the folder `copy`, or empty. The reward is 1 if the check exits with 0. Without a check, the
+    program's exit code counts instead. A program that fails (see `code`) has no reward.
     """
 
     limits = Limits(turns=200, seconds=3600)
@@ -57,14 +57,14 @@ class Program(Environment):
         Args:
             agent: the command; `{prompt}` is replaced by the task's prompt, `{model}` by the model's name, `{base_url}`
                 by the endpoint's URL. The command is split as in a shell, but does not run in a shell.
-            check: a command that exits with 0 in the folder if the program solved the task.
-            copy: the folder to copy for each episode.
+            check: a command that exits with 0 in the folder if the program solved the task; "" for no check.
+            copy: the folder to copy for each episode; "" to begin with an empty folder.
             wrap: a command that runs the program and the check, such as `bwrap ...`; `{folder}` is replaced by the
                 working folder, `{home}` by HOME.
             programs: maximum number of concurrent programs; 0 for four per core.
             code: True if a program that does not exit with 0 fails; False if only the check decides.
-            train: train all threads or none; None trains threads with tools.
-            system_as_user: turn later system messages into user messages.
+            train: True to train on all threads, False on none, None on threads with tools.
+            system_as_user: True to turn later system messages into user messages.
             overflow: if a history does not fit: "tell" returns an error to the program, "end" ends the episode.
             sent_history: "append" continues the sampled history, "client" the history that the program sends.
 
@@ -115,7 +115,7 @@ class Program(Environment):
 
     @reward
     async def passes(self) -> float:
-        """1 if the check passes, or without a check if the program exits with 0; else 0."""
+        """1 if the check passes, else 0. Without a check, 1 if the program exits with 0, else 0."""
         if not self.checking:
             return float(self.finished is not None and self.finished.ok)
         return float(await self._is_solved())

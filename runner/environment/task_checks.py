@@ -18,11 +18,11 @@ __all__ = ["TaskChecks"]
 
 
 class TaskChecks:
-    """The checks of the tasks of an environment.
+    """The checks of an environment's tasks.
 
     Args:
         environment: the environment.
-        is_kept: also check that a run file returns tasks unchanged.
+        is_kept: True to check also that a run file returns tasks unchanged.
     """
 
     def __init__(self, environment: Environment[Any], *, is_kept: bool) -> None:
@@ -58,8 +58,8 @@ class TaskChecks:
             first = places.setdefault(self.checked(task).id, number)
             if first != number:
                 raise BadTask(
-                    f"task {number} has the same id {task.id!r} as task {first}: give each task a unique "
-                    f"id. (A source that repeats tasks on purpose defines finished(trajectory).)"
+                    f"task {number} has the same id {task.id!r} as task {first}: give each task a unique id. If the "
+                    f"source repeats tasks on purpose, define finished(trajectory) on the source; then ids may repeat."
                 )
         return len(places)
 

@@ -33,8 +33,8 @@ _END = object()
 class TaskSource(Protocol):
     """Tasks that are chosen while the run plays: an iterable, sync or async, that also receives every result.
 
-    It may repeat a task; the runner counts the visits. When a file is resumed, `finished` first receives its stored
-    trajectories, in the order of their commits.
+    It may repeat a task; the runner counts the visits. When a run file is resumed, `finished` first receives the
+    trajectories in that file, in the order of their commits.
     """
 
     def __iter__(self) -> Iterator[Task]:
@@ -47,7 +47,7 @@ class TaskSource(Protocol):
 
 
 def environment_tasks(environment: Environment[Any]) -> Tasks:
-    """The result of the environment's `tasks()`.
+    """Return the result of the environment's `tasks()`.
 
     Raises:
         BadTask: `tasks()` raised, or did not return an iterable.
@@ -77,7 +77,7 @@ class TaskFeed:
         tasks: the source.
         environment: the environment.
         workers: the worker threads of the run.
-        is_kept: also check that a run file returns tasks unchanged.
+        is_kept: True to check also that a run file returns tasks unchanged.
     """
 
     def __init__(self, tasks: Tasks, environment: Environment[Any], *, workers: Workers, is_kept: bool) -> None:
@@ -108,7 +108,7 @@ class TaskFeed:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close a generator, sync or async, unless it is blocked in a thread."""
+        """Close the source if it is a generator, sync or async. A generator that is blocked in a thread stays open."""
         if self._own_task is not None:
             await self._own_task.__aexit__()
         if inspect.isgenerator(self._synchronous) and not self._synchronous.gi_running:
@@ -130,7 +130,7 @@ class TaskFeed:
             self._checked(self._ahead[0])
 
     async def next(self) -> Task | None:
-        """The next task; None at the end."""
+        """Return the next task; None at the end."""
         if self._ahead:
             return self._checked(self._ahead.pop())
         return self._checked(await self._fetch())
@@ -204,7 +204,7 @@ class _SourceTask:
             raise self._error
 
     async def next(self) -> Any:
-        """The next task; `_END` at the end.
+        """Return the next task; `_END` at the end.
 
         After a cancelled call, the next call returns the task that the cancelled call requested.
         """

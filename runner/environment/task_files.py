@@ -23,11 +23,11 @@ _OTHER_FORMATS: Final = (
     (b"PAR1", "it is Parquet: write its rows as JSONL"),
     (b"SQLite format 3", "it is a SQLite database: give the tasks as JSONL"),
 )
-"""First bytes of other file formats, and the fix."""
+"""First bytes of files in other formats, each with the name of the format and the fix."""
 
 
 def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
-    """The tasks of a JSONL file, read as they are needed.
+    """Return the tasks of a JSONL file, which are read as they are needed.
 
     Raises:
         BadTask: the path is not an existing file, or a line is not an object, lacks a field or has unknown keys. The
@@ -37,7 +37,7 @@ def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
 
 
 def read_numbered_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[tuple[int, Task]]:
-    """The tasks of a JSONL file with their line numbers, from 1.
+    """Return the tasks of a JSONL file with their line numbers, from 1.
 
     Raises:
         BadTask: the path is not an existing file, or, during the iteration, a line is invalid.

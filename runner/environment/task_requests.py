@@ -1,4 +1,4 @@
-"""Tasks that callers request one by one while a run plays, and the episodes that they wait for."""
+"""Tasks that callers request one by one while a run plays, and the episodes for which the callers wait."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["TaskRequest", "TaskRequests"]
 
 
 def _ignore() -> None:
-    """Do nothing: the request has no episode yet."""
+    """Do nothing: no episode of the request has begun."""
 
 
 @dataclass(eq=False, slots=True)
 class TaskRequest:
-    """Some episodes of one task that a caller waits for."""
+    """A request for some episodes of one task. The caller waits for these episodes."""
 
     task: Task
     indices: Sequence[int]
@@ -29,9 +29,9 @@ class TaskRequest:
     sampling: Sampling | None = None
     """The sampling of these episodes, which overrides the run's."""
     visit: int = 0
-    """The visit of the task; set when the episodes begin."""
+    """The visit number of the episodes; set when they begin."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """The finished trajectories of trained agents, or of `main` if none is trained."""
+    """The finished trajectories of trained agents, or of `main` if no agent is trained."""
     cancelled: bool = False
     """True once the caller no longer waits."""
     cancel_begun: Callable[[], None] = _ignore
@@ -80,7 +80,7 @@ class TaskRequests:
         self._playing: dict[tuple[str, int, int], TaskRequest] = {}
 
     async def __aiter__(self) -> AsyncIterator[TaskRequest]:
-        """The requests in their order, without cancelled ones; the iteration ends after `close`."""
+        """Yield the requests in order of arrival, except cancelled requests. The iteration ends after `close`."""
         while True:
             while self._waiting:
                 request = self._waiting.popleft()
@@ -106,7 +106,7 @@ class TaskRequests:
         return self._closed
 
     def next_visit(self, request: TaskRequest) -> int:
-        """The first visit of the task in which none of the requested episodes was played."""
+        """Return the first visit of the task in which none of the requested episodes was played."""
         return max(self._visits.get((request.task.id, index), self.first_visit) for index in request.indices)
 
     def begin(self, request: TaskRequest, visit: int) -> None:

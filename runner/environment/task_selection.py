@@ -20,7 +20,7 @@ from runner.tasks import Task
 __all__ = ["SelectedTasks", "check_ahead", "find_selected", "select"]
 
 _NAMED_IDS: Final = 3
-"""Number of ids in the error for a missing task."""
+"""Maximum number of ids that the error about a missing task names."""
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:

@@ -44,7 +44,7 @@ _MIN_SIMILARITY: Final = 0.8
 
 
 def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
-    """Messages about methods that look like hooks and are never called, and settings that are never read.
+    """Yield messages about methods that look like hooks and are never called, and settings that are never read.
 
     A method or setting whose name occurs in a method of the class counts as used.
     """
@@ -85,7 +85,7 @@ def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
 
 
 def _calls_super(written: dict[str, Any]) -> bool:
-    """Return True if `rollout` calls the base class's `rollout`, which calls `step`."""
+    """Return True if `rollout` uses `super`: the `rollout` of the base class calls `step`."""
     return "super" in set(_names_in(written["rollout"]))
 
 
@@ -94,7 +94,7 @@ def _function(value: Any) -> Any:
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """The names that occur in a method and its inner functions."""
+    """Yield the names that occur in a method and its inner functions."""
     found = value.fget if isinstance(value, property) else _function(value)
     codes = [getattr(inspect.unwrap(found), "__code__", None)] if callable(found) else []
     while codes:

@@ -41,7 +41,7 @@ class RequestAlignment:
     messages: list[Message] = field(default_factory=list)
     """The messages to add after the turn in `parent`; the whole history if it is rendered again."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """Differences between the client's history and the turns in it that do not change the verdict."""
+    """Differences between the client's history and the sampled turns. They do not change the verdict."""
     as_sent: bool = False
     """True if the history is used as the client sends it."""
     history: Sequence[ReadMessage] = ()
@@ -49,7 +49,7 @@ class RequestAlignment:
 
     @property
     def whole(self) -> str:
-        """Cause for rendering the whole history again; "" if its ids are kept."""
+        """Cause for rendering the whole history again; "" if the ids of its turns are kept."""
         if self.as_sent and (self.parent is not None or self.before is not None):
             return AS_SENT
         if self.verdict in (Verdict.FOREIGN, Verdict.RETOLD, Verdict.EDITED, Verdict.TOOLS):
@@ -74,9 +74,9 @@ def align(
 ) -> RequestAlignment:
     """Find the turn that a request continues from.
 
-    System messages are changed to a form that the template supports, as `systems` describes it. If the template takes
-    only one, the system messages at the beginning are joined. With `system_as_user`, later system messages become user
-    messages.
+    `systems` returns the template's support for system messages. If the template takes only one, the system messages at
+    the beginning are joined. With `system_as_user`, later system messages become user messages; if the template takes
+    none, all of them do.
 
     The deepest turn before the first difference in content is chosen. Of several such turns, a turn with the same label
     is preferred, and then the latest.
@@ -122,7 +122,7 @@ def align(
 
 
 def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
-    """Return the number of messages up to the answer of `request_node`, with the answer; 0 without an answer."""
+    """Return the number of messages up to and including the answer of `request_node`; 0 without an answer."""
     return 0 if request_node.answer_node is None else match.points.index(request_node.answer_node) + 1
 
 

@@ -1,4 +1,4 @@
-"""A service for an external agent loop. Each request has a whole history, and continues its conversation.
+"""A service that answers requests of an external agent loop. Each request has the whole history of a conversation.
 
 The caller may be any task of the event loop, or a thread that uses `anyio.from_thread`. A task of the episode answers
 the request, so that the clocks and limits of the episode apply.
@@ -49,7 +49,7 @@ from runner.turn_events import DeliverTurn, TurnEventSink
 __all__ = ["ChatService"]
 
 OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationState]
-"""Open the conversation of a thread, given its name, its tools and whether it is trained."""
+"""Function that opens the conversation of a thread: (episode, name of the thread, tools, True to train the thread)."""
 
 GRANTED = frozenset(sampling_names(granted=True))
 """Sampling fields that a request may set even in a trained or evaluated thread. The run sets the other fields."""
@@ -61,7 +61,7 @@ MAX_TOOL_CHARACTERS_ON_LOOP = 65_536
 """Tools with more characters of JSON are created in a thread, since the check of their schemas takes time."""
 
 LOOP_SLICE_SECONDS = 0.005
-"""Time after which the reading of a long history pauses, so that other tasks can run."""
+"""Seconds after which the reading of a long history pauses, so that other tasks can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _PendingRequest:
     turn: Turn | None = None
     """The turn that answers the request; None before it was sampled."""
     continued: Turn | None = None
-    """The cut turn that `turn` continues."""
+    """The cut turn that `turn` continues, or None."""
     error: Exception | None = None
     """The error that the caller receives, if there is no turn."""
 
@@ -372,7 +372,7 @@ class ChatService:
     def _settle(
         self, request_node: RequestNode, found: RequestAlignment, cursor: Cursor, added: Sequence[TurnNode]
     ) -> None:
-        """Add the result of a request to the tree."""
+        """Add the turn of a request to the history tree. A request that led to no turn is removed."""
         node = next((each for each in added if each is cursor.node), None)
         if node is None:
             self._histories.forget(request_node)

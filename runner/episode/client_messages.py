@@ -1,4 +1,4 @@
-"""A reader of messages as clients send them: it normalizes each message, and records tolerated differences."""
+"""A reader of messages as clients send them: it normalises each message, and records tolerated differences."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ReadMessage:
     message: Message
     """The message as a model may receive it."""
     key: Hashable
-    """The content in a form for comparison, without reasoning and ids."""
+    """Role, content, name and calls in a form for comparison, without reasoning and ids."""
     size: int = 0
     """Size of the message as JSON, in bytes."""
     tolerated: frozenset[Tolerated] = frozenset()
@@ -122,7 +122,7 @@ class MessageReader:
             raw = orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS, default=str)
         except orjson.JSONEncodeError:  # orjson refuses integers of more than 64 bits
             raw = canonical_json(message).encode("utf-8", "surrogatepass")
-        # The key is the whole JSON: to compute a digest would release the interpreter lock, and could wait for threads.
+        # The key is the whole JSON: computing a digest would release the interpreter lock, and could wait for threads.
         known = self._known.get(raw)
         if known is None:
             known = self._known[raw] = _read(index, message, len(raw))
@@ -157,7 +157,7 @@ def _read(index: int, given: Any, size: int) -> ReadMessage:
 
 
 def _strictly(index: int, given: Mapping[str, Any]) -> Message:
-    """Return a client's message, checked and normalized. Unlike `_softened`, this replaces nothing by a note.
+    """Return a client's message, checked and normalised. Unlike `_softened`, this replaces nothing by a note.
 
     Raises:
         BadMessage: the message has a wrong shape, or content that is not text.

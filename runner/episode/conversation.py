@@ -33,7 +33,7 @@ from runner.turn_events import TurnEvent
 __all__ = ["Conversation", "open_conversation", "open_thread"]
 
 Generate: TypeAlias = Callable[[Callable[[TurnEvent], None]], Awaitable[Turn]]
-"""Sample a turn, and call the argument with each event."""
+"""Function that samples a turn, and calls its argument with each event."""
 
 
 class StreamedTurn:
@@ -200,7 +200,7 @@ class Conversation:
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens of this conversation: `Limits.context`, or the engine's limit."""
+        """Maximum number of tokens of this conversation: the smaller of `Limits.context` and the engine's limit."""
         return self._state.context
 
     def add(self, *messages: Prompt) -> None:
@@ -423,7 +423,7 @@ class Conversation:
         raise self._is_over()
 
     def keep(self, turn: Turn, *, train_others: bool = False) -> None:
-        """Continue from one of several tries or from an earlier turn: the exact ids of that turn begin the next prompt.
+        """Continue from one of several tries or from an earlier turn, with the exact ids up to the end of that turn.
 
         Args:
             turn: a turn of this conversation.

@@ -111,7 +111,7 @@ class Episode:
         return self._state.shared.weights_of(agent, sampling, self._state.environment.sampling)
 
     def end(self, reason: str = "") -> None:
-        """End the episode. No further turn is taken. The episode is scored once the requests in progress are finished.
+        """End the episode. No further turn is taken. The episode is scored once `rollout` has ended.
 
         Args:
             reason: kept as the trajectory's `reason`.
@@ -133,10 +133,10 @@ class Episode:
         image: Any = None,
         file: bytes | str | PathLike[str] | None = None,
     ) -> None:
-        """Attach an artefact for people. Report pages and `deltarunner show` print it after the latest turn of `main`.
+        """Attach an artefact for people, such as an image.
 
-        The artefact is in the run file and in `Trajectory.attachments`, and is not trained on. Give exactly one
-        content.
+        Report pages and `deltarunner show` print it after the turn of `main` that was the latest at the time of this
+        call. It is in the run file and in `Trajectory.attachments`, and is not trained on. Give exactly one content.
 
         Args:
             name: the name that people see; several attachments may have the same name.
@@ -146,8 +146,8 @@ class Episode:
             file: other bytes, or the path of a file.
 
         Raises:
-            BadOption: there is not exactly one content, or the content does not fit its argument, or a limit is
-                exceeded: 8 MiB for each attachment, 32 MiB and 1,000 attachments for an episode.
+            BadOption: there is not exactly one content, the content does not fit its argument, or a limit is exceeded:
+                8 MiB for each attachment, 32 MiB and 1,000 attachments for an episode.
         """
         made = make_attachment(name, len(self.turns), text=text, json=json, image=image, file=file)
         attached = self._state.attachments
@@ -319,7 +319,7 @@ class Episode:
             turn: a turn of any agent of the episode.
 
         Returns:
-            The messages to add to its conversation; None if `step` ends the episode.
+            The messages to add to the turn's conversation; None if `step` ends the episode, or is not defined.
         """
         self.turn = turn
         began = loop_time()
@@ -388,11 +388,13 @@ class Episode:
 
     @asynccontextmanager
     async def limiter(self, name: str, limit: int) -> AsyncIterator[None]:
-        """Run this block in at most `limit` of the run's episodes at a time. Clocks of waiting episodes are paused.
+        """Run this block when fewer than `limit` blocks with this name run, in all episodes of the run.
+
+        The block waits until then, and the clocks are paused while it waits.
 
         Args:
             name: blocks with the same name share the limit.
-            limit: maximum number of episodes inside; equal for all blocks with this name.
+            limit: maximum number of blocks that run at the same time; equal for all blocks with this name.
 
         Raises:
             BadOption: the limit is below 1, or differs from the limit of an earlier block with this name.

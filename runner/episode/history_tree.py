@@ -1,6 +1,6 @@
 """The history tree of an episode: a tree of messages, with the turns that were requested and sampled at each point.
 
-A message leads from one node to the next; the key of this step is the normalized message, with the index of the call
+A message leads from one node to the next; the key of this step is the normalised message, with the index of the call
 that it answers. The time to look up a history is proportional to its messages, not to the number of turns.
 """
 
@@ -37,10 +37,10 @@ MAX_JOINED_MESSAGES = 64
 
 @dataclass(slots=True, eq=False)
 class HistoryNode:
-    """A node of the tree: the end of all histories that begin with the same messages."""
+    """A node of the tree: the point after a sequence of messages."""
 
     after: dict[tuple[Hashable, CallIndex | None], HistoryNode] = field(default_factory=dict)
-    """The node after each further message."""
+    """The node after each further message, by the key of the message and the call that it answers."""
     requests: list[RequestNode] = field(default_factory=list)
     """Requests whose prompt ends at this node, in the order of their arrival."""
     answers: list[RequestNode] = field(default_factory=list)
@@ -56,7 +56,7 @@ class RequestNode:
     prompt_node: HistoryNode
     """The node at which the prompt ends."""
     parent: RequestNode | None
-    """The request whose turn this request follows."""
+    """The request whose turn this request follows; None if it follows no turn."""
     cursor: Cursor
     """The cursor of the turn; a second request for the same turn begins at the same cursor."""
     last_turn: RequestNode | None = None
@@ -65,9 +65,9 @@ class RequestNode:
     record: ChatRequest | None = None
     """The record of the request; None for an author's own turn."""
     node: TurnNode | None = None
-    """The turn's node in the turn tree, once it was sampled."""
+    """The turn's node in the turn tree; None until the turn was sampled."""
     answer_node: HistoryNode | None = None
-    """The node at which the answer ends."""
+    """The node at which the answer ends; None until the turn was sampled."""
     number: int = 0
     taken_back: bool = False
     """True if the turn was sampled again and is no longer trained on."""
@@ -92,7 +92,7 @@ class RequestNode:
 
     @property
     def lost(self) -> bool:
-        """True if the client disconnected before the answer, and did not send the request again."""
+        """True if the client disconnected before it received the answer, and the turn was not sampled again."""
         return self.gone and not self.taken_back
 
     @property
@@ -165,7 +165,7 @@ class HistoryMatch:
         return match
 
     def add(self, message: ReadMessage, point: HistoryNode, answered: CallIndex | None) -> None:
-        """Add a message."""
+        """Add the next message, with the node after it, and with the call that it answers, if any."""
         if "reasoning_content" in message.message:
             self.thoughts.append(len(self.messages))
         if message.handles:

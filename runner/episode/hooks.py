@@ -81,7 +81,7 @@ def check_reply(hook: str, reply: Any) -> None:
         reply: the returned value.
 
     Raises:
-        TypeError: the value is neither text, a message nor a list, or it has items as Gymnasium returns them.
+        TypeError: the value is not text, a message, a list or None, or it has items as Gymnasium returns them.
     """
     if reply is None or isinstance(reply, str):
         return

@@ -41,5 +41,5 @@ class EpisodeKey:
 
 
 def task_rng(run_seed: int, task_id: str, visit: int) -> random.Random:
-    """Return the random number generator of a task. All episodes of its group have the same numbers."""
+    """Return the random number generator of a task. All episodes of its group draw the same numbers."""
     return random.Random(derive_seed(run_seed, "task", task_id, visit))

@@ -55,12 +55,12 @@ class EpisodeRunner(EpisodeState):
         super().__init__(key, shared)
         self.phase = Phase.SETUP
         self.began = anyio.current_time()
-        """Time when this object was created, in the event loop's time."""
+        """Time when this object was created, on the event loop's clock."""
         self.chat_service = ChatService(self, open_thread)
         """The service that answers requests with whole histories."""
         self.episode = Episode(self, self.chat_service)
         """The author's view of the episode."""
-        # All hooks run in this task, so that one hook may close a scope that another hook opened.
+        # All hooks run in this task, so that one hook may close a cancel scope or task group that another hook opened.
         self._task = OwnTask()
         self._opening = self._task.clock()
         self._scoring = Clock()
@@ -203,11 +203,11 @@ class EpisodeRunner(EpisodeState):
             await self._score(ending)
 
     def _begin_closing(self) -> None:
-        """Enter the closing phase, which only `close_seconds` limits. A cancellation of the run waits until its end."""
+        """Enter the closing phase, limited only by `close_seconds`. Until its end, cancellations of the run wait."""
         if self.phase is not Phase.CLOSING:
             self._enter(Phase.CLOSING)
             self._task.shield()
-            # An earlier cancellation must not cancel the scopes that the code below leaves.
+            # An earlier cancellation must not cancel the scopes that are left in this phase.
             forget_native_cancellation()
 
     # --- before the first turn
@@ -352,7 +352,7 @@ class EpisodeRunner(EpisodeState):
         except anyio.get_cancelled_exc_class():
             if not self._opening.fired or cancellation_is_asked_for():
                 raise
-            forget_native_cancellation()  # the cancellation came from a context of `setup()`, and all of them are left
+            forget_native_cancellation()  # the cancellation came from a context of `setup()`, and all contexts are left
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:
                 self.faults.append(f"exit_stack: {describe_error(error)}")

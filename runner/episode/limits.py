@@ -36,7 +36,7 @@ class Ending:
 
     @classmethod
     def of_cut_turn(cls, turn: Turn, error: str = "") -> Ending | None:
-        """Return the ending of an episode whose last turn was cut by a limit of its length; None for any other turn."""
+        """Return the ending of an episode whose last turn was cut by a limit on its length; None for any other turn."""
         outcome = _OUTCOME_OF_CUT.get(turn.finish)
         return None if outcome is None else cls(outcome, str(turn.stop), turn.agent, error)
 
@@ -46,7 +46,9 @@ class Ending:
 
 
 class EpisodeLimits:
-    """The turns and sampled tokens that the conversations of one episode share, and the ending.
+    """The limits of one episode, its turns and sampled tokens so far, and its ending.
+
+    The limits on turns and tokens apply to counted conversations: those of trained or evaluated agents.
 
     The first ending is kept. If an agent requests a turn after the ending, the whole rollout is cancelled, so that no
     `except` swallows the ending by accident.
@@ -56,9 +58,9 @@ class EpisodeLimits:
         self.configured = configured
         """The configured limits, with every field set."""
         self.turns = 0
-        """Turns of counted conversations so far."""
+        """Number of turns of counted conversations so far."""
         self.tokens = 0
-        """Tokens sampled so far in counted conversations."""
+        """Number of tokens sampled so far in counted conversations."""
         self.clock = Clock(counts_sampling=True)
         """The clock of the rollout. Its scope is cancelled to end the rollout."""
         self.last_turn: Turn | None = None
@@ -79,7 +81,7 @@ class EpisodeLimits:
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
     async def check_may_take_turn(self, agent: str, *, counted: bool) -> None:
-        """Check that an agent may take a turn.
+        """Check that an agent may take a turn. `counted` is True for a trained or evaluated agent.
 
         Raises:
             EpisodeOver: the episode has ended, or the turn would exceed a limit.
@@ -127,12 +129,14 @@ class EpisodeLimits:
     def refuse_prompt(self, agent: str, error: str, *, counted: bool, prompt: int, context: int) -> NoReturn:
         """Raise the error for a prompt of at least `prompt` ids that does not fit the context.
 
-        The first time, the episode continues: the author may catch the error and `replace` the history with a shorter
-        one. The second time without a `replace` in between, the episode ends.
+        After the first such prompt of an agent, the episode continues: the author may catch the error and `replace` the
+        history with a shorter one. A second such prompt ends the episode, unless the history was changed in between
+        (`context_rewritten`). The outcome is then CONTEXT_LIMIT if the agent is trained or evaluated (`counted`), else
+        ENV_ERROR.
 
         Raises:
-            ContextFull: the first time.
-            EpisodeOver: the second time.
+            ContextFull: this is the first such prompt.
+            EpisodeOver: this is the second such prompt.
         """
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
         if not counted:
@@ -144,7 +148,7 @@ class EpisodeLimits:
         raise ContextFull(str(ending), prompt=prompt, context=context)
 
     def context_rewritten(self, agent: str) -> None:
-        """Clear the record of the agent's oversized prompt, since the author replaced the history."""
+        """Clear the record of the agent's oversized prompt, since the agent's history was changed."""
         self._agents_without_room.discard(agent)
         self.context_full = None
 

@@ -50,7 +50,7 @@ class _StreamedAnswer:
     error: EngineError | None = None
     """The error if the server failed, or None."""
     timings: Timings = field(default_factory=Timings)
-    """Seconds in the queue, until the first piece, and for the later pieces."""
+    """Seconds spent in the queue, until the first piece, and on the later pieces."""
 
     def begin(self) -> None:
         self.admitted = True
@@ -100,7 +100,7 @@ class MessageTurn:
             try:
                 await self._sample(stream, answer)
             finally:
-                # A cancelled or failed turn is recorded too.
+                # A cancelled or failed turn is recorded too, if the server began to answer.
                 if answer.admitted:
                     node = self._recorded(segment, queued, answer, stream.seed)
                     turn = node.turn

@@ -74,14 +74,14 @@ class ChatModel:
         self.history = history or History()
         """Policy for the earlier messages of a conversation."""
         self.tokenizer = engine.tokenizer
-        """The engine's tokenizer. The bridger may adapt it to the template."""
+        """The engine's tokenizer, which the bridger may have adapted to the template."""
         self.renderer: Renderer = engine.template.renderer(options, now, fit_tools=fit_tools)
         """The engine's template, with the run's options and frozen clock."""
         self.stop_ids = tuple(engine.stop_ids)
         self.bridger = self.trial_bridger()
         """The bridger, which creates the ids of prompts and of appended messages."""
-        # The bridger needs the engine's tokenizer, and returns a tokenizer for which words that the template writes as
-        # control tokens are control tokens.
+        # The bridger is created with the engine's tokenizer, and may replace it: in the new tokenizer, the words that
+        # the template writes as control tokens are control tokens.
         self.tokenizer = self.bridger.tokenizer
         self.encoding: dict[PromptText, Encoding] = {}
         """Long prompts that threads are now encoding, by text."""

@@ -40,11 +40,11 @@ class ParsedTurn:
     text: str
     """The text without reasoning and calls."""
     reasoning: str
-    """The reasoning, or ""."""
+    """The reasoning; "" without any."""
     tool_calls: list[ToolCall]
     """The calls, in order. A call that did not parse has `error` set."""
     ends_in_thought: bool = False
-    """True if the text ends inside its reasoning."""
+    """True if the turn ends inside its reasoning."""
 
     @classmethod
     def of(

@@ -45,14 +45,14 @@ TOOL_CHARACTERS = 1_000
 """Estimated characters of one tool in a prompt. The estimate only decides whether a thread renders the prompt."""
 
 MESSAGE_CHARACTERS = 100
-"""Estimated extra characters of one message: a template may take 20 us for each."""
+"""Estimated extra characters of one message: a template may take 20 microseconds for each."""
 
 T = TypeVar("T")
 
 Schemas = Sequence[dict[str, Any]]
 
-# These problems are in the messages, the template or the run's options, so they affect every prompt, and a new render
-# of the whole history does not help.
+# Refusals for these properties come from the messages, the template or the run's options. They affect every prompt, so
+# a new render of the whole history does not help.
 _NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT, Property.CONTENT_SHOWN)
 
 
@@ -68,7 +68,7 @@ class PreparedPrompt:
     source: Source
     """Source of `new_ids`."""
     plain: bool
-    """True if all messages of the prompt are plain."""
+    """True if all messages of the prompt are plain (see `is_plain`)."""
     messages: Sequence[Message] = ()
     """The messages to append to the segment."""
     answered_count: int = 0
@@ -295,7 +295,7 @@ def _refuse_oversized(conversation: ConversationState, cursor: Cursor) -> None:
 
 
 def _end_without_prompt(conversation: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
-    """End the episode.
+    """End the episode, since no exact prompt exists.
 
     The outcome is ENV_ERROR for an untrained agent, since the author controls its history. After a turn that a limit
     cut inside its reasoning, it is the outcome of that limit. Otherwise, it is TOKEN_ERROR.

@@ -51,7 +51,7 @@ class SampledTurn:
     error: EngineError | None = None
     """The error if the engine failed, or None."""
     timings: Timings = field(default_factory=Timings)
-    """Seconds in the queue, until the first id, and for the later ids."""
+    """Seconds spent in the queue, until the first id, and on the later ids."""
     event_parser: TurnEventParser | None = None
     """Parser of the ids while they are sampled; None if no receiver needs events."""
     receive: Callable[[TurnProgress], None] | None = None
@@ -102,7 +102,7 @@ class SampledTurn:
         self.stop, self.text = stops.found, stops.text
 
     def close(self, stream: DeltaStream) -> None:
-        """Record the ids that arrived while the block was being left, and the end of the stream."""
+        """Record the ids that arrived while the stream was being closed, and how the stream ended."""
         if not self.admitted:
             return
         for delta in stream.rest:
@@ -183,7 +183,7 @@ async def sample(
     tokenizer: Tokenizer,
     stall_seconds: float | None,
 ) -> None:
-    """Stream `request` into the log after `new_ids`, which are appended once the engine has admitted it.
+    """Append `new_ids` to the log once the engine has admitted `request`, and then the ids that it samples.
 
     All results are stored in `into`. A failure of the engine is also stored in `into`, and not raised.
     """
@@ -233,7 +233,7 @@ async def _sample_once(
 
 
 def _shared(engine: Engine, silence: Clock) -> AbstractContextManager[None]:
-    """Return a block in which a silent engine does not count as stalled while it is busy with other requests."""
+    """Return a block in which the progress of other requests also shows that the engine is not stalled."""
     return nullcontext() if engine.progress is None else engine.progress.watched(silence)
 
 

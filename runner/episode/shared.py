@@ -64,11 +64,11 @@ class RunShared:
     other_models: Mapping[str, Model] = field(default_factory=dict)
     """Models of the agents with their own engines. These agents are not trained."""
     sampling: Sampling
-    """The run's sampling, with unset fields."""
+    """The run's sampling, in which fields may be unset."""
     limits: Limits
     """The run's limits merged over the limits of the environment's class, with every field set."""
     own_limits: Limits = Limits()
-    """The run's limits, with unset fields."""
+    """The run's limits, in which fields may be unset."""
     scorers: tuple[Scorer, ...]
     """The environment's rewards and metrics, with the run's weights."""
     seed: int

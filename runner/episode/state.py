@@ -56,7 +56,7 @@ class EpisodeState:
         self.part = shared.part_of(key.task)
         """The environment of the task as its author constructed it, with its limits and scorers."""
         self.environment = self.part.environment
-        """The environment: the shared object until the episode has its own."""
+        """The environment: the object that all episodes share, until this episode has constructed its own."""
         self.limits = EpisodeLimits(self.part.limits)
         """The limits, the turns and tokens used so far, and the ending of the episode."""
         self.author_code = AuthorCode(shared.workers)
@@ -64,7 +64,7 @@ class EpisodeState:
         self.conversations: dict[str, ConversationState] = {}
         """The conversations by agent, in the order in which they were opened."""
         self.renamed: dict[str, str] = {}
-        """Final name of each thread of requests, by its first name."""
+        """Final name of each thread of requests, by the name with which the thread was opened."""
         self.faults: list[str] = []
         """Problems that did not change the outcome, such as a `close()` or a metric that raised."""
         self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(self.environment).__name__}")
@@ -75,7 +75,7 @@ class EpisodeState:
         self.activity = ""
         """The current activity, such as "engine", for people."""
         self.since = 0.0
-        """Start of that activity, in the event loop's time."""
+        """Time at which the current activity began, on the event loop's clock."""
         self._limits_of_setup: Limits | None = None
         self.report_activity("setup")
 
@@ -90,7 +90,7 @@ class EpisodeState:
         self.limits.configured = self.shared.limits_of(self._limits_of_setup, self.part)
 
     def check_limits(self) -> None:
-        """Raise BadOption if limits were assigned after they were read."""
+        """Raise BadOption if limits were assigned after `setup()`."""
         taken, limits = self._limits_of_setup, self.environment.limits
         if taken is not None and limits is not taken and limits != taken:
             raise BadOption(
@@ -101,7 +101,7 @@ class EpisodeState:
     async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
         """Leave one context of the exit stack in a thread.
 
-        An exit that takes too long is abandoned, and the next context is left.
+        An exit that takes too long is abandoned, and the unwinding continues with the next context.
 
         Each exit has its own limit. During the exit, the clock of the whole unwinding is paused. A cancellation takes
         effect only after the exit.

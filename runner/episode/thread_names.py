@@ -14,9 +14,9 @@ def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) ->
     """Set the names under which the threads become trajectories. A second call changes nothing.
 
     Unless the author's own `main` took turns or has its own engine, one of the trained or evaluated threads with turns
-    becomes `main`. Threads that were offered tools are preferred, and then the thread that lasted longest: with the
-    most requests of the episode between its first request and its last. The number of turns is used only for ties: a
-    sub-agent may take more turns than its parent, but begins later and ends earlier.
+    becomes `main`. Threads that were offered tools are preferred, and then the thread that lasted longest, counted in
+    requests of the episode between the thread's first request and its last. The number of turns is used only for ties:
+    a sub-agent may take more turns than its parent, but begins later and ends earlier.
 
     Other threads are named by the label of their client, or numbered.
     """

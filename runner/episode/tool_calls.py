@@ -29,7 +29,7 @@ async def answer_calls(
     seconds: float | None,
     report_activity: Callable[[str], None],
 ) -> list[Message]:
-    """Return one tool message for each call that parsed, in order, and one user message for all other calls.
+    """Run a turn's calls. Return a tool message for each call that parsed, in order, and one user message for the rest.
 
     Calls that failed are marked in the turn.
 

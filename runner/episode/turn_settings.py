@@ -113,7 +113,7 @@ def tool_choice_of(conversation: ConversationState, tools: Sequence[Tool], given
         return "none"
     if given is not None:
         return given
-    # The environment's choice applies to `main` only, since another agent may lack the chosen tool.
+    # For agents other than `main`, "required" and names of tools that the agent lacks become "auto".
     choice = conversation.episode.environment.tool_choice
     known = ("auto", "none", *(tool.name for tool in tools))
     return choice if conversation.name == MAIN or choice in known else "auto"

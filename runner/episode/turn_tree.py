@@ -22,21 +22,21 @@ class TurnNode:
     parent: TurnNode | None
     """The previous turn, in this conversation or in the conversation that it branched from; None for a first turn."""
     answered: int
-    """Index, in its segment, of the first message that the turn answers; 0 if the whole prompt was rendered."""
+    """Index, in the segment, of the first message that the turn answers; 0 if the whole prompt was rendered."""
     start: int
     """Index of the turn's own message in the segment."""
     reply: Message
-    """The assistant message, parsed from the ids at `begin` on. A cut turn has the sampled part."""
+    """The assistant message, parsed from the ids from `begin` on. A cut turn has the sampled part."""
     begin: int
     """Index of the first sampled id of the turn's message, which may have begun in an earlier turn that was cut."""
     calls_before: int
     """Number of calls on the path before the message."""
     calls: int
-    """Number of calls on the path, including the message."""
+    """Number of calls on the path, including the calls of the message."""
     plain: bool
     """True if every message up to this turn is plain: a template has no reason to change it later (see `is_plain`)."""
     extended: bool = False
-    """True if a later turn extends this segment. Any other turn that follows this one then begins its own segment."""
+    """True if a following turn extends the segment. Any other turn that follows this turn then begins a new segment."""
 
     @property
     def messages(self) -> list[Message]:
@@ -90,7 +90,7 @@ class Cursor:
 
     tools: list[Tool]
     queued: list[Message] = field(default_factory=list)
-    """Messages to add: those that the model has not seen yet; all messages if there is no `node`."""
+    """Messages to add to the prompt; all messages if `node` is None or `whole` is set."""
     node: TurnNode | None = None
     """The turn to continue from; None at the beginning."""
     whole: str = ""
