@@ -1,1 +1,1 @@
-"""Episodes on many machines, each as a whole on one worker: a driver, its workers, and the messages between them."""
+"""Episodes on many machines: a driver, its workers, and their messages. One worker plays an episode as a whole."""

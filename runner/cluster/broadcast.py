@@ -1,4 +1,4 @@
-"""Calls to several workers at the same time. A worker that fails or hangs where another one answers is dismissed."""
+"""Calls to several workers at the same time. A worker that fails or hangs is dismissed if another one answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ async def gather_answers(
     step: Callable[[WorkerHandle], Awaitable[Any]],
     finished: Callable[[WorkerHandle, Exception | None], None] = lambda _, error: None,
 ) -> tuple[dict[WorkerHandle, Any], dict[WorkerHandle, Exception]]:
-    """Run a step for several workers at the same time. A `WorkerLost` or `DeltarunnerError` ends no other step.
+    """Run a step for several workers at the same time.
+
+    A step that fails with `WorkerLost` or `DeltarunnerError` does not end the other steps.
 
     Args:
         handles: the workers.
@@ -55,18 +57,18 @@ async def gather_answers(
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
     """Call a method on several workers at the same time, and return the answers by worker.
 
-    Lost and dismissed workers are left out. A worker that raises is dismissed if another worker does not raise, since
-    their states differ then. A worker that hangs after another one has answered is dismissed too.
+    The answers do not include lost and dismissed workers. A worker that raises is dismissed if another worker does not
+    raise, since their states differ then. A worker that hangs after another one has answered is dismissed too.
 
     Args:
         handles: the workers.
         call: the name of the method.
-        arguments: its arguments.
+        arguments: the arguments of the method.
         patience: seconds in which a worker must answer after another one has answered. This time starts again whenever
             the late worker's engine samples, since the call may wait for turns to end.
 
     Raises:
-        DeltarunnerError: no worker answered, and at least one raised; the error of the first one.
+        DeltarunnerError: no worker answered, and at least one raised; this is the first error.
     """
     answers, errors = await _asked(handles, call, arguments, patience)
     if errors and not answers:
@@ -82,7 +84,7 @@ async def compare(
 
     Raises:
         BadInput: a worker refuses the arguments; the message names the worker if others accept the arguments.
-        DeltarunnerError: no worker answered, and at least one raised; the error of the first one.
+        DeltarunnerError: no worker answered, and at least one raised; this is the first error.
     """
     answers, errors = await _asked(handles, call, arguments, patience)
     for handle, error in errors.items():
@@ -142,8 +144,8 @@ def _dismiss(call: str, errors: Mapping[WorkerHandle, Exception]) -> None:
 
 
 GRACE_SECONDS: Final = 30.0
-"""Seconds without an answer after which a transfer that has lost a worker is ended. The other workers may wait for the
-lost one forever.
+"""Seconds without an answer after which a transfer is ended if it has lost a worker. Its other workers might otherwise
+wait for the lost worker forever.
 """
 
 
@@ -156,7 +158,7 @@ class TransferGroup:
 
     def __init__(self, handles: Iterable[WorkerHandle]) -> None:
         self.handles = list(handles)
-        """The workers that are left."""
+        """The workers that were not lost."""
         self.lost: dict[WorkerHandle, str] = {}
         """The lost workers and the reasons, in the order of their loss."""
         self.pending: set[WorkerHandle] = set()
@@ -179,7 +181,10 @@ class TransferGroup:
         self._scope.deadline = anyio.current_time() + (GRACE_SECONDS if self.lost else self._seconds)
 
     def lose(self, handle: WorkerHandle, why: object) -> None:
-        """Remove a worker from the group, and end the worker if it is alive."""
+        """Remove a worker from the group, for the reason `why`. End the worker, unless `why` is a `WorkerLost`.
+
+        A worker that was removed before is ignored.
+        """
         if handle in self.lost:
             return
         self._lost_at = self._lost_at or anyio.current_time()
@@ -194,9 +199,9 @@ class TransferGroup:
     ) -> dict[WorkerHandle, Any]:
         """Call a method on all workers that are left, and return the answers by worker.
 
-        A worker refuses by raising `BadInput`. It is lost if other workers do not refuse, since its state differs from
-        theirs. But it stays if another worker was lost, since that loss may be the reason of the refusal. A worker with
-        any other error is lost.
+        A worker refuses by raising `BadInput`. If other workers accept, the refusing worker is lost, since its state
+        differs from theirs. But it stays if another worker was lost, since that loss may be the reason for the refusal.
+        A worker with any other error is lost.
 
         Args:
             call: the name of the method.
@@ -237,6 +242,6 @@ class TransferGroup:
                 await self._answered.wait()
 
     def dismiss(self, handles: Iterable[WorkerHandle], why: str) -> None:
-        """End the given workers, which may hang, and remove them from the group."""
+        """End the given workers for the reason `why`, and remove them from the group. The workers may hang."""
         for handle in list(handles):
             self.lose(handle, why)

@@ -40,10 +40,10 @@ SILENT_SECONDS: Final = 90.0
 """Seconds without an answer after which a worker counts as dead."""
 
 MAX_EVENTS: Final = 100
-"""Number of fleet events that are kept."""
+"""Maximum number of fleet events that are kept; the oldest are dropped."""
 
 MAX_UNLOCKED_ROUNDS: Final = 3
-"""Maximum number of times that a new worker catches up without the lock, before it does so under the lock."""
+"""Maximum number of attempts of a new worker to catch up without the lock `settled`. A later attempt holds the lock."""
 
 END_SECONDS: Final = 30.0
 """Seconds that workers may take to end by themselves."""
@@ -62,7 +62,7 @@ class Driver:
     Args:
         launcher: starts workers.
         engine: the engine of each worker, not entered.
-        fleet: the slots and the assignments.
+        fleet: the slots of the workers, and the assignments of episodes to slots.
         stall_seconds: seconds after which a fleet with too few workers counts as dead. A worker is dismissed if it
             does not answer a call within this time after another worker has answered.
     """
@@ -82,7 +82,7 @@ class Driver:
         self.events: deque[str] = deque(maxlen=MAX_EVENTS)
         """The latest events of the fleet, for people."""
         self.stall_seconds = stall_seconds
-        """The argument of the same name."""
+        """The argument `stall_seconds`; see `Driver`."""
         self._engine = engine
         self._numbers = itertools.count()
         self._attempts = itertools.count()
@@ -207,7 +207,7 @@ class Driver:
             log.info("%s starts; lost predecessors: %d", handle.name, len(handle.slot.deaths))
             steps.start_soon(until_lost, self._watch_start)
             await self._meet(handle)
-            # Heartbeats are read before `_admit`, since calls to all workers include this worker from then on.
+            # Heartbeats are read before `_admit`, because `_admit` includes this worker in calls to all workers.
             steps.start_soon(until_lost, self._read_heartbeats)
             await self._admit(handle)
 
@@ -372,16 +372,16 @@ class Driver:
 
     @property
     def absent(self) -> Counter[IdleReason | None]:
-        """Number of slots by the reason why they do not play; slots that play have the key None."""
+        """Number of slots by the reason why no worker plays there; None is the key of slots where a worker plays."""
         return Counter(idle_reason(slot, self._handles.get(slot)) for slot in self.fleet.slots)
 
     async def known(self) -> EngineKnown:
-        """Return the properties of the engine, from a worker."""
+        """Return the properties of the workers' engine, as one worker reports them."""
         known: EngineKnown = await self.ask_one("engine_known")
         return known
 
     def change_snapshot(self, **changes: Any) -> None:
-        """Change fields of the state that new workers are brought to. Call it under `settled`."""
+        """Change fields of `snapshot`, the state that a new worker must reach. The caller must hold `settled`."""
         self.snapshot = replace(self.snapshot, **changes)
 
     async def ask_all(self, call: str, *arguments: Any) -> dict[WorkerHandle, Any]:
@@ -427,7 +427,7 @@ class Driver:
             )
 
     async def until(self, enough: Callable[[], bool]) -> None:
-        """Wait until a condition on the fleet holds.
+        """Wait until `enough()` is true.
 
         Raises:
             EngineDead: the fleet died before that.
@@ -444,7 +444,7 @@ class Driver:
         return next(self._run_numbers)
 
     async def open_run(self, number: int, packed: bytes, clock: datetime) -> None:
-        """Set a run up on every worker, including workers that start later.
+        """Set up a run on every worker, including workers that start later. `packed` is a pickled `RunSpec`.
 
         Raises:
             BadInput, EngineError: a worker cannot set up the run.
@@ -492,7 +492,7 @@ class Driver:
         return next(self._attempts)
 
     async def slot(self, assignment: Assignment) -> WorkerHandle:
-        """Wait for a free slot, and return its worker."""
+        """Wait until an episode has a slot, and return the worker of the slot."""
         return self._handles[await self._slot_queue.slot(assignment)]
 
     def release_slot(self, assignment: Assignment) -> None:

@@ -32,7 +32,7 @@ from runner.options import Constraint, Sampling
 __all__ = ["HostedEngine"]
 
 DRAIN_SECONDS: Final = 10.0
-"""Seconds that a stream waits for deltas in flight when it is left."""
+"""Maximum time, in seconds, that a stream waits for its last deltas when it is left."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class HostedSession(Session):
 
     number: int = 0
     beside: int | None = None
-    """The number of the session that was given as `beside`; None without one."""
+    """The number of the session that was given as `beside`; None if none was given."""
 
 
 class HostedEngine(Engine):
@@ -132,7 +132,7 @@ class HostedEngine(Engine):
             self._progress.note()
 
     def _die(self, error: Exception) -> None:
-        """Fail all requests, those in flight and later ones, with the first error."""
+        """Fail the requests in flight and all later requests with this error. Only the first call has an effect."""
         if self._death is None:
             gone = "the engine's process is gone: " if isinstance(error, WorkerLost) else ""
             self._death = EngineDead(f"{gone}{error}")
@@ -164,11 +164,14 @@ class HostedEngine(Engine):
 
     @property
     def progress(self) -> Progress:
-        """The clocks of waiting turns, which restart with each step of the engine."""
+        """The progress of the engine, as its statistics show it. Progress restarts the clocks of waiting turns."""
         return self._progress
 
     def stats(self) -> EngineStats:
-        """The latest statistics of the engine. The counts of requests and ids are only for this process."""
+        """The latest statistics of the engine.
+
+        `open`, `waiting` and `sampled_tokens` are only for the requests of this process.
+        """
         waiting = sum(not stream.admitted for stream in self._streams.values())
         return replace(self._stats, open=len(self._streams) - waiting, waiting=waiting, sampled_tokens=self.sampled)
 
@@ -259,7 +262,7 @@ class HostedEngine(Engine):
             self._process.send("cut", self._name, number)
 
     def forget(self, number: int) -> None:
-        """Remove a stream that is over."""
+        """Remove the stream of this number. Later events of the stream are ignored."""
         self._streams.pop(number, None)
 
 
@@ -319,7 +322,7 @@ class HostedStream(DeltaStream):
         return self._ended is not None or self._failure is not None
 
     async def _cut(self) -> None:
-        """Make the host end the stream if it is not over, and wait for its last event."""
+        """If the stream is not over, make the host end it, and wait for the last event. Then forget the stream."""
         try:
             if not self._is_over:
                 self._engine.cut(self._number)
@@ -349,7 +352,7 @@ class HostedStream(DeltaStream):
             return
         self._inside = False
         try:
-            # This sends nothing if the end of the stream was read, since the host has left the stream then.
+            # If the end of the stream has arrived, this sends nothing, since the host has left the stream by then.
             await self._cut()
         finally:
             self.rest.extend(self._deltas)

@@ -29,7 +29,7 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Ended:
     rest: list[Delta]
-    """The deltas that were drained at the end."""
+    """The deltas that the host had not read when it left the stream."""
     finish: Finish | None
 
 
@@ -39,14 +39,14 @@ StreamEvent: TypeAlias = Delta | Ended | DeltarunnerError | None
 
 @dataclass(eq=False, slots=True)
 class Deltas:
-    """Deltas that have only ids and log-probabilities, in their order.
+    """Deltas that have only ids and log-probabilities, in order.
 
     They are stored as columns, since there are thousands of them, and objects take several times as long to send and to
     read.
     """
 
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    """The stream of each delta, shape [deltas]."""
+    """The number of the stream of each delta, shape [deltas]."""
     counts: array[int] = field(default_factory=lambda: array("i"))
     """Number of ids of each delta, shape [deltas]."""
     ids: array[int] = field(default_factory=lambda: array("i"))
@@ -72,7 +72,7 @@ StreamBatch: TypeAlias = list[tuple[int, StreamEvent] | Deltas]
 
 
 def each_of(batch: StreamBatch) -> Iterator[tuple[int, StreamEvent]]:
-    """Iterate over the events of a batch, in order."""
+    """Yield each event of a batch with the number of its stream, in order."""
     for item in batch:
         if isinstance(item, Deltas):
             yield from item
@@ -168,7 +168,7 @@ class EngineHost(EngineProcess):
             )
         now = anyio.current_time()
         # While this process is suspended, it receives no requests. This time must not count as silence of a client,
-        # so each request adds at most two intervals (`STATS_SECONDS`).
+        # so each request moves the host's clock forward by at most two intervals (`STATS_SECONDS`).
         self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
         self._last_request = now
         client = self._clients[client_name]
@@ -218,7 +218,7 @@ class EngineHost(EngineProcess):
         return client.sessions[sent.session]
 
     async def cut(self, client_name: str, number: int) -> None:
-        """End a stream. Its request may also arrive later, or may have ended already."""
+        """End a stream. This call may arrive before the request of the stream, or after the end of the stream."""
         client = self._clients.get(client_name)
         if client is None:
             return
@@ -228,10 +228,12 @@ class EngineHost(EngineProcess):
             client.cut[number] = self._running_seconds
 
     async def event(self, client_name: str) -> StreamBatch:
-        """Wait for events of this client's streams, and return all events since its last read; [] once it has left.
+        """Wait for events of this client's streams, and return all events since the last call.
+
+        The result is [] if the client is removed during the wait.
 
         Raises:
-            EngineDead: the client was dropped.
+            EngineDead: the client was removed before this call.
         """
         client = self._note_request(client_name)
         await client.some.wait()
@@ -276,5 +278,5 @@ class EngineHost(EngineProcess):
         return await getattr(self.engine, name)(*arguments)
 
     async def score(self, ids: Sequence[int], named: Mapping[str, Any]) -> list[float]:
-        """Return the engine's log-probabilities of given ids; `named` has the keyword arguments of its `score`."""
+        """Return the engine's log-probabilities of given ids; `named` has the keyword arguments of `Engine.score`."""
         return await cast("Engine", self.engine).score(ids, **named)

@@ -152,7 +152,7 @@ def require_like_the_first(info: WorkerInfo, first: WorkerInfo, number: int) -> 
 
 
 def require_like_this_process(info: WorkerInfo, number: int) -> None:
-    """Check that a worker has the versions of this process.
+    """Check that a worker has the versions of this process, apart from a suffix such as "+cpu".
 
     Raises:
         BadOption: a version differs; the message has the package and the worker.

@@ -16,20 +16,22 @@ __all__ = ["Assignment", "Fleet", "SlotQueue", "WorkerSlot", "WorkerSlotState"]
 HOUR_SECONDS: Final = 3600.0
 
 MAX_RESTARTS: Final = 3
-"""Maximum number of restarts of the worker of one slot within an hour."""
+"""Maximum number of times that the worker of a slot is replaced within an hour."""
 
 BACK_OFF_SECONDS: Final = 1.0
-"""Seconds that a slot stays empty after the first death of its worker; doubled after each further death."""
+"""Seconds that a slot stays empty after a death of its worker; doubled for each earlier death within an hour."""
 
 UNPLACED_RETRY_SECONDS: Final = 2.0
-"""Seconds until the start of a worker, for which no machine had room, is tried again."""
+"""Seconds after which the start of a worker is tried again if no machine had room for the worker."""
 
 KEPT_WORKER_RATIO: Final = 4
-"""While other episodes wait, last tries get at most one worker in this many, but at least one worker."""
+"""While other episodes wait, last tries (`Assignment.last_chance`) get at most one worker in this many, but at least
+one worker.
+"""
 
 MAX_AFFINITY_IMBALANCE: Final = 2
-"""An episode goes to a worker that plays its group, if this worker has at most this many episodes more than the worker
-with the lowest load.
+"""An episode goes to a worker that plays other episodes of its group, if that worker has at most this many episodes
+more than the worker with the lowest load.
 """
 
 
@@ -37,15 +39,15 @@ class WorkerSlotState(enum.StrEnum):
     EMPTY = "empty"
     """No worker: none was started yet, or the previous worker died and its back-off is not over."""
     UNPLACED = "unplaced"
-    """No machine had room for its worker; the start is tried again."""
+    """No machine had room for the slot's worker; the start is tried again."""
     STARTING = "starting"
-    """Its worker was requested; it starts, or waits for a machine."""
+    """The slot's worker was requested; it starts, or waits for a machine."""
     WAITING = "waiting"
-    """Its worker lacks only the current weights, which cannot be read any more. It waits for the next update."""
+    """The slot's worker lacks only the current weights, which cannot be read any more. It waits for the next update."""
     READY = "ready"
-    """Its worker plays."""
+    """The slot's worker plays."""
     RESTING = "resting"
-    """Its workers died too often. The next one may start an hour after the first of those deaths."""
+    """The slot's workers died too often. The next one may start an hour after the first of those deaths."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,11 +59,11 @@ class Assignment:
     again: bool = False
     """True if a worker died while it played the episode. Such episodes come before new ones."""
     last_chance: bool = False
-    """True if the episode fails when one more worker dies. It is then played alone on a worker, since an episode that
-    kills workers must not fail others on the same worker.
+    """True for a last try: the episode fails if one more worker dies. A last try is played alone on a worker, since an
+    episode that kills workers must not fail others on the same worker.
     """
     slot: WorkerSlot | None = None
-    """The slot where it is played; None while it waits."""
+    """The slot where the episode is played; None while the episode waits."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,24 +73,24 @@ class WorkerSlot:
     number: int
     state: WorkerSlotState = WorkerSlotState.EMPTY
     width: int = 0
-    """Number of episodes that its worker plays at once."""
+    """Maximum number of episodes that the slot's worker plays at once; 0 before the worker plays."""
     assignments: set[Assignment] = field(default_factory=set)
     groups: Counter[Hashable] = field(default_factory=Counter)
     kept: bool = False
     """True if the slot is kept for a last try. It gets no other episode, and it gets the last try once it is idle."""
     deaths: deque[float] = field(default_factory=deque)
-    """Times of its workers' deaths within the last hour."""
+    """Times when workers of the slot died, within the hour before the latest death."""
     free_at: float = 0.0
     """Time from which a new worker may start."""
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no worker, and no worker is starting."""
+        """True if the slot has no worker, and none is starting."""
         return self.state in (WorkerSlotState.EMPTY, WorkerSlotState.UNPLACED, WorkerSlotState.RESTING)
 
     @property
     def load(self) -> float:
-        """The number of its episodes as a share of its width; infinite if its width is 0."""
+        """The number of the slot's episodes as a share of `width`; infinite if `width` is 0."""
         return len(self.assignments) / self.width if self.width else math.inf
 
 
@@ -96,7 +98,7 @@ class Fleet:
     """The slots of a fleet, and the episodes on them.
 
     Args:
-        least: number of workers that the fleet needs to begin.
+        least: minimum number of workers; the fleet does not begin with fewer.
         most: number of slots.
     """
 
@@ -128,7 +130,7 @@ class Fleet:
 
     @property
     def enough(self) -> bool:
-        """True if there are enough workers. Those that wait for weights count if at least one plays."""
+        """True if at least `least` workers are ready or wait for weights, and at least one of them is ready."""
         return bool(self.ready) and len(self.ready) + len(self.waiting_for_weights) >= self.least
 
     @property
@@ -163,7 +165,7 @@ class Fleet:
         slot.state = WorkerSlotState.WAITING
 
     def mark_lost(self, slot: WorkerSlot, now: float) -> list[Assignment]:
-        """Mark the slot's worker as gone, and return its episodes. Each may be added again."""
+        """Mark the slot's worker as gone, and return the episodes that it played. They may be added again."""
         lost = list(slot.assignments)
         for assignment in lost:
             self._release_slot(assignment)

@@ -30,9 +30,9 @@ class FleetPlayer:
     """The player of the episodes of one run on a fleet.
 
     Args:
-        driver: the driver, which has the workers.
+        driver: the driver of the fleet.
         run: the driver's number for the run.
-        shared: the driver's part of the run.
+        shared: the state of the run in the driver's process.
         width: maximum number of episodes in flight; None for as many as the workers take.
     """
 
@@ -41,7 +41,7 @@ class FleetPlayer:
         self.run = run
         self.shared = shared
         self.deaths: Counter[tuple[str, int, int]] = Counter()
-        """Number of workers that were lost while they played each unfinished episode, by task, visit and index."""
+        """Number of workers that were lost while they played an unfinished episode, by its task id, visit and index."""
         self._width = width
         self._listener: Callable[[int], None] | None = None
 

@@ -51,13 +51,13 @@ class WorkerInfo:
     """The machine, by name or address."""
     pid: int
     places: int
-    """Number of requests that its engine runs at once."""
+    """Number of requests that the worker's engine runs at once."""
     context: int
     weight_version: str
     adapters: tuple[str, ...]
-    """The adapters that its engine has from its start."""
+    """Names of the adapters that the engine has from the start."""
     controlled: bool
-    """True if the weights of its engine can be updated."""
+    """True if the weights of the engine can be updated."""
     same: Mapping[str, str]
     """Values that must be equal on all workers, such as versions of packages, the fingerprint of the template, and the
     dtype.
@@ -84,7 +84,7 @@ class OtherKnown:
     """The properties of an engine of `engines=`. Each worker enters its own copy of this engine."""
 
     ids: EngineKnown | None
-    """The properties for token ids; None for an engine that takes messages."""
+    """The properties of an engine of token ids; None for an engine that takes messages."""
     places: int
     context: int
     description: Mapping[str, Any]
@@ -99,7 +99,7 @@ class FleetSnapshot:
     weights: Any = None
     """A reference to the weights, from `Launcher.put`."""
     proof: WeightProof | None = None
-    """The proof of the weights; None without one."""
+    """The proof of the weights; None if none was given."""
     first_proofs: tuple[WeightProof, ...] = ()
     """The proofs of the weights that the engines start with. The tolerances of later proofs are derived from them."""
     readable: bool = True
@@ -126,7 +126,7 @@ class RunSpec:
     """A run as a worker receives it."""
 
     environment: type[Environment[Any]]
-    """The class; each worker constructs its own object."""
+    """The class of the environment; each worker constructs its own object."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     options: RunOptions
     """The options of the run, without those that only the driver uses, such as tasks and file."""
@@ -151,7 +151,7 @@ class PlayingNow:
     activity: str
     """The current activity of the episode, such as "setup" or "prompt", for people."""
     since: float
-    """Start of this activity, in the time of the worker's event loop."""
+    """Start of `activity`, in the time of the worker's event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +159,10 @@ class Heartbeat:
     """A worker's state, which the driver requests every few seconds."""
 
     now: float
-    """The time of its event loop."""
+    """The time of the worker's event loop."""
     stats: EngineStats
     lag: float
-    """Delay of its event loop, 99th percentile, in seconds."""
+    """99th percentile of the delays of the worker's event loop, in seconds."""
     playing: int
     oldest: list[PlayingNow] = field(default_factory=list)
     """The episodes whose activity has lasted longest, the longest first."""

@@ -27,7 +27,7 @@ class RunSetups:
     """One run on a fleet: its engines on the workers, and its player, which sends episodes to the workers.
 
     Args:
-        driver: returns the driver of the fleet; called once the fleet is entered.
+        driver: a function that returns the driver of the fleet. It is called only after the fleet was entered.
         packed: a pickled `RunSpec`.
         others: the engines of other agents that workers enter, by agent.
     """
@@ -61,7 +61,7 @@ class RunSetups:
                 handle.process.send("close_run", self._number)
 
     async def _entered(self, driver: Driver, number: int) -> Mapping[str, OtherKnown]:
-        """Enter the engines on every worker, and return their properties, by agent, from one worker."""
+        """Enter the engines on every worker, and return their properties by agent, as one worker reports them."""
 
         async def enter(handle: WorkerHandle) -> None:
             handle.process.send("keep_run", number, self._packed, None)
@@ -113,7 +113,7 @@ def placeholder_for(known: OtherKnown) -> BaseEngine:
 
 
 class _Placeholder(BaseEngine):
-    """Placeholder for an engine that exists only on the workers. Outcomes of episodes show its failures there."""
+    """Placeholder for an engine that exists only on the workers. Outcomes of episodes show failures of that engine."""
 
     running = True
 

@@ -183,7 +183,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         return [f"{handle.name}: {device}" for handle, devices in answers.items() for device in devices]
 
     async def control(self, call: str, *arguments: Any) -> Mapping[Any, Any]:
-        """Call a trainer's method on all workers' engines, and return the answers."""
+        """Call a trainer's method on all workers' engines, and return the answers by worker."""
         answers: Mapping[Any, Any] = await self.driver.ask_all("control", call, *arguments)
         return answers
 

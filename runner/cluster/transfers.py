@@ -40,7 +40,7 @@ class _Meeting:
     """True if the workers form one communication group, which breaks when one of them is lost."""
 
     def is_of(self, handles: Collection[WorkerHandle]) -> bool:
-        """True if a transfer can reach exactly these workers: all connected ones, or some if they are not ranked."""
+        """True if a transfer can reach exactly these workers: all connected ones, or some of them if not `ranked`."""
         return set(handles) == set(self.ranks) or (not self.ranked and set(handles) <= set(self.ranks))
 
 
@@ -101,11 +101,11 @@ class FleetTransfers:
             transfer: the checked transfer.
             version: the version that the weights will have.
             mode: the treatment of turns that are being sampled.
-            took: called with each worker that has the weights.
+            took: called with each worker as soon as it has the weights.
             proof: the proof that each worker's engine must pass with the weights; None without one.
 
         Returns:
-            The update of each worker.
+            The updates of the workers that received the weights.
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails, and no worker was changed.
@@ -230,7 +230,7 @@ class FleetTransfers:
         """Compare the weights on workers and connect them to the trainer as one transfer group, unless this was done.
 
         Returns:
-            True if the workers are ready; False if all workers were lost, or one that the others need.
+            True if the workers are ready; False if all workers were lost, or a worker that the others need was lost.
 
         Raises:
             BadWeights: the weights do not fit, or the connection fails.

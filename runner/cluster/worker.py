@@ -50,7 +50,7 @@ from runner.tasks import Task
 __all__ = ["Worker"]
 
 MAX_OLDEST_EPISODES: Final = 10
-"""Number of episodes in a heartbeat: the episodes whose activity has lasted longest."""
+"""Maximum number of episodes in a heartbeat: the episodes whose activity has lasted longest."""
 
 NO_TASK: Final = Task("", "")
 
@@ -62,7 +62,7 @@ class WorkerRun:
     episodes: dict[int, EpisodeRunner] = field(default_factory=dict)
     """The attempts in flight, by the driver's numbers."""
     cut: dict[int, Ending | None] = field(default_factory=dict)
-    """Attempts that were cut before they began or just after they ended."""
+    """Endings of attempts that were cut before they began or just after they ended, by the driver's numbers."""
     is_kept: bool = False
     """True once a call of `keep_run` keeps the run open."""
     others: dict[str, BaseEngine] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class WorkerRun:
     """Set when the run is to be closed."""
     closed: anyio.Event = field(default_factory=anyio.Event)
     failure: Exception | None = None
-    """The error because of which the run cannot be played or closed."""
+    """The error that prevents the run from being played, or that occurred while the run was closed."""
 
 
 class Worker(EngineProcess):
@@ -417,7 +417,7 @@ class Worker(EngineProcess):
         return self.engine.proof_figures
 
     async def score(self, ids: Sequence[int], named: Mapping[str, Any]) -> list[float]:
-        """Return the engine's log-probabilities of given ids; `named` has the keyword arguments of its `score`."""
+        """Return the engine's log-probabilities of given ids; `named` has the keyword arguments of `Engine.score`."""
         return await cast("Engine", self.engine).score(ids, **named)
 
     async def catch_up(self, snapshot: FleetSnapshot) -> None:
@@ -435,7 +435,7 @@ class Worker(EngineProcess):
         self._caught = snapshot
 
     async def _prove_first_weights(self, snapshot: FleetSnapshot) -> None:
-        """Score the first proofs, as the other workers did, to measure the differences that rounding causes.
+        """Score the proofs of the first weights, as the other workers did, to measure differences that rounding causes.
 
         Raises:
             BadWeights: the engine started with other weights than the other workers, and there was no update since.

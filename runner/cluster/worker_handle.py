@@ -20,7 +20,7 @@ __all__ = ["HeartbeatListener", "WorkerHandle", "answer_within", "idle_reason", 
 log = logger_for("cluster")
 
 SILENCE_STEP_SECONDS: Final = 3.0
-"""Seconds of one step of the time limit of `answer_within`. A step counts as this time, even if it took longer."""
+"""Seconds of one step of the wait in `answer_within`. A step counts as this time, even if it took longer."""
 
 _IDLE_REASONS: Final = {
     WorkerSlotState.UNPLACED: IdleReason.UNPLACED,
@@ -36,8 +36,8 @@ class HeartbeatListener(Protocol):
         """Record the attempt's state from a heartbeat.
 
         Args:
-            playing: its state; None if the heartbeat lists only episodes whose activity has lasted longer.
-            since: start of its activity, in the event loop's time; without a state, the earliest possible start.
+            playing: the attempt's state; None if the heartbeat has only attempts whose activity began earlier.
+            since: start of its activity, in the event loop's time; if `playing` is None, the earliest possible start.
         """
 
 
@@ -50,7 +50,7 @@ class WorkerHandle:
     slot: WorkerSlot
     process: WorkerProcess
     info: WorkerInfo | None = None
-    """Its description of itself; None while it starts."""
+    """The worker's description of itself; None while the worker starts."""
     heartbeat: Heartbeat | None = None
     """The latest heartbeat."""
     heartbeat_at: float = 0.0
@@ -61,11 +61,11 @@ class WorkerHandle:
     attempts: dict[int, HeartbeatListener] = field(default_factory=dict)
     version: str = ""
     placed: bool = False
-    """True if it has a machine, and its process runs."""
+    """True if the worker has a machine, and its process runs."""
     why: str = ""
-    """The reason why it is gone or was dismissed; "" before that."""
+    """The reason why the worker is gone or was dismissed; "" before that."""
     gone: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it is removed from the fleet: its episodes may be assigned again."""
+    """Set once the worker is removed from the fleet: its episodes may be assigned again."""
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class WorkerHandle:
 
     @property
     def is_starting(self) -> bool:
-        """True if its process runs, and its engine starts or loads the fleet's state."""
+        """True if the worker's process runs, and its engine starts or loads the fleet's state."""
         return self.placed and not self.why and self.slot.state is WorkerSlotState.STARTING
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -94,7 +94,7 @@ class WorkerHandle:
         return type(error)(f"{error} ({self.name})")
 
     def dismiss(self, why: str) -> None:
-        """Kill the worker. Other workers play its episodes again."""
+        """Kill the worker, and record the reason `why`. Other workers play its episodes again."""
         log.warning("%s is dismissed: %s", self.name, why)
         self.why = self.why or why
         self.process.kill()
@@ -105,7 +105,7 @@ def idle_reason(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | N
 
     Args:
         slot: a slot of the fleet.
-        handle: its worker, which may still be starting; None for an empty slot.
+        handle: the slot's worker, which may still be starting; None for an empty slot.
     """
     if slot.state is WorkerSlotState.STARTING:
         return IdleReason.STARTING if handle is not None and handle.placed else IdleReason.UNPLACED

@@ -229,7 +229,7 @@ def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def _stop_reason(answered: Answered, request: WireRequest) -> tuple[str, str | None]:
-    """Return the stop reason, and the stop string that ended the answer, if the client set this string."""
+    """Return the stop reason, and the client's stop string if the reason is "stop_sequence", otherwise None."""
     turn, sampling = answered.turn, request.chat_call.sampling
     if turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT):
         return "max_tokens", None

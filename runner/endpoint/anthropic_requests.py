@@ -69,11 +69,11 @@ _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 def chat_call_of(
     body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any], *, form: str, counting: bool = False
 ) -> ChatCall:
-    """Return the call that a request in Anthropic's form makes.
+    """Parse a request in Anthropic's form.
 
     Args:
         body: the request's body.
-        headers: its headers.
+        headers: the request's headers.
         seen: cache of histories that were read for earlier requests.
         form: name of the wire form.
         counting: True if only the prompt is counted, so that `max_tokens` is not required.
@@ -194,7 +194,7 @@ def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
 def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": content, **more}
     for block in blocks:
-        if block.given.get("cache_control"):  # prompt caching by request is recorded as not granted
+        if block.given.get("cache_control"):  # recorded as a tolerated difference (`CACHE_MARKS`)
             message["cache_control"] = block.given["cache_control"]
             break
     return message
@@ -243,7 +243,7 @@ def _result(block: _Block) -> dict[str, Any]:
     inner = _blocks(block.given, "content", f"{block.where}.content") if block.given.get("content") else []
     text = _lines(inner, "tool", strict=False)
     message = _message("tool", text, [block, *inner], tool_call_id=answered, **_has_notes(inner))
-    if failed:  # templates do not read it, so it is recorded as a tolerated difference (`EXTRA_KEYS`)
+    if failed:  # no template reads this field; it is recorded as a tolerated difference (`EXTRA_KEYS`)
         message["is_error"] = failed
     return message
 

@@ -1,6 +1,6 @@
 """The ASGI application of a run's endpoints: keys, addresses and limits of requests.
 
-An episode has the path `/e/KEY/v1/...`, and the same key is its API key, so that clients with either setting work. A
+An episode has the path `/e/KEY/v1/...`. The same key is its API key, for clients that send the key in a header. A
 second key ends the episode with a reward, and allows nothing else. Programs do not receive it. Bodies and keys are
 never logged, and URLs in requests are never fetched.
 """
@@ -341,7 +341,7 @@ def _models(route: EpisodeRoute, *, one: bool) -> bytes:
 def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
     """Return the keys of a request, from its path or its headers, and the path after the key.
 
-    Libraries of providers send two keys if a program sets one and the environment another.
+    Libraries of providers send two keys if the program sets one and an environment variable sets another.
     """
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]

@@ -203,7 +203,7 @@ def _grammar(given: Mapping[str, Any], where: str) -> str:
 
 
 def _tool_choice(body: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice | None:
-    """Return the tool choice: "auto", "none", "required" or the name of a tool.
+    """Return the tool choice: "auto", "none", "required" or the name of a tool; None if the field is null or missing.
 
     Raises:
         Refused: the field is not a valid tool choice.
@@ -224,7 +224,7 @@ def _tool_choice(body: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolCh
 
 
 def _chosen(given: Any) -> str:
-    """Return the name of the chosen tool, or ""."""
+    """Return the name of the chosen tool; "" if the value has none."""
     for kind in ("function", "custom"):
         tool = given.get(kind) if isinstance(given, Mapping) else None
         name = tool.get("name") if isinstance(tool, Mapping) else None
@@ -234,7 +234,10 @@ def _chosen(given: Any) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """Return the mode, or the name of the only allowed tool if a call is required. Other lists are not granted."""
+    """Return the name of the allowed tool if there is only one and a call is required; otherwise, return the mode.
+
+    In the second case, the list of allowed tools is recorded as not granted.
+    """
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.allowed_tools.mode: give auto or required, not {mode!r:.60}.")
@@ -248,7 +251,10 @@ def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoic
 
 
 def _message(_: int, message: Any) -> Any:
-    """Return a message with calls of custom tools as calls of functions, and with a refusal as content."""
+    """Return a message in the form that the episode reads.
+
+    Calls of custom tools become calls of functions. A refusal becomes the content if the message has no content.
+    """
     if not isinstance(message, dict):
         return message
     role = message.get("role")

@@ -14,7 +14,7 @@ __all__ = ["CLIENTS", "Address", "Client", "environ", "files", "flags", "pointer
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of an episode for a client."""
+    """The address of an episode and the properties of its model, for a client."""
 
     base_url: str
     """The URL that ends with /v1, for OpenAI's clients."""
@@ -54,19 +54,19 @@ class Client:
     """An agent program, or a library for agents."""
 
     name: str
-    """Its name."""
+    """Name of the client."""
     tested: str
     """The tested version."""
     form: str
-    """Name of its wire form, as in the records of requests."""
+    """Name of the wire form that the client uses, as in the records of requests."""
     command: str = ""
     """Command of a program, as for `deltarunner run --agent`; "" for a library."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that it reads."""
+    """Environment variables that the client reads."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Contents of the files that it reads, by their path in its home."""
+    """Contents of the files that the client reads, by their path in its home."""
     pointers: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that set the folder of its files, in place of its home; `{home}` is the folder."""
+    """Environment variables by which the client finds its files in the folder `{home}`, which is not its home."""
     flags: Sequence[str] = ()
     """Command-line flags for a program that does not read `files`, since it keeps its own home."""
 
@@ -274,7 +274,7 @@ def flags(address: Address) -> dict[str, list[str]]:
 
 
 def pointers(home: Path) -> dict[str, dict[str, str]]:
-    """Return the environment variables that set a program's folder in place of its home, by the program's command."""
+    """Return the environment variables by which each program finds its files in `home`, by the program's command."""
     return {
         client.command.split()[0]: {name: value.replace("{home}", str(home)) for name, value in client.pointers.items()}
         for client in CLIENTS

@@ -44,17 +44,17 @@ class ChatThread:
     """A conversation that a client began, such as with a main agent or a sub-agent, or for a title."""
 
     name: str
-    """Name of its agent. The final names, `main` and numbers, are set after the `rollout`."""
+    """Name of the conversation's agent. The final names, `main` and numbers, are set after the `rollout`."""
     label: str
     """The client's own name for the conversation, or ""."""
     tools: Sequence[str]
-    """Names of the tools that its first request offered."""
+    """Names of the tools that the first request of the conversation offered."""
     trained: bool
-    """True if its turns are trained on."""
+    """True if the turns of the conversation are trained on."""
     turns: Sequence[Turn]
-    """Its turns."""
+    """The turns of the conversation."""
     verdicts: Sequence[Verdict]
-    """The relations of its requests to earlier turns, one verdict for each request."""
+    """The relation of each request of the conversation to earlier turns."""
 
 
 class Endpoint:
@@ -122,7 +122,7 @@ class Endpoint:
         and a program of `run` has ten seconds to end by itself. The episode ends when its `rollout` ends.
 
         Returns:
-            The body: {"reward": number} if `end_url` received one, else {}.
+            The reward as {"reward": number} if a client sent one to `end_url`, else {}.
         """
         async with anyio.create_task_group() as group:
             for event in (self._route.ended, self._draining):
@@ -140,10 +140,10 @@ class Endpoint:
         sandbox: Sandbox | None = None,
         user: str | None = None,
     ) -> FinishedProgram:
-        """Run an agent program until it and all processes that it started have ended.
+        """Run an agent program until it has ended, and then end the processes that it left.
 
         In a sandbox, the program reaches this endpoint at the same URL. If the sandbox has no network, the program
-        reaches nothing else. Background processes that it leaves in a sandbox continue, as later checks may need them.
+        reaches nothing else. Processes that it leaves in a sandbox are not ended, as later checks may need them.
 
         The program has a clean environment: PATH, the language, `environ`, `env`, and its own HOME with settings for
         known clients and a folder for temporary files. Without a sandbox, it has the rights of this process unless
@@ -151,12 +151,12 @@ class Endpoint:
 
         Args:
             argv: the program and its arguments.
-            cwd: its working folder; its home by default.
-            env: further variables.
+            cwd: the working folder of the program; by default its home, or the working folder of the sandbox.
+            env: further environment variables.
             wrap: a command to put before `argv`, such as `["bwrap", ...]` or `["docker", "run", ...]`.
             check: True to raise `ProgramFailed` if the exit code is not 0.
             sandbox: the sandbox to run it in; `cwd` is then a path inside.
-            user: its user in the sandbox.
+            user: the user of the program in the sandbox.
 
         Raises:
             ProgramFailed: the exit code is not 0, although the episode was not over and the last turn was not cut.

@@ -61,7 +61,7 @@ class EpisodeRoute:
         """Number of requests in flight."""
         self._scopes: set[anyio.CancelScope] = set()
         self.on_over: Callable[[], None] = _nothing
-        """Called when a client ends the episode, and whenever a client is refused because the episode is over."""
+        """Called when a client ends the episode, and when an answer is refused because the episode is over."""
         self.ended = anyio.Event()
         """Set once a client ended the episode."""
         self.end_body: Mapping[str, Any] = {}

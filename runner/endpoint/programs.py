@@ -35,7 +35,7 @@ PROGRAM_ID_VARIABLE: Final = "DELTARUNNER_PROGRAM"
 """Variable that identifies the processes of a program, even those that left its process group."""
 
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""Number of bytes that are kept from the end of standard output, and of standard error."""
+"""Number of bytes that are kept from the end of a program's standard output, and of its standard error."""
 
 TERMINATE_GRACE_SECONDS: Final = 2.0
 """Time between SIGTERM and SIGKILL for a program."""
@@ -62,9 +62,9 @@ class FinishedProgram:
     returncode: int
     """Exit code; -N if signal N ended the program."""
     stdout: str
-    """Last 64 KiB of its standard output."""
+    """Last 64 KiB of the program's standard output."""
     stderr: str
-    """Last 64 KiB of its standard error."""
+    """Last 64 KiB of the program's standard error."""
 
     @property
     def ok(self) -> bool:
@@ -110,7 +110,7 @@ def _temporary(home: Path) -> Path:
 
 
 class RunningProgram:
-    """A running program."""
+    """A program that was started, and the last part of its outputs."""
 
     def __init__(self, argv: Sequence[str], process: subprocess.Popen[bytes], mark: str) -> None:
         self._argv = argv
@@ -159,10 +159,10 @@ async def run_program(
     """Start a program, and end the program and all processes that it started when the block is left.
 
     Args:
-        argv: the command. A name is searched on PATH, and a relative path in `cwd` and then in the working folder of
-            this process.
-        cwd: its working folder; None for the folder of this process.
-        env: its whole environment.
+        argv: the command. A name is looked up on PATH. A relative path is looked up in `cwd`, and then in the working
+            folder of this process.
+        cwd: the working folder of the program; None for the working folder of this process.
+        env: the whole environment of the program.
 
     Raises:
         BadOption: the program or the folder does not exist, or the system rejects the command.
@@ -214,7 +214,10 @@ def _started(
 
 
 def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
-    """Return the path of the program: from PATH, or relative to `cwd` or to the working folder of this process."""
+    """Return the path of a program: from PATH, or relative to `cwd` or to the working folder of this process.
+
+    The result is None if the program is not found.
+    """
     paths = [program]
     if os.path.dirname(program) and not os.path.isabs(program):
         paths = [os.path.abspath(os.path.join(folder, program)) for folder in (cwd or "", "")]

@@ -142,7 +142,7 @@ def check_size(chat_call: ChatCall) -> None:
 
 
 def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
-    """Return a field; the default for null or a missing field. The number 1.0 is a whole number.
+    """Return a field, or `default` if it is null or missing. The number 1.0 counts as a whole number.
 
     Raises:
         Refused: the field has another type.
@@ -158,7 +158,7 @@ def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T
 
 
 def inner_field(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
-    """Return a field of an object that is itself a field, as `field_of` does."""
+    """Return a field of the inner object at `where` in a body, as `field_of` does."""
     try:
         return field_of(holder, name, kind, default)
     except Refused as refused:
@@ -212,7 +212,7 @@ def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
     """Return the smallest of the fields that limit the number of sampled ids; None if all are null or -1.
 
     Raises:
-        Refused: a field is not a whole number, or less than 1.
+        Refused: a field is not a whole number, or is neither -1 nor at least 1.
     """
     given = list[int]()
     for name in names:
@@ -313,7 +313,7 @@ MAX_UNREAD_FIELDS: Final = 20
 
 
 def note_unread(body: Mapping[str, Any], known: Collection[str], not_granted: dict[str, Any]) -> None:
-    """Record the unread fields of a body as not granted."""
+    """Record the unread fields of a body as not granted, at most `MAX_UNREAD_FIELDS`; skip empty and false ones."""
     unread = (
         (name, value)
         for name, value in body.items()

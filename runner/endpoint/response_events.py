@@ -1,8 +1,8 @@
 """The writer of an answer in the form of OpenAI's Responses: a sequence of items, whose texts are streamed in pieces.
 
 Text after a call is a separate message; the joined messages of a turn are its content. Requested extras are additional
-fields of events: `prompt_token_ids` in the first event, `token_ids` in the next event that is sent. Log-probabilities
-are sent with the text of their ids; the last event has the log-probabilities of the remaining ids.
+fields of events: `prompt_token_ids` in the first event, `token_ids` in the next event after the ids were sampled.
+Log-probabilities are sent with the next text of a message; the last event has those that remain.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FAILURES: Final = {
     Reason.SLOW: "server_error",
 }
 _IN_VAIN: Final = "invalid_prompt"
-"""The code of errors that clients do not retry. Clients retry any other error once."""
+"""The code for reasons that are not in `_FAILURES`. Clients do not retry a request after this code."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _OpenItem:
     kind: str
     """Type of the text: "reasoning_text" or "output_text"."""
     delta: bytes
-    """Constant beginning of each event with a further piece, as JSON."""
+    """Constant beginning of each event with a further piece of the text."""
     text: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 

@@ -69,7 +69,7 @@ CUSTOM_PARAMETERS: Final[Mapping[str, Any]] = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-"""Schema of a custom tool for a model."""
+"""Schema of the arguments with which a model calls a custom tool."""
 
 _OTHER: Final = "j"
 
@@ -90,7 +90,7 @@ def custom_arguments(call_id: str, text: str) -> str:
 
 
 def minted(call_id: str) -> str:
-    """Return the id of a call without the mark for other arguments than a text."""
+    """Return the id of a call without the mark that `custom_call` adds for arguments that are not a text."""
     own = call_id.removesuffix(_OTHER)
     return own if _NAMED.fullmatch(own) else call_id
 
@@ -144,7 +144,7 @@ class _TurnItems:
         return kind > self.last or kind == self.last != _ItemKind.MESSAGE
 
     def as_message(self) -> dict[str, Any] | None:
-        """Return the message; None for reasoning with only encrypted content."""
+        """Return the message of the turn; None if the turn has only encrypted reasoning."""
         reasoning = "".join(self.reasoning)
         if not (self.texts or self.calls or reasoning or self.refers):
             return None
@@ -193,7 +193,7 @@ class _ItemReader:
         return self._read
 
     def read(self, index: int, item: Mapping[str, Any], *, is_last: bool = False) -> ReadItems:
-        """Read an item, and return the messages that are complete with it."""
+        """Read an item, and return the messages that this item completes."""
         self._read = ReadItems()
         self._read_item(item, f"input[{index}]", is_last=is_last)
         self._read.is_complete = self._said is None
@@ -226,7 +226,7 @@ class _ItemReader:
                 bad(f"{where}: an item of the type {kind!r:.60} cannot be in a prompt: leave it out.")
 
     def _reference(self, given: str) -> None:
-        """Read an item that has only an id, by which the episode finds its turn. Raise Refused for any other id."""
+        """Read a reference: an item with only an id, which names its turn. Raise Refused for an id of another form."""
         if _handle_of({"id": given}) == "":
             raise refusal_of(UnknownReference(given, is_item=True))
         prefix = given.partition("_")[0]

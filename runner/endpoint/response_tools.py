@@ -20,9 +20,9 @@ class OfferedTool:
     name: str
     """Name of the tool, without its namespace."""
     namespace: str = ""
-    """Its namespace, or ""."""
+    """Namespace of the tool; "" without one."""
     custom: bool = False
-    """True if it takes a text instead of arguments."""
+    """True if the tool takes a text instead of arguments."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class OfferedTools:
     by_name: dict[str, OfferedTool] = field(default_factory=dict)
     """The client's tools, by their names for the model."""
     dropped: list[str] = field(default_factory=list)
-    """Types of the tools that a provider would run."""
+    """Types of the tools that are left out, since a provider would run them."""
 
 
 def read_tools(given: Sequence[Mapping[str, Any]]) -> OfferedTools:
@@ -91,7 +91,7 @@ def _grammar(tool: Mapping[str, Any], where: str) -> str:
 
 
 def read_tool_choice(given: Any, not_granted: dict[str, Any]) -> ToolChoice | None:
-    """Return the tool choice: "auto", "none", "required" or the name of a tool.
+    """Return the tool choice: "auto", "none", "required" or the name of a tool; None if the value is None.
 
     Raises:
         Refused: the value is not a valid choice between tools that a model can call.
@@ -115,7 +115,10 @@ def _chosen(given: Mapping[str, Any], where: str) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """Return the mode, or the name of the only allowed tool if a call is required. Other lists are not granted."""
+    """Return the name of the allowed tool if there is only one and a call is required; otherwise, return the mode.
+
+    In the second case, the list of allowed tools is recorded as not granted.
+    """
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.mode: give auto or required, not {mode!r:.60}.")

@@ -194,7 +194,8 @@ def _server(application: Application) -> Any:  # noqa: C901  # the function has 
     # is for the run itself.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # the limit is -1 if there is none
     connections = min(MAX_CONNECTIONS, files // 2)
-    # Connections that may be closed for others: connections without a key, and idle ones; the oldest first.
+    # Connections that may be closed to make room for a new one. Connections without a key come first, the oldest first;
+    # then come idle connections, the longest idle first.
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
     class Protocol(HttpToolsProtocol):

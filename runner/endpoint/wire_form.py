@@ -68,13 +68,13 @@ class Answered:
     """The content of an answer."""
 
     turn: Turn
-    """The turn."""
+    """The turn of the answer."""
     text: str
-    """Its text."""
+    """The text of the answer."""
     reasoning: str
-    """Its reasoning."""
+    """The reasoning of the answer."""
     calls: Sequence[tuple[str, str, Mapping[str, Any]]]
-    """Id, name and arguments of each call."""
+    """Id, name and arguments of each call in the answer."""
 
     @classmethod
     def of(cls, turn: Turn, continued: Turn | None = None) -> Answered:
@@ -114,7 +114,7 @@ class AnswerWriter(ABC):
         self.handle = ""
         """Id of the turn."""
         self.prompt_ids: Sequence[int] = ()
-        """All prompt ids."""
+        """All ids of the prompt."""
         self._begun = False
         self._text = 0
         self._reasoning = 0
@@ -226,16 +226,16 @@ class WireForm(ABC):
     """A form of requests and answers, without state."""
 
     name: ClassVar[str]
-    """Its name in the records of requests."""
+    """The form's name in the records of requests."""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any] | None = None) -> WireRequest:
         """Read a request.
 
         Args:
-            body: its body.
-            headers: its headers.
-            seen: cache of the histories of this form in the requests to an episode; None for a single request.
+            body: the body of the request.
+            headers: the headers of the request.
+            seen: cache of the histories in earlier requests of this form to the episode; None for a single request.
 
         Raises:
             Refused: a field cannot be used; the message has its name and the fix.

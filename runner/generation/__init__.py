@@ -1,4 +1,4 @@
-"""Batches for trainers that hold padded tensors: NeMo RL's generation interface on any engine of ours."""
+"""Batches for trainers that use padded tensors: NeMo RL's generation interface on any engine of token ids."""
 
 from runner.generation.batches import BatchResults, Generation
 from runner.generation.config import (

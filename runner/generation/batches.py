@@ -1,4 +1,4 @@
-"""The batch interface, for trainers that hold padded tensors: NeMo RL's generation methods on any engine."""
+"""The batch interface, for trainers that use padded tensors: NeMo RL's generation methods on any engine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class BatchResults(Generic[T]):
 
     Nothing is sampled before this object is entered or iterated. Leaving the block ends pending rows, and returns when
     no request is open. Without a block, as in `async for ... in generation.generate_async(batch)`, pending rows end as
-    soon as this object has no references: at once after a `break` or an exception, and at the latest when the block of
-    the `Generation` is left. While there is a reference, the iteration may be continued later.
+    soon as nothing refers to this object, so at once after a `break` or an exception. While there is a reference, the
+    iteration may be continued later. Leaving the block of the `Generation` ends all pending rows.
 
     Raises (from the iteration, after the last result):
         EngineError: rows failed permanently (the text has the index of the first one), or the engine died.
@@ -101,7 +101,7 @@ class BatchResults(Generic[T]):
 
 
 class Generation:
-    """Generator of batches on an engine.
+    """Generation of batches on an engine.
 
         async with Generation(engine, {"max_new_tokens": 256, "_pad_token_id": 0}) as generation:
             output = await generation.generate({"input_ids": ids, "input_lengths": lengths})
@@ -111,7 +111,7 @@ class Generation:
 
     Args:
         engine: the engine.
-        config: the sampling of rows; a trainer's own dictionary, see `GenerationConfig`.
+        config: the settings, such as a trainer's own dictionary; see `GenerationConfig`.
         stall_seconds: seconds without a step of the engine, for any request, after which an admitted row counts as a
             failure of the engine; None for no limit.
         retries: number of times that a row is sampled again after an engine's failure; a refused row is not sampled
@@ -170,13 +170,14 @@ class Generation:
         *,
         seed: int | None = None,
     ) -> GenerationOutputSpec:
-        """Sample on every prompt of a batch.
+        """Sample a continuation of every prompt of a batch.
 
         Args:
             batch: right-padded prompts, see `GenerationDatumSpec`.
             greedy: True to sample the most likely id each time, whatever the configuration is.
-            seed: seed of this batch's samples, so that they do not depend on what was generated before. None derives
-                it from the configuration's seed and the number of batches so far; without both, the engine chooses.
+            seed: seed of this batch's samples, so that they do not depend on earlier batches. None derives the seed
+                from the configuration's seed and the number of batches so far. If the configuration has no seed either,
+                the engine chooses the seeds.
 
         Returns:
             Prompts and samples, see `GenerationOutputSpec`.
@@ -215,7 +216,7 @@ class Generation:
         *,
         seed: int | None = None,
     ) -> TextOutputSpec:
-        """Sample on every prompt of a batch of texts; arguments and errors as in `generate`.
+        """Sample a continuation of every text of a batch; arguments and errors as in `generate`.
 
         Returns:
             The sampled texts, see `TextOutputSpec`.

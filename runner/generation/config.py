@@ -33,7 +33,7 @@ class ColocationConfig(TypedDict, total=False):
     enabled: bool
     """True if the accelerators are shared, so that the engine sleeps while the trainer works; default False."""
     resources: Any
-    """Resources; only the trainer reads them."""
+    """Settings of the trainer's resources, which are ignored here."""
 
 
 class GenerationConfig(TypedDict, total=False):
@@ -43,7 +43,7 @@ class GenerationConfig(TypedDict, total=False):
     """
 
     backend: str
-    """The kind of engine: "vllm", or left out, since the engine is given as an object."""
+    """The kind of engine. Only "vllm", the default, is accepted, since the engine is given as an object."""
     max_new_tokens: int
     """Maximum number of ids that are sampled for a row; default 1024."""
     temperature: float
@@ -53,7 +53,7 @@ class GenerationConfig(TypedDict, total=False):
     top_k: int | None
     """Number of most likely ids that are kept; None or -1, the default, keeps all."""
     stop_token_ids: list[int] | None
-    """Ids that end a row besides the model's own; default None."""
+    """Ids that end a row, in addition to the stop ids of the model; default None."""
     stop_strings: list[str] | None
     """Strings that end a row, in addition to the `stop_strings` of a batch; default None."""
     bad_words: list[str] | None
@@ -65,7 +65,9 @@ class GenerationConfig(TypedDict, total=False):
     seed: int | None
     """The seed of all samples; None, the default, leaves it to the engine. This key is ours."""
     vllm_cfg: Mapping[str, Any]
-    """Settings whose `max_model_len`, if below the engine's context, limits the ids of a prompt and its sample."""
+    """Settings of vLLM. Only `max_model_len` is used: the maximum number of ids of a prompt and its sample together, if
+    it is below the engine's context.
+    """
     _pad_token_id: int
     """The id of padding, in inputs and outputs; default 0."""
 
@@ -93,7 +95,8 @@ class GenerationOutputSpec(TypedDict):
     logprobs: Any
     """Log-probabilities in nats, aligned with `output_ids`, shape [rows, longest row], float32.
 
-    0 in the prompt and the padding, NaN if the engine returns none.
+    The values are 0 in the prompt and in the padding. They are NaN for sampled ids if the engine returns no
+    log-probabilities.
     """
     truncated: Any
     """True if `max_new_tokens` or the context cut a row, shape [rows], bool.
@@ -131,7 +134,7 @@ class GenerationSettings:
     greedy: Sampling
     """The sampling of rows in a greedy batch."""
     stop_token_ids: tuple[int, ...]
-    """The ids that end a row besides the model's own."""
+    """The ids that end a row, in addition to the stop ids of the model."""
     pad_id: int
     """The id of the padding."""
     context: int | None
@@ -139,7 +142,7 @@ class GenerationSettings:
     colocated: bool
     """True if engine and trainer share their accelerators."""
     seed: int | None
-    """The seed from which rows' own seeds follow; None leaves them to the engine."""
+    """The seed from which the seeds of rows are derived; None leaves these seeds to the engine."""
 
     @classmethod
     def read(cls, config: GenerationConfig | Mapping[str, Any]) -> Self:

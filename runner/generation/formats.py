@@ -39,7 +39,7 @@ class PaddedBatch:
 
     rows: list[Row]
     like: Any
-    """The array that was passed, for its kind and device."""
+    """The array that was passed. Outputs have its kind (torch or numpy) and its device."""
     dtype: np.dtype[np.integer[Any]]
     pad_id: int
     """The id of the padding."""

@@ -34,7 +34,7 @@ def verify_right_padding(
 
     Raises:
         BadBatch: the fault, if `raise_error`; it is a ValueError.
-        BadOption: `pad_value` is not an id.
+        BadOption: `pad_value` is not a whole number.
     """
     if not isinstance(pad_value, int | np.integer) or isinstance(pad_value, bool):
         raise BadOption(f"pad_value={pad_value!r}: give the id that rows are padded with; a tokenizer may have none.")
@@ -122,7 +122,11 @@ def _others(wrong: NDArray[Any]) -> str:
 
 
 def _as_integers(value: Any, name: str) -> NDArray[np.integer[Any]]:
-    """Return the same numbers as a numpy array; not copied if they are on the CPU."""
+    """Return a tensor or an array as a numpy array, without a copy if it is on the CPU.
+
+    Raises:
+        BadBatch: the value is neither, or its numbers are not integers.
+    """
     if not isinstance(value, np.ndarray) and not _is_torch(value):
         raise BadBatch(f"{name} is a {type(value).__name__}: give a torch tensor or a numpy array.")
     kind = str(value.dtype).removeprefix("torch.")

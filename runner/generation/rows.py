@@ -26,7 +26,7 @@ __all__ = ["Row", "RowSetting", "RunningRows", "SampledRow"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt to sample on."""
+    """A prompt of a batch, with its own stop strings."""
 
     index: int
     prompt: array[int]
@@ -120,7 +120,7 @@ def _request(row: Row, setting: RowSetting, room: int) -> GenerationRequest:
 
 
 class RunningRows:
-    """The rows of one batch while a task of its own samples them, in the order in which they finish.
+    """The rows of one batch while a separate task samples them. Iterating yields each row when it finishes.
 
     A row that fails permanently does not affect the other rows: its error is raised after the last of them. The other
     rows are cut only if nothing can be sampled any more.

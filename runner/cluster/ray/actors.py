@@ -56,7 +56,7 @@ class EngineActor(AnsweringActor):
 
     @abstractmethod
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """Return the object whose methods are called."""
+        """Create the `EngineProcess` whose methods are called."""
 
 
 class WorkerActor(EngineActor):

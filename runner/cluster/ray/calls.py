@@ -45,8 +45,8 @@ Answer: TypeAlias = tuple[int, bytes]
 class RayWorker:
     """The caller's side of an actor.
 
-    Calls of one tick are sent as one call of Ray. While results are awaited, another call of Ray is pending. It returns
-    all results of a tick, and fails when the actor dies.
+    Calls of one tick are sent as one call of Ray. While results are awaited, another call of Ray is pending. That
+    call returns all results of a tick, and fails when the actor dies.
 
     Args:
         actor: Ray's handle of an `AnsweringActor`.
@@ -96,7 +96,7 @@ class RayWorker:
             self._fetch_answers()
 
     def _is_disconnected(self) -> bool:
-        """Return True if other code has closed the connection, and fail all pending calls then."""
+        """Return True if other code has closed the connection. In this case, fail all pending calls."""
         if self._connected():
             return False
         self._lose(WorkerLost("other code of this process called ray.shutdown()"))
@@ -174,9 +174,9 @@ class RayWorker:
         self._answers.clear()
 
     def part(self) -> None:
-        """Send the waiting calls, and disconnect from the actor, which other callers may continue to use.
+        """Send the queued calls, then disconnect from the actor. Other callers may continue to use it.
 
-        The results of pending calls are lost.
+        Every call without a result, including the calls just sent, fails with `WorkerLost`.
         """
         if self._lost is None and not self._is_disconnected():
             self._send()
@@ -323,20 +323,20 @@ class Failed:
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """A caller of the actor."""
+    """The actor's record of one caller."""
 
     answers: list[Answer] = field(default_factory=list)
-    """Results since its last request for them."""
+    """Results since the caller's last request for results."""
     some: anyio.Event = field(default_factory=anyio.Event)
     """Set when there are results."""
     came: int = 0
-    """Number of messages received from it."""
+    """Number of messages that arrived from the caller."""
     sent: int | None = None
-    """Number of messages it sent in all; None until it has left."""
+    """Number of all messages that the caller sent; None until the caller has left."""
 
     @property
     def gone(self) -> bool:
-        """True if it has left and all its messages have arrived."""
+        """True if the caller has left and all its messages have arrived."""
         return self.came == self.sent
 
 
@@ -358,7 +358,7 @@ class AnsweringActor:
                 group.start_soon(self._answer, caller, *call)
 
     async def part(self, name: str, sent: int) -> None:
-        """Forget a caller once all messages it sent have arrived: Ray may deliver this message before others."""
+        """Forget a caller once all of its `sent` messages have arrived. Ray may deliver this message before others."""
         caller = self._callers[name]
         caller.sent = sent
         caller.some.set()

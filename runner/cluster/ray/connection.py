@@ -27,7 +27,7 @@ _TOKEN: Final = "RAY_AUTH_TOKEN"
 _PATH: Final = "RAY_AUTH_TOKEN_PATH"
 
 VARIABLES: Final = (_MODE, _PATH)
-"""The environment variables that are set while this process is connected."""
+"""The environment variables that a connection may set. They are restored when it is closed."""
 
 _FIX: Final = (
     "Copy the file ~/.ray/auth_token of the machine of `ray start --head` to the same place on this machine, or name a "
@@ -41,7 +41,7 @@ def give_own_token(until_left: ExitStack) -> None:
     """Create a token for a cluster of this process, in a file that other clusters do not read.
 
     Ray would write a token to ~/.ray/auth_token, and the next `ray start` on this machine would require it from all
-    machines. Nothing is done if the user has set a token or another mode, or if this Ray has no tokens.
+    machines. Nothing is done if the user has a token or has set another mode, or if this Ray has no tokens.
 
     Args:
         until_left: removes the token when it is closed, before `restore_variables` is called.
@@ -102,10 +102,10 @@ def admit(address: str) -> str | None:
 
 
 def restore_variables(before: Mapping[str, str | None]) -> None:
-    """Restore the variables, so that a connection to another cluster begins without settings of this connection.
+    """Set the variables to their values in `before`, so that the next connection begins without settings of this one.
 
-    A process that has started its own cluster requires tokens from then on. A running cluster without tokens would end
-    every actor of this process as soon as the actor is made.
+    Otherwise, a process that has started its own cluster would require tokens from then on, and a running cluster
+    without tokens would end every actor of this process as soon as the actor is made.
     """
     mode = before[_MODE]
     path = before[_PATH]
@@ -162,7 +162,7 @@ _LOOPBACK: Final = (
 _MISMATCH: Final = re.compile(
     r"The cluster was started with:\s+Ray: (\S+)\s+Python: (\S+)\s+This process .*:\s+Ray: (\S+)\s+Python: (\S+)"
 )
-"""Ray's error for different versions on both sides."""
+"""Pattern of Ray's error about different versions. Groups: Ray and Python of the cluster, then of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Connection:
         self._until_left = ExitStack()
         """A stack that restores the authentication settings that this process had before the connection."""
         self._kept: list[ExitStack] = []
-        """Settings that stay until the process ends."""
+        """Stacks that are not closed, so that their settings stay until the process ends."""
 
     def enter(self, user: object, *, who: str, address: str | None) -> None:
         """Connect to a cluster, or start one, unless this process is connected already.
@@ -275,7 +275,10 @@ class Connection:
             self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Close the connection if this object made it and no user is left. A cluster that it started then ends."""
+        """Remove a user. If no user is left, close the connection if `enter` made it.
+
+        A cluster that was started with the connection then ends.
+        """
         with self._lock:
             self._users.discard(user)
             if not self._users:
@@ -384,7 +387,7 @@ def _require_listener(who: str, given: str | None, address: str) -> None:
 
 
 def _require_head(who: str, address: str) -> None:
-    """Raise BadOption if the cluster of this process is gone: Ray would try for a minute, and end the process."""
+    """Raise BadOption if the cluster is gone: Ray would try to connect for a minute, and then end this process."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

@@ -24,7 +24,7 @@ __all__ = ["RayEngine", "RayEngines", "require_ray"]
 
 
 class RayEngines(FleetEngine):
-    """Engines on many machines, or several on this one. Whole episodes are played next to them.
+    """Engines on many machines, or several engines on this machine. Whole episodes are played next to each engine.
 
         run(Weather, RayEngines(VllmEngine("Qwen/Qwen3-8B"), workers=4))
 
@@ -111,7 +111,10 @@ def require_ray(who: str, address: str | None = None) -> None:
 
 
 def gpus_of(engine: Any) -> int:
-    """Return the number of GPUs that an engine's `given` requires on a machine with GPUs; 0 without this attribute."""
+    """Return the number of GPUs that an engine needs in a cluster with GPUs, from its arguments (`given`).
+
+    The number is 0 for an engine without `given`.
+    """
     given: Mapping[str, Any] | None = getattr(engine, "given", None)
     return 0 if given is None else ParallelSizes.of(given).workers
 
@@ -204,7 +207,7 @@ class RayEngine(HostedEngine):
     async def _until_placed(self, process: WorkerProcess) -> None:
         placed = False
         try:
-            # Only the wait for a machine is limited. The caller of `join` waits for the engine as long as it starts.
+            # Only the wait for a machine is limited. The call of `join` waits for the engine without a limit.
             with anyio.move_on_after(self._stall_seconds):
                 await process.send("hello")
                 placed = True
@@ -219,7 +222,7 @@ class RayEngine(HostedEngine):
 
 
 class _SharedRayEngine(HostedEngine):
-    """The shared engine in a process that did not start it."""
+    """The client of a shared engine in a process that did not start the engine."""
 
     def __init__(self, host: str) -> None:
         super().__init__()

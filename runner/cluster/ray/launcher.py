@@ -28,7 +28,7 @@ from runner.errors import BadOption, DeltarunnerError, EngineDead
 __all__ = ["RayLauncher", "as_arrays", "as_tensors", "host_called", "pickled"]
 
 MAX_CONCURRENT_CALLS: Final = 100_000
-"""Number of calls that an actor runs at once. By default Ray would silently queue calls beyond a thousand."""
+"""Maximum number of calls that an actor runs at once. By default Ray would silently queue calls beyond a thousand."""
 
 _ONCE: Final = {"max_task_retries": 0}
 """Options for messages to the limiter service that may be lost. By default Ray would print retries on stdout."""
@@ -84,7 +84,7 @@ class RayLauncher:
         self._looked = self._seen = 0.0
 
     def take_more_gpus(self, number: int) -> None:
-        """Add GPUs to each worker for other engines that it enters, unless gpus= sets their number.
+        """Add GPUs to each worker for other engines that it enters, unless `gpus=` sets the number of GPUs.
 
         Raises:
             BadOption: the workers were started with fewer GPUs.
@@ -117,7 +117,7 @@ class RayLauncher:
     def _connect(self) -> None:
         CONNECTION.enter(self, who=self._who, address=self._address)
         ray, self._session, self._session_seen = ray_module(), RaySession.current(), -math.inf
-        # The environment is only for this launcher's actors, since other code of the process may use another one.
+        # The runtime environment is only for this launcher's actors, since other code of the process may use another.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
         self._head = ray.get_runtime_context().gcs_address
         there = ray.cluster_resources()
@@ -175,7 +175,7 @@ class RayLauncher:
 
     @property
     def needs(self) -> str:
-        """The resources that each worker needs of one machine, for people; known once connected."""
+        """The resources that a worker needs on one machine, as a text for people; known once connected."""
         return _counted(self._gpus, self._cpus)
 
     async def require_head(self) -> None:
@@ -203,8 +203,8 @@ class RayLauncher:
                 ) from None
 
     def _is_connected(self) -> bool:
-        # Every worker calls this at every tick, so a result is reused for `SESSION_SECONDS`. A new connection within
-        # this time is not possible, since `ray.init` takes longer.
+        # This is called at each tick of each worker, so a result is reused for `SESSION_SECONDS`. A new connection
+        # within this time is not possible, since `ray.init` takes longer.
         if not ray_module().is_initialized():
             return False
         now = time.monotonic()
@@ -273,11 +273,14 @@ class RayLauncher:
         return packed
 
     def pack(self, value: Any, what: str, fix: str) -> Any:
-        """Pickle a value with Ray's pickler, which includes classes of a script."""
+        """Pickle a value with Ray's pickler, which also pickles classes of a script; see `Launcher.pack`."""
         return pickled(value, what, fix, ray_module().cloudpickle.dumps)
 
     async def put(self, value: Any) -> Any:
-        """Put a large value into Ray's store. A folder is sent as its path, and must exist on every machine."""
+        """Put a large value into Ray's store, and return a reference. For the path of a folder, return the full path.
+
+        The folder must exist on every machine.
+        """
         if isinstance(value, str | os.PathLike):
             return str(await (await anyio.Path(value).expanduser()).absolute())
         self._require_session()
@@ -295,7 +298,7 @@ class RayLauncher:
 
 
 def host_called(name: str) -> RayWorker:
-    """Return the host of this name, which another process of the same program has started.
+    """Return a connection to the host of this name, which another process of the same program has started.
 
     Raises:
         EngineDead: the host has ended.
