@@ -45,7 +45,7 @@ class Chart:
     top: str
     """The label of the largest value."""
     words: str
-    """The chart in words, for readers that do not see it."""
+    """The chart in words, for readers who cannot see it."""
     bars: tuple[Bar, ...] = ()
     points: str = ""
     """The points of a curve, as SVG writes them."""
@@ -54,7 +54,10 @@ class Chart:
 
 
 def histogram(title: str, values: Sequence[float], *, unit: str) -> Chart:
-    """Return a chart of the number of finite values in equal bins. Whole numbers of a small range have a bin each."""
+    """Return a histogram of the finite values, in bins of equal width.
+
+    If all of them are whole numbers in a small range, each number of the range has its own bin.
+    """
     data = np.asarray([value for value in values if math.isfinite(value)], float)
     if not len(data):
         return Chart(title, unit, "", "", "", "No finite values.")

@@ -43,7 +43,7 @@ class FlippedTask:
 
     @property
     def lost(self) -> bool:
-        """True if the second file lost the task."""
+        """True if the share of solved episodes is lower in the second file; None counts as 0."""
         return (self.second or 0) < (self.first or 0)
 
 
@@ -147,7 +147,7 @@ class _Scores:
     def __init__(self, run_file: RunFile) -> None:
         self.values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.episodes: dict[str, list[tuple[str, bool | None]]] = defaultdict(list)
-        """The id of each episode by task, and True if it is solved; None if it failed or has no reward."""
+        """(id, True if solved) of the episodes of each task; (id, None) for an episode that failed or has no reward."""
         self.names: dict[str, set[str]] = defaultdict(set)
         """The names of the rewards by task."""
         self.cut_short = False
@@ -302,7 +302,11 @@ def _is_solved(share: float | None) -> bool:
 
 
 def _example(scores: _Scores, task: str, share: float | None) -> str:
-    """An episode that shows the result of a task: a solved one only if the task is solved."""
+    """The id of an episode that shows the result of a task.
+
+    The episode is solved if `share`, the share of solved episodes, is above one half; otherwise it is not. If `share`
+    is None, the episode failed or has no reward.
+    """
     wanted = None if share is None else _is_solved(share)
     return next(id for id, solved in scores.episodes[task] if solved is wanted)
 

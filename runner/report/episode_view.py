@@ -66,7 +66,7 @@ class Entry:
     notable: bool = False
     """True if the new messages were not simply appended to the previous turn, or the seam is not proven."""
     image: str = ""
-    """The address of an attached image, with its data."""
+    """The `data:` URL of an attached image; "" for other entries."""
 
     @property
     def size(self) -> int:
@@ -319,7 +319,10 @@ def _request(request: ChatRequest) -> dict[str, str]:
 
 
 def _tree(trajectories: Sequence[Trajectory]) -> tuple[Branch, ...]:
-    """The segments of all agents, each under the segment of the turn that it follows. Parents come first."""
+    """The segments of all agents as a tree: a segment that follows a turn is below the segment of that turn.
+
+    Parents come before their children. The tree is empty for fewer than two segments.
+    """
     labels: dict[tuple[str, int], str] = {}
     by_turn: dict[tuple[str, int], tuple[str, int]] = {}
     for trajectory in trajectories:
@@ -383,9 +386,9 @@ def token_payload(
 
     If there are more than `most` ids, each long segment has only its first and last ids. `gap` then has two numbers:
     the ids before the gap and the ids that are left out. All other positions count from the beginning of the segment.
-    Each item of `sources` and `versions` stands for a run of equal values. `logprobs` has the log-probabilities of the
-    sampled ids, in nats, rounded to 1/100; null if the engine returned none. `top` has the most likely ids of turns: by
-    the first position, their number at each position, the ids, and their log-probabilities.
+    Each item of `sources` and `versions` stands for adjacent ids with one value. `logprobs` has the log-probabilities
+    of the sampled ids, in nats, rounded to 1/100; null if the engine returned none. `top` has the most likely ids of
+    turns: each key is a first position, and its value is [number of ids at each position, ids, log-probabilities].
     """
     total = sum(len(segment.log) for segment in trajectory.segments)
     if not total:

@@ -30,7 +30,7 @@ class Label:
 
     @property
     def words(self) -> str:
-        """The labels, the note and the reader on one line or several."""
+        """The labels, the note and the reader as one text."""
         parts = [", ".join(self.labels), self.note]
         return f"{': '.join(part for part in parts if part)} ({self.reader})"
 
@@ -106,7 +106,7 @@ def add_label(run_file: Path, episode: str, *, labels: Sequence[str], note: str,
     )
     path = labels_path(run_file)
     try:
-        # The line is written at once to the end of the file, so that the lines of two readers do not mix.
+        # The line is appended to the file with one write, so that the lines of two readers do not mix.
         with path.open("a+b", buffering=0) as file:
             # If the last line is incomplete, the new line must not continue it.
             cut_off = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"

@@ -85,7 +85,7 @@ class Overview:
     tools: list[tuple[str, int, int, int]]
     """(name, calls, calls that could not be read, calls that failed)."""
     versions: list[tuple[str, int]]
-    """(weight version, ids sampled by it)."""
+    """(weight version, number of ids that it sampled)."""
     charts: list[Chart]
     drift: list[str]
     """Changes between the first and the last third of the run, in words."""
@@ -260,7 +260,7 @@ class _Rows:
 
 
 def _change(name: str, first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """Yield a sentence if the means of the thirds differ by more than chance.
+    """Yield a sentence if the means of the first and the last third of the run differ by more than chance.
 
     Episodes are clustered by task. This needs enough tasks. With few tasks, episodes are compared individually if each
     task is in both thirds; otherwise the thirds may differ only by their tasks.

@@ -51,9 +51,9 @@ class ReportSize:
 
     episodes: int
     transcripts: int
-    """Episodes with a transcript."""
+    """The number of episodes with a transcript."""
     total: int
-    """Episodes of the run file, without repeated attempts."""
+    """The number of episodes of the run file, without repeated attempts."""
     size: int
     """The size in bytes."""
 
@@ -287,7 +287,10 @@ def _percent(part: float, whole: float) -> str:
 
 
 def shared_text(entry: Entry, shared: dict[str, int] | None) -> int | None:
-    """The number of a long system message among the texts that a page shows once; None for another entry."""
+    """The number of a long system message among the texts that a page shows once.
+
+    None for another entry, or if `shared` is None.
+    """
     if shared is None or entry.kind != "system" or len(entry.text) < MIN_SHARED_CHARS:
         return None
     return shared.setdefault(entry.text, len(shared) + 1)

@@ -17,10 +17,10 @@ __all__ = ["Decision", "MetricDifference", "clustered_difference", "holm", "pair
 
 CONFIDENCE_SHARE: Final = 0.95
 NORMAL_POWER_FACTOR: Final = (1.959964 + 0.841621) ** 2
-"""(z of the confidence + z of the power) squared."""
+"""The square of the sum of two normal quantiles: for 95% confidence, two-sided, and for a power of 80%."""
 MAX_MORE_TASKS: Final = 1_000_000
 MAX_EXACT_TASKS: Final = 12
-"""Maximum number of tasks for the exact test. With more tasks, the smallest p-value of the test is below 0.0003."""
+"""Maximum number of tasks for the exact test. With more tasks, its smallest possible p-value is below 0.0003."""
 MIN_DECISIVE_TASKS: Final = 6
 """Minimum number of tasks with which the exact test can be decisive: 2 / 2**6 < 0.05."""
 
@@ -29,11 +29,11 @@ class Decision(enum.StrEnum):
     """The result of a comparison of one metric."""
 
     HIGHER = "higher"
-    """The second file is higher."""
+    """The metric is higher in the second file."""
     LOWER = "lower"
-    """The second file is lower."""
+    """The metric is lower in the second file."""
     UNDECIDED = "not decisive"
-    """The data does not decide."""
+    """The difference may be chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class MetricDifference:
 def paired_difference(
     metric: str, pairs: Sequence[tuple[float, float]], *, slice: str = "", episodes: tuple[int, int] = (0, 0)
 ) -> MetricDifference:
-    """The difference of means over tasks, with the interval and the p-value of the paired t test.
+    """The difference of means over tasks, with its interval and its p-value (see `MetricDifference`).
 
     Each pair has the means of one task in both files. The episodes of a task are one observation, so the interval is
     clustered by task, for any number of episodes.
@@ -125,8 +125,9 @@ def _standard_error(changes: Sequence[float], mean: float) -> float:
 
 
 def _exact_p_value(changes: Sequence[float]) -> float:
-    """The share of all choices of signs whose mean is at least as far from 0 as the given mean; 0 for many changes.
+    """The p-value of the exact sign-flip test; 0 for more than `MAX_EXACT_TASKS` changes.
 
+    It is the share of all choices of signs with which the mean is at least as far from 0 as the mean of `changes`.
     The t test treats equal changes of two or three tasks as certain; this test does not.
     """
     if len(changes) > MAX_EXACT_TASKS:
@@ -160,7 +161,7 @@ def holm(differences: Sequence[MetricDifference]) -> Iterator[MetricDifference]:
 
 
 def _adjusted(each: MetricDifference, p_value: float) -> MetricDifference:
-    """The difference with another p-value, and the number of tasks that belongs to it."""
+    """The difference with another p-value, and the number of further tasks that belongs to it."""
     more = each.more_tasks
     if more is None and p_value >= 1 - CONFIDENCE_SHARE and each.high is not None:
         error = (each.high - each.difference) / student_t_quantile(CONFIDENCE_SHARE, each.tasks - 1)

@@ -24,7 +24,7 @@ OTHER_MODELS: Final = "*"
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The price of a million tokens of a model, in any currency."""
+    """The prices of a million tokens of a model, in any currency."""
 
     prompt: float
     completion: float
@@ -85,7 +85,7 @@ _TOKENS: Final = """
 def costs_of(run_file: RunFile, prices: Mapping[str, Price]) -> list[Cost]:
     """The cost of each model, including attempts that were repeated.
 
-    Token counts come from the server, or else are numbers of ids.
+    The token counts are the server's. If the server reports none, they are numbers of ids.
     """
     tokens: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in run_file.select(_TOKENS):

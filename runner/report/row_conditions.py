@@ -1,4 +1,4 @@
-"""Selection, order and means of the episodes of a run file by their fields, for the terminal."""
+"""Selection, order and means of a run file's episodes by fields, and thresholds of results, for the terminal."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def number_of(text: str) -> float | None:
 
 
 def check_known(names: Iterable[str], run_file: RunFile, option: str) -> None:
-    """Refuse names that neither a row nor a score has.
+    """Refuse names that are neither a field of a row nor the name of a reward or metric.
 
     Raises:
         BadOption: a name is unknown; the message lists the known ones.

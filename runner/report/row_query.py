@@ -74,7 +74,7 @@ class RowQuery:
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> RowQuery:
-        """The query of a form; other fields are ignored.
+        """The query in the fields of a form; unknown fields are ignored.
 
         Raises:
             BadOption: an outcome or an order does not exist, or a reward is not a number.
@@ -95,7 +95,12 @@ class RowQuery:
         return urlencode({name: value for name, value in {**given, **more}.items() if value != ""}, errors="replace")
 
     def condition(self, found: Sequence[int] | None, *, several_agents: bool) -> tuple[str, dict[str, Any]]:
-        """The condition on `episodes`, and its values; `found` are the keys of the episodes with the text `find`."""
+        """The SQL condition on rows of `episodes`, and the values of its parameters.
+
+        Args:
+            found: the keys of the rows with the text `find`; None without such a text.
+            several_agents: True to select only one row of each episode.
+        """
         parts, values = ["NOT superseded", *([_MAIN_ROW] if several_agents else [])], dict[str, Any]()
         if self.outcome == "failed":
             failed = ", ".join(f"'{each.value}'" for each in Outcome if each.failed)

@@ -34,13 +34,12 @@ MAX_WAIT_EPISODES: Final = 5_000
 shows the results later."""
 MAX_WAIT_SECONDS: Final = 5.0
 MAX_SHARE: Final = 0.01
-"""Largest share of the time for which the viewer answers pages that follow a run. The computation of results has the
-same limit."""
+"""Largest share of the time for answers to pages that follow a run. The computation of results has the same limit."""
 MIN_FOLLOW_SECONDS: Final = 2.0
 """Shortest interval between requests of a page for updates."""
 MAX_FOLLOW_SECONDS: Final = 600.0
 MIN_NOTED_SECONDS: Final = 10.0
-"""A page that follows a run shows its interval if it is at least this long."""
+"""A page that follows a run shows the interval between its requests if the interval is at least this long."""
 MAX_VIEWED_IDS: Final = 1_000_000
 """Maximum number of ids of an episode whose tokens are sent. If there are more, both ends of each segment are sent."""
 REQUEST_SECONDS: Final = 30.0

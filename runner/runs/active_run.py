@@ -45,7 +45,7 @@ RECALL_BATCH_SIZE: Final = 100
 """The number of stored episodes read per call of a thread; a larger number takes more memory."""
 
 _SERVER_COUNTS: Final = ("throttled", "retried")
-"""The counts of engines that send requests to a server."""
+"""The counts in `EngineStats` of an engine's requests to its server."""
 
 _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
@@ -135,7 +135,7 @@ class ActiveRun:
 
     async def _play_tasks(self) -> None:
         state, summary = self.state, self.state.summary
-        # This precedes the first task, since a source chooses tasks by all results, including stored ones.
+        # The stored results come before the first task, since a source chooses tasks by all results.
         await self._recall_stored()
         all_begun = False
         async with anyio.create_task_group() as episodes:
@@ -183,7 +183,7 @@ class ActiveRun:
 
     async def _end_observers(self) -> None:
         if self.options.observers:
-            with anyio.CancelScope(shield=True):  # the commit has its own time limit
+            with anyio.CancelScope(shield=True):  # `end` has its own time limit
                 self.state.add_faults(await anyio.to_thread.run_sync(self._observers.end, self.state.summary))
 
     def _log_end(self) -> None:
@@ -195,7 +195,7 @@ class ActiveRun:
         )
 
     async def _recall_stored(self) -> None:
-        """Count the finished episodes of earlier runs of the file, and pass all stored ones to the task source."""
+        """Count the finished episodes in the run file, and pass all stored trajectories to the task source."""
         if not self.writer.resumed:
             return
         stored = (list(agents) for _, agents in groupby(self.writer.stored(), key=_EPISODE))

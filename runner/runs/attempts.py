@@ -48,7 +48,10 @@ class Attempts:
     """Maximum number of times that an episode is repeated after engine failures."""
 
     async def play(self, key: EpisodeKey) -> list[Trajectory]:
-        """Play an episode and return the trajectories of its last attempt. Only these are not committed yet."""
+        """Play an episode and return the trajectories of its last attempt.
+
+        Earlier attempts are committed here; the caller commits the last one.
+        """
         failed = 0
         while True:
             attempt = self.player.begin(key, last_try=failed >= self.retries)
@@ -83,7 +86,7 @@ class Attempts:
             self.state.add_faults(f"{attempt.key.id}: {fault}" for fault in attempt.faults)
 
     async def _may_retry(self, trajectory: Trajectory, failed_before: int) -> bool:
-        """Return True if the engine failed the episode, all engines work now, and retries are left."""
+        """True if the engine failed the episode, all engines work now, retries are left, and the run does not drain."""
         if trajectory.outcome is not Outcome.ENGINE_ERROR or self.state.failure is not None:
             return False
         try:

@@ -37,7 +37,7 @@ __all__ = ["BackgroundPlayer"]
 T = TypeVar("T")
 
 EXIT_SECONDS: Final = 10.0
-"""Longest wait for the thread or for its last calls, where they may never end, such as at the end of the process."""
+"""Longest wait for the thread or its last calls if they may never end, such as at the end of the process."""
 
 
 class PlayedGroups(Iterator[Group]):
@@ -68,8 +68,8 @@ class BackgroundPlayer:
             groups = player.play_groups(tasks)
             player.update_weights(model.state_dict())
 
-    Methods may be called from any thread. If the thread or its run fails, waiting and later calls raise the cause.
-    Leaving the block with an error cancels the episodes in flight.
+    Methods may be called from any thread. If the thread or its run fails, calls that wait and later calls raise the
+    cause. Leaving the block with an error cancels the episodes in flight.
 
     The class takes the arguments of `Player`, and raises the same errors.
     """
@@ -115,7 +115,7 @@ class BackgroundPlayer:
     # --- starting and ending
 
     def start(self) -> Self:
-        """Start thread, engine and run.
+        """Start the thread, the engine and the run.
 
         Raises:
             RuntimeError: the player was started before.
@@ -176,7 +176,7 @@ class BackgroundPlayer:
         return self._call(self._play_groups(list(tasks), sampling))
 
     def play_many(self, episodes: Iterable[tuple[Task, int]]) -> list[list[Trajectory]]:
-        """Play single episodes, each by its task and index, concurrently, and return their trajectories in this order.
+        """Play single episodes (task, index) concurrently, and return their trajectories in the same order.
 
         This method raises the errors of `Player.play`; the first error cancels the other episodes.
         """
@@ -185,8 +185,8 @@ class BackgroundPlayer:
     def groups(self, tasks: Iterable[Task] | None = None, *, full: int | None = None) -> PlayedGroups:
         """Play tasks, and return an iterator over their groups, which yields each group as it finishes.
 
-        As many groups are in flight as fit into the run's width. Ending the iteration cancels the groups in flight; so
-        does `close()` of the iterator, which any thread may call.
+        At most as many groups are in flight as fit into the run's width. The end of the iteration cancels the groups in
+        flight; so does `close()` of the iterator, which any thread may call.
 
         Args:
             tasks: the tasks; by default the tasks of the environment, once.
@@ -336,7 +336,7 @@ class BackgroundPlayer:
                     await anyio.sleep(0.001)
 
     def _stuck(self, blocker: Blocker) -> None:
-        """End every wait, since the event loop is blocked and answers no call."""
+        """End every call that waits, since the event loop is blocked and answers no call."""
         self._error = RunStuck(f"the event loop of the player is blocked in {blocker.where}: {blocker.advice}")
         self._end_calls(self._error)
 
@@ -347,7 +347,7 @@ class BackgroundPlayer:
         for call in calls:
             try:
                 call.set_exception(error)
-            except concurrent.futures.InvalidStateError:  # the loop ended just now
+            except concurrent.futures.InvalidStateError:  # the call has just ended
                 continue
 
     def _stop(self, *, cancel: bool) -> None:

@@ -39,20 +39,20 @@ MAX_EXTREME_WORKERS: Final = 4
 """Maximum number of workers without problems that are shown: the ones with the fewest and the most episodes."""
 
 MAX_NAMED_VERSIONS: Final = 3
-"""Maximum number of weight versions that are named."""
+"""Maximum number of weight versions that are named in a short display."""
 
 
 class Trouble(enum.StrEnum):
     """Problems of a playing worker, the worst first."""
 
     SILENT = "silent"
-    """No heartbeat for `SILENT_SECONDS`."""
+    """Its last heartbeat was more than `SILENT_SECONDS` ago."""
     STUCK = "stuck"
-    """One of its episodes has waited for `WAITED_SECONDS`."""
+    """One of its episodes has waited longer than `WAITED_SECONDS` for the same thing."""
     OUTDATED = "outdated"
     """Its weights are not the newest."""
     LATE = "late"
-    """Its event loop is late."""
+    """The lag of its event loop is above `LATE_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class FleetStats:
     version: str = ""
 
     absent: Mapping[IdleReason, int] = field(default_factory=dict)
-    """The number of other workers by the reason why they do not play."""
+    """The number of workers that do not play, by the reason."""
 
     def troubles(self, worker: FleetWorker) -> list[Trouble]:
         """The problems of a worker, the worst first."""
@@ -147,7 +147,7 @@ def versions_in_words(workers: Iterable[FleetWorker]) -> str:
 
 
 def worker_in_words(worker: FleetWorker) -> str:
-    """A worker on one line."""
+    """A description of a worker on one line."""
     parts = [
         f"worker {worker.number} on {shown_line(worker.node)}",
         f"{worker.playing} of {worker.width} playing",

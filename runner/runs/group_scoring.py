@@ -41,7 +41,7 @@ class GroupScoring:
         return bool(self._rewards)
 
     def open(self, task: Task, visit: int, missing: int) -> None:
-        """Expect `missing` further episodes of a task."""
+        """Expect `missing` further episodes of a visit of a task."""
         self._open.setdefault((task.id, visit), OpenGroup(0)).missing += missing
 
     async def finished(self, trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], int]:

@@ -22,7 +22,7 @@ class OpenGroup:
     """The number of these episodes that are finished."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    """The trajectories of these episodes; empty where they are not kept."""
+    """The trajectories of these episodes; empty if they are not kept."""
 
 
 def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> list[Group]:

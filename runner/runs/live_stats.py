@@ -41,10 +41,10 @@ MAX_STEP_SECONDS: Final = 60.0
 """Longest engine step during which the previous pace is still shown."""
 
 PACE_WINDOW_SECONDS: Final = 10.0
-"""Window of the pace. It is long, since one engine step may take several seconds on a slow processor."""
+"""Length of the time over which the pace is measured. It is long, since one engine step may take several seconds."""
 
 MIN_QUIET_SECONDS: Final = 10.0
-"""Seconds without new tokens after which this time is shown instead of rates, which would fall slowly."""
+"""After this many seconds without new tokens, a display shows that time instead of rates, which would fall slowly."""
 
 TIME_LEFT_INTERVAL_SECONDS: Final = 1.0
 """The interval between estimates of the time left."""
@@ -55,7 +55,7 @@ MAX_WAITING_SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class WaitingEpisode:
-    """An episode that waits."""
+    """An episode in flight that waits for the engine, a tool or other code."""
 
     id: str
 
@@ -87,19 +87,19 @@ class LiveStats:
     """The number of finished episodes that failed."""
 
     running: int = 0
-    """Episodes in flight, including episodes that wait for the engine."""
+    """The number of episodes in flight, including episodes that wait for the engine."""
 
     in_engine: int | None = None
-    """Episodes that the engine samples for; None if workers play them."""
+    """The number of episodes for which the engine samples; None if workers play the episodes."""
 
     waiting: int = 0
-    """Turns that wait for a place in the engine."""
+    """The number of turns that wait for a place in the engine."""
 
     waits_for: str = ""
     """The author's code outside of episodes for which the run waits, such as "tasks()"; "" if there is none."""
 
     ranks: tuple[int, ...] = ()
-    """Turns in each data-parallel rank of an engine with several; empty for other engines."""
+    """The number of turns in each data-parallel rank, for an engine with several ranks; empty for other engines."""
 
     throttled: int = 0
     """The number of requests that servers rejected because of rate limits."""
@@ -123,10 +123,10 @@ class LiveStats:
     """The mean reward so far; None without rewards."""
 
     agent: str = ""
-    """The agent that has `reward`, if several are trained; else ""."""
+    """The agent whose mean reward is `reward`, if several agents are trained; else ""."""
 
     reward_error: float | None = None
-    """The standard error of the mean reward, clustered by task; None below two tasks."""
+    """The standard error of the mean reward, clustered by task; None with fewer than two tasks."""
 
     elapsed: float = 0.0
     """Seconds since the run began to play."""
@@ -149,7 +149,7 @@ class LiveStats:
     fault: str = ""
 
     calls: int = 0
-    """Tool calls so far."""
+    """The number of tool calls so far."""
 
     malformed: int = 0
     """The number of unreadable tool calls: calls that could not be parsed."""
@@ -343,12 +343,12 @@ def left_in_words(left: TimeLeft) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """The number of turns in each rank."""
+    """The number of turns in each data-parallel rank, in words."""
     return f"{' + '.join(map(str, ranks))} inside {len(ranks)} ranks"
 
 
 MIN_UNREADABLE_CALLS: Final = 3
-"""Minimum number of unreadable calls for the advice; fewer may be chance."""
+"""Minimum number of unreadable tool calls for `TEMPLATE_ADVICE`, since fewer may be chance."""
 MAX_UNREADABLE_SHARE: Final = 0.2
 """Share of unreadable calls above which the template is probably wrong."""
 
@@ -365,12 +365,12 @@ def suspect_template(calls: int, malformed: int) -> bool:
 
 
 def calls_in_words(calls: int, malformed: int) -> str:
-    """The number of unreadable calls."""
+    """The number of unreadable tool calls among all tool calls, in words."""
     return f"{malformed} of {calls} tool calls could not be read"
 
 
 def as_time(seconds: float) -> str:
-    """Format as minutes and seconds, with hours if there are any."""
+    """Format a duration as minutes and seconds, such as 4:05; from one hour on with hours, such as 1:04:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

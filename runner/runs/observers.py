@@ -136,7 +136,7 @@ class ObserverThreads:
                 self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # see above
 
     def weights(self, version: str) -> None:
-        """Announce new weights."""
+        """Announce the version of new weights."""
         self._send(lambda observer: observer.weights(version))
 
     def end(self, summary: Summary) -> list[str]:

@@ -212,7 +212,7 @@ class RunOptions:
     def _check_file(self) -> None:
         file: Any = self.file
         if file == "" or (not isinstance(file, str | Path | None) and not callable(file)):
-            raise BadOption(f"file={file!r:.60}: give a path such as 'runs/one.db', or None to keep none.")
+            raise BadOption(f"file={file!r:.60}: give a path such as 'runs/one.db', or None for a run without a file.")
         if not isinstance(self.retry_failed, bool):
             raise BadOption(f"retry_failed={self.retry_failed!r:.60}: give True or False.")
         if self.retry_failed and file is None:

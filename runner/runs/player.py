@@ -48,7 +48,7 @@ class Attempt(Protocol):
     async def run(self) -> list[Trajectory]:
         """Play the attempt and return the trajectories of its agents, `main` first.
 
-        A cancelled attempt is closed first.
+        If this call is cancelled, the attempt is closed before the call ends.
         """
 
     def trajectories(self) -> list[Trajectory]:
@@ -66,7 +66,7 @@ class EpisodePlayer(Protocol):
 
         Args:
             key: the task, index, visit and attempt number.
-            last_try: True if the attempt is not repeated after another engine failure.
+            last_try: True if the episode is not repeated after an engine failure of this attempt.
         """
 
     def watch_width(self, listener: Callable[[int], None]) -> None:
@@ -119,16 +119,16 @@ class FleetWorker:
     silent: float
     """Seconds since its last heartbeat."""
     oldest: str
-    """A description of what its longest-waiting episode waits for; "" without episodes."""
+    """A description of what its episode with the longest wait waits for; "" without episodes."""
     waited: float
-    """The seconds for which its longest-waiting episode has waited."""
+    """The seconds for which the episode of `oldest` has waited; 0 without episodes."""
 
 
 class IdleReason(enum.StrEnum):
     """Reasons why a worker of a fleet does not play, the most important first."""
 
     RESTING = "paused after losses"
-    """Its slot stays empty for up to an hour, since workers died there too often."""
+    """Its slot stays empty for up to an hour, since workers in this slot died too often."""
     LOST = "lost, being replaced"
     """It died; its replacement starts soon."""
     WAITING = "waiting for weights"
@@ -144,7 +144,7 @@ class WorkerSetup(Protocol):
 
     @property
     def worker_engines(self) -> Collection[BaseEngine]:
-        """The engines that exist only on workers, one on each."""
+        """The engines that exist only on workers; each worker has a copy of each engine."""
 
     def engines(self) -> AbstractAsyncContextManager[Mapping[BaseEngine, BaseEngine]]:
         """Enter `worker_engines` on the workers; the block receives a placeholder for each engine.
@@ -195,7 +195,7 @@ class PlayingEngine(Engine):
 
     @abstractmethod
     def absent(self) -> Mapping[IdleReason, int]:
-        """The number of other workers by the reason why they do not play."""
+        """The number of workers that do not play, by the reason."""
 
     @abstractmethod
     def sent(self, setup: RunSetup) -> WorkerSetup:

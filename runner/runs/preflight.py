@@ -55,9 +55,9 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
 
 
 async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
-    """Messages about appends that are not exact with this template, and about tokens that the vocabulary lacks.
+    """Messages about appends that are not exact, and about tokens that the template writes and the vocabulary lacks.
 
-    The appends of bundled templates are exact and are not checked.
+    An append extends a prompt by messages. The appends of bundled templates are exact and are not checked.
 
     Raises:
         BadTemplate: an append is not exact, and the history policy is refuse.

@@ -27,7 +27,7 @@ REFRESH_INTERVAL_SECONDS: Final = 0.25
 """The interval between readings of the statistics."""
 
 PLAIN_INTERVAL_SECONDS: Final = 5.0
-"""The first interval between plain lines."""
+"""The interval between plain lines at the beginning of a run; it grows later."""
 
 START_INTERVAL_SECONDS: Final = 10.0
 """The interval between plain lines while an engine starts."""
@@ -71,7 +71,7 @@ class LiveReporter(Reporter):
         self.before = 0
         """The number of these episodes that earlier runs of the file played."""
         self.last_fault = ""
-        """The cause of the last failed episode."""
+        """The cause of the last failed episode, or the last event of a worker."""
 
     async def watch(self, run: Run) -> None:
         """Show the run until cancelled."""
@@ -97,7 +97,7 @@ class LiveReporter(Reporter):
                 await anyio.sleep(REFRESH_INTERVAL_SECONDS)
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Store the cause of the last failure."""
+        """Store the cause if the episode failed, or ended with an error before its first turn."""
         no_turn = bool(trajectory.error) and not trajectory.turns  # the prompt exceeded the context
         if trajectory.outcome.failed or no_turn:
             self.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"

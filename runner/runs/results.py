@@ -109,7 +109,7 @@ class Results:
         """The results by task. Without `full`, unfinished groups come last.
 
         Args:
-            full: the number of tasks with spread whose groups are returned; None for all groups.
+            full: the number of tasks with spread (rewards that differ) whose groups are returned; None for all groups.
         """
         try:
             while full is None or self._state.quota.needed:
@@ -121,8 +121,8 @@ class Results:
                     groups = await self._groups_of(task.trajectories)
                     wanted = [group for group in groups if full is None or group.has_spread]
                     self._state.summary.flat += len(groups) - len(wanted)
-                    # This call comes late, since it may begin another task, which is not needed if these groups
-                    # suffice.
+                    # The task is counted only now, since this may begin another task, which is not needed if these
+                    # groups suffice.
                     self._state.quota.end(full=bool(wanted))
                     for group in wanted:
                         yield group

@@ -190,15 +190,16 @@ class Run:
         return (await self._results.next()).trajectory
 
     def groups(self, *, full: int | None = None) -> AsyncIterator[Group]:
-        """The results by task: a group for `main` and for each trained agent, after the last episode of the group.
+        """Yield, after the last episode of each task, a group for `main` and one for each trained agent.
 
         Without `full`, unfinished groups come last, with `complete` false.
 
         Args:
-            full: the number of tasks with spread (rewards that differ) after which the iteration ends; None returns all
-                groups. Groups with equal rewards are left out and counted in `summary.flat`. Only tasks that may be
-                needed begin, so no episode is discarded, and the next call continues with the next task. Call
-                `groups(full=)` first in the `async with` block, since tasks that began before are played too.
+            full: the number of tasks with spread (rewards that differ) after which the iteration ends; None yields all
+                groups. Groups with equal rewards are left out and counted in `summary.flat`. A task begins only if it
+                may still be needed, so no episode is discarded. A later call of `groups(full=)` continues with the next
+                task. Make the first call at the start of the `async with` block: tasks that began before this call are
+                played even if they are not needed.
 
         Raises:
             BadOption: `full` is not a positive integer, or the groups have a single episode.

@@ -1,4 +1,4 @@
-"""The header of a run file: the configuration of the run."""
+"""Headers of run files: their creation from a run, and the check that a run may resume a file."""
 
 from __future__ import annotations
 

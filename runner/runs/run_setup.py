@@ -61,7 +61,7 @@ class RunSetup:
         )
 
     def with_others(self, others: Mapping[BaseEngine, BaseEngine]) -> RunSetup:
-        """Return the same setup with some engines replaced."""
+        """Return the same setup with some engines replaced: `others` maps an engine to its replacement."""
         engines = {name: others.get(engine, engine) for name, engine in self.options.engines.items()}
         return replace(
             self,

@@ -36,7 +36,7 @@ class Staleness:
 
     @contextmanager
     def cancelling(self, in_flight: Collection[Attempt]) -> Iterator[None]:
-        """While the block runs, cancel the episodes in flight that are too old after each weight update."""
+        """After each weight update during the block, cancel the episodes in flight that are too old."""
         with self._engine.on_update(partial(self._cut_stale, in_flight)):
             yield
 

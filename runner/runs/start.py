@@ -80,7 +80,7 @@ class Start:
             require_sampling(engine, options.sampling.over(part.sampling))
         await exit_stack.enter_async_context(self.lag)
         now = datetime.now().astimezone()
-        # The templates are checked before the header is made, since they are rendered for its format of turns.
+        # The templates are checked before the header is made, since the header's turn format comes from rendering them.
         await setup.check_templates(now)
         writer = await exit_stack.enter_async_context(await self._writer(setup, now))
         self._log_file(writer)

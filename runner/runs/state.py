@@ -29,7 +29,10 @@ SHOWN_SECONDS: Final = 2.0
 
 
 class TaskQuota:
-    """The number of tasks that may be in flight or unread, for a reader that needs a number of tasks with spread."""
+    """A limit on the tasks in flight or unread, for a reader that needs a number of tasks with spread.
+
+    A task has spread if the rewards of one of its groups differ.
+    """
 
     def __init__(self) -> None:
         self._needed: int | None = None
@@ -101,7 +104,7 @@ class RunState:
 
     @contextmanager
     def waiting_for(self, hook: str) -> Iterator[None]:
-        """Record, while the block runs, that the run waits for the author's code outside of episodes."""
+        """Record, while the block runs, that the run waits for `hook`, the author's code outside of episodes."""
         self._awaited = hook, loop_time()
         try:
             yield

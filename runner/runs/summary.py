@@ -61,7 +61,7 @@ class UsageCounts:
     """The number of turns by model version."""
 
     def add(self, usage: Usage) -> None:
-        """Count a turn."""
+        """Add the usage of a turn."""
         self.prompt += usage.prompt_tokens or 0
         self.completion += usage.completion_tokens or 0
         self.cached += usage.cached_tokens or 0
@@ -98,13 +98,13 @@ class Summary:
     """The mean rewards by name, before weighting, of the same agents as `reward`."""
 
     environments: dict[str, Mean] = field(default_factory=dict)
-    """The reward by environment of a mixture; empty for other environments."""
+    """The mean reward of each environment of a mixture, by its name; empty for other environments."""
 
     metrics: dict[str, Mean] = field(default_factory=dict)
-    """The metrics by name, over the episodes that have a value."""
+    """The mean of each metric by name, over the episodes that have a value."""
 
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    """The ids of all agents."""
+    """The token counts of all agents."""
 
     usage: UsageCounts = field(default_factory=UsageCounts)
     """The usage of all agents' turns, as message servers report it."""
@@ -125,13 +125,13 @@ class Summary:
     """The number of turns by finish reason."""
 
     calls: int = 0
-    """The tool calls of all agents."""
+    """The number of tool calls of all agents."""
 
     malformed_calls: int = 0
-    """Tool calls that could not be parsed; many of them indicate a wrong chat template."""
+    """The number of tool calls that could not be parsed; many of them indicate a wrong chat template."""
 
     failed_calls: int = 0
-    """Tool calls that were answered with an error: wrong arguments, no such tool, `ToolError`, or too slow."""
+    """The number of calls that were answered with an error: wrong arguments, no such tool, `ToolError`, or too slow."""
 
     requests: Counter[str] = field(default_factory=Counter)
     """The number of `Episode.chat` requests by verdict."""
@@ -152,22 +152,22 @@ class Summary:
     """The number of turns of the first agents of episodes that earlier runs of the file finished."""
 
     retried: int = 0
-    """Attempts that were repeated after an engine failure."""
+    """The number of attempts that were repeated after an engine failure."""
 
     retry_causes: Counter[str] = field(default_factory=Counter)
     """The number of the attempts in `retried` by the cause of the failure, or by "another cause" after 20 causes."""
 
     stale: int = 0
-    """Attempts that were dropped because their weights were too old."""
+    """The number of attempts that were dropped because their weights were too old."""
 
     flat: int = 0
-    """Groups that `groups(full=)` left out, since their rewards were equal."""
+    """The number of groups that `groups(full=)` left out, since their rewards were equal."""
 
     resampled: int = 0
-    """Sampled ids dropped because the engine cut their turn for its trainer."""
+    """The number of sampled ids that were dropped because the engine cut their turn for its trainer."""
 
     recalled_tokens: int = 0
-    """Sampled ids among `tokens` that earlier runs of the same file sampled."""
+    """The number of sampled ids among `tokens` that earlier runs of the same file sampled."""
 
     faults: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     """The latest faults that changed no outcome."""

@@ -129,7 +129,7 @@ class Player:
         return by_agent(trajectories, seed=options.seed, group_size=options.group_size)
 
     def share_visits(self, number: int, of: int, *, skip: int = 0) -> None:
-        """Play only every n-th visit of each task, so that processes which play the same tasks use different seeds.
+        """Play only every `of`-th visit of each task, so that processes that play the same tasks use different seeds.
 
         Args:
             number: the number of this process, from 0.

@@ -54,7 +54,7 @@ class TimeLeftEstimator:
     def __init__(self) -> None:
         self._recent: deque[_ProgressPoint] = deque()
         self._whole: list[_ProgressPoint] = []
-        """Samples of the whole run, evenly spaced."""
+        """Points of the whole run. The time between two points grows during the run."""
 
     def read(
         self, now: float, *, finished: Mapping[int, int], done_turns: int, running: Sequence[int], left: int | None
@@ -80,7 +80,7 @@ class TimeLeftEstimator:
         survival = _survival(finished, taken)
         if played <= 0 or seconds <= 0 or survival[-1] > MAX_UNSEEN_SHARE:
             return None
-        pace = seconds / played  # seconds per turn of the whole run
+        pace = seconds / played  # seconds per turn, counting the turns of all episodes
         width = sum(point.running for point in self._recent) / len(self._recent)
         remaining = _remaining_turns(survival)
         fresh, more = remaining[0], max(0, left - len(running))

@@ -27,13 +27,13 @@ after another.
 """
 
 CLIENT_END_SECONDS: Final = 3.0
-"""Time for a client to end by itself before it is killed."""
+"""Time for a client to end after SIGTERM before it is killed."""
 
 DRAIN_SECONDS: Final = 2.0
 """Time to read the rest of the output after the client has ended."""
 
 ERROR_CHARS: Final = 2000
-"""Characters of a client's output in an error message."""
+"""Maximum number of characters of a client's output in an error message."""
 
 NO_FILES_FOLDER: Final = "/proc"
 """Folder in which the client runs. If a container runs out of memory, podman's monitor process tries to write a file
@@ -41,7 +41,7 @@ NO_FILES_FOLDER: Final = "/proc"
 """
 
 CHUNK_BYTES: Final = 64 * 1024
-"""Bytes that are read at once."""
+"""Maximum number of bytes of one read, and of the error output that is kept."""
 
 _KEPT: Final = (
     *("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "TZ", "DBUS_SESSION_BUS_ADDRESS", "REGISTRY_AUTH_FILE"),
@@ -142,7 +142,7 @@ class Output:
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes that are not kept."""
+        """The number of bytes that are not kept."""
         return max(0, self._all_bytes - len(self._head) - min(self._tail_size, self._tail_bytes))
 
     @property
@@ -215,7 +215,7 @@ class ContainerClient:
             os.path.abspath(each) if not place and "/" in each else each for place, each in enumerate(argv)
         )
         self.is_docker = os.path.basename(self.argv[0]).startswith("docker")
-        """True if some options have the names that docker uses."""
+        """True for docker, which names some options differently than podman."""
 
     async def call(
         self,

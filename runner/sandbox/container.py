@@ -85,7 +85,7 @@ exit 1
 
 
 class ContainerSandbox:
-    """A container. See `Sandbox` for the methods that are part of the protocol.
+    """A sandbox that is a container of podman or docker. `Sandbox` documents the methods of the protocol.
 
     Args:
         client: the client of podman or docker.

@@ -48,8 +48,8 @@ class Containers:
     """The provider for podman and docker.
 
     Args:
-        engine: the command with its options, such as `"podman --root /data/containers"`. By default the
-            value of the variable DELTARUNNER_CONTAINERS; without it podman or docker, the first that works.
+        engine: the command with its options, such as `"podman --root /data/containers"`. The default is
+            the value of the variable DELTARUNNER_CONTAINERS, or else the first of podman and docker that works.
     """
 
     def __init__(self, engine: str = "") -> None:
@@ -125,7 +125,7 @@ class Containers:
 
 @cache
 def default_provider() -> Containers:
-    """Return the provider of this process."""
+    """Return the provider of this process for sandboxes without another provider."""
     return Containers()
 
 

@@ -23,7 +23,7 @@ LOCK_SECONDS: Final = 0.1
 """Time between two attempts to get the lock of an image."""
 
 BUILD_OUTPUT_BYTES: Final = 64 * 1024
-"""Bytes of a build's output that are kept."""
+"""Maximum number of bytes of a build's output that are kept."""
 
 
 WhileRuns: TypeAlias = Callable[[int], AbstractContextManager[object]]

@@ -1,4 +1,4 @@
-"""Removal of the containers of a process that has ended: by a watcher for this process, by a sweep for earlier ones."""
+"""Removal of the containers of ended processes: by a watcher for this process, and by a sweep for earlier ones."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ REMOVALS_COUNT: Final = 2
 """Maximum number of attempts to remove a container."""
 
 OWNER_LABEL: Final = "deltarunner.owner"
-"""Label of a container: the process that it belongs to."""
+"""Name of the label that identifies the process of a container."""
 
-# A line with + or - adds or removes the process id of a client that builds an image; each client leads a session.
-# Removal is tried ten times, since a client may still complete a container that it was creating when the runner was
-# killed.
+# A line with + or - adds or removes the process id of a client that builds or pulls an image; each client leads a
+# session. Removal is tried ten times, since a client may still complete a container that it was creating when the
+# runner was killed.
 _WATCH: Final = """
 clients=
 while read -r line; do

@@ -56,7 +56,7 @@ async def restore_programs(client: ContainerClient, name: str) -> None:
     if not listed.ok:
         raise SandboxFailed(f"the changes of sandbox {name} cannot be listed: {listed.error}. {_CHECK}")
     lines = [(line[:1], line[2:]) for line in listed.text.splitlines() if line[:2] in ("A ", "C ", "D ")]
-    # The parents of each changed path are listed too. A parent without listed paths below it was itself replaced.
+    # The parents of each changed path are listed too. A folder without listed paths below it was itself replaced.
     parents = {str(parent) for _, path in lines for parent in PurePosixPath(path).parents}
     changed = [(kind, path) for kind, path in lines if path not in parents]
     folders = _changed_folders(changed, folders)
@@ -114,7 +114,7 @@ def _is_at_or_below(path: str, folder: str) -> bool:
 
 @asynccontextmanager
 async def _original(client: ContainerClient, image: str) -> AsyncIterator[str]:
-    """Open a block with a container of the image, which is not started. The block receives the container's name.
+    """Create a container of the image, which is not started, and yield its name. The end of the block removes it.
 
     Raises:
         SandboxFailed: the engine fails.

@@ -23,7 +23,7 @@ OUTPUT_BYTES: Final = 1024 * 1024
 FILE_BYTES: Final = 64 * 1024 * 1024
 
 SandboxEnd: TypeAlias = Literal["exit", "time", "output"]
-"""The end of a command: by itself, at its time limit, or because it wrote too much."""
+"""The way in which a command ended: by itself ("exit"), at its time limit ("time"), or at the limit of its output."""
 
 _NETWORKS: Final = ("none", "internet")
 
@@ -32,7 +32,7 @@ _NETWORKS: Final = ("none", "internet")
 class Executed:
     """A command that has ended in a sandbox.
 
-    Converted to text, it is the output, with a note if the command did not succeed.
+    `str()` returns its output, with a note if the command did not succeed.
     """
 
     code: int
@@ -93,7 +93,7 @@ class Sandbox(Protocol):
             input: its standard input; None for an empty one.
             env: further variables.
             user: the user; by default the user of the sandbox.
-            cwd: the working folder; by default the folder of the image.
+            cwd: the working folder; by default the working folder of the sandbox.
             output_bytes: bytes of each output that are kept, half from the beginning and half from the end. A command
                 that writes more than 64 MiB is ended.
 
@@ -109,7 +109,7 @@ class Sandbox(Protocol):
 
         Args:
             path: the path; a relative path begins at the working folder.
-            most_bytes: the largest size.
+            most_bytes: the largest allowed size of the file in bytes.
 
         Raises:
             BadOption: the path is empty, or is not text.
@@ -119,7 +119,7 @@ class Sandbox(Protocol):
         ...
 
     async def write(self, path: str, content: bytes | str, *, mode: int = 0o644) -> None:
-        """Write a file. Missing folders are created.
+        """Write a file with the permissions `mode`. Missing folders are created.
 
         Raises:
             BadOption: the path is empty, or is not text.
@@ -131,7 +131,7 @@ class Sandbox(Protocol):
     async def upload(self, source: str | os.PathLike[str], path: str) -> None:
         """Copy a file or a folder from this machine to `path`.
 
-        If `path` is an existing folder, the contents of a folder are added to it.
+        If both are folders, the contents of `source` are added to `path`.
 
         Raises:
             BadOption: the path is empty, or is not text.
@@ -189,9 +189,9 @@ class SandboxOptions:
     memory_mb: int | None = 1024
     """Memory, without swap, in MiB; None for no limit."""
     cpus: float | None = 1
-    """Processor cores; None for no limit."""
+    """Number of processor cores; None for no limit."""
     processes: int | None = 256
-    """Processes and threads; None for no limit."""
+    """Maximum number of processes and threads; None for no limit."""
     disk_mb: int | None = None
     """Space for files that the sandbox writes, in MiB; None for no limit. Some engines refuse a limit."""
     network: str = "none"
@@ -201,7 +201,7 @@ class SandboxOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all commands."""
     workdir: str | None = None
-    """The working folder; by default the folder of the image."""
+    """The working folder; by default the working folder of the image."""
     user: str | None = None
     """The user of all commands; by default the user of the image."""
     build_seconds: float = 600.0

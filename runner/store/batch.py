@@ -56,7 +56,7 @@ class StatementBatch:
         """Statements with their values, run after all inserts."""
 
     def insert(self, table: Table, row: Values) -> None:
-        """Add a row: the values of the table's columns, in their order."""
+        """Add a row to insert: a value for each column of `table`, in the order of its columns."""
         self.rows.setdefault(table, []).append(row)
 
     def update(self, statement: str, *values: Any) -> None:
@@ -64,13 +64,13 @@ class StatementBatch:
         self.updates.append((statement, values))
 
     def absorb(self, other: StatementBatch) -> None:
-        """Add everything of another batch."""
+        """Add the rows and the statements of another batch."""
         for table, rows in other.rows.items():
             self.rows.setdefault(table, []).extend(rows)
         self.updates += other.updates
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Run the statements in the open transaction."""
+        """Run the inserts, then the other statements, in the open transaction of the connection."""
         for table, rows in self.rows.items():
             for chunk in _chunks(rows):
                 connection.execute(insertion(table, len(chunk)), [value for row in chunk for value in row])
@@ -79,7 +79,7 @@ class StatementBatch:
 
 
 _CHUNK_SIZES: Final = (64, 16, 4, 1)
-"""Rows per insert statement, the largest first."""
+"""The numbers of rows that an insert statement may have, the largest first."""
 
 
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
@@ -98,8 +98,9 @@ def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
 class Packer:
     """Converter of trajectories to rows.
 
-    A cache has the keys of the shared rows that were added before, so most turns add only their own row. If a key was
-    evicted from the cache, its row is inserted again, and SQLite ignores the insert.
+    Several turns, segments or episodes may share a row, such as their sampling options. A cache has the keys of the
+    shared rows that were added before, so most turns add only their own row. If a key was evicted from the cache, its
+    row is inserted again, and SQLite ignores the insert.
     """
 
     def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:
@@ -116,7 +117,7 @@ class Packer:
         self._written.clear()
 
     def add(self, batch: StatementBatch, trajectory: Trajectory, *, superseded: bool) -> None:
-        """Add the rows of one trajectory to a batch."""
+        """Add the rows of one trajectory to a batch. `superseded` is True if its attempt will be repeated."""
         key = self._next_key
         self._next_key += 1
         self._add_task(batch, trajectory.task, trajectory.visit)
@@ -175,6 +176,9 @@ class Packer:
 
 
 def _key_of(kind: str, value: str) -> int:
-    """A hash of the text as the key, so that no lookup is needed; 63 bits, since SQLite's integers are signed."""
+    """The key of a shared row: a hash of its kind and value, so that no lookup is needed.
+
+    The hash has 63 bits, since SQLite's integers are signed.
+    """
     text = f"{kind}:{value}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -24,7 +24,7 @@ _EPISODES_OF_TASK = "SELECT group_index, attempt, outcome, superseded FROM episo
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A task that may be played now."""
+    """The result of a claim: the visit of a task, and the episodes of this visit in the run file."""
 
     visit: int = 0
     """The number of the task's visit, counted from 0. A source that repeats a task plays it in another visit."""
@@ -80,8 +80,8 @@ class Claims:
         first, visits = row
         if not repeatable:
             raise BadTask(
-                f"task {position} has the same id {task.id!r} as task {first}: give each task a unique id. (A source "
-                f"that repeats tasks on purpose defines finished(trajectory).)"
+                f"task {position} has the same id {task.id!r} as task {first}: give each task a unique id. If the "
+                f"source repeats tasks on purpose, define finished(trajectory) on the source; then ids may repeat."
             )
         self._given.execute("UPDATE given SET visits = visits + 1 WHERE id = ?", (id,))
         return int(visits)
@@ -150,7 +150,7 @@ _STATEMENTS: Final = (
 def reopen_failed(connection: sqlite3.Connection) -> None:
     """Mark failed episodes as superseded, so that this run or a later one claims them again.
 
-    If there are any, their groups are marked as not scored, the run as incomplete, and the run's summary is removed.
+    If there are any, their groups are marked as not scored and the run as incomplete, and the run's summary is removed.
     """
     with transaction(connection):
         for statement in _STATEMENTS:

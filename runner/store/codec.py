@@ -50,7 +50,7 @@ _NO_USAGE = [None] * len(USAGE)
 
 
 def origin_values(segment: Segment) -> tuple[str | bytes | None, int | None]:
-    """The agent and the number of the turn that a segment follows; (None, None) if it follows none."""
+    """The agent and the number of the turn that a segment follows; (None, None) if it follows no turn."""
     origin = segment.origin
     return (None, None) if origin is None else (encode_text(origin.agent), origin.number)
 

@@ -123,7 +123,7 @@ def row_maker(columns: Sequence[Column]) -> Callable[[Any], list[Any]]:
 
 
 def read_fields(columns: Iterable[Column], row: Row) -> dict[str, Any]:
-    """The constructor arguments of the object in `row`."""
+    """The constructor arguments of an object, by name: the values in `row` of the columns that are its fields."""
     return {column.attribute or column.name: column.read(row) for column in columns if column.is_field}
 
 
@@ -135,11 +135,11 @@ class Table:
     meaning: str
     """The meaning of one row: a comment in the file's schema."""
     columns: tuple[Column, ...]
-    """The columns, in the order in which rows are inserted."""
+    """The columns, in the order of the values of an inserted row."""
     key: str = ""
-    """The constraint of a key of several columns; "" if one column is the key."""
+    """The SQL constraint if several columns form the primary key, such as "PRIMARY KEY (id, visit)"; otherwise ""."""
     shared: bool = False
-    """True if several rows of other tables may refer to one row. An existing row is then not inserted again."""
+    """True if several rows of other tables may refer to the same row. An existing row is then not inserted again."""
 
     def create(self) -> str:
         """The statement that creates the table, with the meaning of each column as a comment."""
@@ -160,7 +160,7 @@ def quoted(name: str) -> str:
 
 @cache
 def insertion(table: Table, count: int) -> str:
-    """The statement that inserts `count` rows."""
+    """The statement that inserts `count` rows into a table."""
     verb = "INSERT OR IGNORE" if table.shared else "INSERT"
     names = ", ".join(quoted(column.name) for column in table.columns)
     row = f"({', '.join('?' * len(table.columns))})"

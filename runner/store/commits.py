@@ -26,11 +26,11 @@ from runner.trajectory import Trajectory
 __all__ = ["Commit", "CommitThread", "episode_commit", "finish_commit", "reward_commit", "weights_commit"]
 
 MAX_TRANSACTION_TOKENS: Final = 4_000_000
-"""Maximum number of token ids in one transaction, which bounds the memory of a burst."""
+"""A transaction that has at least this number of token ids takes no further commit, which bounds its memory."""
 
 GATHER_SECONDS: Final = 0.005
-"""The shortest time from one transaction to the next, so that episodes on a busy loop share transactions; a single
-episode is committed at once."""
+"""The shortest time between the beginnings of two transactions, so that episodes that end almost together share a
+transaction. An episode that ends after a pause is committed at once."""
 
 
 class Commit:
@@ -127,7 +127,7 @@ class CommitThread:
     ) -> None:
         self.transactions = 0
         self.wake_ups = 0
-        """The number of calls to the event loop."""
+        """The number of calls that woke the event loop."""
         self._connection = connection
         self._path = path
         self._packer = Packer(next_key=next_key, launch=launch, resumed=resumed)
@@ -186,7 +186,7 @@ class CommitThread:
                 batch.write(self._connection)
             self.transactions += 1
         except sqlite3.OperationalError as error:
-            self._failed(packed, error)  # after a full disk or a lock, the commits would fail one by one too
+            self._failed(packed, error)  # with a full disk or a locked file, each commit would fail alone too
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             self._failed(packed, error)
             # One of the commits cannot be stored, so each is committed alone.
@@ -224,5 +224,5 @@ class CommitThread:
 
         try:
             self._on_loop(settle)
-        except RuntimeError:  # the loop is gone; the commits are done
+        except RuntimeError:  # the event loop has ended; the commits are done
             return

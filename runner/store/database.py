@@ -29,7 +29,7 @@ __all__ = [
 _SAFE = "episodes reported as finished are in the file"
 _RETRY = "Run the same command again to resume, or give another path (--file)."
 
-# The keys are prefixes of SQLite's error names. More specific prefixes come first.
+# Each pair is a prefix of SQLite's error names, and the text of the message. The first prefix that matches applies.
 _CAUSES: Final = (
     (
         "SQLITE_FULL",
@@ -118,7 +118,7 @@ def write_ahead(connection: sqlite3.Connection) -> None:
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
-    """A read-only connection, also to a file that grows or is on a read-only disk.
+    """A read-only connection to a run file. A run may still write the file, or its disk may be read-only.
 
     Raises:
         RunFileError: the file does not exist, is not a run file, holds no run, or has an older format.
@@ -132,7 +132,7 @@ def open_reader(path: Path) -> sqlite3.Connection:
         try:
             connection = _connect_reader(path, "mode=ro")
         except sqlite3.OperationalError:
-            # A read-only disk cannot have a writer. But an immutable read would miss rows that are only in the log.
+            # A file on a read-only disk has no writer, so it is read as immutable. But this would miss rows in a log.
             log = path.with_name(f"{path.name}-wal")
             if (log.is_file() and log.stat().st_size > 0) or os.access(path.parent, os.W_OK):
                 raise

@@ -58,7 +58,7 @@ def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
     """Yield a new file, which replaces `path` if the block ends without an error.
 
     Raises:
-        StorageFailed: `path` is not a file, or cannot be written.
+        StorageFailed: `path` exists and is not a file, or cannot be written.
     """
     if path.exists() and not path.is_file():
         raise StorageFailed(f"{path} is not a file. Give the path of a file.")
@@ -190,8 +190,8 @@ _VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
     "tools": ("string", lambda t: tools_value(t.segments[-1].tools if t.segments else ())),
     "sampling": ("", lambda t: [sampling_values(turn) for turn in t.turns]),
 }
-"""The columns with one value per trajectory: the name of the Arrow type, and a function that returns the value.
-`_parquet_schema` has the types of nested columns."""
+"""The columns with one value per trajectory, by name: the name of the Arrow type, and a function that returns the
+value. `_parquet_schema` sets the types of nested columns."""
 
 _PER_TOKEN: Final = (
     *("token_ids", "logprobs", "mask", "weight_versions", "top_ids", "top_logprobs"),
@@ -322,7 +322,7 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
 
 
 _Parts: TypeAlias = Iterator[tuple[int, Any, Any]]
-"""The first position, the number of values at each position, and the data, for each turn."""
+"""For each turn: the index of the first id with data, the number of values for each id from there, and the data."""
 
 
 def _top_parts(log: TokenLog) -> _Parts:
@@ -342,7 +342,7 @@ def _expert_parts(log: TokenLog) -> _Parts:
 def _lists(
     logs: Sequence[TokenLog], kind: str, parts: Callable[[TokenLog], _Parts], take: Callable[[Any], array[Any]]
 ) -> Any:
-    """Return the data of turns with one list for each id of the logs; null for an id without data."""
+    """Return an Arrow array with the data of turns: a list for each id of the logs, null for an id without data."""
     import numpy as np
     import pyarrow as pa
 

@@ -31,7 +31,7 @@ _HIDDEN = ("key", "rewards", "metrics", "superseded", "launch", "thread")
 
 
 def episodes_frame(rows: Iterable[Any]) -> pa.Table:
-    """The rows of a run file as a table, with a column `rewards.NAME` or `metrics.NAME` for each score."""
+    """Episode rows as a table, with a column `rewards.NAME` or `metrics.NAME` for each score."""
     import pyarrow as pa
 
     listed = [

@@ -22,7 +22,7 @@ __all__ = ["Change", "Header", "OnChange"]
 
 
 class OnChange(enum.StrEnum):
-    """The consequence of a difference between a file's header and a new one."""
+    """The consequence of a difference between the header of a file and the header of a run that resumes it."""
 
     REFUSE = "refuse"
     """The run cannot be resumed: its episodes would not belong to one run."""
@@ -106,7 +106,7 @@ MISSING: Final = _Missing.MISSING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The configuration of a run. All values are JSON; secrets are hashed."""
+    """The configuration of a run. Secrets are replaced by hashes."""
 
     environment: str
     """The environment, as module:Class."""
@@ -160,7 +160,7 @@ class Header:
     breaker: float = 1.0
     """The run stops if more than this share of the recent episodes failed; 1 never stops it."""
     max_version_lag: int | None = None
-    """Maximum number of weight updates by which an episode may lag; None for any."""
+    """Maximum number of weight updates by which an episode may lag; None for no maximum."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The versions of Python and of packages that may change results. Packages that are not installed are absent."""
     platform: str = ""
@@ -237,7 +237,7 @@ class Header:
 
 def _meaning(path: str, old: Mapping[str, Any]) -> OnChange:
     if path.startswith("code.") and path not in old:
-        return OnChange.FREE  # the file is older: runs did not record the code yet
+        return OnChange.FREE  # the file was written before runs recorded the code
     dtype = _DTYPE.fullmatch(path)
     if dtype is None:
         return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))

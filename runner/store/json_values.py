@@ -16,7 +16,10 @@ __all__ = ["class_name", "decode_json", "encode_json", "encode_standard_json"]
 
 
 def encode_json(value: Any) -> str:
-    """The value as JSON. A value that JSON cannot hold becomes text. NaN and infinities are `NaN` and `Infinity`."""
+    """The value as JSON. A value that JSON cannot hold becomes text.
+
+    NaN and infinities become `NaN`, `Infinity` and `-Infinity`, which Python's JSON decoder reads.
+    """
     try:
         data = orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError):

@@ -36,7 +36,7 @@ _SAME = re.compile(rb"(?s)(.)\1*")
 
 
 def source_spans(sources: array[int]) -> Iterator[tuple[int, int]]:
-    """Yield (source, length) for each run of ids from the same source, in order."""
+    """Yield (source, length) for each sequence of adjacent ids from the same source, in order."""
     for run in _SAME.finditer(sources.tobytes()):
         yield run[0][0], run.end() - run.start()
 

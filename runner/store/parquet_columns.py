@@ -119,7 +119,7 @@ def scores_type(names: Iterable[str]) -> pa.DataType:
 
 
 def task_type() -> pa.DataType:
-    """The type of a task; free-form values are JSON."""
+    """The type of a task; `info` is JSON text."""
     import pyarrow as pa
 
     text = pa.string()

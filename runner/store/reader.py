@@ -43,11 +43,11 @@ class WeightsRow:
     engine: int
     """The index of the engine among the engines of the run; 0 is the run's own engine."""
     version: str
-    """The version of the weights."""
+    """The version of the weights after the update."""
     time: float
     """The time of the update, in seconds since 1970."""
     proof_ids: int | None
-    """The number of ids of the proof; None without a proof, like the following fields."""
+    """The number of ids of the proof. This field and the following ones are None if the update had no proof."""
     proof_median: float | None
     """The median difference between the engine's and the trainer's scores, in nats."""
     proof_largest: float | None
@@ -104,9 +104,9 @@ class GroupRow:
     visit: int
     """The number of the task's visit, counted from 0."""
     agent: str
-    """The agent whose trajectories these are."""
+    """The agent of the trajectories in `rows`."""
     rows: tuple[EpisodeRow, ...]
-    """A row per episode, ordered by index; failed ones have the reward None."""
+    """A row for each episode, ordered by index. The reward of a failed episode is None."""
     complete: bool
     """True if all episodes of the group were played and none was cut short."""
     scored: bool
@@ -117,7 +117,7 @@ class RunFile:
     """A run file for reading, used with `with`. It may be read while a run writes it.
 
         with RunFile("runs/calculator-001.db") as run_file:
-            for row in run_file:                             # summaries, a page at a time
+            for row in run_file:                             # rows without tokens, read in pages
                 print(row.task_id, row.outcome, row.reward)
             trajectory = run_file.trajectory(row)            # its tokens, turns and messages
 
@@ -203,7 +203,7 @@ class RunFile:
             ) from error
 
     def outcomes(self) -> dict[Outcome, int]:
-        """The number of episodes by outcome, each counted once for any number of agents."""
+        """The number of episodes by outcome. An episode with several agents counts once."""
         episodes = "SELECT DISTINCT task_id, visit, group_index, outcome FROM episodes WHERE NOT superseded"
         counts = self._all(f"SELECT outcome, count(*) FROM ({episodes}) GROUP BY outcome")
         return {Outcome(outcome): count for outcome, count in counts}
@@ -249,7 +249,8 @@ class RunFile:
             "superseded": superseded,
         }
         chosen = {column: value for column, value in chosen.items() if value is not None}
-        # Without a condition on `trained`, SQLite would sort the index of superseded rows by key for every page.
+        # Without a condition on `trained`, SQLite would use the index `episodes_current`, and sort its rows by key for
+        # every page. The plus sign prevents that.
         names = {column: "+superseded" if column == "superseded" and trained is None else column for column in chosen}
         condition = "".join(f" AND {name} = :{column}" for column, name in names.items())
         statement = f"SELECT {_COLUMNS} FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE_SIZE}"
@@ -267,7 +268,7 @@ class RunFile:
         return _episode_row(rows[0])
 
     def rows_of(self, keys: Sequence[int]) -> list[EpisodeRow]:
-        """The rows with these keys, in their order; keys that do not exist are left out."""
+        """The rows with these keys, in the order of `keys`; keys that do not exist are left out."""
         statement = f"SELECT {_COLUMNS} FROM episodes WHERE key = ?"
         return [_episode_row(row) for key in keys for row in self._all(statement, key)]
 
@@ -297,7 +298,7 @@ class RunFile:
             yield GroupRow(decode_text(task["id"]), task["visit"], agent, tuple(rows), complete, scored)
 
     def frame(self, kind: FrameKind | str = FrameKind.EPISODES) -> pa.Table:
-        """The trained trajectories as an Arrow table, in memory; `.to_pandas()` and `polars.from_arrow()` take it.
+        """The trained trajectories as an Arrow table in memory, for `.to_pandas()` or `polars.from_arrow()`.
 
         If no trajectory is trained, as in an evaluation of agent programs, the table has the untrained trajectories. In
         a table of episodes, the column `trained` is then False.

@@ -76,7 +76,10 @@ def holds_run(path: Path) -> bool:
 
 
 def stored_header(path: Path) -> Header | None:
-    """Return the header of a run file; None if it holds no run or cannot be read. The writer raises the error later."""
+    """Return the header of a run file; None if it holds no run or cannot be read.
+
+    A file that cannot be read raises no error here, but when a run opens it for writing.
+    """
     try:
         if not holds_run(path):
             return None
@@ -87,7 +90,7 @@ def stored_header(path: Path) -> Header | None:
 
 
 def run_files(folder: Path, environment_name: str) -> Iterator[tuple[int, Path]]:
-    """The numbered run files of an environment in a folder, oldest first."""
+    """The numbered run files of an environment in a folder, in the order of their numbers."""
     name = re.compile(re.escape(_stem(environment_name)) + r"-(\d{3,})\.db")
     found = [(int(match[1]), path) for path in folder.glob("*.db") if (match := name.fullmatch(path.name))]
     yield from sorted(found)

@@ -256,7 +256,7 @@ JUNCTION: Final = (
     field("junction_dropped", "INTEGER", "the number of sampled ids that are not in this prompt", attribute="dropped"),
     field("junction_cause", "TEXT", "the cause if the prompt was not simply appended to, or empty", attribute="cause"),
 )
-"""The junction of a turn's prompt with the turn before; all are NULL for a first prompt."""
+"""The columns for the junction of a turn's prompt with the turn before; all are NULL for a first prompt."""
 
 USAGE: Final = (
     field("usage_model", "TEXT", "the server's name of the model version", TEXT, attribute="model"),
@@ -267,7 +267,7 @@ USAGE: Final = (
     field("usage_reasoning", "INTEGER", "tokens of the reasoning, shown or not", attribute="reasoning_tokens"),
     field("usage_cost", "REAL", "the price that the server charges", attribute="cost"),
 )
-"""The usage of a turn as a message server reports it; all are NULL for turns with token ids."""
+"""The columns for the usage that a message server reports for a turn; all are NULL for turns with token ids."""
 
 TURNS: Final = Table(
     "turns",

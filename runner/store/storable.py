@@ -1,4 +1,4 @@
-"""Checks that a run file returns values unchanged, with messages that have the fix for other values."""
+"""Checks that values come back from a run file unchanged, with a message and a fix for a value that would change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runner.trajectory import Trajectory, Turn
 __all__ = ["TaskCheck", "first_unstorable", "make_storable", "tuples_in"]
 
 MAX_DEPTH: Final = 200
-"""The deepest nesting of containers; JSON readers fail beyond it."""
+"""Maximum depth of nested containers, since JSON readers fail with very deep ones."""
 
 _PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 _KEPT: Final = _PLAIN | {dict, list, tuple}

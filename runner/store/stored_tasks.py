@@ -1,4 +1,4 @@
-"""Tasks in a run file: encoded as JSON, decoded as a task of the author's class."""
+"""Conversion of tasks to JSON for a run file, and back to tasks of the author's class."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class StoredTopLogprobs(_StoredTurnData[TopLogprobs]):
 
 
 class StoredSideData(_StoredTurnData[SideData]):
-    """The side data of one segment, by the index of a turn's first sampled id."""
+    """The sampling masks and routed experts of one segment, by the index of a turn's first sampled id."""
 
     table = "side_data"
     what = "sampling masks or routed experts"

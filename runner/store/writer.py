@@ -196,7 +196,7 @@ class RunWriter:
 
         Args:
             trajectories: all trajectories of one episode, which must not change before the call returns.
-            retry: True if this attempt is repeated, so it is not a result of the run.
+            retry: True if this attempt will be repeated, so that it is not a result of the run.
 
         Raises:
             StorageFailed: the trajectories are not in the file; earlier commits are safe.
@@ -269,7 +269,7 @@ class RunWriter:
             task: the task.
             position: its number among the run's tasks, for messages.
             repeatable: True if the source may repeat a task, as another visit.
-            visit: the number of the visit, for a source that counts visits itself.
+            visit: the number of the visit, if the source counts visits itself; None to count them here.
 
         Raises:
             BadTask: another task of this run has the id, and tasks are not repeatable.
