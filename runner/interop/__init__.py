@@ -1,4 +1,4 @@
-"""Environments and tasks that exist elsewhere: data sets, and environments of other libraries."""
+"""Ready-made environments, such as data sets, sandboxes, and tasks of other libraries."""
 
 from runner.interop.bfcl_tasks import Bfcl
 from runner.interop.dataset import Dataset, ScoreOption

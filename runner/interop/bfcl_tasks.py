@@ -23,10 +23,10 @@ __all__ = ["Bfcl"]
 CATEGORIES: Final = ("base", "miss_func", "miss_param", "long_context")
 """The categories of multi-turn tasks. Each has 200 tasks."""
 MAX_STEPS_COUNT = 20
-"""Maximum number of turns with calls for one request; with more, BFCL ends the task and scores it 0."""
+"""Maximum number of turns with calls for one request. As in BFCL, one more such turn ends the task with the score 0."""
 
 _MORE_FUNCTIONS: Final = "I have updated some more functions you can choose from. What about now?"
-"""The request with which BFCL adds functions (DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)."""
+"""The user's message when functions are added: BFCL's DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC."""
 _TYPES: Final = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 """The JSON Schema type for each BFCL type name that JSON Schema does not have."""
 _MULTI_TURN: Final = "eval_checker.multi_turn_eval"
@@ -35,8 +35,8 @@ _MULTI_TURN: Final = "eval_checker.multi_turn_eval"
 class Bfcl(Environment):
     """The multi-turn tasks of BFCL v4 (`--set category=base`): several requests, with calls of simulated APIs.
 
-    The reward is 1 if BFCL's checker accepts the calls: after each request, the APIs must have the state that the
-    reference calls lead to, and the results must include those of the reference calls.
+    The reward is 1 if BFCL's checker accepts the calls. After each request, the APIs must have the state that the
+    reference calls lead to. The results of the calls must include the results of the reference calls.
     """
 
     package = ("bfcl_eval", "bfcl")
@@ -65,11 +65,11 @@ class Bfcl(Environment):
         self._ran: list[str] = []
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks of the category; the first request is the prompt."""
+        """The tasks of the category. The prompt of a task is its first request."""
         return (Task(id=name, prompt=entry["question"][0]) for name, entry in _entries(self._category).items())
 
     def setup(self) -> None:
-        """Find the task, and make tools of its functions.
+        """Find the task in BFCL's data, and make a tool of each of its functions.
 
         Raises:
             BadTask: the category has no task with this id.
@@ -127,7 +127,7 @@ class Bfcl(Environment):
             parameters=_schema(described["parameters"]),
             raw=True,
             checked=False,  # BFCL itself answers calls with wrong arguments
-            parallel=False,  # calls of a turn change the same objects, in their order
+            parallel=False,  # the calls of a turn change the same objects, so they run in order
         )
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -161,7 +161,7 @@ def _schema(described: Any) -> Any:
 
 @functools.cache
 def _entries(category: str) -> dict[str, dict[str, Any]]:
-    """The tasks by id, each with its functions, the functions that are added later, and the right calls."""
+    """The tasks by id, each with its functions, the functions that are added later, and the reference calls."""
     constants = _bfcl("constants.executable_backend_config")
     data = Path(constants.__file__).parents[1] / "data"
     right = {each["id"]: each["ground_truth"] for each in _lines(data / "possible_answer" / _file(category))}

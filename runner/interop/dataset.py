@@ -1,4 +1,4 @@
-"""A data set and a scorer as an environment, without a class."""
+"""An environment made of a data set and a scorer, so that no class has to be written."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class Dataset(Environment):
             tasks: a JSONL, CSV or Parquet file, `hf:NAME[SPLIT]`, or an iterable of mappings.
             prompt: a field, or a text with fields, such as "Question: {question}". The value of a single field may
                 also be a list of messages.
-            answer: the field or text of the reference answer; "" if tasks have no answer.
+            answer: the field of the reference answer, or a text with fields; "" if tasks have no answer.
             score: exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC, judge:@FILE or
                 module:function; in Python also a function of the reply's text and the task, or `judge()`.
-            id: a field, or a text with fields, that is unique; by default a hash of prompt and answer.
+            id: a field, or a text with fields, whose value is unique; by default a hash of prompt and answer.
             system: the system message.
             info: further fields that `task.info` holds for the scorer.
             where: conditions such as "level>=4"; a row must fulfil all of them.
-            shuffle: the seed of a shuffled order.
-            skip: the number of rows to leave out at the beginning, after `where` and `shuffle`.
-            take: the number of rows to keep after the skipped ones.
+            shuffle: the seed of a shuffled order; None for the order of the data set.
+            skip: the number of rows to leave out at the beginning, after `where` and `shuffle` are applied.
+            take: the number of rows to keep after the skipped ones; None for all.
             cache: with score="judge:...", a file that keeps the scores of the judge for later runs.
 
         Raises:
@@ -181,7 +181,7 @@ class Dataset(Environment):
 
 
 def _as_prompt(value: Any) -> Prompt:
-    """Return the value of the prompt's field as a list of messages, or else as text.
+    """Return the prompt of a row: messages if the value of its field is a list of messages, otherwise text.
 
     Raises:
         RowValueError: the text is empty, or the messages are invalid or contain something other than text.

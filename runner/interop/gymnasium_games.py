@@ -54,8 +54,8 @@ class Gymnasium(Environment):
                 an action; required unless the action space is discrete or text.
             instructions: the beginning of the prompt.
             games: the number of tasks; each has its own seed.
-            choice: True to let the model write only names of legal actions (`info["action_mask"]`); without effect
-                unless the action space is discrete and `parse` is not given.
+            choice: True to let the model write only names of legal actions (`info["action_mask"]`). This has an effect
+                only if the action space is discrete and `parse` is None.
             options: arguments of `gymnasium.make`.
 
         Raises:
@@ -76,7 +76,7 @@ class Gymnasium(Environment):
         self._steps = 0
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each seed.
+        """Return `games` tasks. Each has its own seed.
 
         Raises:
             BadEnvironment: the game is unknown, or its actions need `parse`.
@@ -123,7 +123,7 @@ class Gymnasium(Environment):
 
     @metric
     def steps(self) -> int:
-        """The number of actions."""
+        """The number of actions that were taken."""
         return self._steps
 
     def _made(self) -> Any:

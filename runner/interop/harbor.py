@@ -46,7 +46,7 @@ SETUP_SECONDS: Final = 1200.0
 """Time limit for making a sandbox, including its health check."""
 
 CHECKS_AT_ONCE_COUNT: Final = 4
-"""Number of tasks that are checked at the same time."""
+"""Maximum number of tasks that `check_tasks` checks at the same time."""
 
 MAX_NAMED_COUNT: Final = 10
 """Maximum number of tasks that an error names."""
@@ -55,7 +55,7 @@ _CLEAN: Final = (
     "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 1777 /logs && chmod 755 /logs/verifier"
     ' && chown "$0" /logs/verifier'
 )
-"""A command that empties the folders of the verifier. After it, only the user `$0` can write a reward."""
+"""A command that empties the folders of the verifier. After it, only root and the user `$0` can write a reward."""
 
 REWARD_FILES: Final = ("reward.json", "reward.txt")
 NOT_STARTED_CODES: Final = (126, 127)
@@ -72,7 +72,7 @@ class Harbor(Environment):
 
     limits = Limits(turns=100, setup_seconds=SETUP_SECONDS)
     named_setting: ClassVar[str] = "folder"
-    """The setting after the colon of `harbor:FOLDER`."""
+    """Name of the setting whose value follows the colon in `harbor:FOLDER`."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Harbor(Environment):
 
         Args:
             folder: a task folder of Harbor, or a folder that contains such folders.
-            agent: the command of an agent program in the image; `{prompt}` is replaced by the instruction. Without it
-                the model has the tool `bash`.
-            seconds: the time limit of a call of the tool.
+            agent: the command of an agent program in the image; `{prompt}` is replaced by the instruction. By
+                default, the model plays with the tool `bash`.
+            seconds: the time limit of each call of `bash`.
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
             skip_unsupported: leave out tasks with requirements that are not supported. By default they are an error.
             as_left: accept the reward of the sandbox as the play left it. By default, a reward above 0 is measured
@@ -103,10 +103,11 @@ class Harbor(Environment):
                 task about a running server.
             storage: limit the disk of each sandbox to the task's `storage_mb`; an error if the container engine cannot
                 limit it.
-            train: for an agent program: train all threads or none; None trains threads with tools.
-            system_as_user: for an agent program: turn later system messages into user messages.
+            train: for an agent program: True trains all threads, False none, and None the threads with tools.
+            system_as_user: for an agent program: change system messages after the beginning to user messages.
             overflow: for an agent program: if a history does not fit, "tell" the program, or "end" the episode.
-            sent_history: for an agent program: "append" to the sampled history, or use the history of the "client".
+            sent_history: for an agent program: "append" continues from the sampled ids; "client" renders the history
+                that the program sends.
 
         Raises:
             BadEnvironment: the command of `agent` is invalid.
@@ -149,8 +150,8 @@ class Harbor(Environment):
             self.limits,
             seconds=task.agent_seconds,
             tool_seconds=self._seconds + GRACE_SECONDS,
-            # `verified()` runs the verifier twice in this sandbox, and twice in a second one after the task's solution,
-            # which has `agent_seconds`.
+            # `verified()` runs the verifier twice in this sandbox, and twice in a second one after the task's solution.
+            # The solution has the time limit `agent_seconds`.
             reward_seconds=4 * (task.verifier_seconds + GRACE_SECONDS) + task.agent_seconds,
         )
         options = {name: getattr(task.options, name) for name in task.options.__slots__}
@@ -181,7 +182,7 @@ class Harbor(Environment):
 
     @reward
     async def verified(self) -> float:
-        """The reward that the verifier wrote; 0 if the play broke the verifier."""
+        """The verifier's reward, or the second reward if that one counts; 0 if the play broke the verifier."""
         try:
             self._scores = await verify(self._harbor, self.sandbox)
         except VerifierFailed:
@@ -199,12 +200,12 @@ class Harbor(Environment):
     def verifier(self) -> dict[str, float]:
         """The numbers that the verifier wrote in addition to the reward.
 
-        `broken` is 1 if the play broke the verifier; `first` is the first reward, if the second one was lower.
+        `broken` is 1 if the play broke the verifier. `first` is the first reward, if a lower second reward counts.
         """
         return {name: value for name, value in self._scores.items() if name != "reward"}
 
     async def _known(self, what: str, find: Callable[[], Awaitable[bool]]) -> bool:
-        """Return a property of the task; `find` computes it, once in a run."""
+        """Return the property `what` of the task. `find` computes the property, which is then kept during the run."""
         known, name = self.shared, f"{what} {self._harbor.folder}"
         if name not in known:
             known[name] = await find()
@@ -221,7 +222,10 @@ class Harbor(Environment):
         return True
 
     async def _solution_holds(self) -> bool:
-        """True if the reward of the task's solution holds a second time, or if the task has no solution."""
+        """True unless the second reward of the task's own solution is lower than the first.
+
+        The result is also True if there is no solution, or if the solution gets no first reward.
+        """
         if not self._harbor.has_solution:
             return True
         try:
@@ -296,7 +300,10 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
 
 
 async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
-    """End all processes, restore the programs of the image, and verify again. Return the reward, or 0 without one."""
+    """End all processes, restore the programs of the image, and verify again.
+
+    The result is the reward, or 0 if the verifier fails.
+    """
     await sandbox.restore()
     try:
         return (await verify(task, sandbox))["reward"]
@@ -323,7 +330,9 @@ def _read_text(content: str) -> dict[str, float]:
 
 
 def read_json(content: str) -> dict[str, float]:
-    """Return the numbers of a `reward.json`; one of them is `reward`. A single number is the reward, with any key.
+    """Return the numbers of a `reward.json`; one of them is `reward`.
+
+    If there is only one number, it is the reward, even under another key.
 
     Raises:
         ValueError: the content is neither a finite number nor a non-empty object of finite numbers, or it is an

@@ -43,7 +43,7 @@ _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "verifier": _NETWORK | {"timeout_sec", "user", "env", "environment_mode", "environment", "collect"},
     "solution": frozenset({"env"}),
 }
-"""The fields of each table in Harbor 0.26, including fields that are refused; "" is the top level of the file."""
+"""The fields of each table in Harbor 0.26, including refused fields. The key "" stands for the top level."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 
@@ -109,11 +109,12 @@ def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
     """Return the task of a folder.
 
     Args:
-        folder: the folder.
+        folder: the task folder.
         storage: True to limit the disk to the task's `storage_mb`.
 
     Raises:
-        BadTask: a file is missing or invalid, a variable has no value, or a requirement is not supported.
+        BadTask: a file is missing or invalid, an environment variable without a default is not set, or a requirement
+                is not supported.
     """
     configuration = _configuration(folder)
     if names := unsupported(folder):
@@ -144,10 +145,10 @@ def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
 
 
 def unsupported(folder: Path) -> list[str]:
-    """Return the requirements of a task that are not supported, in words; an empty list if all are supported.
+    """Return the unsupported requirements of a task, in words; an empty list if all are supported.
 
     Raises:
-        BadTask: `task.toml` cannot be read, or has another value in place of a table.
+        BadTask: `task.toml` cannot be read, or a field that should be a table has another value.
     """
     configuration = _configuration(folder)
     return list(_unsupported(folder, configuration, _table(configuration, "environment")))

@@ -30,11 +30,11 @@ MAX_CACHED_ENTRIES = 100_000
 """Maximum number of scores that a judge keeps in memory. Above it, the least recently used score is removed."""
 
 JUDGE_PREFIX: Final = "judge:"
-"""Prefix of a `score` option that has a rubric."""
+"""Prefix of the values of `score` that choose a judge."""
 
 MIN_CHOICE_PROBABILITY: Final = 0.01
-"""Minimum sum of the probabilities of all choices. Below it, the judgement fails: the judge would most likely write
-another reply.
+"""Minimum sum of the probabilities of all choices. Below this sum the judgement fails, since the judge would most
+likely reply with something else.
 """
 
 _SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?[^\w%]*$", re.IGNORECASE)
@@ -67,7 +67,7 @@ class JudgeCost:
 
 
 class _ScoreCache:
-    """Scores by key, in memory and in a file of JSON lines, which several processes may append to."""
+    """Scores by key, in memory and, with a path, in a file of JSON lines that several processes may append to."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -112,7 +112,7 @@ class _ScoreCache:
 
 
 class Judge:
-    """A judge created by `judge()`. Scores of equal replies to equal tasks are cached, in memory or in a file."""
+    """A judge created by `judge()`. It caches scores in memory, and in a file if one is given."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Judge:
         choices: Mapping[str, float] | None = None,
     ) -> None:
         self.rubric = rubric
-        """The rubric."""
+        """The criteria, as text for the judge."""
         self.engine = engine
         """The engine of the judge; None for the engine of the run."""
         self._low, self._high, self._sampling, self._choices = low, high, sampling, choices
@@ -136,9 +136,9 @@ class Judge:
         """Score the last reply of `main`, and add the cost to `cost`.
 
         Raises:
-            JudgeFailed: two replies had no score in the range, or were cut; or the choices are improbable.
+            JudgeFailed: both replies had no score in the range or were cut; or the choices are too improbable.
             BadOption: the cache file is invalid; or choices are given, and the judge's engine takes messages.
-            BadControl: choices are given, and the judge's engine has no scores.
+            BadControl: choices are given, and the judge's engine cannot compute their probabilities.
         """
         question = self._question(task, episode.text)
         key = self._key(episode, question)
@@ -178,7 +178,7 @@ class Judge:
         )
 
     async def _weigh(self, episode: Episode, question: str, cost: JudgeCost) -> float:
-        """Return the mean of the choices' values, weighted by their probabilities as the judge's reply."""
+        """Return the mean of the choices' values, weighted by the probabilities that the reply begins with them."""
         choices = self._choices or {}
         conversation = episode.conversation(JUDGE, system_prompt=self._instructions(), prompt=question)
         logprobs = await conversation.score(list(choices))
@@ -217,7 +217,7 @@ class Judge:
         found = _SCORE.search(text.strip()) or _BARE.fullmatch(text.strip())
         if found is None:
             return None
-        if found.lastindex == 2 and float(found[2]) != self._high:  # "3/5" on a scale to 10
+        if found.lastindex == 2 and float(found[2]) != self._high:  # for example "3/5" if the highest score is 10
             return None
         score = float(found[1])
         return score if self._low <= score <= self._high else None
@@ -235,19 +235,19 @@ def judge(
 ) -> Judge:
     """Return a judge for `Dataset(score=)`. If a judgement fails, its episode fails; this never counts as a score of 0.
 
-    With `choices` the judge samples nothing. The engine computes the probability of each choice as its reply, and the
-    score is the mean of their values, weighted by these probabilities.
+    With `choices` the judge samples nothing. For each choice, the engine computes the probability that the judge's
+    reply begins with it. The score is the mean of the choices' values, weighted by these probabilities.
 
     Args:
         rubric: the criteria, as text for the judge.
         engine: the judge's engine; None for the engine of the run.
         low: the lowest score.
         high: the highest score.
-        choices: the value of each possible reply, such as {"yes": 1, "no": 0}, in place of a range and a sampling.
+        choices: the value of each possible reply, such as {"yes": 1, "no": 0}, instead of a range and sampled text.
             Choices need an engine of token ids, and a model that replies without reasoning.
         sampling: the judge's sampling; by default greedy, with at most 512 tokens.
         cache: a file that keeps the scores for later runs, as JSON lines with their cost; made if it is missing. A
-            score is used again for the same model, weights, rubric, range, sampling or choices, task and reply.
+            score is used again if model, weights, rubric, range and sampling (or choices), task and reply are the same.
 
     Raises:
         BadOption: an argument is invalid.

@@ -45,7 +45,7 @@ class McpServers:
             async def setup(self):
                 self.tools += await self.servers.connect(self.episode.exit_stack)
 
-    A call that the server refuses, or answers with `isError`, raises `ToolError`; the model reads its text. If the
+    A call that the server refuses, or answers with `isError`, raises `ToolError`; the model reads this error. If the
     connection to a server is lost, the call raises `ServerFailed`, and the episode fails. A call that takes longer than
     `Limits.tool_seconds` is cut, and its late answer is dropped.
 
@@ -54,8 +54,8 @@ class McpServers:
             `args`, `env` and `cwd`, or with `url` and `headers`. The configuration of an MCP client, a dict with
             `mcpServers` or the path of its .json file, stands for all its servers. `${NAME}` in `env` and `headers` is
             an environment variable.
-        prefix: begin each tool's name with the server's name and an underscore. Without it, two tools of the same name
-            are refused. Servers of a list are called "1", "2", ...
+        prefix: begin each tool's name with the server's name and an underscore. Without prefixes, two tools of the
+            same name are refused. Servers of a list have the names "1", "2", ...
 
     Raises:
         BadEnvironment: the package mcp is missing, a server is invalid, or a command is not on PATH.
@@ -70,7 +70,7 @@ class McpServers:
 
     @property
     def has_processes(self) -> bool:
-        """True if a connection starts a process."""
+        """True if a server is a command, so that each connection to it starts a process."""
         return any(isinstance(each, self._mcp.StdioServerParameters) for each in self._servers.values())
 
     async def connect(self, exit_stack: AsyncExitStack) -> list[Tool]:
@@ -247,7 +247,11 @@ class _McpConnection:
         return self._server
 
     async def tools(self, prefix: str) -> list[Tool]:
-        """Return the tools of the server, from all pages of its list; raise ServerFailed if it does not list them."""
+        """Return the tools of the server, from all pages of its list.
+
+        Raises:
+            ServerFailed: the server does not list its tools, or has more than `MAX_PAGES_COUNT` pages of them.
+        """
         listed: list[Any] = []
         cursor = None
         for _ in range(MAX_PAGES_COUNT):
@@ -293,8 +297,8 @@ class _McpConnection:
         return ServerFailed(f"MCP server {self._name!r} {what} ({cause:.300}){wrote}")
 
 
-# Beginnings of errors about results that violate the output schema of their tool. Such results are frequent, and the
-# SDK has no error class for them.
+# Beginnings of the texts of errors about results that violate the output schema of their tool. Such results are
+# frequent, and the SDK has no error class for them.
 _BROKEN_PROMISES: Final = ("Tool ", "Invalid schema for tool ", "Invalid structured content ")
 
 
@@ -347,7 +351,7 @@ class McpDataset(Dataset):
             cache: the file of a judge's scores.
             prefix: begin the names of tools with the name of their server.
             one_connection: all episodes share one connection to each server; by default each episode has its own.
-            processes: maximum number of episodes at once that have server processes of their own.
+            processes: maximum number of episodes that have server processes of their own at the same time.
         """
         super().__init__(tasks, prompt, answer, score, id, system, info, where, shuffle, skip, take, cache)
         self._connections = McpServers(servers, prefix=prefix)

@@ -30,14 +30,15 @@ MixturePart: TypeAlias = (
 """An environment of a mixture, or a pair of an environment and its weight; the weight is 1 by default."""
 
 LIFESPAN_THREADS = 8
-"""Threads for the synchronous `lifespan()` methods of the environments."""
+"""Number of threads for the synchronous `lifespan()` methods of the environments."""
 
 
 class Mixture(Environment):
     """Several environments in one run. Each keeps its own tools, limits, sampling, rewards and groups.
 
-    The ids of tasks begin with the environment's name and a slash, the names of rewards and metrics with the name and a
-    dot. The tasks are taken in proportion to the weights; when one environment has no more tasks, the others continue.
+    The ids of tasks begin with the environment's name and a slash. The names of rewards and metrics begin with the
+    environment's name and a dot. The tasks are taken in proportion to the weights. When one environment has no more
+    tasks, the others continue.
     """
 
     def __init__(self, environments: Mapping[str, MixturePart]) -> None:
@@ -83,7 +84,7 @@ class Mixture(Environment):
         return self._parts
 
     def overrides(self, hook: str) -> bool:
-        """Return True if an environment defines this hook, and always for `setup`, which the mixture itself defines."""
+        """Return True for `setup`, which the mixture defines, and for hooks that one of its environments defines."""
         return hook == "setup" or any(part.overrides(hook) for part in self._parts.values())
 
     def construction(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class Mixture(Environment):
             workers.close()
 
     def setup(self) -> None:
-        """Raise BadTask, since the task belongs to no environment: each environment sets up its own tasks."""
+        """Raise BadTask. A task whose id begins with the name of an environment is set up by that environment."""
         names = ", ".join(f"{name}/" for name in self._parts)
         raise BadTask(f"task {self.task.id!r}: the id must begin with the name of an environment: {names}.")
 
@@ -146,7 +147,7 @@ class _ListeningTasks:
         return _interleaved(self._sources, self._weights)
 
     def finished(self, trajectory: Trajectory) -> Any:
-        """Send a result to the source of its task, and return what the source returns; None if it takes no results."""
+        """Send a result to the source of its task. Return what the source returns, or None if it takes no results."""
         source: Any = self._sources.get(trajectory.task.id.partition("/")[0])
         return source.finished(trajectory) if hasattr(source, "finished") else None
 

@@ -20,10 +20,10 @@ from runner.tools.tool import Tool
 __all__ = ["OpenEnv"]
 
 CONNECT_SECONDS = 30.0
-"""Time to open a connection or to read the schema."""
+"""Time limit for opening a connection, and for reading the schema."""
 
 _TOOL_CALL: Final = "call_tool"
-"""The type of the action of a server whose actions are calls of MCP tools."""
+"""The value of the field `type` in an action that calls an MCP tool."""
 
 _REFUSED: Final = "VALIDATION_ERROR"
 """The server's error code for a message that does not fit the schema."""
@@ -77,7 +77,7 @@ class OpenEnv(Environment):
         self._done = self._is_cut = False
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each seed."""
+        """Return `episodes` tasks. Each has its own seed."""
         return (Task(id=f"openenv-{number}") for number in range(self._episodes))
 
     @asynccontextmanager
@@ -125,7 +125,7 @@ class OpenEnv(Environment):
             self.tools.append(made)
 
     def prompt(self) -> str:
-        """Instructions and the first observation."""
+        """Instructions and the first observation; "Begin." if both are empty."""
         return "\n\n".join(filter(None, [self._instructions, self._first])) or "Begin."
 
     @reward
@@ -135,7 +135,7 @@ class OpenEnv(Environment):
 
     @metric
     def steps(self) -> int:
-        """The number of actions."""
+        """The number of actions that were taken."""
         return self._steps
 
     async def _act(self, action: Mapping[str, Any]) -> str:
@@ -163,7 +163,8 @@ class OpenEnv(Environment):
     async def _exchange(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message and return the answer.
 
-        Answers have no request id, so no message can be sent after a call that was cut.
+        Answers have no request id. Therefore no message can be sent after a call that was cut, since the next answer
+        may belong to that call.
 
         Raises:
             ServerFailed: the server is gone or failed, or an earlier call was cut.

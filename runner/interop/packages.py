@@ -23,7 +23,7 @@ def optional_package(
     Args:
         module: the module's name.
         extra: the extra of deltarunner that installs the package.
-        package: the name of the distribution, if it differs from the module's.
+        package: the name of the distribution; by default the module's name up to the first dot.
         least: the oldest version that works.
         then: arguments of a second `pip install`, for a package whose requirements conflict with deltarunner's.
 

@@ -21,7 +21,7 @@ _PATH: Final = re.compile(r"([^.\[\]]+)((?:\.[^.\[\]]+|\[\d+\])*)")
 _STEP: Final = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _CONDITION: Final = re.compile(r"\s*([^=!<>~\s]+)\s*(==|!=|<=|>=|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
 _MEDIA_KEYS: Final = ({"bytes", "path"}, {"array", "path", "sampling_rate"})
-"""Keys of images and sounds in Hugging Face data sets."""
+"""Keys of the dicts that contain an image or a sound in Hugging Face data sets."""
 
 
 class RowValueError(ValueError):
@@ -90,7 +90,7 @@ class RowTemplate:
 
     @classmethod
     def of(cls, text: str, option: str) -> RowTemplate:
-        """Parse a template.
+        """Parse the template of an option; `option` is the option's name, for errors.
 
         Raises:
             BadOption: the text is empty or not a template. The message names the option or the invalid field.
@@ -237,9 +237,12 @@ class RowCondition:
         return self._equals(value) == (self._operator == "=")
 
     def _ordered(self, value: Any) -> tuple[Any, Any]:
-        """Return the row's value and the condition's, both as numbers if the condition has a number, else as texts.
+        """Return the row's value and the condition's value: as numbers if the condition's is a number, else as texts.
 
-        A text with a number, as in CSV files, counts as a number. For an empty text the first number is None.
+        A text with a number, as in CSV files, counts as a number. An empty text of the row becomes None.
+
+        Raises:
+            RowValueError: only one of the values is a number.
         """
         wanted = _number(self._value)
         if wanted is None:

@@ -26,7 +26,7 @@ MIN_SHUFFLED_ROWS = 10_000
 more rows would exceed `MAX_SHUFFLED_BYTES`.
 """
 MAX_SHUFFLED_BYTES = 256 << 20
-"""Maximum decoded size of the row groups that are shuffled together. A larger row group is shuffled in parts."""
+"""Maximum uncompressed size of the row groups that are shuffled together. A larger row group is shuffled in parts."""
 READ_BYTES = 1 << 20
 """Size of the read buffer of a Parquet column."""
 
@@ -37,7 +37,7 @@ class RowSource(ABC):
     name: str
 
     def check_columns(self, needed: Iterable[str]) -> None:
-        """Check that all needed columns exist, before a row is read. Without known columns, nothing is checked.
+        """Check that all needed columns exist, before a row is read. If the columns are unknown, check nothing.
 
         Raises:
             BadTask: a column is missing; the message lists the existing columns.
@@ -48,12 +48,12 @@ class RowSource(ABC):
             raise BadTask(f"{self.name}: there is no field {missing[0]!r}; the fields are {', '.join(known)}.")
 
     def columns(self) -> Sequence[str] | None:
-        """The names of all columns; None if each row has its own."""
+        """The names of all columns; None if rows may have different columns."""
         return None
 
     @abstractmethod
     def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
-        """The rows with their numbers, from 1.
+        """The rows, each with its number, from 1.
 
         Args:
             needed: the columns that are used; others may be left out.
@@ -69,7 +69,7 @@ def source_of(tasks: Any) -> RowSource:
 
     Raises:
         BadTask: the file is missing, is a folder, or has an unknown format.
-        BadOption: `tasks` is another kind of object, or text after "hf:" is invalid.
+        BadOption: `tasks` is another kind of object, or the text after "hf:" is invalid.
     """
     if isinstance(tasks, str) and tasks.startswith("hf:"):
         return _HubRows(tasks)
@@ -219,7 +219,7 @@ class _CsvRows(_FileRows):
 
 
 class _CountedLines:
-    """Decoded lines of a file, with the number of bytes that were read."""
+    """Decoded lines of a file, with the number of bytes that were read so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -239,9 +239,9 @@ class _CountedLines:
 class _ParquetRows(_FileRows):
     """A Parquet file. Only the columns in use are read, in small batches.
 
-    For a shuffled order, row groups are drawn until they have `MIN_SHUFFLED_ROWS` rows or would exceed
-    `MAX_SHUFFLED_BYTES`, and the rows of these groups are shuffled. A row group above `MAX_SHUFFLED_BYTES` is shuffled
-    in consecutive parts, so that memory stays bounded.
+    For a shuffled order, row groups are drawn until they have `MIN_SHUFFLED_ROWS` rows, or until the next group would
+    exceed `MAX_SHUFFLED_BYTES`. Then the rows of these groups are shuffled. A row group above `MAX_SHUFFLED_BYTES` is
+    shuffled in consecutive parts, so that memory stays bounded.
     """
 
     def columns(self) -> Sequence[str]:
@@ -303,7 +303,7 @@ def _windows(file: Any, columns: list[str], rng: random.Random) -> Iterator[tupl
 
 
 def _parts(file: Any, columns: list[str], group: int, start: int) -> Iterator[tuple[Any, Sequence[int]]]:
-    """Yield the consecutive parts of a large row group, as `_windows` does; `start` is the number of its first row."""
+    """Yield parts of a large row group, in order, in the form of `_windows`; `start` is the number of its first row."""
     import pyarrow as pa
 
     part: list[Any] = []
@@ -318,7 +318,7 @@ def _parts(file: Any, columns: list[str], group: int, start: int) -> Iterator[tu
 
 
 def _bytes_of(group: Any, columns: list[str]) -> int:
-    """The decoded size of the columns of a row group, from the file's metadata."""
+    """The uncompressed size of the columns of a row group, from the file's metadata."""
     chunks = [group.column(number) for number in range(group.num_columns)]
     return sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in columns)
 
@@ -336,8 +336,8 @@ _HUB_NAME: Final = re.compile(r"hf:(?P<name>[^\[\]:]+)(?::(?P<config>[^\[\]:]+))
 class _HubRows(RowSource):
     """The rows of `hf:NAME[SPLIT]`, `hf:NAME:CONFIG[SPLIT]`, or `hf:FOLDER[SPLIT]`.
 
-    The library `datasets` maps the rows into memory. Without a split in the name, the data set must not have several
-    splits. A slice such as `[train[:100]]` is not supported: use `take`.
+    The library `datasets` maps the rows into memory. If the name has no split, the data set must not have several. A
+    slice such as `[train[:100]]` is not supported: use `take`.
     """
 
     def __init__(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""An agent program in a sandbox as an environment. By default, it can reach only the endpoint of its episode."""
+"""An environment for an agent program in a sandbox. By default, the program reaches only its episode's endpoint."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class SandboxedProgram(Program):
         Args:
             agent: as in `Program`.
             sandbox: the name of an image, or a folder with a Dockerfile.
-            check: a command that exits with 0 in the working folder of the sandbox if the program solved the task.
+            check: a command that runs in the working folder of the sandbox, and exits with 0 if the task is solved.
             copy: the folder whose contents are copied to the working folder.
             memory_mb: memory in MiB.
             cpus: processor cores.
             processes: maximum number of processes.
-            disk_mb: space for files in MiB; an error if the container engine cannot limit it.
+            disk_mb: space for files in MiB, None for no limit; an error if the container engine cannot limit it.
             network: "none", so that the program reaches only its endpoint, or "internet".
             user: the user of the program and of the copied files; the check is then run by root. By default
                 everything is run by the user of the image.
@@ -89,7 +89,7 @@ class SandboxedProgram(Program):
         yield
 
     async def setup(self) -> None:  # type: ignore[override]  # a hook may be synchronous or not
-        """Open the sandbox, and copy the folder."""
+        """Open the sandbox, and copy the contents of `copy` into it."""
         options = {name: getattr(self._options, name) for name in self._options.__slots__}
         self.sandbox = await self.episode.sandbox(at_once=self.programs, **options)
         if self.copy is not None:

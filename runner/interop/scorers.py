@@ -64,7 +64,7 @@ class ScoreName(enum.StrEnum):
 
 
 class TextScorer(Protocol):
-    """A scorer of replies."""
+    """Interface of a scorer of replies."""
 
     @property
     def needs_answer(self) -> bool:
@@ -74,7 +74,7 @@ class TextScorer(Protocol):
         """Check that a reply could equal a reference answer.
 
         Raises:
-            ValueError: no reply could; the message has the reason.
+            ValueError: no reply could equal this answer; the message has the reason.
         """
 
     async def score(self, text: str, task: Task) -> Score:
@@ -107,9 +107,10 @@ def scorer_of(score: Any) -> TextScorer:
 
 @dataclass(frozen=True, slots=True)
 class _ComparisonScorer:
-    """A comparison of two texts by a function. `reference` returns None for an answer that cannot be compared.
+    """A scorer that compares a reply with the answer by the function `equal`.
 
-    `wanted` describes a usable answer in the error for such an answer, for example "a number".
+    `reference` returns None for an answer that cannot be compared. The error about such an answer contains `wanted`, a
+    description of usable answers such as "a number".
     """
 
     equal: Callable[[str, str], bool]
@@ -161,7 +162,7 @@ class _MathScorer:
     def check(self, answer: str) -> None:
         if not answer.strip():
             raise ValueError(f"the answer {answer!r:.60} is empty: {_FIX}")
-        # If the library cannot parse anything, it returns only text.
+        # If the library cannot parse the answer, it returns only strings, or nothing.
         if all(isinstance(each, str) for each in _parsed_answer(_math_library(), answer)):
             raise ValueError(f"math-verify cannot read the answer {answer!r:.60} as a mathematical expression: {_FIX}")
 
@@ -185,7 +186,7 @@ async def _in_process(score: str, function: Callable[..., float], seconds: float
 
 
 def _timed(function: Callable[..., float], seconds: float, *arguments: str) -> float:
-    """Call a function in a worker process, which ends itself if the call takes too long."""
+    """Call a function in this worker process. A signal ends the process if the call takes more than `seconds`."""
     if function is _equal_math:
         _math_library()  # the time of the import does not count
     # The signal has its default action, since Python's handlers wait for the end of a long computation in C.
@@ -282,7 +283,10 @@ def _equal_numbers(text: str, answer: str) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text; a number after #### or in a LaTeX box has precedence. None without a usable number."""
+    """The last number of a text; a number after #### or in a LaTeX box has precedence.
+
+    The result is None if there is no number, if the number is too long, or if its denominator is 0.
+    """
     text = _FRACTION.sub(r"\1/\2", text)
     marked = [*_HASHES.findall(text), *_BOXED.findall(text)]
     for part in (*reversed(marked), text):
@@ -330,7 +334,7 @@ def _equal_json(text: str, answer: str) -> bool:
 
 
 def _braced(text: str) -> list[str]:
-    """The text from the first { or [ to the last } or ], in a list; an empty list for a text without brackets."""
+    """The text from the first { or [ to the last } or ] of the same kind; an empty list for a text without { and [."""
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
     if not starts:
         return []

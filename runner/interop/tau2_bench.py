@@ -30,7 +30,10 @@ Speaker: TypeAlias = Literal["assistant", "user"]
 USER: Final = "user"
 """The name of the simulated user's agent."""
 MAX_STEPS_COUNT = 200
-"""Maximum number of steps of a simulation, as tau2 counts them: a message, or all answers to the calls of a message."""
+"""Maximum number of steps of a simulation, as tau2 counts them.
+
+A step is a message, or all answers to the calls of a message.
+"""
 MAX_ERRORS_COUNT = 10
 """Number of failed calls, of both sides together, at which the simulation ends."""
 
@@ -38,9 +41,9 @@ MAX_ERRORS_COUNT = 10
 class Tau2(Environment):
     """A domain of tau2-bench (`--set domain=airline`): the model serves a simulated user by tools and a policy.
 
-    The simulated user is the untrained agent `user`. It plays on the run's engine, unless `user` is another engine. In
-    telecom it has tools too. tau2 computes the reward: 1 or 0, from the state of the database, the information that was
-    given to the user, and assertions.
+    The simulated user is the untrained agent `user`. It plays on the run's engine, or on the engine in the argument
+    `user`. In telecom it has tools too. tau2 computes the reward: 1 or 0, from the state of the database, the
+    information that was given to the user, and assertions.
     """
 
     package = ("tau2", "tau2")
@@ -110,7 +113,7 @@ class Tau2(Environment):
         self.tools += [self._tool(each, "assistant") for each in self._world.get_tools()]
 
     def prompt(self) -> list[Message]:
-        """The history of the task, or the agent's greeting."""
+        """The history of the task, or the agent's greeting if the task has no history."""
         return _seen_by("assistant", self._said)
 
     async def rollout(self, conversation: Conversation) -> None:
@@ -129,7 +132,7 @@ class Tau2(Environment):
 
     @reward
     def success(self) -> float:
-        """tau2's reward; 0 if the simulation ended early, or if an object that tau2 checks does not exist."""
+        """tau2's reward; 0 if the user did not end the simulation, or if an object that tau2 checks does not exist."""
         simulation = _tau2("data_model.simulation")
         evaluation = _tau2("evaluator.evaluator")
         for number, message in enumerate(self._said):
@@ -160,7 +163,7 @@ class Tau2(Environment):
 
     @metric
     def failed_calls(self) -> int:
-        """The number of calls of either side that tau2 answered with an error."""
+        """The number of calls of both sides that tau2 answered with an error, or that did not run."""
         return self._errors
 
     def _open_user(self) -> Conversation:
@@ -185,7 +188,7 @@ class Tau2(Environment):
             parameters=function["parameters"],
             raw=True,
             checked=False,  # tau2 itself answers calls with wrong arguments
-            parallel=False,  # calls of a turn change one database, in their order
+            parallel=False,  # the calls of a turn change one database, so they run in order
         )
 
     def _call(self, speaker: Speaker, name: str, arguments: Mapping[str, Any]) -> str:
@@ -224,7 +227,7 @@ class Tau2(Environment):
         return turn.text
 
     def _record_calls(self, turn: Turn, speaker: Speaker) -> None:
-        """Record calls and answers. A call that could not be parsed did not run, and is only counted as an error."""
+        """Record the calls of a turn and their answers. A call that did not run is only counted as an error."""
         calls, self._answers = self._answers, []
         self._errors += len(turn.tool_calls) - len(calls)
         self._steps += 2

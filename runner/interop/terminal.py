@@ -33,7 +33,8 @@ def shell_command(command: str) -> list[str]:
 class Terminal(Environment):
     """A sandbox with one tool, `bash`. A command in the sandbox decides the reward.
 
-    The command is `info["check"]` of the task, else `check`. The reward is 1 if that command exits with 0, else 0.
+    This command is `info["check"]` of the task, or the argument `check` if the task has none. The reward is 1 if the
+    command exits with 0, else 0.
     """
 
     def __init__(
@@ -55,12 +56,12 @@ class Terminal(Environment):
 
         Args:
             image: the name of an image, or a folder with a Dockerfile.
-            check: the command that exits with 0 if the task is solved.
+            check: the command that exits with 0 if the task is solved, for tasks without `info["check"]`.
             seconds: the time limit of each command.
             memory_mb: memory in MiB.
             cpus: processor cores.
             processes: maximum number of processes.
-            disk_mb: space for files in MiB; an error if the container engine cannot limit it.
+            disk_mb: space for files in MiB, None for no limit; an error if the container engine cannot limit it.
             network: "none" or "internet".
             upload: a folder whose contents are copied to the working folder of each sandbox.
             at_once: maximum number of episodes that have sandboxes at the same time; 0 for 4 per core.
@@ -118,7 +119,7 @@ class Terminal(Environment):
 
     @reward
     async def solved(self) -> bool:
-        """True if the command of the check exits with 0."""
+        """True if the check command exits with 0."""
         argv = shell_command(self._check_command())
         if not self._as_left:
             await self.sandbox.restore()

@@ -62,7 +62,7 @@ class TextArena(Environment):
         self._over = False
 
     def tasks(self) -> Iterator[Task]:
-        """One task for each seed."""
+        """Return `games` tasks. Each has its own seed."""
         return (Task(id=f"{self._game}-{number}") for number in range(self._games))
 
     def setup(self) -> None:
@@ -131,7 +131,10 @@ class TextArena(Environment):
         self._shown = self._shown or "It is your turn."
 
     def _with_own_random(self, call: Callable[[], ReturnT]) -> ReturnT:
-        """Call the game with its own state of Python's global generator: games seed this generator and draw from it."""
+        """Call a function of the game. During the call, Python's global random generator has the state of this game.
+
+        Games seed this generator and draw from it.
+        """
         with _lock:
             before = random.getstate()
             random.setstate(self._random)

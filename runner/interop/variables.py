@@ -20,7 +20,7 @@ def filled(table: Mapping[str, Any], name: str) -> dict[str, str]:
         name: the name of the table, for error messages.
 
     Raises:
-        ValueError: a variable is not set; the message names the variable and the table.
+        ValueError: a variable without a default is not set; the message names the variable and the table.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -27,7 +27,7 @@ from runner.tools.tool import Tool
 __all__ = ["Verifiers"]
 
 _SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|_KEY(_|$)|_AUTH(_|$)", re.IGNORECASE)
-"""Parts of the names of variables that hold secrets, such as HF_TOKEN."""
+"""Parts of the names of environment variables that hold secrets, such as HF_TOKEN."""
 
 
 class Verifiers(Environment):
@@ -45,7 +45,7 @@ class Verifiers(Environment):
 
         Args:
             taskset: the id of the task set, which is the name of a package; in Python also a `Taskset` object.
-            config: values for fields of the config of the task set.
+            config: values of the task set's config, by field.
 
         Raises:
             BadEnvironment: a package is missing, or the task set needs an unsupported feature.
@@ -90,7 +90,7 @@ class Verifiers(Environment):
             yield [tool for each in toolsets for tool in await _served_tools(each, stack)]
 
     async def setup(self) -> None:
-        """Make the task, and the trace, the working folder and the tools of the task.
+        """Make verifiers' object of the task, and the trace, the working folder and the tools of the task.
 
         Raises:
             BadTask: the task needs an unsupported feature.
@@ -159,7 +159,7 @@ class Verifiers(Environment):
         return False
 
     def _record(self, conversation: Conversation) -> None:
-        """Add the messages since the last call to the trace, each as a node. Nodes of turns have token ids."""
+        """Add the new messages of a conversation to the trace, each as a node. Nodes of turns have token ids."""
         graph, trace = _verifiers("verifiers.v1.graph"), _verifiers("verifiers.v1.trace")
         types = _verifiers("verifiers.v1.types")
         turns = iter(conversation.turns[self._trace.num_turns :])
@@ -240,12 +240,12 @@ async def _served_tools(toolset: Any, stack: AsyncExitStack, data: Any = None) -
 
 
 def _blank_secrets() -> dict[str, str]:
-    """Return "" for each variable that holds a secret, since verifiers passes all variables to child processes."""
+    """Return "" for each environment variable with a secret; verifiers passes all variables to child processes."""
     return {name: "" for name in os.environ if _SECRET.search(name)}
 
 
 def _refuse_unsupported(task: Any, name: str) -> None:
-    """Raise BadTask if a task needs a container, or has a hook on requests."""
+    """Raise BadTask if a task needs a container, or has a hook that reads requests to the model."""
     for field in ("image", "skills", "agent_user", "artifacts"):
         if getattr(task.data, field):
             raise BadTask(f"task {name!r:.80} needs a container ({field}), which is not supported: leave the task out.")

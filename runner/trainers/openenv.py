@@ -29,14 +29,15 @@ SCHEMA_VERSION: Final = 1
 
 
 def training_trace(trajectory: Trajectory, *, header: Header | None = None) -> dict[str, Any]:
-    """Return a trajectory as the fields of OpenEnv's `TrainingTrace`; each turn becomes a turn of the trace.
+    """Return a trajectory as the fields of OpenEnv's `TrainingTrace`, with one turn for each turn that sampled tokens.
 
-    Turns that were retried or left out, and all turns of a failed episode, have mask 0. Weight versions, temperature,
-    constraint and segment are in `metadata`. The reward is not part of a trace.
+    The mask is 0 for turns that were retried or left out, and for all turns of a trajectory that is not trained, for
+    example because its episode failed. Weight versions, temperature, constraint and segment are in each turn's
+    `metadata`. The reward is not part of a trace.
 
     Args:
         trajectory: the trajectory.
-        header: the header of its run file; the trace then has the variables and the time of the template, too.
+        header: the header of the trajectory's run file. With it, the trace also has the template's variables and time.
 
     Raises:
         BadBatch: a turn has no ids, or an id has no finite log-probability.
@@ -90,7 +91,7 @@ def read_training_trace(text: str | bytes | Mapping[str, Any], *, vocabulary: in
         vocabulary: the number of ids of the model; an id at or above it is an error. None for no maximum.
 
     Raises:
-        BadBatch: the trace is not JSON, has another schema version, or a turn is malformed: it lacks a field, its
+        BadBatch: the trace is not JSON or has another schema version, or a turn is malformed: a field is missing,
             arrays have different lengths, an id is not in the vocabulary, a log-probability is not finite or is above
             0, the mask trains on the prompt, or two turns have the same id. The message names the turn and the field.
     """

@@ -39,7 +39,7 @@ class TraceFault(enum.StrEnum):
     """The kind of a finding."""
 
     REENCODED = "reencoded"
-    """A later prompt has other ids for the same text as the sampled ids."""
+    """A later prompt contains the text of sampled ids, but as other ids."""
     SEAM = "seam"
     """The ids between a sampled turn and the next one differ from the ids that the template writes."""
     FIRST_PROMPT = "first_prompt"
@@ -52,7 +52,7 @@ class TraceFault(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFinding:
-    """One place where the ids of a trace differ from those of the template and of the engine's sampling."""
+    """One place where the ids of a trace differ from the expected ids."""
 
     fault: TraceFault
     """The kind of the finding."""
@@ -65,11 +65,11 @@ class TraceFinding:
     explanation: str
     """The cause in words."""
     found: tuple[int, ...]
-    """All ids of the trace at that place: the prompt, or for AFTER_STOP the sampled ids."""
+    """The compared ids of the trace: the whole prompt, or for AFTER_STOP all sampled ids of the call."""
     expected: tuple[int, ...]
     """The ids that were expected in place of `found`."""
     shown: str
-    """Found and expected ids around the first difference, as text and ids, for people."""
+    """Found and expected ids around the first difference, as text and ids, for display."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class TraceReport:
     ids: int = 0
     """Number of prompt ids and sampled ids of all calls, including calls that were not compared completely."""
     findings: list[TraceFinding] = field(default_factory=list)
-    """The findings, at most one for each call and cause."""
+    """The findings, at most one of each kind for each call."""
     unchecked: Counter[str] = field(default_factory=Counter)
     """Number of calls by the reason why a part of them was not compared."""
 
@@ -131,7 +131,7 @@ class TraceModel:
 
         Args:
             model: a folder, a Hugging Face id, or the demo model's name.
-            template: a template in place of the model's own: a bundled name, a file, or a template.
+            template: a template in place of the model's own: a bundled name, a file, or a `ChatTemplate`.
             options: variables of the template.
             now: the time that the template reads; None as in `TraceModel`.
 
@@ -160,7 +160,7 @@ class TraceModel:
 class _Bridgers:
     exact: Sequence[Bridger]
     """A bridger with unchanged tools, and, if a run rewrites tools for the template, a bridger with rewritten tools.
-    Both encode text of messages as text.
+    These bridgers encode all text of messages as text, even the text of control tokens.
     """
     unsafe: Bridger
     """A bridger with unchanged tools that encodes control text of messages as control ids."""
@@ -227,8 +227,8 @@ class _TraceCheck:
             text = self._decode(said)
             if self._decode(call.prompt_ids).startswith(text):
                 why = f"the ids of turn {earlier} are encoded again: the same text, other ids than were sampled"
-                # The expected prompt begins with the ids of the earlier call. The ids of this prompt after the same
-                # text follow.
+                # The expected prompt begins with the ids of the earlier call. Then it has the ids of this prompt that
+                # follow the same text.
                 places = range(len(call.prompt_ids) + 1)
                 rest = bisect_left(places, len(text), key=lambda end: len(self._decode(call.prompt_ids[:end])))
                 self._find(TraceFault.REENCODED, number, why, call.prompt_ids, said + call.prompt_ids[rest:])
@@ -240,7 +240,10 @@ class _TraceCheck:
         self._compare_prompt(number, call, bridgers, messages)
 
     def _followed(self, number: int, call: TracedCall) -> list[int]:
-        """The numbers of earlier calls that a call continues by its messages; without messages, the previous call."""
+        """The numbers of earlier calls whose messages and reply begin the messages of a call, longest first.
+
+        For a call without messages, this is the number of the previous call, if there is one.
+        """
         if not call.messages:
             return [number - 1] if number else []
         found = []
@@ -311,7 +314,10 @@ class _TraceCheck:
         self._find(TraceFault.SEAM, number, why, call.prompt_ids, before.ids + made.closest(seam))
 
     def _ends(self, call: TracedCall) -> Iterator[tuple[int | None, bool]]:
-        """Yield (stop id or None, True if cut in its reasoning) for each way in which a turn may have ended."""
+        """Yield (stop id, thinking) for each way in which a turn may have ended.
+
+        The stop id is None for a cut turn; `thinking` is True for a turn that was cut in its reasoning.
+        """
         last = call.token_ids[-1]
         if last in self._model.stop_ids:
             yield last, False
@@ -328,7 +334,7 @@ class _TraceCheck:
             return
         stops, control = self._model.stop_ids, self._model.tokenizer.control_ids
         at = next((place for place, token_id in enumerate(call.token_ids) if token_id in stops), None)
-        # Some models write the close of the template's turn, and then another stop id.
+        # Some models sample the id with which the template closes a turn, and then another stop id.
         if at is not None and not set(call.token_ids[at:]) <= control:
             name = self._decode((call.token_ids[at],))
             why = f"{len(call.token_ids) - at - 1} ids follow {name!r}, which ends a turn"
@@ -388,7 +394,7 @@ def _first_prompt(bridger: Bridger, messages: Sequence[Message], tools: _Tools) 
 
 
 def _tool_lists(call: TracedCall) -> list[_Tools]:
-    """The tools as in the request, and as vLLM's server passes them to a template, if that differs."""
+    """The tools of the request and, if they differ, the tools as vLLM's server passes them to a template."""
     given = [dict(tool) for tool in call.tools]
     served = [
         {"type": "function", "function": _as_served(tool["function"])} if "function" in tool else tool for tool in given
@@ -431,7 +437,11 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _ends_with(message: Message, reply: Mapping[str, Any] | None) -> bool:
-    """True if a message of the history is the reply, or continues and ends with it, or if the reply is unknown."""
+    """Return True if a message is the reply, or if the reply is unknown.
+
+    The reply may continue a cut turn. Therefore the result is also True if the message has the same calls, and its text
+    ends with the text of the reply.
+    """
     if reply is None or _same(message, reply):
         return True
     try:

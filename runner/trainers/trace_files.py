@@ -47,8 +47,8 @@ def read_traces(path: str | Path, *, vocabulary: int | None = None) -> Iterator[
         vocabulary: the number of ids of the model; an id at or above it is an error. None for no maximum.
 
     Raises:
-        BadBatch: the file cannot be read or is not JSON, or a trace has another format or schema version, or is
-            malformed. The message names the file, the place and the field.
+        BadBatch: the file cannot be read or is not JSON; or a trace is malformed, or has an unknown format or schema
+            version. The message names the file, the place and the field.
     """
     found = False
     for where, record in _records(Path(path)):

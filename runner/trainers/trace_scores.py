@@ -21,7 +21,7 @@ from runner.trainers.traced_call import TracedCall
 __all__ = ["ScoreFinding", "ScoreReport", "score_trace"]
 
 DEFAULT_TOLERANCE_NATS: Final = 0.5
-"""Allowed difference of a log-probability. An engine in bfloat16 and one in float32 differed by at most 0.34."""
+"""Allowed difference between two log-probabilities. An engine in bfloat16 and one in float32 differed by up to 0.34."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ScoreFinding:
     ids: int
     """Number of sampled ids of the call."""
     places: tuple[int, ...]
-    """Indexes of the sampled ids that differ by more than the tolerance."""
+    """Indexes of the sampled ids whose log-probabilities differ by more than the tolerance."""
     traced: tuple[float, ...]
     """Log-probabilities of the trace at these places, in nats."""
     scored: tuple[float, ...]
@@ -64,7 +64,7 @@ class ScoreReport:
         return max(self.differences, default=None)
 
     def add(self, other: ScoreReport) -> None:
-        """Add the results of another trace."""
+        """Add the results of another report."""
         self.differences += other.differences
         self.findings += other.findings
         self.unchecked += other.unchecked
@@ -86,12 +86,12 @@ async def score_trace(
     Args:
         calls: the calls in order, as `read_traces` returns them.
         engine: an entered engine with the weights that sampled the trace.
-        sampling: the sampling of the calls; None for the temperature in the metadata of each call, 1 if it is missing.
+        sampling: the sampling of the calls; None for the temperature in each call's metadata, or for 1 if it has none.
         tolerance: the allowed difference of an id, in nats.
 
     Raises:
         BadOption: the tolerance is not a number above 0, or the sampling cannot be scored.
-        BadControl: the engine has no scores.
+        BadControl: the engine cannot score ids.
     """
     if not (math.isfinite(tolerance) and tolerance > 0):
         raise BadOption(f"score_trace(tolerance={tolerance!r}): give a number of nats above 0, such as 0.5.")
@@ -118,7 +118,7 @@ async def score_trace(
 
 
 def _unscorable(call: TracedCall) -> str:
-    """Return the reason why a call cannot be compared; empty if it can."""
+    """Return the reason why a call cannot be compared; "" if it can be compared."""
     if not call.logprobs:
         return "no log-probabilities"
     if not call.prompt_ids:
@@ -149,7 +149,10 @@ def _conversations(calls: Sequence[TracedCall], numbers: Sequence[int]) -> list[
 async def _scored(
     engine: Engine, numbers: Sequence[int], calls: Sequence[TracedCall], sampling: Sampling | None
 ) -> dict[int, list[float] | str]:
-    """Return the scores of calls whose ids are prefixes of the last call's ids, or the reason for missing scores."""
+    """Return the scores of each call by its number, or the reason why they are missing.
+
+    The ids of each call must be a prefix of the ids of the last call.
+    """
     start = len(calls[numbers[0]].prompt_ids)
     try:
         scores = await engine.score(calls[numbers[-1]].ids, start=start, sampling=sampling)

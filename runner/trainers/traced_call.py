@@ -47,7 +47,7 @@ class TracedCall:
 
 
 def list_of(where: str, fields: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a field that is a list.
+    """Return the list in a field; `where` is the place of the fields, for errors.
 
     Raises:
         BadBatch: the field is not a list; the message names the place and the field.
@@ -59,7 +59,7 @@ def list_of(where: str, fields: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def ids_of(where: str, fields: Mapping[str, Any], name: str, vocabulary: int | None) -> list[int]:
-    """Return a field of token ids.
+    """Return the token ids in a field.
 
     Raises:
         BadBatch: the field is not a list, or a value is not an id, or is not below `vocabulary`, the number of ids.
@@ -73,7 +73,7 @@ def ids_of(where: str, fields: Mapping[str, Any], name: str, vocabulary: int | N
 
 
 def logprobs_of(where: str, fields: Mapping[str, Any], name: str, count: int) -> list[float]:
-    """Return a field with `count` log-probabilities.
+    """Return the `count` log-probabilities in a field.
 
     Raises:
         BadBatch: the field is not a list, has another length, or a value is not finite or is above 0.
@@ -89,7 +89,7 @@ def logprobs_of(where: str, fields: Mapping[str, Any], name: str, count: int) ->
 
 
 def mask_of(where: str, fields: Mapping[str, Any], name: str, count: int, ids: str) -> list[bool]:
-    """Return a field with `count` values 0 or 1.
+    """Return the mask in a field: `count` values, each 0 or 1, as truth values.
 
     Args:
         where: the place, for messages.

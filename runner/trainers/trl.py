@@ -69,14 +69,15 @@ def rollout_func(
 
     New weights are sent to the engine before the first rollout after an optimizer step, with a proof that they arrive:
     one forward pass of the trainer's model over 256 ids. Besides ids, log-probabilities and `env_mask`, a reward
-    function receives `reward`, `version` (the oldest of the row), `outcome` and `constrained`, the number of ids that
-    were sampled under a grammar. TRL applies no grammar to its log-probabilities.
+    function receives `reward`, `outcome`, `version` (the oldest weight version of the row) and `constrained` (the
+    number of ids that were sampled under a grammar). TRL applies no grammar to its log-probabilities.
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
         tasks: a mapping from the prompts of the data set to tasks, or an iterable of tasks whose ids are the prompts.
             If a prompt is a conversation, the text of its last message is looked up.
-        weights: False if the engine samples from the trainer's own model, as a `TokenEngine` over it.
+        weights: False to send no weights, for an engine that samples from the trainer's own model, such as a
+            `TokenEngine` over it.
         proof: False to send weights without a proof. An engine without scores, or without a known number type, never
             gets a proof.
         failed: treatment of episodes without a reward.
@@ -92,8 +93,8 @@ def rollout_func(
             be merged first.
         BadModel: the trainer's tokenizer or its starting weights differ from the engine's; or the engine returns no
             log-probabilities, and the trainer has `use_vllm=True`.
-        BadBatch: a row was sampled at another temperature than the trainer's, its episode failed with
-            `failed="raise"`, or an episode has no trajectory of the agent `main`.
+        BadBatch: a row was sampled at another temperature than the trainer's; an episode failed or has no reward, and
+            `failed` is "raise"; or an episode has no trajectory of the agent `main`.
         RunStopped, EngineError, BadWeights: as the player raises them; `EngineDead` if a proof does not hold.
     """
     try:
@@ -222,7 +223,7 @@ class _Rollouts:
     def _played(self, tasks: list[Task]) -> list[Trajectory]:
         """Play the tasks, and return a trajectory of `main` for each, in their order.
 
-        Consecutive equal tasks are played as groups of `group_size`; the rest are single episodes.
+        Consecutive equal tasks are played as groups of `group_size`, and the remaining ones as single episodes.
         """
         size = self.player.options.group_size
         counts = [(task, len(list(same))) for task, same in groupby(tasks)]
@@ -267,7 +268,7 @@ class _Rollouts:
 
 
 def _of_main(task: Task, count: int, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories of `main`; raise BadBatch if they are not `count`: TRL needs one for each prompt."""
+    """Return the trajectories of `main`; raise BadBatch if their number is not `count`: TRL needs one per prompt."""
     played = [each for each in trajectories if each.agent == MAIN]
     if len(played) != count:
         raise BadBatch(

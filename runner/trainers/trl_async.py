@@ -38,8 +38,8 @@ class RolloutWorker:
 
     Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes and episodes
     without finite log-probabilities are left out, and so are groups in which fewer than two episodes remain. Groups are
-    played ahead, up to the player's width. The weights that sampled such a group are older than the weights that it
-    trains, so limit the width by `Concurrency(episodes=)`.
+    played ahead, up to the player's width. The weights that sampled such a group are older than the weights that are
+    trained with it, so limit the width by `Concurrency(episodes=)`.
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
@@ -75,7 +75,7 @@ class RolloutWorker:
         self._version_of: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start playing; the weights of the engine have the trainer's version 0."""
+        """Start playing. The weights that the engine has at the start are the trainer's version 0."""
         self.update_model_version(self._version)
         self._last = time.monotonic()
         self._groups = self._player.groups(itertools.cycle(self._tasks))
@@ -199,7 +199,7 @@ class EpisodeSessions:
     Args:
         environment: the environment's class.
         make_engine: a function that makes the engine.
-        tasks: the task of each prompt of the data set; for a conversation, the prompt is the text of the last message.
+        tasks: the task of each prompt of the data set; the key of a conversation is the text of its last message.
         sampling: the trainer's sampling, as `Sampling.of_request` takes it, in place of the environment's sampling.
     """
 

@@ -22,7 +22,7 @@ def reply_places(segment: Segment, turns: Sequence[Turn]) -> list[int]:
     """Return the index of each turn's message among the messages of its segment.
 
     A turn that continues a cut turn shares the message of that turn. If the message of a turn is missing, for example
-    because the episode ended in the turn, the index is the number of messages without the `unseen` ones.
+    because the episode ended in the turn, the index is the number of messages that were in a prompt.
 
     Args:
         segment: the segment.

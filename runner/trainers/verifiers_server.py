@@ -195,10 +195,10 @@ class VerifiersServer:
     # --- tasks
 
     def _task(self, data: Mapping[str, Any]) -> Task:
-        """Return the task of the environment with the id of a request, or a task made from the data of the request.
+        """Return a task made from the data of a request; without a prompt, the environment's task with the same id.
 
         Raises:
-            BadTask: the request has no prompt and an unknown id, or invalid data.
+            BadTask: the request has neither a prompt nor the id of a task of the environment, or its data is invalid.
         """
         if data.get("prompt") is None and data.get("id") is not None:
             own = self._own_tasks()

@@ -28,7 +28,8 @@ _FINISH: Final[Mapping[FinishReason, str]] = {FinishReason.STOP: "stop", FinishR
 def trace_delta(trajectory: Trajectory, *, task: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
     """Return a trajectory as one delta in the stream of an episode. The delta opens the trace and contains all of it.
 
-    If a sampled id has no finite log-probability, nothing is trained, and the trace has an error "no_logprobs".
+    If a sampled id has no finite log-probability, no id is trained. The trace of a scored episode then has an error
+    "no_logprobs".
 
     Args:
         trajectory: the trajectory.

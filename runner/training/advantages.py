@@ -38,7 +38,7 @@ def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDA
     Args:
         rewards: one for each trajectory, shape [trajectories].
         groups: label of each trajectory's group, of any type, shape [trajectories].
-        epsilon: added to the sample standard deviation (divided by n - 1, as in `torch.std`).
+        epsilon: added to the sample standard deviation (with the divisor n - 1, as in `torch.std`).
 
     Returns:
         Advantages, shape [trajectories], float32.
@@ -73,7 +73,7 @@ def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8) -> NDArray[np.float32]:
-    """Reward minus the batch's mean, divided by the batch's standard deviation, which divides by n.
+    """Reward minus the batch's mean, divided by the batch's standard deviation (with the divisor n).
 
     This is REINFORCE++, https://arxiv.org/abs/2501.03262. Groups are not compared, so a group with equal rewards has
     advantages too. A batch of equal rewards gets 0.

@@ -46,16 +46,16 @@ class TrainingBatch:
     position_ids: NDArray[np.int32]
     """Positions from 0 in each row. The padding at the end of a sequence also counts from 0; int32."""
     segment_ids: NDArray[np.int32]
-    """Index into `rows` + 1, and 0 for padding, int32.
+    """1 + the index of the row in `rows`, and 0 for padding, int32.
 
     A query may attend to keys of the same segment id.
     """
     loss_mask: NDArray[np.bool_]
-    """True if the id is trained, that is, sampled in this segment, bool."""
+    """True if the id was sampled in this segment and is trained, bool."""
     logprobs: NDArray[np.float32]
     """Log-probability with which the engine sampled the id, in nats, float32.
 
-    It is 0 at untrained positions, and NaN without a value from the engine.
+    It is 0 at untrained positions, and NaN if the engine returned no value.
     """
     temperatures: NDArray[np.float32]
     """Divisor of the logits for a log-probability that is comparable to `logprobs`; 1 at untrained positions, float32.
@@ -65,7 +65,7 @@ class TrainingBatch:
     weight_versions: NDArray[np.int32]
     """Index into `versions` of the weights that sampled the id, -1 at untrained positions, int32."""
     versions: tuple[str, ...]
-    """Weight versions."""
+    """Weight versions, to which `weight_versions` refers."""
     rows: tuple[TrainingRow, ...]
     """Rows of the batch.
 
@@ -84,7 +84,7 @@ class TrainingBatch:
     absent: Mapping[str, int]
     """Number of absent trajectories by reason: an outcome, "no_turn", "no_reward" or "untrained"."""
     layout: Layout
-    """Positions of the rows."""
+    """Positions of the rows in the arrays."""
     inexact_reason: str
     """Reason why exp(trainer's log-probability - `logprobs`) is not exactly the ratio of two policies.
 
@@ -118,7 +118,7 @@ class TrainingBatch:
             pad_id: id of the padding. It may also be a sampled id, since `attention_mask` marks the padding.
             length: length of the sequences; by default the length of the longest row. A longer row is refused, never
                 cut.
-            multiple_of: the length is rounded up to a multiple of this.
+            multiple_of: the length is rounded up to a multiple of this number.
             advantages: rule from rewards and groups to advantages: `grpo`, `rloo`, `dr_grpo` or your own.
             partial: accept groups with unfinished episodes.
             drop_flat: leave out the trajectories of groups with equal rewards, which have no gradient.
@@ -226,7 +226,7 @@ class TrainingBatch:
         """
         given = as_numpy(values).astype(np.float32)
         if given.shape == self.rewards.shape:
-            # Segment id 0 is padding, and gets the first value.
+            # Segment id 0 is padding. It gets the first value, 0.
             by_segment_id = np.concatenate([np.zeros(1, np.float32), given[self.trajectory_of]])
             given = by_segment_id[self.segment_ids]
         elif given.shape != self.loss_mask.shape:
@@ -262,10 +262,10 @@ class TrainingBatch:
     def top_logprobs(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return the `count` most likely ids at each trained position and their log-probabilities, sorted.
 
-        The result is not cached, since it is `count` times as large as all other arrays together.
+        The result is not cached, since it is large: `count` ids and log-probabilities for each position.
 
         Args:
-            count: ids per position, at most the n of `Sampling(logprobs=n)` of every trained turn.
+            count: number of ids per position, at most the n of `Sampling(logprobs=n)` of every trained turn.
 
         Returns:
             Ids, int32, -1 at untrained positions, and log-probabilities in nats, float32, 0 there; both of shape
@@ -284,8 +284,8 @@ class TrainingBatch:
     def routed_experts(self) -> NDArray[np.int16]:
         """Return the experts that computed each id, for a trainer that uses the same routing as the engine.
 
-        The result is not cached, since it is much larger than all other arrays together. An engine does not compute
-        the last sampled id of a request, so the last sampled id of a row has no experts.
+        The result is not cached, since it is much larger than all other arrays together. The last sampled id of a
+        request is not an input of the engine's model, so the last sampled id of a row has no experts.
 
         Returns:
             Shape [sequences, length, layers, experts of each id], int16, -1 without experts.
@@ -333,7 +333,7 @@ class TrainingTensors:
     position_ids: torch.Tensor
     """Positions from 0 in each row, int64."""
     segment_ids: torch.Tensor
-    """Index of the row + 1, and 0 for padding, int64."""
+    """1 + the index of the row, and 0 for padding, int64."""
     loss_mask: torch.Tensor
     """True if the id is trained, bool."""
     logprobs: torch.Tensor
@@ -345,11 +345,11 @@ class TrainingTensors:
     weight_versions: torch.Tensor
     """Index of the weight version that sampled the id, -1 at untrained positions, int64."""
     masks: TokenMasks | None = None
-    """Token masks of the grammars, packed as in the batch, for `masked_logprobs` and others in `grammar_torch`."""
+    """Token masks of the grammars, for the functions of `grammar_torch`; None if the batch has none."""
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Arguments of a Transformers model, `model(**tensors.model_inputs)`. A row attends only to itself with them.
+        """Arguments of a Transformers model, `model(**tensors.model_inputs)`. With them, a row attends only to itself.
 
         Transformers separates packed rows by `position_ids`, but only without an attention mask and without a cache.
         Padding needs no mask: it is on the right, where no row attends to it. `attn_implementation="flash_attention_2"`
@@ -358,7 +358,9 @@ class TrainingTensors:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
     def split(self, sequences: int) -> Iterator[TrainingTensors]:
-        """Yield parts of at most this number of sequences, for separate forward and backward passes; views, not copies.
+        """Yield parts of at most `sequences` sequences, for separate forward and backward passes.
+
+        The tensors of the parts are views of these tensors.
 
         Raises:
             BadOption: `sequences` is below 1.

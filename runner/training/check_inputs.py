@@ -32,7 +32,7 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     are loaded. A state dict is copied once in the engine's dtype.
 
     Args:
-        folder: the model's folder; without safetensors it is not checked, since the size of the model is unknown.
+        folder: the model's folder. Without safetensors files, nothing is checked, since the model's size is unknown.
         dtype: the engine's dtype; anything but float32 counts as half precision.
         on_cpu: True if the engine computes on a CPU.
 
@@ -73,7 +73,7 @@ def linear_kinds(model: Any) -> list[str]:
 
 @contextmanager
 def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], dict[str, Any]]]:
-    """Add a LoRA adapter of random values to all linear layers of the kind `kind` (see `tensor_kind`), for the block.
+    """Add a LoRA adapter of random values to all linear layers of `kind` (see `tensor_kind`), until the block is left.
 
     Yields:
         The model with the adapter; the adapter's tensors by PEFT's names; PEFT's configuration as a dict.
@@ -93,7 +93,7 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
         r=DEFAULT_ADAPTER_RANK,
         lora_alpha=2 * DEFAULT_ADAPTER_RANK,
         target_modules=layers,
-        init_lora_weights=False,  # by default B is zero, so that the adapter has no effect
+        init_lora_weights=False,  # by default the matrix B is zero, so that the adapter has no effect
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(1)

@@ -1,8 +1,8 @@
 """Corrections for ids whose sampling probability differs from the trainer's: ratios, truncation, masks and figures.
 
-Functions take numpy arrays or torch tensors of shape [sequences, length], and return the same kind without a gradient:
-weights are constants of a loss. All values are 0 at untrained positions. The trainer computes its log-probabilities at
-`batch.temperatures`, with `batch.masks` if ids are constrained.
+Functions take numpy arrays or torch tensors of shape [sequences, length], and return the same kind without a gradient,
+since importance weights are constants of a loss. All values are 0 at untrained positions. The trainer computes its
+log-probabilities at `batch.temperatures`, with `batch.masks` if ids are constrained.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Mismatch", "SequenceMean", "icepop", "mismatch", "ratios", "sequence
 
 
 class SequenceMean(enum.StrEnum):
-    """The ratio of a whole trajectory."""
+    """The way in which the ratio of a whole trajectory is computed."""
 
     GEOMETRIC = "geometric"
     """The geometric mean of the ratios of its ids, as in GSPO."""
     PRODUCT = "product"
-    """The product of the ratios of its ids: the ratio of its probabilities."""
+    """The product of the ratios of its ids, which is the ratio of the trajectory's two probabilities."""
 
 
 def ratios(logprobs: Any, batch: TrainingBatch) -> Any:
@@ -45,8 +45,8 @@ def ratios(logprobs: Any, batch: TrainingBatch) -> Any:
     """
     if not batch.exact:
         raise BadBatch(
-            f"the batch is not exact: {batch.inexact_reason}. A quotient of probabilities is then not a ratio of two "
-            "policies; for ids under a grammar use batch.with_masks(grammar)."
+            f"the batch is not exact: {batch.inexact_reason}. Its log-probabilities cannot be compared with "
+            "the trainer's. For ids under a grammar, use the batch that batch.with_masks(grammar) returns."
         )
     values = _checked("logprobs", logprobs, batch)
     bad = np.argwhere(batch.loss_mask & ~np.isfinite(values))
@@ -64,7 +64,7 @@ def tis(ratio: Any, *, most: float = 2.0) -> Any:
     """Ratios clipped at `most`: truncated importance sampling, https://fengyao.notion.site/off-policy-rl.
 
     Raises:
-        BadOption: `most` is not above 0 and finite.
+        BadOption: `most` is not a finite number above 0.
     """
     _check_bounds(0.0, most)
     return like(ratio, np.minimum(_float64(ratio), most))

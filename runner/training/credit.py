@@ -90,8 +90,8 @@ def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: floa
 
     Args:
         batch: the batch.
-        values: a critic's value for each position, shape [sequences, length]. The value at p does not depend on the id
-            at p.
+        values: a critic's value for each position, shape [sequences, length]. The value at p must not depend on the
+            id at p.
         discount: the factor per turn.
         decay: the factor lambda.
 

@@ -25,13 +25,14 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorde
     """Return the reasons why exp(trainer's - recorded log-probability) is not a ratio of two policies; "" if it is.
 
     The recorded value is of the sampling distribution. With top-k, top-p or min-p, that distribution covers a part of
-    the vocabulary, scaled to 1. A trainer, which covers the whole vocabulary, computes a lower value for the same
-    policy. Penalties, biases and excluded ids change the probabilities of other ids too. A trainer's logits do not
-    contain these changes. Temperature 0 has no distribution, and several LoRA adapters are several policies. Any
-    other temperature is not a reason, since a trainer can apply it. A grammar with available masks is not a reason.
+    the vocabulary, whose probabilities are scaled to the sum 1. A trainer, which covers the whole vocabulary, computes
+    a lower value for the same policy. Penalties, biases and excluded ids change the probabilities of other ids too. A
+    trainer's logits do not contain these changes. Temperature 0 has no distribution, and several LoRA adapters are
+    several policies. Any other temperature is not a reason, since a trainer can apply it. A grammar with available
+    masks is not a reason.
 
     Args:
-        rows: the rows. Each reason has the number of its turns or ids in them.
+        rows: the rows, in which the turns or ids of each reason are counted.
         masked: True if the masks of the grammars are available.
         recorded: True if the trainer applies the sampling masks of turns. Truncation and grammars of turns with such
             masks are then not reasons.

@@ -26,7 +26,7 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
 
     Args:
         logits: shape [n, vocabulary], any floating type.
-        masks: `index` of shape [n].
+        masks: the token masks, with an `index` of shape [n].
         temperature: one number for all, or shape [n]; 1 for greedy turns.
 
     Returns:
@@ -54,7 +54,7 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
     Args:
         logits: the logits that predict the ids, shape [n, vocabulary], any floating type.
         targets: the ids, shape [n], int64.
-        masks: `index` of shape [n].
+        masks: the token masks, with an `index` of shape [n].
         temperature: one number for all, or shape [n], such as a batch's `temperatures`.
 
     Returns:
@@ -75,9 +75,10 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
 def head_logprobs(
     hidden: Any, weight: Any, targets: Any, masks: TokenMasks, temperature: Any = 1.0, *, bias: Any = None
 ) -> Any:
-    """Return the result of `masked_logprobs` from the input of the model's head, and compute only allowed logits.
+    """Return the result of `masked_logprobs`, computed from the input of the model's head.
 
-    The head must be one matrix, without a later step such as a soft cap on the logits.
+    For positions whose masks allow few ids, only the logits of these ids are computed. The head must be one matrix,
+    without a later step such as a soft cap on the logits.
 
     Args:
         hidden: the last hidden states at the positions that predict the ids, shape [n, width].
@@ -104,7 +105,7 @@ def head_logprobs(
 
 
 def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any, *, like: Any) -> Any:
-    """Process positions in groups by the number of allowed ids. Each group reads only the ids that it needs."""
+    """Return the log-probability of each target. Positions are processed in groups that read the same ids."""
     targets = torch.as_tensor(targets, dtype=torch.int64, device=like.device)
     logprobs = _precise(like.new_zeros(len(targets)))
     scale = _column(temperature, logprobs).expand(len(targets), 1)
@@ -138,7 +139,7 @@ def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.i
 
 
 def _allowed(masks: TokenMasks, device: Any, columns: NDArray[np.int64] | None = None) -> Any:
-    """Return the allowed ids of each constrained position, of `columns` or all: shape [n, columns], bool."""
+    """Return which of the ids `columns` (None for all ids) are allowed at each position, shape [n, ids], bool."""
     used, index = np.unique(masks.index, return_inverse=True)
     distinct = TokenMasks(masks.table, used, masks.vocabulary).unpacked()
     rows = torch.from_numpy(distinct if columns is None else distinct[:, columns])

@@ -35,7 +35,7 @@ class Layout:
         Args:
             lengths: lengths of the rows.
             length: length of the sequences; by default the length of the longest row.
-            multiple_of: the length is rounded up to a multiple of this.
+            multiple_of: the length is rounded up to a multiple of this number.
 
         Raises:
             BadOption: a number is below 1, or a row is longer than the length.

@@ -40,9 +40,9 @@ class Pools:
 
         run = Run(environment, engine, tasks=Pools(tasks, weights={"new": 1, "middle": 2}), group_size=8)
 
-    Each task is drawn in two steps: a pool by its weight, among pools with tasks, and then a task of the pool. Seed and
-    results determine the draws. A resumed run file restores the pass rates. The source never ends: leave the loop over
-    the run, or use `run.groups(full=n)`.
+    Each task is drawn in two steps: first a pool, by its weight, among the pools that have tasks; then a task of this
+    pool. Seed and results determine the draws. A resumed run file restores the pass rates. The source never ends: leave
+    the loop over the run, or use `run.groups(full=n)`.
 
     Args:
         tasks: the tasks, all kept in memory.
@@ -50,7 +50,7 @@ class Pools:
             tasks, tasks are drawn from all pools. The default is new 1, low 0.5, middle 2 and solved 0.1.
         seed: seed of the draws.
         decay: weight of the previous pass rate when an episode is added.
-        passed: the value of a scored trajectory, from 0 to 1; by default its reward, clipped to these bounds.
+        passed: function that returns the value of a scored trajectory, from 0 to 1; by default the clipped reward.
 
     Raises:
         BadOption: a weight, the decay or the name of a pool is invalid.

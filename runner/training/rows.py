@@ -15,7 +15,7 @@ from runner.trajectory import Trajectory, Turn
 __all__ = ["NO_VERSION", "TrainingRow", "row_experts", "rows_of", "top_logprobs", "version_table"]
 
 NO_VERSION = -1
-"""Weight version of an id that is not trained."""
+"""Index of the weight version of an id that is not trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class TrainingRow:
     logprobs: NDArray[np.float32]
     """Log-probability with which the engine sampled each id, in nats, shape [length], float32.
 
-    It is 0 where `loss_mask` is False, and NaN without a value from the engine.
+    It is 0 where `loss_mask` is False, and NaN if the engine returned no value.
     """
     versions: NDArray[np.int32]
     """Index of each id's weight version in the table of versions, shape [length], int32.
@@ -59,7 +59,7 @@ def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[Trainin
 def top_logprobs(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return the `count` most likely ids at each trained position of a row, and their log-probabilities.
 
-    Both have the shape [length, count]; they are -1 and 0 at untrained positions.
+    Both have the shape [length, count]. At untrained positions, the ids are -1 and the log-probabilities 0.
 
     Raises:
         BadBatch: a trained turn has fewer ids per position; the message names the turn.

@@ -34,13 +34,13 @@ class SegmentChoice(enum.StrEnum):
     """The segments of a trajectory that become rows, for trainers that take one row for each sample."""
 
     EACH = "each"
-    """A row for each segment with trained ids. Nothing is lost."""
+    """A row for each segment with trained ids, so that no trained id is lost."""
     LAST = "last"
     """The last segment with trained ids; earlier segments are not trained."""
     LONGEST = "longest"
     """The segment with the most trained ids; of several such segments, the last. Other segments are not trained."""
     REFUSE = "refuse"
-    """A trajectory with several segments is an error."""
+    """A trajectory that has trained ids in several segments is an error."""
 
     @classmethod
     def of(cls, given: SegmentChoice | str) -> SegmentChoice:
@@ -81,7 +81,7 @@ class SampleRow:
     logprobs: NDArray[np.float32]
     """Log-probability with which the engine sampled each id, in nats, float32; 0 where `mask` is False.
 
-    It is NaN if the engine returned no value, which occurs with `needs_logprobs=False` only.
+    It is NaN if the engine returned no value, which occurs only with `needs_logprobs=False`.
     """
     versions: tuple[str, ...]
     """Weight version of each id; "" where `mask` is False."""
@@ -90,7 +90,7 @@ class SampleRow:
     temperatures: NDArray[np.float32]
     """Divisor of the logits for a log-probability comparable to `logprobs`, float32; 1 where `mask` is False."""
     advantages: NDArray[np.float32]
-    """Advantage of each id, float32; 0 where `mask` is False, and if none were given."""
+    """Advantage of each id, float32; 0 where `mask` is False, and everywhere if no advantages were given."""
     sampling_masks: SamplingMasks | None
     """Ids that could be sampled at each position; no ids where `mask` is False or the engine returned none.
 
@@ -195,8 +195,9 @@ def sample_rows(
         trajectory: a trajectory of a trained agent.
         segments: the segments that become rows.
         advantages: one number for the trajectory, or one for each of its turns.
-        length: maximum number of ids of prompt and response together, or a pair of maximum numbers for each.
-        pad_id: the id of a response without ids.
+        length: maximum number of ids of prompt and response together; or a pair, the maximum numbers of prompt ids and
+            of response ids. None for any length.
+        pad_id: the padding id, for the response of a trajectory without a trained id.
         needs_logprobs: False for a trainer that ignores `logprobs`: ids without a log-probability are trained too.
         counts: counter of reasons for inexact ratios, and of rows that are left out.
 

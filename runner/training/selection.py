@@ -62,7 +62,7 @@ class ComparedGroup:
     complete: bool = True
     """True if all episodes of the group are finished."""
     flat: bool = False
-    """True if the group's rewards are all equal, or there is only one, so that the group has no gradient."""
+    """True if the group's rewards are all equal, or there is at most one, so that the group has no gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ class Selection:
         drop_flat: bool = False,
         vocabulary: int | None = None,
     ) -> Selection:
-        """Select from groups and trajectories.
+        """Select the trajectories that can be trained, and their rows.
 
         Args:
             source: groups, trajectories, or both.
@@ -135,7 +135,7 @@ def grouped(trajectories: Iterable[Trajectory], *, group_size: int, seed: int = 
     """Group the trajectories of one run, such as those of a run file, by task, visit and agent.
 
     Args:
-        trajectories: last attempts, in any order.
+        trajectories: the trajectories of the last attempt of each episode, in any order.
         group_size: episodes per task; a group with fewer is incomplete. A run file has it in `header.group_size`.
         seed: seed of the run, for the random numbers of the groups.
     """

@@ -56,7 +56,7 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
 
     Args:
         config: transformers' configuration; not changed.
-        vocabulary: number of ids; None keeps it.
+        vocabulary: number of ids; None keeps the configuration's number.
 
     Raises:
         BadModel: transformers cannot create the model, or its first layers do not have every kind of tensor.
@@ -96,7 +96,7 @@ def _created(config: Any) -> Any:
 
 
 def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
-    """Return the configuration with that number of layers, and small sizes."""
+    """Return a copy of the configuration with small sizes, and with `layers` layers or more (see `_layers`)."""
     tiny = copy.deepcopy(config)
     if getattr(tiny, "quantization_config", None) is not None:
         del tiny.quantization_config  # random weights are not quantized

@@ -37,7 +37,7 @@ class LossTerms:
     position: NDArray[np.int32]
     """Position of the id in its row, shape [terms], int32."""
     target_id: NDArray[np.int32]
-    """Target id of the term, shape [terms], int32."""
+    """The trained id, shape [terms], int32."""
     parent_node: NDArray[np.int32]
     """Node whose logits predict the id, shape [terms], int32."""
     logprobs: NDArray[np.float32]

@@ -140,9 +140,10 @@ def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None)
 
 
 def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
-    """Return `tree_logprobs(tree_logits(model, tree), tree, masks)`, but compute only allowed logits.
+    """Return `tree_logprobs(tree_logits(model, tree), tree, masks)`, but compute fewer logits.
 
-    The head runs in its weight's dtype, under autocast too.
+    For terms whose masks allow few ids, only the logits of these ids are computed. The head runs in its weight's dtype,
+    under autocast too.
 
     Args:
         model: as for `tree_hidden`; its head is one matrix, with a bias or without.
@@ -224,7 +225,7 @@ def _indices(array: NDArray[np.int32], device: Any) -> Any:
 
 
 def _bare(model: Any) -> Any:
-    """Return the model inside wrappers. Signatures of wrappers accept any argument."""
+    """Return the model inside its wrappers, whose own signatures accept any argument."""
     while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
         model = inner
     return model.get_base_model() if hasattr(model, "get_base_model") else model

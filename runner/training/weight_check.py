@@ -1,4 +1,7 @@
-"""Check that an engine loads new weights correctly: each kind of tensor separately, against transformers."""
+"""A check that an engine loads new weights correctly.
+
+Each kind of tensor is changed separately, and the engine's scores are compared with those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,8 @@ class Way(enum.StrEnum):
     TWICE = "twice"
     """Two state dicts in a row, with different changes."""
     UNDER_TURNS = "under-turns"
-    """A state dict while turns are sampled, which then continue with the new weights: the ids of each weight version
-    are compared with those weights."""
+    """A state dict, sent while turns are sampled. The turns continue with the new weights, and the ids of each weight
+    version are compared with those weights."""
     AFTER_SLEEP = "after-sleep"
     """A state dict after `sleep(2)`. On a CPU, vLLM only pauses; the `reason` of the row then has a note."""
     TRANSFER = "transfer"
@@ -93,18 +96,21 @@ class TensorVerdict(enum.StrEnum):
     """Result of one update."""
 
     RIGHT = "right"
-    """The engine's scores, both of a prompt and of ids in steps, equal transformers' scores with the new weights."""
+    """The engine's scores equal transformers' scores with the new weights, within the tolerance.
+
+    The scores are those of ids in a prompt, and of ids that the engine computes one by one.
+    """
     WRONG = "wrong"
     """The scores differ."""
     UNSEEN = "unseen"
-    """The change of the log-probabilities is smaller than the usual difference between the two computations."""
+    """The change of the log-probabilities is smaller than the usual difference between engine and transformers."""
     REFUSED = "refused"
     """The engine refuses an update in this way; `reason` has the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedTensor:
-    """Result of one way for one kind of tensor."""
+    """Result of updating one kind of tensor in one way."""
 
     tensor: str
     """Name of the tensors, with * for the numbers of layers and experts."""
@@ -125,11 +131,11 @@ class WeightReport:
     """Result of a check of weights."""
 
     model: str
-    """Model as given."""
+    """The model, as it was given to the check."""
     dtype: str
     """Number type of the engine's computation."""
     baseline: ProofFigures
-    """Difference between engine and transformers with the starting weights."""
+    """Difference between the log-probabilities of engine and transformers, with the starting weights."""
     rows: list[CheckedTensor] = field(default_factory=list)
     """Results, one for each kind of tensor and way."""
     failure: str = ""
@@ -166,7 +172,8 @@ def check_weights(
     """Check that an engine with these options, on this machine, loads new weights of a model correctly.
 
     The model is also loaded in transformers. Then each kind of tensor is changed separately, the engine is updated, and
-    log-probabilities of the same ids are compared. This takes minutes for a small model, with an update per row.
+    log-probabilities of the same ids are compared. The check takes minutes for a small model, since each row of the
+    report needs an update.
 
     Args:
         model: a folder, a Hugging Face id, or `smollm2-135m`; with `tiny` a folder with a config.json is enough.
@@ -285,7 +292,10 @@ class _Trial:
         self._exit = AsyncExitStack()
 
     def kinds_of(self, way: Way) -> Sequence[str]:
-        """Return the kinds of tensors that a way changes, one at a time."""
+        """Return the kinds of tensors to check with `way`, each in its own check.
+
+        The only kind is `EVERYTHING` if `way` changes all kinds at once.
+        """
         if way is Way.ADAPTER:
             return linear_kinds(self.reference)
         return self._kinds if way in BY_TENSOR else (EVERYTHING,)
