@@ -1,4 +1,4 @@
-"""Requests of clients with a complete history, and the records of their handling."""
+"""Requests of clients that send their history, and the records of how these requests are handled."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Verdict(enum.StrEnum):
 
 
 class Again(enum.StrEnum):
-    """Handling of a request, by whether its prompt was sent before."""
+    """Handling of a request whose prompt may have been sent before."""
 
     NO = ""
     """The prompt is new."""
@@ -147,7 +147,7 @@ class Delivery(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """The request of a client."""
+    """A client's request for one turn."""
 
     messages: Sequence[Any]
     """The complete history."""
@@ -187,9 +187,9 @@ class ChatRequest:
     number: int
     """Number of the request in its episode, from 0."""
     verdict: Verdict
-    """Relation of its history to the existing turns."""
+    """Relation of the request's history to the existing turns."""
     again: Again = Again.NO
-    """Handling if its prompt was already sent."""
+    """Handling of the request if its prompt was already sent."""
     label: str = ""
     """The client's own name for the requesting agent, such as a session; "" if it has none."""
     form: str = "messages"
@@ -213,7 +213,7 @@ class ChatRequest:
     messages: int = 0
     """Number of messages."""
     size: int = 0
-    """Size of its messages as JSON, in bytes."""
+    """Size of the messages as JSON, in bytes."""
     align_seconds: float = 0.0
     """Seconds for matching the history with the turns."""
     seconds: float = 0.0
@@ -221,7 +221,7 @@ class ChatRequest:
     delivery: Delivery = Delivery.IN_FLIGHT
     """Progress of the answer."""
     error: str = ""
-    """Reason for the missing answer; "" if there is an answer."""
+    """Reason for the refusal; "" if the request was not refused."""
 
     def __repr__(self) -> str:
         return f"<ChatRequest {self.number}: {self.verdict}, {self.delivery}>"

@@ -11,11 +11,11 @@ DeltarunnerError                 base class of all errors
 │   ├── BadBatch                 a batch that cannot be generated from or trained on
 │   ├── BadControl               a control call that the engine's state does not allow: an update while it sleeps
 │   └── BadTemplate              a chat template that cannot serve the run
-├── RunFileError                 the run file
+├── RunFileError                 the run file cannot be used
 │   ├── ConfigurationChanged     the file contains a run with another configuration
 │   ├── NewerRunFile             the file was written by a newer version
 │   └── StorageFailed            the disk is full, the folder read-only, the file damaged or locked
-├── EngineError                  the engine; retried, never counted against the episode
+├── EngineError                  the engine failed; the episode is not the cause, and may be played again
 │   ├── EngineDead               the engine cannot answer any further request
 │   ├── RequestRejected          the engine refused this one request
 │   │   └── PromptTooLong        the history does not fit the model's context, according to its server

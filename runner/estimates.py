@@ -86,7 +86,7 @@ class Mean:
 
     @property
     def standard_error(self) -> float:
-        """The standard error of the mean, clustered by task; NaN below two tasks."""
+        """The standard error of the mean, clustered by task; NaN with fewer than two tasks."""
         if self.tasks < 2:
             return math.nan
         mean = Fraction(self._total, self.count)

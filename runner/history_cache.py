@@ -15,7 +15,7 @@ __all__ = ["MAX_RECENT_HISTORIES", "HistoryCache"]
 T = TypeVar("T")
 
 MAX_RECENT_HISTORIES: Final = 8
-"""Maximum number of histories of an episode that are cached after reading and matching: one for each active client."""
+"""Maximum number of recent histories in each cache of an episode, so that several active clients each have one."""
 
 
 class HistoryCache(Generic[T]):
@@ -31,7 +31,7 @@ class HistoryCache(Generic[T]):
         """Read a history, and return the result for each item.
 
         Args:
-            items: its items, which the caller may change afterwards.
+            items: the items of the history, which the caller may change afterwards.
             read_item: function that reads an item, given its index and the item. Its result must depend only on the
                 JSON of the item.
         """
@@ -86,12 +86,12 @@ class _CachedHistory(Generic[T]):
     """A history that was read."""
 
     items: list[Any]
-    """Copies of its items. A copy equals only items with the same JSON."""
+    """Copies of the history's items. A copy equals only items with the same JSON."""
     read: list[T]
     """The result for each item."""
 
     def add(self, item: Any, read: T) -> None:
-        """Add an item."""
+        """Append a copy of an item, and the result of reading it."""
         self.items.append(_copied(item))
         self.read.append(read)
 

@@ -115,7 +115,7 @@ def as_messages(prompt: Prompt) -> list[Message]:
 def check_answers(new: Sequence[Message], *before: Sequence[Message], first: int = 0) -> None:
     """Check that every tool message in `new` answers a call of an earlier assistant message in `new` or `before`.
 
-    Errors count the messages from `first`.
+    Error texts number the messages of `new` from `first`.
 
     Raises:
         BadMessage: a tool message answers no call.
@@ -210,7 +210,8 @@ class AnsweredCalls:
 def note_of(part: Mapping[str, Any]) -> str:
     """Return the text that replaces a content part that is not text, such as an image or a web search.
 
-    It contains the type and short fields; data, signatures and encrypted content are omitted.
+    A part that contains a text is replaced by this text. Other parts are replaced by their type and short fields; data,
+    signatures and encrypted content are omitted.
     """
     kind = str(part.get("type"))
     text = part.get("text", part.get(kind))

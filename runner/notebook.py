@@ -41,7 +41,7 @@ def _table(rows: Iterable[Sequence[str]], names: Sequence[str] = ()) -> str:
     return f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
-# This module cannot import `Trajectory` and `Group` for annotations, since their module imports it.
+# This module cannot import `Trajectory` and `Group` for annotations, since their module imports this one.
 
 
 def trajectory_html(trajectory: Any) -> str:

@@ -47,7 +47,7 @@ ToolChoice: TypeAlias = Literal["auto", "required", "none"] | str
 
 
 VLLM_FORMAT: Final = "vllm:"
-"""Prefix of tool formats that one of vLLM's tool parsers reads."""
+"""Prefix of tool formats that one of vLLM's tool parsers reads; the name of the parser follows."""
 
 
 def check_tool_format(given: Any) -> None:
@@ -350,7 +350,7 @@ class Limits(_LayeredOptions):
     reward_seconds: float | None = UNSET
     """Seconds for all rewards and metrics of an episode; 300 by default."""
     close_seconds: float | None = UNSET
-    """Seconds for `close()`, for the exit stack, and for each of its exits that runs in a thread; 30 by default."""
+    """Seconds for `close()`, the exit stack, each of its exits in a thread, the end of `lifespan()`; 30 by default."""
     stall_seconds: float | None = UNSET
     """Seconds after which an engine that admitted a request and sends nothing counts as failed; 120 by default."""
 

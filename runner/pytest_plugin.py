@@ -186,14 +186,14 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A check that fails the test if it leaves threads, tasks, files or open requests of `scripted_engine`."""
+    """A check that fails a test that leaves threads, processes, tasks, files, or requests of `scripted_engine`."""
     from anyio.lowlevel import checkpoint
 
     from runner.runs.event_loop import on_event_loop
     from runner.testing.leaks import UNFINISHED_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 
-    on_event_loop(checkpoint)  # the first event loop of a process opens a pipe that later ones share
+    on_event_loop(checkpoint)  # the first event loop of a process opens a pipe that later event loops share
     UNFINISHED_TASKS.clear()
     engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
     leaks: list[str] = []

@@ -23,9 +23,9 @@ class SamplingField:
     """One field of `Sampling`."""
 
     default: Any
-    """Value if no layer sets the field."""
+    """Value if the field is not set anywhere."""
     number: type[int] | type[float] | None = None
-    """Type of a number; None for other values, which `Sampling` checks itself."""
+    """Type of the field's value if it is a number; None for other values, which `Sampling` checks itself."""
     bounds: Mapping[str, float] = field(default_factory=dict)
     """Arguments of `checked.whole` or `checked.number`."""
     changes: bool = False

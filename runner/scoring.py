@@ -28,7 +28,7 @@ class ScorerKind(enum.StrEnum):
     METRIC = "metric"
     """Recorded, but not part of the reward."""
     GROUP_REWARD = "group_reward"
-    """Added after all episodes of a task have been played."""
+    """Added to the rewards of a group's trajectories after all episodes of the group have been played."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ def group_reward(function: Function, /) -> Function: ...
 @overload
 def group_reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
 def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
-    """Mark a method as a group reward: `(group: Group) -> one float per trajectory`, called after the group's commit.
+    """Mark a method as a group reward: `(group: Group) -> one float per trajectory`.
 
-    The runner calls it on the environment object of the run.
+    The runner calls it on the environment object of the run, after the last episode of the group is committed.
 
     Raises:
         BadOption: the weight is not a finite number.

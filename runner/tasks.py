@@ -146,7 +146,7 @@ _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
 
 
 def _validators(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
-    """Validators of the fields that an author added; types that pydantic does not support have none.
+    """Validators of the fields that an author added, by name; none for types that pydantic does not support.
 
     The result is empty if a type hint of the class cannot be resolved.
     """

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 PROBE_SECONDS = 10.0
-"""Limit of the processor time of all probes of a template, in seconds; an ordinary one takes a tenth of a second."""
+"""Limit of the processor time of all probes of a template, in seconds; a common template takes 0.1 s or less."""
 
 MEMORY_BYTES = 2 << 30
 """Limit of the address space of the probing process, in bytes. It is twice as large for a request with a vocabulary."""
@@ -197,7 +197,7 @@ def _import_path() -> str:
 
 
 def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all answers about a template, computed in this process."""
+    """Probe the template of a request in this process, and return the answer as JSON values."""
     template = ChatTemplate(
         request["text"],
         name=request["name"],
@@ -234,7 +234,8 @@ def _say(line: Mapping[str, Any]) -> None:
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary needs the same amount again
+    # A vocabulary may be large, so a request with one gets twice the memory.
+    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     # The signal's default action ends this process, also inside a C function, and after the caller is gone. The limit
     # counts processor time, so that a template does not look endless on a busy machine. A template cannot wait, so its

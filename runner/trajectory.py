@@ -121,7 +121,7 @@ class Origin:
     """The turn that a segment follows."""
 
     agent: str
-    """The agent that sampled it."""
+    """The agent that sampled the turn."""
     number: int
     """The number of the turn among the turns of its agent."""
     turn: Turn | None = None
@@ -160,7 +160,7 @@ class Segment:
     origin: Origin | None = None
     """The turn that the segment follows; None if it follows none."""
     shared: int = 0
-    """Number of ids at its beginning that are copied from `origin`; 0 if its whole prompt was rendered."""
+    """Number of ids at the segment's beginning that are copied from `origin`; 0 if the whole prompt was rendered."""
 
     def __repr__(self) -> str:
         return f"<Segment {self.cause!r}: {len(self.messages)} messages, {len(self.log)} ids>"
@@ -171,7 +171,7 @@ class Turn:
     """One generation by the model. An author may change only `reward`, the credit for this turn."""
 
     agent: str
-    """The agent that sampled it."""
+    """The agent that sampled the turn."""
     number: int
     """The number of the turn among the turns of its agent, from 0."""
     log: TokenLog
@@ -199,7 +199,7 @@ class Turn:
     """The sampling of the turn, with every field set. The constraint is not here but in `constraint`. None if no run
     sampled the turn."""
     constraint: Constraint | None = None
-    """The constraint on the ids that could be sampled; None without one. Training must apply the same token mask."""
+    """The constraint on the ids that could be sampled, or None. Training must apply the same token mask."""
     tool_choice: ToolChoice = "auto"
     """"auto", "required" or "none": the turn may, must or must not call a tool. Other texts name a required tool."""
     cached_tokens: int | None = None
@@ -247,26 +247,29 @@ class Turn:
 
     @property
     def has_ids(self) -> bool:
-        """True if its prompt and its samples are available as token ids; a chat API returns no ids."""
+        """True if the prompt and the samples of the turn are available as token ids; a chat API returns no ids."""
         return self.start > 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of its prompt: its ids, or the server's count."""
+        """Number of tokens of the prompt: the ids, or the server's count."""
         if self.usage is not None:
             return self.usage.prompt_tokens or 0
         return self.start
 
     @property
     def tokens(self) -> int:
-        """Number of sampled tokens: its ids, or the server's count."""
+        """Number of sampled tokens: the ids, or the server's count."""
         if self.usage is not None:
             return self.usage.completion_tokens or 0
         return self.end - self.start
 
     @property
     def retried(self) -> bool:
-        """True if the turn was withdrawn, since it was played again in a later segment. It is not trained on."""
+        """True if the turn was withdrawn: it was sampled again in a later segment, or left out by `Conversation.keep`.
+
+        A withdrawn turn is not trained on.
+        """
         return self.end > self.start and self.log.sources[self.start] == Source.RETRIED
 
     @property
@@ -281,7 +284,7 @@ class Turn:
 
     @property
     def top(self) -> TopLogprobs | None:
-        """The data of `top_ids` and `top_logprobs` in flat arrays; None if none were requested or returned."""
+        """The data of `top_ids` and `top_logprobs` in flat arrays; None if no such ids were requested or returned."""
         # A turn without ids, such as one that was cut at once, starts at the same index as the next turn.
         return self.log.top_logprobs.get(self.start) if self.end > self.start else None
 
@@ -289,7 +292,7 @@ class Turn:
     def top_ids(self) -> NDArray[np.int32]:
         """The most likely ids at the position of each sampled id, the most likely first, int32; a copy.
 
-        Shape [sampled, n] with the n of `Sampling(logprobs=n)`; n is 0 if none were requested or returned. The
+        Shape [sampled, n] with the n of `Sampling(logprobs=n)`; n is 0 if no such ids were requested or returned. The
         sampled id is among them if it is one of the n most likely.
         """
         import numpy as np  # imported here, since most users read no such arrays
@@ -348,7 +351,7 @@ class Trajectory:
     trained: bool = True
     """True if the agent's samples are meant to be trained on."""
     segments: list[Segment] = field(default_factory=list)
-    """The segments in order; one, unless the history was rewritten, or turns branch or were sampled again."""
+    """The segments in order. There is one, unless the history was rewritten, or turns branch or were sampled again."""
     turns: list[Turn] = field(default_factory=list)
     """The agent's turns, in order."""
     outcome: Outcome = Outcome.CANCELLED
@@ -435,7 +438,7 @@ class Group:
 
     @property
     def has_spread(self) -> bool:
-        """True if two of its rewards differ as 32-bit numbers. Otherwise all advantages of `grpo` are 0."""
+        """True if two rewards of the group differ as 32-bit numbers. Otherwise all advantages of `grpo` are 0."""
         return len(set(array("f", (each.reward for each in self.trajectories if each.reward is not None)))) > 1
 
     def __repr__(self) -> str:

@@ -238,7 +238,7 @@ def _attached(attachment: Attachment) -> Labelled:
 
 
 def headline(trajectory: Trajectory) -> Text:
-    """The episode in one line."""
+    """One line about a trajectory: its id, outcome, reward, scores, and numbers of turns and ids."""
     line = Text.assemble((printable_line(trajectory.id), "bold"))
     if trajectory.agent != "main":
         line.append(f" {printable_line(trajectory.agent)}", "bold")
@@ -316,8 +316,8 @@ def _code(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-# Controls of ASCII and Latin-1 except tab and line feed, marks and overrides of direction, separators of lines and
-# paragraphs, surrogates.
+# Control characters of ASCII and Latin-1 (except tab and line feed); characters that mark or override the direction of
+# text; separators of lines and paragraphs; surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -1,4 +1,4 @@
-"""The command line `deltarunner`: names and help texts. Each command is implemented in the module of its name."""
+"""The commands of `deltarunner`, with options and help texts. Other modules of this package implement the commands."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def compare(
     ] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Compare run files task by task: which is better, by how much, whether that is decisive, and the tasks it lost."""
+    """Compare run files with the first one, task by task: the better file, the differences, and tasks lost or won."""
     from runner.cli.compare import compare_command
 
     return compare_command(files, by=by, as_json=json)
@@ -426,7 +426,7 @@ def check_weights(
     ] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Update each kind of tensor, and compare with transformers. Exit code 7 if one is wrong or none is right."""
+    """Update each kind of tensor, and compare vLLM with transformers. Exit code 7 if one is wrong or none is right."""
     from runner.cli.check_weights import check_weights_command
 
     return check_weights_command(

@@ -77,10 +77,10 @@ class TemplateReport:
     """Control tokens that the template writes and the vocabulary lacks."""
 
     named: ToolFormatCheck | None = None
-    """Check of the tool format that the user named; None without one, or if the template shows no tools."""
+    """Check of the tool format that the user named; None if the user named none, or the template shows no tools."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """`fitted`: schemas are rewritten for the template; `unseen`: parts that are still omitted. Empty without tools."""
+    """`fitted`: True if schemas are rewritten; `unseen`: parts still omitted. Empty if the template shows no tools."""
 
     @property
     def missing(self) -> list[AppendVerdict]:

@@ -22,7 +22,7 @@ from runner.training.weight_check import CheckedTensor, TensorVerdict, Way, Weig
 __all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
 
 WRONG_WEIGHTS_CODE = 7
-"""Exit code if a row is wrong, no row is right, or the check ended early."""
+"""Exit code if a row of the report is wrong, no row is right, or the check ended early."""
 LOG = Path("runs/check-weights.log")
 _STYLES = {
     TensorVerdict.RIGHT: "green",

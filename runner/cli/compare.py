@@ -20,9 +20,9 @@ from runner.transcript import printable_line
 __all__ = ["compare_command"]
 
 MAX_SHOWN_TASKS = 20
-"""Maximum number of tasks that B lost or won, and of differing settings, that are shown; the others are counted."""
+"""Maximum number of lost tasks, of won tasks, and of different settings that are shown; the others are counted."""
 MAX_SHOWN_SLICES = 60
-"""Maximum number of rows of slices that are shown; the others are counted."""
+"""Maximum number of shown rows about slices (the tasks with one value of the field `by`); the others are counted."""
 
 
 def compare_command(files: Sequence[Path], *, by: str | None, as_json: bool) -> int:
@@ -95,7 +95,7 @@ def _others(console: Console, count: int, shown: int = MAX_SHOWN_TASKS) -> None:
 
 
 def _table(differences: Sequence[MetricDifference], *names: str) -> Table:
-    """A table with a row for each difference, which begins with the attributes `names`."""
+    """A table with a row for each difference. The first columns are the attributes `names` of the difference."""
     table = plain_table()
     for name in (*names, "A", "B", "B - A", "95% interval", "p", "tasks", "result"):
         table.add_column(name, justify="left" if name in (*names, "result") else "right")

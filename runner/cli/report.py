@@ -41,7 +41,7 @@ UNTRAINED = "no request is trained: programs without tools are trained only with
 
 @contextmanager
 def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
-    """Print the running line of the author's code on stderr at this interval: an import or `tasks()` may be slow."""
+    """Print on stderr, every `seconds`, which line of the author's code runs: an import or `tasks()` may be slow."""
     caller, over = threading.get_ident(), threading.Event()
     script = os.path.abspath(sys.argv[0])  # the command's own script is not an author's code
 
@@ -252,7 +252,7 @@ def _junctions(junctions: Mapping[str, int]) -> Iterator[str]:
 
 
 def _retried(count: int, causes: Mapping[str, int]) -> str:
-    """The number of repeated attempts by cause, or without causes for files of older versions."""
+    """The number of repeated attempts by cause. Files of older versions have no causes; then only the total."""
     if not causes:
         return f"{count} after an engine failure"
     shown = [f"{n} after: {printable_line(cause)}" for cause, n in list(causes.items())[:MAX_FAULTS]]

@@ -318,7 +318,7 @@ class ConsoleRun(Reporter):
         self.run: Run | None = None
         """The run; None until it is created."""
         self.received: signal.Signals | None = None
-        """The signal that ended the run early; None without one."""
+        """The signal that ended the run early; None if no signal did."""
         self.earlier = 0
         """The number of episodes in the run file that earlier launches finished."""
         self._plan = plan

@@ -36,7 +36,7 @@ S = TypeVar("S")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 DATASET_USAGE = "deltarunner run dataset --tasks FILE --prompt '{question}' --answer '{answer}' --score number"
-"""An example for error messages."""
+"""An example command, for error messages."""
 
 PROGRAM = "runner.environment.program:Program"
 """The environment that runs agent programs."""

@@ -36,7 +36,7 @@ __all__ = ["show_command"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
-    """The options of the table: its episodes and their order, thresholds for the results, and prices."""
+    """The options of the overview: filters and order of episodes, a field for mean rewards, thresholds, and prices."""
 
     failed: bool = False
     where: tuple[str, ...] = ()
@@ -313,10 +313,10 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
 
 
 def _milliseconds(request: ChatRequest, turn: Turn | None) -> str:
-    """Milliseconds of matching the history, until the first id, until the last id, and of the whole request.
+    """Times of a request in milliseconds: matching its history, until the first id, until the last id, in total.
 
-    The times of the ids begin when the turn waits for a place in the engine. Without a turn, only the first number is
-    returned.
+    The second and the third time begin when the turn starts to wait for a place in the engine. Without a turn, only
+    the first time is returned.
     """
     if turn is None:
         return f"{1e3 * request.align_seconds:.1f}"

@@ -74,7 +74,7 @@ class ToolFormatCheck:
 
     @property
     def reads_all(self) -> bool:
-        """True if the format reads all test cases, apart from the limitations."""
+        """True if the format reads all cases, apart from known limitations; False if the template writes no calls."""
         return self.checked is not None and not self.checked.differences
 
     @property

@@ -51,7 +51,7 @@ class VerifyResult:
     differing: int = 0
     """Number of trajectories with a difference."""
     difference: Difference | None = None
-    """The first difference; None without one."""
+    """The first difference; None if nothing differs."""
 
     @property
     def exit_code(self) -> int:
@@ -104,7 +104,7 @@ def _verify_file(run_file: RunFile, models: Sequence[str]) -> VerifyResult:
 
 
 def _header_difference(run_file: RunFile) -> Difference | None:
-    """Return the first change of the header since the run began, or of a launch's configuration; None without one."""
+    """Return the first change of the header since the run began, or the first fault in a launch's header, or None."""
     noted = run_file.first_launch()
     changes = [] if noted is None else noted.changes(run_file.header)
     if not changes:

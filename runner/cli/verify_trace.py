@@ -33,7 +33,7 @@ __all__ = ["ScoreOptions", "verify_trace_command"]
 MAX_SHOWN: int = 20
 """Maximum number of findings that are printed; all are counted, and --json has all."""
 MAX_SHOWN_IDS: Final = 5
-"""Maximum number of ids that are printed for one call with other log-probabilities."""
+"""Maximum number of ids that are printed for one call whose log-probabilities differ from the engine's."""
 LOG: Final = Path("runs/verify-trace.log")
 
 

@@ -33,7 +33,7 @@ Cell: TypeAlias = tuple[str, str]
 
 
 def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
-    """The workers as lines: at most `room`, but at least one.
+    """The workers as lines of text: at most `room` lines, but at least one.
 
     Args:
         fleet: statistics of the workers.

@@ -32,7 +32,7 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
     """Check that a trajectory contains exactly the ids that the model saw and sampled.
 
     - Within a segment, every prompt begins with the previous prompt and the ids sampled from it.
-    - A segment that continues or repeats a turn of another segment begins with the same ids.
+    - A segment that continues or repeats a turn of another segment begins with the same ids as that segment.
     - The loss mask covers exactly the sampled ids of turns that were not withdrawn. Only sampled ids have
       log-probabilities.
     - Every tool call before the last message has one answer, in order, except with external agents.
@@ -179,7 +179,10 @@ def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
 
 
 def _check_calls(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn]) -> None:
-    """Raise AssertionError unless the last calls of the messages are those of the turns; a prompt may have others."""
+    """Raise AssertionError unless the last calls of the messages are the valid calls of the turns.
+
+    The messages may have earlier calls, such as calls in a prompt.
+    """
     made = [call.as_message() for turn in turns for call in turn.tool_calls if call.error is None]
     written = [call for message in segment.messages for call in message.get("tool_calls", ())]
     if made and written[-len(made) :] != made:

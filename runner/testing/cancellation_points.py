@@ -64,7 +64,7 @@ async def cancel_everywhere(
 ) -> int:
     """Run `scenario` repeatedly, cancelled at its 1st, 2nd, 3rd ... suspension.
 
-    The cancellation comes from a scope around the scenario; inside a shield it arrives after the shield. Code that
+    The cancellation comes from a scope around the scenario. In a shielded block it arrives after the block. Code that
     catches it must raise it again. Child tasks are cancelled too, but their suspension points are not counted. Trio
     runs ready tasks in random order, so the number of suspensions of a scenario that waits for other tasks may vary.
 
@@ -122,7 +122,7 @@ class _CancelledRun:
     cancelled_in: str = ""
     """Function that was suspended at this point; "" before the cancellation."""
     delivered: list[BaseException] = field(default_factory=list)
-    """Cancellations thrown into the scenario, one for each `await` since the first."""
+    """Cancellations that were thrown into the scenario, in order; each `await` of its clean-up may get another one."""
 
     async def play(self) -> None:
         with anyio.CancelScope() as scope:

@@ -25,7 +25,7 @@ class Inside:
     """The text; "" stands for every multi-byte character."""
 
     def sizes(self, ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The number of ids of each delta, so that a delta ends inside every occurrence that has several ids.
+        """The number of ids of each delta, so that a delta ends inside every occurrence that consists of several ids.
 
         Raises:
             BadOption: the piece does not occur, or every occurrence is a single id.

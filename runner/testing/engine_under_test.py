@@ -196,7 +196,7 @@ class PartialAnswer:
 async def running_request(
     engine: Engine, wanted: GenerationRequest, *, at_least: int = 3
 ) -> AsyncIterator[PartialAnswer]:
-    """Run a request concurrently with the block, which begins after `at_least` ids. Then wait for the request's end."""
+    """Run a request during the block, which begins after `at_least` ids; then wait until the request ends."""
     said = PartialAnswer([])
     begun = anyio.Event()
 

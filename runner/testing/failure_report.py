@@ -16,7 +16,7 @@ from runner.transcript import transcript
 __all__ = ["endings", "transcripts"]
 
 _MAX_LISTED: Final = 3
-"""Maximum number of transcripts, and of ways to end, in a report."""
+"""Maximum number of transcripts in a report, and of different ways in which episodes ended."""
 _WIDTH: Final = 120
 """Characters per line of the report."""
 

@@ -30,8 +30,8 @@ ForcedTurn: TypeAlias = Sequence[int] | None
 """The ids of one turn, including the stop id; None leaves the turn to the model."""
 
 ForcedScript: TypeAlias = Sequence[ForcedTurn] | Mapping[str, Sequence[ForcedTurn]] | Callable[[ModelCall], ForcedTurn]
-"""A list of turns, which every conversation reads from its beginning; or a dict of such lists by agent, in which agents
-without a list are free; or a function of the call."""
+"""A list of turns, which every conversation reads from its beginning; a dict of such lists by agent; or a function of a
+model call. With a dict, the model freely samples the turns of agents without a list."""
 
 
 def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
@@ -39,7 +39,7 @@ def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
 
     async with Run(environment, force(engine, [[75, 2104, 2], [504, 2]])) as run: ...
 
-    The ids of a turn end with a stop id, or there are at least `max_tokens` of them for a turn that is cut off. Several
+    The ids of a turn end with a stop id; for a turn that is to be cut off, give at least `max_tokens` ids. Several
     wrappers may share an engine. Requests that do not go through a wrapper are not forced.
 
     Args:
@@ -67,7 +67,7 @@ class ForcedEngine(WrappedEngine):
         _refuse_engine(engine)
         super().__init__(engine)
         self.calls: list[RecordedCall] = []
-        """All requests with their answers, including free turns; `assert_exact` compares trajectories with them."""
+        """All requests, forced or not, with their answers; `assert_exact` compares trajectories with them."""
         self._turn = _turn_reader(script)
         self._script_name = _script_name(script)
         self._running: Any = None
@@ -95,7 +95,7 @@ class ForcedEngine(WrappedEngine):
         if turn is None:
             return None
         ids = _checked(turn, request.name, RequestRejected)
-        # A model has padding rows after its tokenizer's ids, which can be sampled as well.
+        # A model may have padding rows after its tokenizer's ids; these can be sampled as well.
         size = self.inner.vocabulary if isinstance(self.inner, VllmEngine) else self.tokenizer.size
         _refuse_ids(ids, request, size)
         return ids

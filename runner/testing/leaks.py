@@ -49,7 +49,7 @@ class Leaked(AssertionError):
 
     def __init__(self, leaks: Sequence[str]) -> None:
         self.leaks = tuple(leaks)
-        """Names of the leaks."""
+        """The leaks, one text each, such as "thread 'worker' (1234)"."""
         super().__init__("leaked: " + "; ".join(leaks))
 
 
@@ -135,7 +135,10 @@ def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list
 
 
 def _passing_kinds() -> tuple[str, ...]:
-    """Kinds of leaks that may end by themselves. Another thread may have opened a file only to print a traceback."""
+    """Kinds of leaks that may end by themselves.
+
+    Files are among them if other threads run: a thread may have opened a file only to print a traceback.
+    """
     return ("thread ", "process ", "file ") if threading.active_count() > 1 else ("thread ", "process ")
 
 

@@ -129,8 +129,8 @@ def play_many(
         options: the fields of `RunOptions`, by name; `group_size=4` plays each task four times.
 
     Returns:
-        All trained trajectories, including failed ones, in the order of tasks, indices and agents; with an async source
-        or one that receives results, as they finish.
+        All trained trajectories, including failed ones, in the order of tasks, indices and agents. With an async source
+        or a source that receives results, in the order in which they finish.
 
     Raises:
         AssertionError: replies were missing or left over, a trajectory is not exact, or the environment's code raised
@@ -194,7 +194,7 @@ async def _play_one(
 
 
 def _of_agent(trajectories: Sequence[Trajectory], agent: str) -> Trajectory:
-    """The trajectory of an agent; for an untrained `main`, the first one.
+    """The trajectory of an agent; the first trajectory if the agent is `main` and is not trained.
 
     Raises:
         BadOption: the agent is not trained, or does not exist.
@@ -279,7 +279,7 @@ async def _on_this_loop(
 
 
 _AUTHOR_FAULT: Final = re.compile(r"(.*?: )?(group_reward |metric |reward |close\(\): |exit_stack: )")
-"""Beginning of the text of an author's error that neither ends the run nor is in the outcome of an episode."""
+"""Beginning of the text of an author's error that neither ends the run nor fails an episode."""
 
 
 def _check_nothing_raised(faults: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ __all__ = ["CheckedEngine", "QueuedEngine", "ReplySource", "check_settings", "sh
 __tracebackhide__ = True
 
 ReplySource: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
-"""One reply: a string, a call, several calls of one turn, a `Reply`, token ids, or a function of the call."""
+"""One reply: a string, a call, several calls of one turn, a `Reply`, token ids, or a function of the model call."""
 
 
 class CheckedEngine(ScriptedEngine):

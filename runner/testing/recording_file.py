@@ -81,7 +81,7 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The content of a file: turns, and properties of the model."""
+    """The content of a recording file: turns, and properties of the model."""
 
     path: Path
     turns: Sequence[RecordedRequest]

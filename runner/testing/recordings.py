@@ -105,7 +105,7 @@ class ReplayEngine(CheckedEngine):
     async def _answer(self, call: ModelCall) -> Reply:
         prompt = array("i", call.prompt_ids)
         name = call.request.name
-        # A turn is found by its prompt; by its name if several turns have this prompt, as in the episodes of a group.
+        # A turn is found by its prompt. If several turns have it, the one with the same name is preferred.
         same = [recorded for recorded in self._left if recorded.prompt == prompt]
         found = next((recorded for recorded in same if recorded.name == name), same[0] if same else None)
         if found is None:
@@ -167,7 +167,7 @@ class RecordingFixture:
 
     Args:
         request: the fixture `request` of pytest.
-        record: "none", "once" or "rewrite".
+        record: "none" to replay recordings, "once" to record only missing ones, "rewrite" to record all again.
     """
 
     def __init__(self, request: Any, *, record: str) -> None:

@@ -94,7 +94,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         self._clock = clock
         self._in_executor = 0
         self._pending_calls: dict[asyncio.Task[Any], threading.Thread] = {}
-        """Tasks that worker threads have started on this loop and wait for."""
+        """Tasks that worker threads have started on this loop, each with the thread that waits for it."""
         self._calling_thread: threading.Thread | None = None
         self._virtual_selector = _VirtualSelector(clock, self)
         super().__init__(self._virtual_selector)

@@ -20,7 +20,7 @@ _WORDS: Final = (
     *("00", "42", "é", "日本", "\U0001f600", "</", "><", '{"', '"}', '": ', "think>"),
 )
 _PADDING_ROWS: Final = 8
-"""Ids after the vocabulary that decode to nothing, as in models with a padded embedding."""
+"""Number of ids after the vocabulary that decode to nothing, as in models with a padded embedding."""
 
 
 class PlainTokenizer(ByteTokenizer):

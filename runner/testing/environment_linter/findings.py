@@ -173,7 +173,7 @@ class SharedState:
                 )
 
     def _values(self) -> Iterator[tuple[str, Any, bool]]:
-        """Yield name and value of each shared value, and True if the class has it, or False if its module has it."""
+        """Yield (name, value, of_class) of each shared value; `of_class` is False only for variables of a module."""
         cls = type(self._environment)
         bases = cls.__mro__[: cls.__mro__.index(Environment)]
         for base in bases:
@@ -255,7 +255,7 @@ class AgentRecord:
     agent: str
 
     messages: Sequence[Mapping[str, Any]]
-    """The messages of its last segment."""
+    """The messages of the agent's last segment."""
 
     task_messages: int
     """Number of leading messages that come from the task, the system message included."""
@@ -270,7 +270,7 @@ class AgentRecord:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> AgentRecord:
-        """The record of a trajectory."""
+        """Return the record of the agent of a trajectory."""
         messages, prompt = trajectory.messages, as_messages(trajectory.task.prompt)
         system = [message["role"] == "system" for message in (*messages[:1], *prompt[:1])] == [True, False]
         scores = {**trajectory.rewards, **trajectory.metrics}
@@ -354,9 +354,9 @@ def _first_message_difference(
 
 
 CONTEXT_CHARS: Final = 12
-"""Characters shown before the first difference."""
+"""Number of characters shown before the first difference of two long texts."""
 MAX_EXCERPT_CHARS: Final = 60
-"""Characters shown of each of two texts."""
+"""Maximum number of characters shown of each of two texts."""
 
 
 def _excerpts(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from runner.concurrency.user_code import is_foreign
 __all__ = ["HangWatch", "busy_thread_places"]
 
 REPORT_SECONDS: Final = 30.0
-"""Time without progress after which the place is reported, and time until it is reported again."""
+"""Time without progress after which the place of the hanging code is reported, and time until the next report."""
 
 END_SECONDS: Final = 300.0
 """Time without progress after which the process ends if no episode is in flight, as in `lifespan()` or `tasks()`."""
@@ -142,7 +142,7 @@ def _place_of(task: asyncio.Task[Any]) -> str:
 
 
 def _awaited(waits: Any) -> Iterator[tuple[CodeType, int]]:
-    """Coroutines and generators from the outermost to the innermost, each with its current line."""
+    """Yield the code and the current line of a suspended coroutine, then of what it awaits, and so on inwards."""
     while waits is not None:
         frame: FrameType | None = next(
             (getattr(waits, name) for name in ("cr_frame", "gi_frame", "ag_frame") if getattr(waits, name, None)), None

@@ -33,7 +33,7 @@ _TICK_SECONDS: Final = 0.005
 """Interval between two checks of the event loop; shorter than in a run, so that brief blocking code is found."""
 
 _MIN_BLOCKED_SECONDS: Final = 0.1
-"""Total time for which brief code must block the event loop, over all of its calls, to be a finding."""
+"""Minimum total time of blocking for a finding about code that blocks the event loop only briefly in each call."""
 
 
 def play_watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environment[Any]]) -> list[Finding]:
@@ -56,7 +56,8 @@ def play_watched(play: Callable[[], Awaitable[None]], environments: Sequence[Env
         tasks.update(str(getattr(task.coro, "__qualname__", task.name)) for task in left)
 
     leaks: tuple[str, ...] = ()
-    on_event_loop(anyio.lowlevel.checkpoint)  # the first event loop of a process opens a pipe that later ones share
+    # The first event loop of a process opens a pipe, which later event loops share. It must not count as a leak.
+    on_event_loop(anyio.lowlevel.checkpoint)
     try:
         with no_leaks(settle=SETTLE_SECONDS):
             on_event_loop(playing)
@@ -72,7 +73,7 @@ def play_watched(play: Callable[[], Awaitable[None]], environments: Sequence[Env
 
 
 def _leak_findings(leaks: Sequence[str], environments: Sequence[Environment[Any]]) -> Iterator[Finding]:
-    """Findings about leaks: one for each attribute that holds leaks, and one for each kind of other leaks."""
+    """Findings about leaks: one for each unclosed object, each attribute that holds leaks, each other kind of leak."""
     for leak in (leak for leak in leaks if leak.startswith(UNCLOSED)):
         yield Finding(f"{leak}. Close it, or open it with `with`.", fatal=False)
     named: dict[str, str] = {}
@@ -122,7 +123,7 @@ class TemporaryFiles:
         self._before: set[str] = set()
 
     def __enter__(self) -> TemporaryFiles:
-        # Set both: this process has read the variable already, and child processes read it.
+        # Both are set, since this process has already read TMPDIR, and child processes will read it.
         self._was = tempfile.tempdir, os.environ.get("TMPDIR")
         tempfile.tempdir = os.environ["TMPDIR"] = self._folder.name
         return self

@@ -52,7 +52,7 @@ __all__ = ["EnvironmentCheck", "check_environment", "distinct"]
 
 
 EPISODE_SECONDS: Final = 30.0
-"""Time limit of an episode. The engine takes no time."""
+"""Time limit of an episode. The scripted engine takes no time."""
 HOOK_SECONDS: Final = 20.0
 """Time limit of one hook."""
 MAX_TASKS: Final = 1000
@@ -108,7 +108,7 @@ class PlayResult:
     """Result of playing the environment once."""
 
     records: dict[str, AgentRecord] = field(default_factory=dict)
-    """A record for each agent of each episode, by "episode agent"."""
+    """The record of each agent of each episode. A key is the id of the episode, a space, and the agent."""
 
     tasks: dict[str, Task] = field(default_factory=dict)
 
@@ -260,7 +260,8 @@ class EnvironmentCheck:
             concurrency: with several episodes at once, tasks are played in order; one at a time, in reverse order.
             group_size: raised to 2 if there are group rewards, which need something to compare.
             is_watched: also check the event loop and leaks.
-            later_first: call two tools in a turn and end the second one first (True) or the first one (False).
+            later_first: None for one call in a turn; else make two asynchronous calls in a turn, and delay the first
+                call (True) or the second (False).
         """
         environment, result = self._make(), PlayResult()
         self.current = result
@@ -410,7 +411,7 @@ def _fault_finding(fault: str) -> Finding:
 
 
 _PASS_COUNT: Final = 20
-"""Additional passes of the event loop at each await of a delayed call."""
+"""Number of additional passes of the event loop after each await of a delayed call."""
 
 
 def with_delays(tools: list[Tool], *, later_first: bool) -> list[Tool]:

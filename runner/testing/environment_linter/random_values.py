@@ -26,7 +26,7 @@ MAX_TRIES: Final = 60
 """Maximum number of attempts to draw a value that passes the validator, which checks more than the shape."""
 
 MAX_DEPTH: Final = 6
-"""Depth beyond which optional parts are left out."""
+"""Depth of nesting beyond which optional parts of a value are left out."""
 
 WORDS: Final = ("a", "word", "2")
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
@@ -69,7 +69,7 @@ def _fitting(drawing: _Drawing, shapes: Sequence[ValueShape], whole: Conjunction
 
 
 class _Drawing:
-    """A source of random values of one schema."""
+    """A source of random values for one schema."""
 
     def __init__(self, shapes: SchemaShapes, rng: random.Random) -> None:
         self.shapes = shapes
